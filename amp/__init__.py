@@ -1,0 +1,1 @@
+"""Numbers: precision modes, loss scale and master weights."""

@@ -1,0 +1,1 @@
+"""The step: global gradient norm, clipping and the parallel optimizer."""

@@ -1,0 +1,1 @@
+"""Process layout: topology, groups, parameter specs and parallel layers."""

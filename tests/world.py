@@ -1,0 +1,147 @@
+"""Run a function on several ranks: real processes that talk over gloo, kept warm between tests.
+
+Starting four processes that import torch costs seconds; a test should cost milliseconds. So the workers are forked once
+from a server that has torch loaded, and each `run` only joins them into a fresh default process group. After any
+failure the pool is thrown away: a rank that is stuck in a collective can't be trusted with the next test.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing as mp
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+# A peer that is gone must be an error soon; a busy 2-core machine must not be one.
+GROUP_TIMEOUT = timedelta(seconds=60)
+RUN_TIMEOUT = 180.0
+
+
+class WorldError(AssertionError):
+    """At least one rank raised, died or hung; the message has every rank's traceback."""
+
+
+def _worker(connection: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    joined: tuple[int, int, str] | None = None
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except EOFError:
+            return
+        rank, world_size, store_path, log_path, payload = pickle.loads(message)
+        with open(log_path, "w") as log:
+            faulthandler.dump_traceback_later(RUN_TIMEOUT - 10, file=log)
+            try:
+                if joined != (rank, world_size, store_path):
+                    if dist.is_initialized():
+                        dist.destroy_process_group()
+                    store = dist.FileStore(store_path, world_size)
+                    dist.init_process_group(
+                        "gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
+                    )
+                    joined = (rank, world_size, store_path)
+                function, args = pickle.loads(payload)
+                torch.manual_seed(0)
+                reply: tuple[bool, Any] = (True, function(*args))
+                data = pickle.dumps(reply)
+            except BaseException:
+                data = pickle.dumps((False, traceback.format_exc()))
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+        connection.send_bytes(data)
+
+
+class World:
+    """A pool of worker processes; `run(n, f, *args)` calls ``f(*args)`` on ranks 0..n-1 and returns their results.
+
+    The function must be importable (module level), its arguments and result picklable. The default process group is
+    initialised (gloo, CPU) before the call and re-used while the world size stays the same; groups that the function
+    makes are its own to destroy (a registry does so when it is closed). The global seed is 0 on every rank.
+    """
+
+    def __init__(self) -> None:
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", "torch.distributed"])
+        self._workers: list[tuple[Any, Connection]] = []
+        self._dir = tempfile.mkdtemp(prefix="meshstep-world-")
+        self._size: int | None = None
+        self._store = ""
+
+    def run(self, world_size: int, function: Callable[..., T], *args: Any) -> list[T]:
+        """Results of ``function(*args)`` by rank; raises `WorldError` when a rank raises, dies or hangs."""
+        while len(self._workers) < world_size:
+            self._start_worker()
+        if self._size != world_size:
+            fd, self._store = tempfile.mkstemp(dir=self._dir)
+            os.close(fd)
+            os.unlink(self._store)
+            self._size = world_size
+        payload = pickle.dumps((function, args))
+        ranks = range(world_size)
+        for rank in ranks:
+            message = (rank, world_size, self._store, self._log(rank), payload)
+            self._workers[rank][1].send_bytes(pickle.dumps(message))
+        replies = self._collect({self._workers[rank][1]: rank for rank in ranks})
+        failures = [f"rank {rank}: {replies[rank][1]}" for rank in ranks if not replies[rank][0]]
+        if failures:
+            self.close()
+            raise WorldError("\n".join(failures))
+        return [replies[rank][1] for rank in ranks]
+
+    def _collect(self, pending: dict[Any, int]) -> dict[int, tuple[bool, Any]]:
+        replies: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + RUN_TIMEOUT
+        while pending:
+            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                replies.update({rank: (False, f"hangs\n{self._stack(rank)}") for rank in pending.values()})
+                break
+            for connection in ready:
+                rank = pending.pop(connection)
+                try:
+                    replies[rank] = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
+                except EOFError:
+                    replies[rank] = (False, "died")
+            if any(not ok for ok, _ in replies.values()):
+                # The others may wait for the failed rank until the group timeout: give them a moment, no more.
+                deadline = min(deadline, time.monotonic() + 5.0)
+        return replies
+
+    def _log(self, rank: int) -> str:
+        return os.path.join(self._dir, f"stack-{rank}")
+
+    def _stack(self, rank: int) -> str:
+        try:
+            with open(self._log(rank)) as log:
+                return log.read()
+        except OSError:
+            return ""
+
+    def _start_worker(self) -> None:
+        parent, child = self._context.Pipe()
+        process = self._context.Process(target=_worker, args=(child,), daemon=True)  # type: ignore[attr-defined]
+        process.start()
+        child.close()
+        self._workers.append((process, parent))
+
+    def close(self) -> None:
+        """End the workers; the next `run` starts new ones."""
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers = []
+        self._size = None

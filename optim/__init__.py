@@ -1,1 +1,11 @@
 """The step: global gradient norm, clipping and the parallel optimizer."""
+
+from .clipping import clip_grad_norm_ as clip_grad_norm_
+from .clipping import clip_grad_value_ as clip_grad_value_
+from .clipping import global_norm as global_norm
+from .global_norm import GlobalNorm as GlobalNorm
+from .grad_stats import GradStats as GradStats
+from .gradient_sync import sync_gradients as sync_gradients
+from .parallel_optimizer import ParallelOptimizer as ParallelOptimizer
+from .reduction_plan import ReductionPlan as ReductionPlan
+from .replica_check import ReplicaMismatchError as ReplicaMismatchError

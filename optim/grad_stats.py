@@ -1,0 +1,31 @@
+"""What one measurement of the gradients says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class GradStats:
+    """The gradients of one step, measured. All tensors are on the device and the same bits on every rank.
+
+    Nothing here has been read by the host; ``float(stats.total_norm)`` reads it, and waits for the device.
+
+    Args:
+        total_norm: 0-dim float64 (float32 where a device has none): the global p-norm of the unscaled gradients before
+            clipping, inf or NaN as it is.
+        clip_coef: 0-dim, same dtype: what the gradients were (or will be) multiplied by; 1 without clipping or when the
+            norm is not finite. Where param groups have their own ``max_norm``, that of the others.
+        found_inf: 0-dim float32: 1 when the norm is not finite and the step is skipped, else 0.
+        group_norms: [number of param groups]: the global p-norm of each param group.
+        parameter_norms: By parameter name, where asked for: the global p-norm of each logical parameter.
+    """
+
+    total_norm: Tensor
+    clip_coef: Tensor
+    found_inf: Tensor
+    group_norms: Tensor
+    parameter_norms: Mapping[str, Tensor] = field(default_factory=dict)

@@ -1,0 +1,89 @@
+"""Make a process group without waiting for its other members.
+
+`torch.distributed.new_group` is a meeting: gloo connects all members before it returns, NCCL splits the parent when a
+device is bound to it, and `use_local_synchronization=True` only shrinks the meeting to the members. Meetings need one
+order that everybody keeps, and ranks that first need different groups have none. Two things are worse than slow there:
+
+* ranks that ask in different orders wait for each other in a circle (torch's documentation warns of it);
+* the name of the group, under which its members meet in the store, is a hash with a counter of the groups that *this
+  rank* made before (seen in torch 2.13 and 2.15). Ranks that are in different groups have different counters, so they
+  wait under different names even when all of them ask in the same order.
+
+So no meeting is held. The caller gives the name, gloo connects lazily (each pair of ranks at its first message), and
+NCCL makes its communicator at the first collective, as it does by default. What is left of the creation is local: it
+takes under a millisecond, and *there is no order in which it could deadlock*. Members meet in their first collective
+on the group, which is a meeting anyway; a member that never comes is an error after the group's timeout there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+# What would make the creation a meeting again: gloo's eager full mesh, and the barrier that torch can be told to add.
+_LAZY_ENVIRONMENT = {"TORCH_GLOO_LAZY_INIT": "1", "TORCH_DIST_INIT_BARRIER": "0"}
+
+
+def new_local_group(
+    ranks: Sequence[int], name: str, *, timeout: timedelta | None = None, backend: str | None = None
+) -> dist.ProcessGroup:
+    """A process group of these global ranks, made by this rank alone.
+
+    Args:
+        ranks: Global ranks, ascending, this one among them.
+        name: The same on every member, and never used before on this default store.
+        timeout: For the group's collectives; torch's default for the backend otherwise.
+        backend: As in `torch.distributed.new_group`; the default group's otherwise.
+
+    Collectives: none, and no wait for other ranks. Not thread safe against other threads that make groups.
+    """
+    with _lazy(), _named(name), _unbound(dist.group.WORLD):
+        group = dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
+    if not isinstance(group, dist.ProcessGroup) or group.group_name != name:
+        raise RuntimeError(f"this torch doesn't let a process group be named ({group!r} instead of {name!r})")
+    return group
+
+
+@contextmanager
+def _lazy() -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in _LAZY_ENVIRONMENT}
+    os.environ.update(_LAZY_ENVIRONMENT)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    # torch has no public way to name a group; this is the one function that decides it. To replace it also leaves
+    # torch's own counter alone: were it to advance on some ranks only, the next ordinary new_group would not meet.
+    before = distributed_c10d._process_group_name
+    setattr(distributed_c10d, "_process_group_name", lambda ranks, use_hashed_name: name)  # noqa: B010 (mypy)
+    try:
+        yield
+    finally:
+        setattr(distributed_c10d, "_process_group_name", before)  # noqa: B010
+
+
+@contextmanager
+def _unbound(world: dist.ProcessGroup | None) -> Iterator[None]:
+    # With a device bound to the default group, NCCL would split it: a collective over the whole world.
+    device = world.bound_device_id if world is not None else None
+    if world is None or device is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device

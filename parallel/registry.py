@@ -1,0 +1,247 @@
+"""The process groups of a topology: made when they are first used, shared when they have the same members.
+
+    with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
+        registry.coordinate                # {'data': 1, 'tensor': 0} on rank 2
+        registry.ranks("tensor")           # (2, 3)
+        dist.all_reduce(x, group=registry.group("tensor"))
+
+Only the groups that are asked for exist, on the ranks that ask. A rank makes its handle of a group alone, without a
+word to the others (see `local_group`), so ranks may ask for different groups, in different orders, or not at all, and
+nothing waits. The members of a group meet in its first collective.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from .local_group import new_local_group
+from .topology import Role, Topology
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class ProcessGroupRegistry:
+    """This rank's place in a topology, and its process groups.
+
+    Every rank of the world constructs its registries in the same order, with the same topologies; construction is
+    checked against the other ranks' through the default store, but waits for none of them.
+
+    Args:
+        topology: Its world size must be the default process group's. A topology of one rank needs no
+            ``torch.distributed`` at all.
+        timeout: For collectives on the groups made here; the default group keeps its own.
+        backend: For the groups made here; the default group's otherwise.
+
+    Raises:
+        RuntimeError: ``torch.distributed`` isn't initialised and the topology has more than one rank.
+        ValueError: The topology's size isn't the world size, or another rank built a different one.
+    """
+
+    def __init__(self, topology: Topology, *, timeout: timedelta | None = None, backend: str | None = None) -> None:
+        self.topology = topology
+        self._timeout = timeout
+        self._backend = backend
+        self._closed = False
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._made: list[dist.ProcessGroup] = []
+        self._world = _default_group(topology)
+        self.global_rank = 0 if self._world is None else dist.get_rank()
+        self.coordinate = topology.coordinate(self.global_rank)
+        self._name = _agreed_name(topology, self.global_rank) if topology.world_size > 1 else ""
+        if self._world is not None and backend in (None, dist.get_backend(self._world)):
+            self._groups[tuple(range(topology.world_size))] = self._world
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors must be for this registry's collectives: the current CUDA device for NCCL, else the CPU."""
+        backend = self._backend or (dist.get_backend_config(self._world) if self._world is not None else "")
+        return torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
+
+    def size(self, *axes: str) -> int:
+        """Number of ranks in this rank's group along ``axes``."""
+        self._check_named(axes)
+        return self.topology.size(*axes)
+
+    def ranks(self, *axes: str) -> tuple[int, ...]:
+        """Global ranks of this rank's group along ``axes``, ascending, which is the order in the group."""
+        self._check_named(axes)
+        return self.topology.peers(self.global_rank, *axes)
+
+    def rank(self, *axes: str) -> int:
+        """This rank's index in its group along ``axes``: row-major over them in the topology's order."""
+        self._check_named(axes)
+        index = 0
+        for axis in self.topology.axes:
+            if axis in axes:
+                index = index * self.topology.size(axis) + self.coordinate[axis]
+        return index
+
+    def group(self, *axes: str) -> dist.ProcessGroup:
+        """This rank's process group along ``axes``; made at the first call, without waiting for anybody.
+
+        Raises:
+            ValueError: No axes, or an unknown one.
+            RuntimeError: The registry is closed, or a world of one rank has no ``torch.distributed``.
+        """
+        return self.group_of(self.ranks(*axes))
+
+    def group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """The process group of exactly these global ranks, this one among them; one group per membership.
+
+        Raises:
+            ValueError: This rank isn't among them, one is outside the world, or one comes twice.
+            RuntimeError: As in `group`.
+        """
+        if self._closed:
+            raise RuntimeError(f"rank {self.global_rank} asks a closed registry for a group; make a new registry")
+        members = tuple(sorted(ranks))
+        if members in self._groups:
+            return self._groups[members]
+        self._check_members(members)
+        if self._world is None:
+            raise RuntimeError(
+                "the group has size 1 and torch.distributed isn't initialised: no group is needed; check size(...) "
+                "before asking, or call torch.distributed.init_process_group first"
+            )
+        # A digest, because the name is a prefix of keys in the store and the list can be long.
+        digest = hashlib.sha1(repr(members).encode(), usedforsecurity=False).hexdigest()[:16]
+        group = new_local_group(members, f"{self._name}/{digest}", timeout=self._timeout, backend=self._backend)
+        self._made.append(group)
+        self._groups[members] = group
+        return group
+
+    def device_mesh(self, *axes: str) -> DeviceMesh:
+        """torch's mesh of this rank's sub-grid, its dims named and ordered as ``axes``, on this registry's groups.
+
+        No group is made but the one of each axis, and the mesh is usable while the registry is open.
+
+        Raises:
+            ValueError, RuntimeError: As in `group`.
+        """
+        from torch.distributed.device_mesh import DeviceMesh
+
+        ranks = self.ranks(*axes)
+        groups = [self.group(axis) for axis in axes]
+        if len(axes) == 1:
+            return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=axes)
+        ordered = [axis for axis in self.topology.axes if axis in axes]
+        grid = torch.tensor(ranks, dtype=torch.int).reshape([self.topology.size(axis) for axis in ordered])
+        # Contiguous because torch reads the mesh's strides as they lie in memory.
+        grid = grid.permute([ordered.index(axis) for axis in axes]).contiguous()
+        return DeviceMesh.from_group(groups, self.device.type, mesh=grid, mesh_dim_names=axes)
+
+    @classmethod
+    def from_device_mesh(cls, mesh: DeviceMesh, *, roles: Mapping[str, Role] | None = None) -> ProcessGroupRegistry:
+        """The registry with the mesh's dims as axes, on the mesh's own groups (which `close` doesn't destroy).
+
+        Args:
+            mesh: A mesh of the whole world, its dims named, ranks row-major (as `init_device_mesh` makes it).
+            roles: As in `Topology`; a mesh often names its dims ``pp`` and ``dp``, which say no role by default.
+
+        Raises:
+            ValueError: The mesh has no dim names, or isn't the whole world in row-major order.
+        """
+        if mesh.mesh_dim_names is None:
+            raise ValueError(f"{mesh} has no dim names; make it with mesh_dim_names=('data', 'tensor') or the like")
+        grid = mesh.mesh
+        if grid.flatten().tolist() != list(range(dist.get_world_size())):
+            raise ValueError(
+                f"the mesh holds ranks {grid.tolist()}; a topology is the whole world of {dist.get_world_size()} ranks "
+                "in row-major order, as init_device_mesh makes it: pass the root mesh, not a slice of it"
+            )
+        topology = Topology(roles=roles, **dict(zip(mesh.mesh_dim_names, grid.shape, strict=True)))
+        registry = cls(topology)
+        for axis in topology.axes:
+            registry._groups.setdefault(registry.ranks(axis), mesh.get_group(axis))
+        return registry
+
+    def close(self) -> None:
+        """Destroy the groups made here, never the default one. A second call does nothing."""
+        if not self._closed and self._world is dist.group.WORLD:
+            for group in self._made:
+                dist.destroy_process_group(group)
+        self._closed = True
+        self._made, self._groups = [], {}
+
+    def __enter__(self) -> ProcessGroupRegistry:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self._made)} groups made"
+        return f"ProcessGroupRegistry({self.topology!r}, rank {self.global_rank} at {self.coordinate}, {state})"
+
+    def _check_named(self, axes: tuple[str, ...]) -> None:
+        if not axes:
+            raise ValueError(
+                f"name the axes (of {', '.join(self.topology.axes) or 'none'}); "
+                "the whole world is group(*registry.topology.axes)"
+            )
+
+    def _check_members(self, members: tuple[int, ...]) -> None:
+        if len(set(members)) != len(members):
+            raise ValueError(f"a rank comes twice in {members}; name each rank once")
+        outside = [rank for rank in members if not 0 <= rank < self.topology.world_size]
+        if outside:
+            raise ValueError(f"ranks {outside} aren't in the world of {self.topology.world_size} ranks")
+        if self.global_rank not in members:
+            raise ValueError(
+                f"rank {self.global_rank} asks for the group of {members}, to which it doesn't belong; "
+                "only members ask for a group"
+            )
+
+
+def _default_group(topology: Topology) -> dist.ProcessGroup | None:
+    if not dist.is_available() or not dist.is_initialized():
+        if topology.world_size == 1:
+            return None
+        raise RuntimeError(
+            f"{topology!r} has {topology.world_size} ranks but torch.distributed isn't initialised; call "
+            "meshstep.parallel.launch.init_distributed() first (and start the ranks, for example with torchrun "
+            f"--nproc-per-node {topology.world_size})"
+        )
+    world_size = dist.get_world_size()
+    if world_size != topology.world_size:
+        raise ValueError(
+            f"{topology!r} has {topology.world_size} ranks but the world has {world_size}; the sizes must multiply to "
+            f"{world_size}{_suggestion(topology, world_size)}"
+        )
+    return dist.group.WORLD
+
+
+def _suggestion(topology: Topology, world_size: int) -> str:
+    fitting = []
+    for axis, size in zip(topology.axes, topology.sizes, strict=True):
+        rest = topology.world_size // size
+        if world_size % rest == 0:
+            fitting.append(f"{axis}={world_size // rest}")
+    if fitting:
+        return f": write {' or '.join(fitting)} instead, or start {topology.world_size} ranks"
+    return f", or start {topology.world_size} ranks"
+
+
+def _agreed_name(topology: Topology, rank: int) -> str:
+    """A name for this registry that is the same on all ranks; an error if another rank has another topology."""
+    store = distributed_c10d._get_default_store()
+    number = store.add(f"meshstep/registries/{rank}", 1)
+    name = f"meshstep/registry/{number}"
+    first = store.compare_set(name, "", repr(topology)).decode()
+    if first != repr(topology):
+        raise ValueError(
+            f"rank {rank} builds registry number {number} with {topology!r}, another rank built its number {number} "
+            f"with {first}; every rank must build the same registries in the same order"
+        )
+    return name

@@ -1,0 +1,209 @@
+"""Differentiable collectives over mesh axes: what a parallel layer does to its activations and to small parameters.
+
+Every one is a linear map over the ranks of ``registry.group(*axes)``, and its backward is the adjoint map:
+
+    function            forward                   backward                 use it where
+    copy_to             identity                  all-reduce               a replicated tensor enters split work
+    reduce_from         all-reduce                identity                 partial sums become a replicated tensor
+    gather_from         all-gather                take own slice           pieces become a replicated tensor
+    scatter_to          take own slice            all-gather               a replicated tensor is split
+    all_gather_to       all-gather                reduce-scatter           pieces enter work that is split otherwise
+    reduce_scatter_to   reduce-scatter            all-gather               partial sums become pieces
+    broadcast_from      broadcast from one rank   reduce to that rank      one rank holds what all need
+
+`gather_from` and `all_gather_to` differ in what comes after: the same computation on every rank (each then has the
+whole gradient already, and keeps its slice), or a different one (the gradients are terms of a sum).
+
+The backward is made of the same maps, so it can be differentiated again. Over a group of size 1 nothing happens, the
+tensor itself comes back, and torch.distributed need not be initialised. Dtypes pass through unchanged, under autocast
+too: a sum is made in the dtype of the tensor. With several axes, pieces are in group order: row-major over the axes in
+the order of the topology. None reads the host. Every rank of the group must call with equal shapes, and with a tensor
+that requires grad on all of them or on none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .registry import ProcessGroupRegistry
+
+
+@dataclass(frozen=True)
+class Over:
+    """Where a map acts: the axes, the tensor dim that is split or joined, and the index in the group of the root."""
+
+    registry: ProcessGroupRegistry
+    axes: tuple[str, ...]
+    dim: int = 0
+    root: int = 0
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.registry.group(*self.axes)
+
+    @property
+    def size(self) -> int:
+        return self.registry.size(*self.axes)
+
+    @property
+    def rank(self) -> int:
+        return self.registry.rank(*self.axes)
+
+    def piece(self, tensor: Tensor) -> int:
+        """The length of one rank's piece of ``tensor`` along the dim."""
+        length = tensor.size(self.dim)
+        if length % self.size:
+            raise ValueError(
+                f"dim {self.dim} of a tensor of shape {tuple(tensor.shape)} has length {length}, which doesn't divide "
+                f"over {' x '.join(self.axes)} of size {self.size}; pad it to a multiple of {self.size}"
+            )
+        return length // self.size
+
+
+# The maps themselves: not differentiable, out of place, for groups of more than one rank.
+
+
+def identity(tensor: Tensor, over: Over) -> Tensor:
+    return tensor.view_as(tensor)
+
+
+def all_reduce(tensor: Tensor, over: Over) -> Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=over.group)
+    return total
+
+
+def all_gather(tensor: Tensor, over: Over) -> Tensor:
+    pieces = tensor.new_empty((over.size, *tensor.shape))
+    # Flat: gloo refuses buffers with the extra dim.
+    dist.all_gather_single(pieces.view(-1), tensor.contiguous().view(-1), group=over.group)
+    return pieces.movedim(0, over.dim).flatten(over.dim, over.dim + 1)
+
+
+def reduce_scatter(tensor: Tensor, over: Over) -> Tensor:
+    length = over.piece(tensor)
+    before, after = tensor.shape[: over.dim], tensor.shape[over.dim + 1 :]
+    pieces = tensor.reshape(*before, over.size, length, *after).movedim(over.dim, 0).contiguous()
+    own = tensor.new_empty(pieces.shape[1:])
+    dist.reduce_scatter_single(own.view(-1), pieces.view(-1), group=over.group)
+    return own
+
+
+def own_slice(tensor: Tensor, over: Over) -> Tensor:
+    length = over.piece(tensor)
+    return tensor.narrow(over.dim, over.rank * length, length).contiguous()
+
+
+def broadcast(tensor: Tensor, over: Over) -> Tensor:
+    contiguous = torch.contiguous_format
+    received = tensor.contiguous() if over.rank == over.root else torch.empty_like(tensor, memory_format=contiguous)
+    dist.broadcast(received, group_src=over.root, group=over.group)
+    return received
+
+
+def reduce_to_root(tensor: Tensor, over: Over) -> Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.reduce(total, group_dst=over.root, group=over.group)
+    return total if over.rank == over.root else total.zero_()
+
+
+Map = Callable[[Tensor, Over], Tensor]
+
+
+class _LinearMap(torch.autograd.Function):
+    """Applies ``forward_map``; the backward applies ``backward_map``, its adjoint, as another of these."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, forward_map: Map, backward_map: Map, over: Over) -> Tensor:
+        ctx.forward_map, ctx.backward_map, ctx.over = forward_map, backward_map, over
+        return forward_map(tensor, over)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _apply(grad, ctx.backward_map, ctx.forward_map, ctx.over), None, None, None
+
+
+def _apply(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over) -> Tensor:
+    if over.size == 1:
+        return tensor
+    result: Tensor = _LinearMap.apply(tensor, forward_map, backward_map, over)
+    return result
+
+
+def _along(tensor: Tensor, registry: ProcessGroupRegistry, axes: tuple[str, ...], dim: int) -> Over:
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(f"dim {dim} is out of range for a tensor of shape {tuple(tensor.shape)}")
+    return Over(registry, axes, dim=dim % tensor.dim())
+
+
+def copy_to(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str) -> Tensor:
+    """A replicated tensor on its way into work that is split over ``axes``; its gradient is summed over them.
+
+    Collectives: none in forward, one all-reduce in backward.
+    """
+    return _apply(tensor, identity, all_reduce, Over(registry, axes))
+
+
+def reduce_from(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str) -> Tensor:
+    """The sum of every rank's ``tensor`` over ``axes``, on every rank.
+
+    Collectives: one all-reduce in forward, none in backward.
+    """
+    return _apply(tensor, all_reduce, identity, Over(registry, axes))
+
+
+def gather_from(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, dim: int) -> Tensor:
+    """The pieces over ``axes`` joined along ``dim``, for work that every rank does alike.
+
+    Collectives: one all-gather in forward, none in backward.
+    """
+    return _apply(tensor, all_gather, own_slice, _along(tensor, registry, axes, dim))
+
+
+def scatter_to(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, dim: int) -> Tensor:
+    """This rank's piece along ``dim`` of a tensor that is replicated over ``axes``.
+
+    Raises:
+        ValueError: The dim doesn't divide over the axes.
+    Collectives: none in forward, one all-gather in backward.
+    """
+    return _apply(tensor, own_slice, all_gather, _along(tensor, registry, axes, dim))
+
+
+def all_gather_to(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, dim: int) -> Tensor:
+    """The pieces over ``axes`` joined along ``dim``, for work that is different on every rank.
+
+    Collectives: one all-gather in forward, one reduce-scatter in backward.
+    """
+    return _apply(tensor, all_gather, reduce_scatter, _along(tensor, registry, axes, dim))
+
+
+def reduce_scatter_to(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, dim: int) -> Tensor:
+    """This rank's piece along ``dim`` of the sum of every rank's ``tensor`` over ``axes``.
+
+    Raises:
+        ValueError: The dim doesn't divide over the axes.
+    Collectives: one reduce-scatter in forward, one all-gather in backward.
+    """
+    return _apply(tensor, reduce_scatter, all_gather, _along(tensor, registry, axes, dim))
+
+
+def broadcast_from(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, root: int = 0) -> Tensor:
+    """The tensor of the rank with index ``root`` in the group over ``axes``, on every rank of it.
+
+    The other ranks give any tensor of equal shape and dtype, which *requires grad if the root's does*, or they would
+    stay away from the reduction in backward and leave the root waiting. There the root gets the sum of all gradients,
+    the others zeros.
+
+    Collectives: one broadcast in forward, one reduce in backward.
+    """
+    size = registry.size(*axes)
+    if not 0 <= root < size:
+        raise ValueError(f"root {root} is not in the group over {' x '.join(axes)}; give an index in 0..{size - 1}")
+    return _apply(tensor, broadcast, reduce_to_root, Over(registry, axes, root=root))

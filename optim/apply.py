@@ -41,7 +41,7 @@ def apply_update(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Te
             scale_gradients(params, factor)
         optimizer.step()
         return
-    if factor is not None and any(param.dtype == torch.float64 for param in params):
+    if factor is not None and torch.float64 in {param.dtype for param in params}:
         scale_gradients(params, torch.where(found_inf > 0, torch.ones_like(factor), factor))
         factor = None
     _start_momentum(optimizer)

@@ -85,13 +85,12 @@ class GlobalNorm:
         return Norms(groups.sum().pow(root), groups.pow(root), parameters.pow(root), extra)
 
     def _local_powers(self, gradients: Sequence[Tensor]) -> Tensor:
-        device = self.registry.device
-        if len({gradient.device for gradient in gradients}) <= 1 and len({g.dtype for g in gradients}) <= 1:
-            powers = local_powers(gradients, self.norm_type)
-            return powers.to(gradients[0].device if gradients else device, accumulation_dtype(device))
-        powers = torch.zeros(len(gradients), dtype=accumulation_dtype(device), device=device)
+        device = self.registry.device if not gradients else gradients[0].device
         kinds = {(gradient.device, gradient.dtype) for gradient in gradients}
-        for kind in sorted(kinds, key=str):
+        if len(kinds) == 1:
+            return local_powers(gradients, self.norm_type)
+        powers = torch.zeros(len(gradients), dtype=accumulation_dtype(device), device=device)
+        for kind in kinds:
             indices = [i for i, gradient in enumerate(gradients) if (gradient.device, gradient.dtype) == kind]
             powers[indices] = local_powers([gradients[i] for i in indices], self.norm_type).to(powers)
         return powers
@@ -104,8 +103,9 @@ class GlobalNorm:
         if self.registry.topology.world_size > 1:
             group = self.registry.group(*axes)
             if self.norm_type == inf:
-                rows = vector.new_empty(self.registry.topology.world_size, vector.numel())
-                dist.all_gather_into_tensor(rows, vector, group=group)
+                gathered = vector.new_empty(self.registry.topology.world_size * vector.numel())
+                dist.all_gather_into_tensor(gathered, vector, group=group)
+                rows = gathered.view(-1, vector.numel())
                 vector = torch.cat([rows[:, : self._slots].amax(0), rows[:, self._slots :].sum(0)])
             else:
                 dist.all_reduce(vector, group=group)

@@ -85,6 +85,12 @@ class GradientSync:
             for (ranks, *_), indices in sorted(together.items(), key=lambda item: item[0])
             for part in self._split(indices)
         ]
+        # Only what must not be summed twice needs a mark.
+        self._pending = [
+            param
+            for param, entry in zip(self.params, plan.entries, strict=True)
+            if len(sync_ranks(entry.spec, topology, plan.rank, average_data=False)) > 1
+        ]
         synced = {index for bucket in self.buckets for index in bucket.indices}
         self._local = [index for index in range(len(self.params)) if index not in synced]
 
@@ -107,9 +113,10 @@ class GradientSync:
 
         Collectives: one all-reduce a bucket, none where no group is larger than 1. Host reads: none.
         """
-        local = [grad for index in self._local if (grad := self.params[index].grad) is not None]
-        if self.scale != 1.0 and local:
-            torch._foreach_mul_(local, self.scale)
+        if self.scale != 1.0:
+            local = [grad for index in self._local if (grad := self.params[index].grad) is not None]
+            if local:
+                torch._foreach_mul_(local, self.scale)
         flats = [self._pack(bucket) for bucket in self.buckets]
         works = [
             dist.all_reduce(flat, group=self.registry.group_of(bucket.ranks), async_op=True)
@@ -118,7 +125,7 @@ class GradientSync:
         for bucket, flat, work in zip(self.buckets, flats, works, strict=True):
             work.wait()
             self._unpack(bucket, flat)
-        for param in self.params:
+        for param in self._pending:
             mark_complete(param)
 
     def _pack(self, bucket: SyncBucket) -> Tensor:

@@ -13,6 +13,7 @@ from math import inf
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 ROW = 1024
 
@@ -61,25 +62,32 @@ def _row_dtype(gradient: Tensor, norm_type: float) -> torch.dtype:
 
 def _powers_by_rows(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     powers = torch.zeros(len(gradients), dtype=torch.float64)
-    small = [(i, g) for i, g in enumerate(gradients) if 0 < g.numel() <= ROW]
+    small = [i for i, gradient in enumerate(gradients) if gradient.numel() <= ROW]
+    large = [i for i, gradient in enumerate(gradients) if gradient.numel() > ROW]
     if small:
-        indices, tensors = zip(*small, strict=True)
-        norms = torch._foreach_norm(tensors, norm_type, dtype=_row_dtype(tensors[0], norm_type))
-        powers[list(indices)] = torch.stack(norms).double().pow(norm_type)
-    for i, gradient in enumerate(gradients):
-        if gradient.numel() > ROW:
-            powers[i] = _power_of_rows(gradient, norm_type)
+        # Gathered into one tensor: a thousand kernel calls on a few elements each would cost more than a copy of them.
+        tensors = [gradients[i] for i in small]
+        values = _flatten_dense_tensors(tensors).double().abs_()
+        powers[small] = _segment_sums(values, norm_type, [tensor.numel() for tensor in tensors])
+    if large:
+        rows = [_norms_of_rows(gradients[i], norm_type) for i in large]
+        powers[large] = _segment_sums(torch.cat(rows).double(), norm_type, [len(norms) for norms in rows])
     return powers
 
 
-def _power_of_rows(gradient: Tensor, norm_type: float) -> Tensor:
+def _norms_of_rows(gradient: Tensor, norm_type: float) -> Tensor:
     flat, dtype = flattened(gradient), _row_dtype(gradient, norm_type)
     whole = flat.numel() // ROW * ROW
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), norm_type, dim=1, dtype=dtype)
-    power = rows.double().pow_(norm_type).sum()
-    if whole < flat.numel():
-        power += torch.linalg.vector_norm(flat[whole:], norm_type, dtype=dtype).double().pow(norm_type)
-    return power
+    norms = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), norm_type, dim=1, dtype=dtype)
+    if whole == flat.numel():
+        return norms
+    return torch.cat([norms, torch.linalg.vector_norm(flat[whole:], norm_type, dtype=dtype).view(1)])
+
+
+def _segment_sums(values: Tensor, norm_type: float, lengths: list[int]) -> Tensor:
+    """Sums of values^p over consecutive segments; ``values`` float64, not negative, overwritten."""
+    values = values if norm_type == 1 else values.square_() if norm_type == 2 else values.pow_(norm_type)
+    return torch.segment_reduce(values, "sum", lengths=torch.tensor(lengths), unsafe=True)
 
 
 def flattened(tensor: Tensor) -> Tensor:

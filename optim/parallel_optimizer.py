@@ -259,6 +259,10 @@ class ParallelOptimizer(torch.optim.Optimizer):
         return problem
 
     def _check_kinds(self) -> None:
+        gradients = [param.grad for param in self._bound.params]
+        kinds = {(gradient.layout, gradient.dtype) for gradient in gradients if gradient is not None}
+        if all(layout is torch.strided and not dtype.is_complex for layout, dtype in kinds):
+            return
         for param, entry in zip(self._bound.params, self._bound.plan.entries, strict=True):
             if param.grad is not None:
                 check_dense_real(param.grad, f"the gradient of {entry.name}")

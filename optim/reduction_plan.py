@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+import torch
 from torch import Tensor
 
 from ..parallel.spec import P, annotation_of
@@ -227,13 +228,8 @@ def check_dense_real(tensor: Tensor, name: str) -> None:
     """Raise TypeError for a complex or sparse tensor: its norm is not defined here."""
     if tensor.is_complex():
         raise TypeError(f"{name} is complex ({tensor.dtype}); give its real view (torch.view_as_real) to the optimizer")
-    if is_sparse(tensor):
+    if tensor.layout != torch.strided:
         raise TypeError(f"{name} is sparse ({tensor.layout}); build the layer with sparse=False")
-
-
-def is_sparse(tensor: Tensor) -> bool:
-    """Whether ``tensor`` has any layout but the strided one."""
-    return tensor.is_sparse or str(tensor.layout) != "torch.strided"
 
 
 def _coordinate(coordinate: dict[str, int]) -> str:

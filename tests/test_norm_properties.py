@@ -43,19 +43,19 @@ def assert_exact(world: World, case: Case, measure: Measure, norm_types: tuple[f
         assert value == pytest.approx(case.dense_norm(p), rel=1e-6, abs=1e-30), f"p={p}"
 
 
-@settings(max_examples=150)
+@settings(max_examples=1000)
 @given(case=cases())
 def test_packed_equals_dense(world: World, case: Case) -> None:
     assert_exact(world, case, packed)
 
 
-@settings(max_examples=75)
+@settings(max_examples=200)
 @given(case=cases())
 def test_per_group_equals_dense(world: World, case: Case) -> None:
     assert_exact(world, case, per_group)
 
 
-@settings(max_examples=20)
+@settings(max_examples=50)
 @given(case=cases(), data=st.data())
 def test_relabelling_ranks_changes_nothing(world: World, case: Case, data: st.DataObject) -> None:
     relabelled = Case(tuple(data.draw(st.permutations(case.axes))), case.params, case.seed, case.scale)
@@ -138,7 +138,7 @@ def clipped_twice(case: Case, max_norm: float, factor: float, p: float) -> list[
         return [float(plain), float(before.total_norm), float(before.clip_coef), float(after.total_norm), moved]
 
 
-@settings(max_examples=40)
+@settings(max_examples=100)
 @given(
     case=cases(dtypes=(torch.float32,)),
     max_norm=st.sampled_from([0.37, 5.0, 1e4]),
@@ -152,8 +152,8 @@ def test_clipping(world: World, case: Case, max_norm: float, factor: float, p: f
         assert before == pytest.approx(factor * plain, rel=1e-6)
         assert coef == pytest.approx(min(1.0, max_norm / (before + 1e-6)), rel=1e-12)
         assert after == pytest.approx(before * coef, rel=1e-6, abs=1e-12)
-        # The 1e-6 in the coefficient leaves the clipped norm just below the threshold: the second pass changes nothing.
-        assert moved <= 1e-6 * max_norm
+        # max_norm / (max_norm + 1e-6) is what the second pass can multiply by: at most 1e-6 off, and rounding.
+        assert moved <= 1e-6 + 2e-7 * max_norm
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, inf])

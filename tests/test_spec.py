@@ -1,0 +1,126 @@
+"""What a spec says, which rule wins, and which mistakes are errors."""
+
+from __future__ import annotations
+
+import copy
+from math import prod
+
+import pytest
+from cases import specs, topologies
+from hypothesis import given
+from hypothesis import strategies as st
+from meshstep.parallel import P, Topology, annotate, declare, spec_of
+from torch import nn
+
+GRID = Topology(pipe=2, data=2, row=2, col=2)
+
+
+@pytest.mark.parametrize(
+    ("spec", "distinct", "holders"),
+    [
+        (P(), ("pipe",), 8),
+        (P("row", "col"), ("pipe", "row", "col"), 2),
+        (P("col"), ("pipe", "col"), 4),
+        (P(("col", "row")), ("pipe", "row", "col"), 2),
+        (P("col", owned={"row": 0}), ("pipe", "col"), 2),
+        (P(partial="row"), ("pipe",), 8),
+        (P("row", None, tied={"pipe": (0, -1)}), ("row",), 8),
+        (P("row", None, tied={"pipe": (0,)}), ("row",), 4),
+        (P("row", owned={"pipe": 1}), ("row",), 4),
+    ],
+)
+def test_distinct_pieces_and_holders(spec: P, distinct: tuple[str, ...], holders: int) -> None:
+    assert spec.distinct_axes(GRID) == distinct
+    assert spec.holders(GRID) == holders
+
+
+@given(data=st.data())
+def test_pieces_times_holders_are_the_ranks_that_hold(data: st.DataObject) -> None:
+    axes = data.draw(topologies())
+    topology, spec = Topology(**dict(axes)), data.draw(specs(axes, 2))
+    ranks = sum(spec.holds(topology.coordinate(rank), topology) for rank in range(topology.world_size))
+    pieces = prod(topology.size(axis) for axis in spec.distinct_axes(topology))
+    assert pieces * spec.holders(topology) == ranks
+
+
+def test_one_spelling_for_one_layout() -> None:
+    assert P("tensor", None) == P("tensor")
+    assert hash(P(("row",), None)) == hash(P("row"))
+    assert P("col", owned={"row": 0}) != P("col")
+    assert repr(P(None, ("col", "row"), partial="t", tied={"pipe": (0, -1)})) == (
+        "P(None, ('col', 'row'), partial='t', tied={'pipe': (0, -1)})"
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: P("a", "a"), "named twice"),
+        (lambda: P("a", partial="a"), "named twice"),
+        (lambda: P("a", owned={"a": 0}), "named twice"),
+        (lambda: P(["a"]), "no entry of a spec"),  # type: ignore[arg-type]
+        (lambda: P(tied={"pipe": ()}), "names no coordinate"),
+        (lambda: P("a", "b").validate(1, Topology(a=2, b=2), "w"), "w: .* 2 entries but the tensor has 1 dims"),
+        (lambda: P("c").validate(1, Topology(a=2, b=2), "w"), "w: .* names axis 'c', but the axes are a, b"),
+        (lambda: P(owned={"a": 2}).validate(1, Topology(a=2), "w"), "coordinate 2 of 'a', which has size 2"),
+        (lambda: P(tied={"a": (0, -3)}).validate(1, Topology(a=2), "w"), "coordinate -3 of 'a'"),
+    ],
+)
+def test_wrong_specs_are_errors(make: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()  # type: ignore[operator]
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 2), nn.LayerNorm(2)))
+
+
+def test_the_most_specific_rule_wins() -> None:
+    net = model()
+    declare(net, {"*": P(), "*weight": P("a"), "1.*weight": P("b"), "1.1.weight": P("c")})
+    found = {name: spec_of(param) for name, param in net.named_parameters()}
+    assert found == {
+        "0.weight": P("a"),
+        "0.bias": P(),
+        "1.0.weight": P("b"),
+        "1.0.bias": P(),
+        "1.1.weight": P("c"),
+        "1.1.bias": P(),
+    }
+
+
+def test_a_layers_own_declaration_yields_to_a_full_name_only() -> None:
+    net = model()
+    annotate(net[0].weight, P("own"))
+    annotate(net[0].bias, P("own"))
+    declare(net, {"*": P(), "0.bias": P("mine")})
+    assert spec_of(net[0].weight) == P("own")  # type: ignore[arg-type]
+    assert spec_of(net[0].bias) == P("mine")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"*": P(), "2.*": P()}, r"rule '2\.\*' matches no parameter .* 0\.weight"),
+        ({"0.*": P()}, r"no rule says how 1\.0\.weight, 1\.0\.bias"),
+        ({"*": P("a", "b")}, r"0\.bias: .* 2 entries but the parameter has shape \(6,\)"),
+        ({"*": P(), "*bias": P("a"), "bias*": P(), "*.bia?": P(), "*s": P("b")}, "matches no parameter"),
+        ({"*": P(), "0.b*": P("a"), "*.bi": P(), "*.b": P()}, "matches no parameter"),
+        ({"*": P(), "*.bia?": P("a"), "*bias": P()}, "equally specific and disagree"),
+    ],
+)
+def test_wrong_rules_are_errors_and_change_nothing(rules: dict[str, P], message: str) -> None:
+    net = model()
+    with pytest.raises(ValueError, match=message):
+        declare(net, rules)
+    for param in net.parameters():
+        with pytest.raises(ValueError, match="has no spec"):
+            spec_of(param)
+
+
+def test_deepcopy_loses_the_annotation_and_that_is_an_error() -> None:
+    net = model()
+    declare(net, {"*": P()})
+    duplicate = copy.deepcopy(net)
+    with pytest.raises(ValueError, match="declare again"):
+        spec_of(duplicate[0].weight)  # type: ignore[arg-type]

@@ -1,17 +1,151 @@
-"""A topology as text for a terminal: the grid of ranks, and the groups along each axis."""
+"""A topology as text for a terminal: the grid of ranks, then the groups along each axis.
+
+    data 0           data 1
+          col 0 1          col 0 1
+    row 0     0 1    row 0     4 5
+    row 1     2 3    row 1     6 7
+
+The two fastest axes span a block, the slower ones number the blocks; axes of size 1 are left out of the grid. Long axes
+are elided, so that the text stays on a screen and costs the same for a world of a million ranks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .topology import Topology
 
+_WIDTH = 100
+_BLOCKS, _ROWS, _MEMBERS, _GROUPS = 16, 8, 8, 12
+_ELIDED = "..."  # ASCII, for terminals that can do no more
+
 
 def render(topology: Topology, rank: int | None = None) -> str:
-    lines = [repr(topology)]
-    for axis in topology.axes:
-        groups = [topology.peers(rank, axis)] if rank is not None else list(islice(topology.groups(axis), 8))
-        lines.append(f"{axis}: {groups}")
-    return "\n".join(lines)
+    """The text of `Topology.table`."""
+    place = topology.coordinate(rank) if rank is not None else {}
+    ranks = f"{topology.world_size:,} rank{'s' if topology.world_size > 1 else ''}"
+    lines = [f"{topology!r}: {ranks}", "", *_grid(topology, rank, place)]
+    if topology.axes:
+        lines += ["", *_groups(topology, rank)]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _grid(topology: Topology, rank: int | None, place: dict[str, int]) -> list[str]:
+    """All blocks; those that share the coordinates of all but the three fastest axes stand side by side."""
+    axes = _grid_axes(topology)
+    slow, fast = axes[:-2], axes[-2:]
+    block_size = topology.size(*fast)
+    count = topology.world_size // block_size
+    keep = None if rank is None else rank // block_size
+    blocks = []
+    for index in _some(count, _BLOCKS, keep, ends=2):
+        if index is None:
+            blocks.append([_ELIDED])
+            continue
+        first = topology.coordinate(index * block_size)
+        blocks.append(_block(topology, {axis: first[axis] for axis in slow}, rank, place))
+    side_by_side = topology.size(slow[-1]) if slow and count <= _BLOCKS else 1
+    return _flow(blocks, side_by_side)
+
+
+def _grid_axes(topology: Topology) -> tuple[str, ...]:
+    return tuple(axis for axis, size in zip(topology.axes, topology.sizes, strict=True) if size > 1)
+
+
+def _block(topology: Topology, where: dict[str, int], rank: int | None, place: dict[str, int]) -> list[str]:
+    """One grid over the two fastest axes, at the given coordinate of the slower ones."""
+    axes = _grid_axes(topology)
+    column_axis = axes[-1] if axes else "rank"
+    row_axis = axes[-2] if len(axes) > 1 else None
+    most = 72 // (len(str(topology.world_size - 1)) + 2)
+    columns = _some(topology.size(*axes[-1:]), min(16, most), place.get(column_axis))
+    rows = _some(topology.size(row_axis), _ROWS, place.get(row_axis)) if row_axis else [0]
+    cells = [[_ELIDED if column is None else str(column) for column in columns]]
+    for row in rows:
+        fixed = dict.fromkeys(topology.axes, 0) | where | ({row_axis: row} if row_axis and row is not None else {})
+        line = []
+        for column in columns:
+            if row is None or column is None:
+                line.append(_ELIDED)
+                continue
+            here = topology.rank(**fixed | ({column_axis: column} if axes else {}))
+            line.append(f"[{here}]" if here == rank else str(here))
+        cells.append(line)
+    if rank is not None:  # the numbers stay under each other when one of them is in brackets
+        cells = [[cell if cell.endswith("]") else cell + " " for cell in line] for line in cells]
+    width = max(len(cell) for line in cells for cell in line)
+    heads = [f"{row_axis} {_ELIDED if row is None else row} " if row_axis else "" for row in rows]
+    heads = [f"{head:{max(map(len, heads))}}{' ' * len(column_axis)}" for head in heads]
+    heads = [f"{column_axis:>{len(heads[0])}}", *heads]
+    title = [", ".join(f"{axis} {value}" for axis, value in where.items())] if where else []
+    return title + [
+        f"{head} {' '.join(f'{c:>{width}}' for c in line)}" for head, line in zip(heads, cells, strict=True)
+    ]
+
+
+def _groups(topology: Topology, rank: int | None) -> list[str]:
+    """A line per axis, then for the sets of axes that gradients are reduced over."""
+    together = [axes for axes in (topology.data_axes, topology.model_axes) if len(axes) > 1]
+    if topology.pipe_axes and topology.model_axes:
+        together.append(tuple(axis for axis in topology.axes if axis not in topology.data_axes))
+    title = "ranks of each group" if rank is None else f"ranks of the group of rank {rank}"
+    table = [("axes", "role", "size", "groups", title)]
+    for axes in [*((axis,) for axis in topology.axes), *together]:
+        size = topology.size(*axes)
+        count = topology.world_size // size
+        roles = "+".join(dict.fromkeys(topology.role(axis) for axis in axes))
+        if rank is None:
+            text = " | ".join(_members(group) for group in islice(topology.groups(*axes), _GROUPS))
+            text += f" | {_ELIDED}" if count > _GROUPS else ""
+        else:
+            text = _members(topology.peers(rank, *axes), rank)
+        table.append((" x ".join(axes), roles, f"{size:,}", f"{count:,}", text))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for axes_text, role, size_text, count_text, text in table:
+        head = f"{axes_text:{widths[0]}}  {role:{widths[1]}}  {size_text:>{widths[2]}}  {count_text:>{widths[3]}}  "
+        lines.append(head + _cut(text, max(_WIDTH - len(head), 40)))
+    return lines
+
+
+def _members(group: Sequence[int], rank: int | None = None) -> str:
+    shown = _some(len(group), _MEMBERS, None if rank is None else group.index(rank))
+    return " ".join(_ELIDED if index is None else str(group[index]) for index in shown)
+
+
+def _some(size: int, limit: int, keep: int | None = None, ends: int | None = None) -> list[int | None]:
+    """The indices below ``size``; if they are more than ``limit`` the first ones, the last and ``keep``, with None
+    for each gap."""
+    if size <= limit:
+        return list(range(size))
+    shown = {*range(ends or limit - 3), size - 1, *(() if keep is None else (keep,))}
+    indices: list[int | None] = []
+    before = -1
+    for index in sorted(shown):
+        if index != before + 1:
+            indices.append(None)
+        indices.append(index)
+        before = index
+    return indices
+
+
+def _cut(text: str, width: int) -> str:
+    if len(text) <= width:
+        return text
+    return f"{text[: width - len(_ELIDED)].rpartition(' ')[0].rstrip(' |.')} {_ELIDED}"
+
+
+def _flow(blocks: Sequence[Sequence[str]], side_by_side: int) -> list[str]:
+    """The blocks, as many on a line as told if they fit."""
+    gap = "    "
+    width = max(len(line) for block in blocks for line in block)
+    side_by_side = max(1, min(side_by_side, (_WIDTH + len(gap)) // (width + len(gap))))
+    lines: list[str] = []
+    for start in range(0, len(blocks), side_by_side):
+        beside = blocks[start : start + side_by_side]
+        lines += [""] if lines else []
+        lines += [gap.join(f"{text:{width}}" for text in texts) for texts in zip(*beside, strict=True)]
+    return lines

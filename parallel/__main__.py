@@ -1,0 +1,28 @@
+"""``python -m meshstep.parallel pipe=2 data=2 row=2 col=2 [--rank 5]``: print the rank grid and the groups."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from .topology import Topology
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a topology as a table. Bad input ends with exit code 2 and a message on stderr."""
+    parser = argparse.ArgumentParser(
+        prog="python -m meshstep.parallel",
+        description="Print where each rank is on named process axes, and which ranks form a group.",
+        epilog="example: python -m meshstep.parallel pipe=2 data=2 row=2 col=2 --rank 5",
+    )
+    parser.add_argument("axes", nargs="+", metavar="axis=size", help="an axis and its size, slowest axis first")
+    parser.add_argument("--rank", type=int, help="mark this rank and show its own groups only")
+    options = parser.parse_args(arguments)
+    try:
+        print(Topology.parse(" ".join(options.axes)).table(options.rank))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

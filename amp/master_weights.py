@@ -1,0 +1,238 @@
+"""Float32 master weights and main grads for the half-precision parameters of an optimizer.
+
+An update smaller than half a unit in the last place is lost in a half-precision weight (bfloat16 has 8 significant
+bits: 1 + 0.003 is 1), and so is a small micro-batch gradient that is added to a large one. So the optimizer steps a
+float32 copy, the *master*, and gradients add up in float32, the *main grad*.
+
+Reference: Micikevicius et al. 2017, "Mixed precision training", arXiv:1710.03740.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..parallel.spec import annotation_of, copy_annotation
+from .casting import is_half
+
+_COLLECTED = "_meshstep_collected"
+
+
+class MasterWeights:
+    """Puts float32 masters in the place of an optimizer's half-precision parameters.
+
+        masters = MasterWeights(optimizer)      # the optimizer's param groups now hold the masters
+        loss.backward()                         # adds up in float32
+        masters.collect()                       # master.grad is the model parameter's main grad
+        masters.step(optimizer.step)            # steps the masters, rounds them back into the model
+        masters.zero_grad()
+
+    A master stands at its parameter's position in the param groups (``param_names`` stay right), has its annotation,
+    and takes over its optimizer state, in float32. Parameters of other dtypes stay as they are, so a mixed model (batch
+    norm in float32) works; a parameter that the model uses twice has one master. Frozen half-precision parameters get
+    none, and cost nothing; call `refresh` after some have been unfrozen.
+
+    Memory for each half-precision parameter element: 4 bytes of master, and 4 of gradient instead of 2.
+
+    Args:
+        optimizer: Any torch optimizer; it may have stepped already. Its param groups and state are changed in place.
+        main_grads: Let backward itself add up in float32 (`Tensor.grad_dtype`). False where something else reduces the
+            gradients in the parameters' dtype, as `DistributedDataParallel` must ("Expected BFloat16, got Float"):
+            `collect` casts them then, and accumulation over micro-batches rounds to half precision.
+
+    Attributes:
+        pairs: (model parameter, master), in the order in which the masters were made.
+    Collectives: none, in any method. Host reads: none, except to make an error sure.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, main_grads: bool = True) -> None:
+        self.optimizer, self.main_grads = optimizer, main_grads
+        self.pairs: list[tuple[Tensor, nn.Parameter]] = []
+        self._frozen: list[Tensor] = []
+        self._versions: list[int] = []
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> int:
+        """Make masters for those half-precision parameters in the param groups that require gradients and have none.
+
+        Returns:
+            How many were made. Whoever keeps a list of the optimizer's parameters must then make it anew.
+        """
+        made: dict[Tensor, nn.Parameter] = {}
+        for group in self.optimizer.param_groups:
+            for index, param in enumerate(group["params"]):
+                if is_half(param) and param.requires_grad:
+                    if param not in made:
+                        made[param] = self._make_master(param)
+                    group["params"][index] = made[param]
+        self.pairs += made.items()
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        self._frozen = [param for param in params if is_half(param)]
+        self._versions += [param._version for param in made]
+        return len(made)
+
+    def _make_master(self, param: Tensor) -> nn.Parameter:
+        master = nn.Parameter(param.detach().float())
+        copy_annotation(param, master)
+        if param in self.optimizer.state:
+            state = self.optimizer.state.pop(param)
+            self.optimizer.state[master] = {
+                key: value.float() if isinstance(value, Tensor) and is_half(value) else value
+                for key, value in state.items()
+            }
+        if self.main_grads:
+            grad, param.grad = param.grad, None
+            param.grad_dtype = torch.float32
+            param.grad = None if grad is None else grad.float()
+        return master
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group to the optimizer, and masters for its half-precision parameters.
+
+        Raises:
+            ValueError: A parameter is in the optimizer already; nothing is changed.
+        """
+        self.optimizer.add_param_group(param_group)
+        known = {id(param) for param, _ in self.pairs}
+        twice = next((param for param in self.optimizer.param_groups[-1]["params"] if id(param) in known), None)
+        if twice is not None:
+            del self.optimizer.param_groups[-1]
+            raise ValueError(
+                f"{_label(twice)} has a master in this optimizer already; a parameter belongs to one group"
+            )
+        self.refresh()
+
+    # The step --------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Give every master the main grad of its parameter: the same tensor, not a copy (cast without ``main_grads``).
+
+        Raises:
+            RuntimeError: The model's weights were changed since the last step, which would be undone by the next; or
+                gradients were cleared by the optimizer's ``zero_grad``, so that old ones are still in the sum; or a
+                frozen parameter without master has a gradient. Nothing is changed.
+        """
+        self._check_weights()
+        for param in self._frozen:
+            if param.grad is not None:
+                raise RuntimeError(
+                    f"{_label(param)} was frozen when the masters were made and has a gradient now; call refresh() "
+                    "after unfreezing"
+                )
+        for param, master in self.pairs:
+            if master.grad is None and hasattr(param.grad, _COLLECTED):
+                raise RuntimeError(
+                    f"the gradient of {_label(param)} still holds that of an earlier step: the optimizer's zero_grad() "
+                    "clears the masters' gradients only; call MasterWeights.zero_grad() instead"
+                )
+        for param, master in self.pairs:
+            grad = param.grad
+            if grad is not None:
+                setattr(grad, _COLLECTED, True)
+            master.grad = None if grad is None else grad.float()
+
+    def step(self, update: Callable[[], object]) -> None:
+        """Call ``update``, which steps the optimizer or skips, and then `publish`."""
+        update()
+        self.publish()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the model's parameters: one multi-tensor copy.
+
+        Nothing changes where a master hasn't, so a skipped step needs no exception from it.
+        """
+        if self.pairs:
+            params, masters = zip(*self.pairs, strict=True)
+            torch._foreach_copy_(params, masters)
+        self._note_versions()
+
+    @torch.no_grad()
+    def reload_from_model(self) -> None:
+        """Set the masters to the model's weights, after those were loaded or changed."""
+        if self.pairs:
+            params, masters = zip(*self.pairs, strict=True)
+            torch._foreach_copy_(masters, params)
+        self._note_versions()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the optimizer's parameters, the masters and the model parameters they stand for."""
+        self.optimizer.zero_grad(set_to_none)
+        for param, _ in self.pairs:
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
+
+    def _note_versions(self) -> None:
+        self._versions = [param._version for param, _ in self.pairs]
+
+    def _check_weights(self) -> None:
+        """Find weights that were written to by others: a checkpoint that was loaded into the model, say."""
+        for index, (param, master) in enumerate(self.pairs):
+            if param._version != self._versions[index]:
+                if not torch.equal(param, master.to(param.dtype)):
+                    raise RuntimeError(
+                        f"{_label(param)} was changed since the last step, and the next would put the master's old "
+                        "weights back: call reload_from_model() after loading or changing the model's weights"
+                    )
+                self._versions[index] = param._version  # the same values were put back
+
+    # Saving ----------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """``{"masters": {position: float32 tensor}}``, the position being that in the optimizer's own state dict."""
+        return {"masters": {position: master.detach() for position, master in self._by_position().items()}}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the masters bit for bit, and round them into the model's parameters.
+
+        A state that was saved without masters (by a mode that has none) is an error. To go on from one, load the
+        model's weights and call `reload_from_model`: the masters are then the float32 values of those.
+
+        Raises:
+            ValueError: There are no masters in it, or they don't fit in number or shape; nothing is changed.
+        """
+        masters = self._by_position()
+        saved = state.get("masters")
+        if saved is None:
+            raise ValueError(
+                "the state has no master weights: it was saved in a mode without. Load it there, or load the model's "
+                "weights, call reload_from_model() and load only the optimizer's own state"
+            )
+        if saved.keys() != masters.keys():
+            raise ValueError(
+                f"the state has {len(saved)} masters, at positions {_some(saved)}, but the optimizer has "
+                f"{len(masters)}, at {_some(masters)}; build the same param groups in the "
+                "same precision mode as when it was saved"
+            )
+        for position, master in masters.items():
+            if saved[position].shape != master.shape:
+                raise ValueError(
+                    f"the saved master {position} has shape {tuple(saved[position].shape)}, but {_label(master)} has "
+                    f"{tuple(master.shape)}; a state fits only the topology and rank that saved it"
+                )
+        for position, master in masters.items():
+            master.copy_(saved[position])
+        self.publish()
+
+    def _by_position(self) -> dict[int, nn.Parameter]:
+        ids = {id(master): master for _, master in self.pairs}
+        params = (param for group in self.optimizer.param_groups for param in group["params"])
+        return {position: ids[id(param)] for position, param in enumerate(params) if id(param) in ids}
+
+
+def _label(param: Tensor) -> str:
+    annotation = annotation_of(param)
+    return (annotation.name if annotation else None) or f"a parameter of shape {tuple(param.shape)}"
+
+
+def _some(positions: Mapping[int, object]) -> str:
+    shown = ", ".join(map(str, list(positions)[:5]))
+    return shown + (", ..." if len(positions) > 5 else "") or "none"

@@ -1,0 +1,264 @@
+"""Step bfloat16 parameters without masters: in float32 for the moment of the step, then rounded stochastically.
+
+To round to nearest loses every update below half a unit in the last place, and training stalls. To round up with a
+probability equal to the remainder is right on average: such updates happen, only now and then.
+
+Reference: Gupta et al. 2015, "Deep learning with limited numerical precision", arXiv:1502.02551.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..parallel.registry import ProcessGroupRegistry
+from ..parallel.spec import annotation_of, copy_annotation, spec_of
+
+BUCKET_NUMEL = 2**22
+
+
+@torch.no_grad()
+def stochastic_round_(target: Tensor, source: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Write ``source`` into ``target``, each value rounded up or down at random so that the mean is the value.
+
+    Values that bfloat16 holds exactly, infinities and NaN among them, stay what they are. Above bfloat16's largest
+    finite value the upper neighbour is infinity.
+
+    Args:
+        target: bfloat16, of any shape; written in place.
+        source: float32, of the same shape and device.
+        generator: Of that device; torch's default one if None. One draw of 16 bits an element.
+    Returns:
+        ``target``.
+    Raises:
+        ValueError: Dtypes or shapes are others.
+    Collectives: none. Host reads: none. Temporary memory: 5 bytes an element.
+    """
+    if (target.dtype, source.dtype) != (torch.bfloat16, torch.float32) or target.shape != source.shape:
+        raise ValueError(
+            f"rounding {tuple(source.shape)} {source.dtype} into {tuple(target.shape)} {target.dtype}; give a float32 "
+            "source and a bfloat16 target of one shape"
+        )
+    # A bfloat16 is the upper half of a float32. The lower half is the remainder in units of 2^-16: adding a uniform
+    # number below 1 carries into the upper half with just that probability, for either sign.
+    bits = torch.randint(0, 1 << 16, source.shape, dtype=torch.int32, device=source.device, generator=generator)
+    bits.masked_fill_(source.isnan(), 0)  # a carry would run out of a NaN's bits
+    bits.add_(source.view(torch.int32)).bitwise_right_shift_(16)
+    target.view(torch.int16).copy_(bits)
+    return target
+
+
+class StochasticRounding:
+    """Steps the bfloat16 parameters of an optimizer in float32 and rounds them, and its state, stochastically back.
+
+        rounding = StochasticRounding(optimizer)
+        loss.backward()
+        rounding.step(optimizer.step)
+        rounding.zero_grad()
+
+    The memory of AdamW, in bytes for each parameter element, between steps:
+
+                               weight   master   grad   two moments   sum
+        masters                2        4        4      8             18
+        stochastic rounding    2        -        2      4             8
+
+    During a step there are float32 copies of ``bucket_numel`` elements (or of one parameter that is larger), 16 bytes
+    each. What it costs: gradients add up in bfloat16, so a long accumulation window stalls; weights and moments get
+    noise of up to a unit in the last place at every step that changes them. `MasterWeights` are the better choice
+    wherever they fit.
+
+    Replicas draw the same bits: the generator is seeded by the step and the parameter's name, never by the rank. With a
+    registry, pieces of a sharded parameter draw different ones; without, the same. So which bits a piece gets depends
+    on the topology, and the same training on another one rounds differently. GPUs of different models may draw
+    differently.
+
+    The optimizer is stepped once for each bucket, on param groups that hold only the bucket: right for every optimizer
+    whose state belongs to single parameters, as all of torch's but L-BFGS. Parameters of other dtypes are stepped as
+    they are, once. Not for a CUDA graph: a replay would repeat the captured step's bits.
+
+    Args:
+        optimizer: Its floating-point state for bfloat16 parameters is kept in bfloat16 (but for ``"step"``), which is
+            also what torch's ``load_state_dict`` makes of it.
+        registry: The groups of the mesh that the parameters' specs name.
+        seed: The same on all ranks.
+        bucket_numel: Elements of a bucket, >= 1.
+    Raises:
+        ValueError: bucket_numel is smaller; or, on more than one rank, a bfloat16 parameter has no spec or no name.
+    Collectives: none, in any method. Host reads: none but those of the optimizer's step.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        registry: ProcessGroupRegistry | None = None,
+        *,
+        seed: int = 0,
+        bucket_numel: int = BUCKET_NUMEL,
+    ) -> None:
+        if bucket_numel < 1:
+            raise ValueError(f"bucket_numel={bucket_numel}: give a number of elements >= 1")
+        self.optimizer, self.registry = optimizer, registry
+        self.seed, self.bucket_numel = seed, bucket_numel
+        self.steps = 0
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._keys = self._make_keys()
+
+    def _make_keys(self) -> dict[Tensor, str]:
+        """For each bfloat16 parameter what its generator is seeded by, besides the seed and the step."""
+        keys: dict[Tensor, str] = {}
+        for index, group in enumerate(self.optimizer.param_groups):
+            for position, param in enumerate(group["params"]):
+                if param.dtype == torch.bfloat16:
+                    given = group["param_names"][position] if "param_names" in group else None
+                    keys[param] = self._key(param, given, f"{index}.{position}")
+        return keys
+
+    def _key(self, param: Tensor, given: str | None, place: str) -> str:
+        registry, annotation = self.registry, annotation_of(param)
+        name = given or (annotation.name if annotation else None)
+        if registry is None or registry.topology.world_size == 1:
+            return name or place
+        spec, topology = spec_of(param), registry.topology
+        if spec.tied:  # the copies may have different names
+            name = f"{spec} {tuple(param.shape)}"
+        if name is None:
+            raise ValueError(
+                f"a bfloat16 parameter of shape {tuple(param.shape)} has no name, by which its replicas could round "
+                "alike: call declare(model), or give the optimizer model.named_parameters()"
+            )
+        piece = [registry.coordinate[axis] for axis in spec.distinct_axes(topology)]
+        return f"{name} {piece}"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group to the optimizer. Raises: as the constructor; nothing is changed then."""
+        self.optimizer.add_param_group(param_group)
+        try:
+            self._keys = self._make_keys()
+        except ValueError:
+            del self.optimizer.param_groups[-1]
+            raise
+
+    # The step --------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, update: Callable[[], object]) -> None:
+        """Call ``update``, which steps the optimizer or skips, once for each bucket.
+
+        Where it skips nothing changes: float32 copies of bfloat16 values round to themselves.
+
+        Args:
+            update: Sees param groups that hold the bucket's float32 copies, with float32 gradients and state. It is
+                called at least once, the first time also with the parameters of other dtypes.
+        """
+        groups = self.optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        try:
+            for bucket in self._buckets(whole):
+                self._step_bucket(bucket, update)
+        finally:
+            for group, params in zip(groups, whole, strict=True):
+                group["params"] = params
+        self.steps += 1
+
+    def _buckets(self, whole: list[list[Tensor]]) -> list[list[list[Tensor]]]:
+        """The parameters of each group by bucket; bfloat16 ones without gradient are in none."""
+        buckets = [[[param for param in params if param not in self._keys] for params in whole]]
+        numel = 0
+        for index, params in enumerate(whole):
+            for param in params:
+                if param in self._keys and param.grad is not None:
+                    if numel and numel + param.numel() > self.bucket_numel:
+                        buckets.append([[] for _ in whole])
+                        numel = 0
+                    buckets[-1][index].append(param)
+                    numel += param.numel()
+        return buckets
+
+    def _step_bucket(self, bucket: list[list[Tensor]], update: Callable[[], object]) -> None:
+        copies: list[_Copy] = []
+        for group, params in zip(self.optimizer.param_groups, bucket, strict=True):
+            group["params"] = [self._copy(param, copies) if param in self._keys else param for param in params]
+        stepped = False
+        try:
+            update()
+            stepped = True
+        finally:
+            for copy in copies:
+                state = self.optimizer.state.pop(copy.copy, {})
+                if stepped:
+                    self._round_back(copy, state)
+                if copy.state:
+                    self.optimizer.state[copy.param] = copy.state
+
+    def _copy(self, param: Tensor, copies: list[_Copy]) -> nn.Parameter:
+        copy = nn.Parameter(param.float())
+        copy_annotation(param, copy)
+        copy.grad = None if param.grad is None else param.grad.float()
+        state = self.optimizer.state.pop(param, {})
+        if state:
+            self.optimizer.state[copy] = {
+                key: value.float() if _is_rounded(key, value) else value for key, value in state.items()
+            }
+        copies.append(_Copy(param, copy, state))
+        return copy
+
+    def _round_back(self, copy: _Copy, state: dict[str, Any]) -> None:
+        param, generator = copy.param, self._seeded_generator(copy.param)
+        stochastic_round_(param, copy.copy, generator)
+        for key in sorted(state):  # replicas may have made their states in different orders
+            value = state[key]
+            if _is_rounded(key, value):
+                kept = copy.state.get(key)
+                if kept is None or kept.dtype != torch.bfloat16:
+                    kept = torch.empty_like(value, dtype=torch.bfloat16)
+                value = stochastic_round_(kept, value.float(), generator)
+            copy.state[key] = value
+
+    def _seeded_generator(self, param: Tensor) -> torch.Generator:
+        if param.device not in self._generators:
+            self._generators[param.device] = torch.Generator(param.device)
+        digest = blake2b(f"{self.seed} {self.steps} {self._keys[param]}".encode(), digest_size=8).digest()
+        return self._generators[param.device].manual_seed(int.from_bytes(digest, "big") >> 1)
+
+    def collect(self) -> None:
+        """Nothing to do, unlike for `MasterWeights`: the optimizer holds the parameters whose gradients there are."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients."""
+        self.optimizer.zero_grad(set_to_none)
+
+    # Saving ----------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """``{"stochastic_rounding": {"seed": ..., "steps": ...}}``: with it training continues bit for bit."""
+        return {"stochastic_rounding": {"seed": self.seed, "steps": self.steps}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on drawing where `state_dict` was called.
+
+        Raises:
+            ValueError: The state was saved in another mode; nothing is changed.
+        """
+        saved = state.get("stochastic_rounding")
+        if saved is None:
+            raise ValueError(
+                "the state is not of stochastic rounding but of another mode; load it there, or load only the model's "
+                "weights and the optimizer's own state"
+            )
+        self.seed, self.steps = int(saved["seed"]), int(saved["steps"])
+
+
+class _Copy(NamedTuple):
+    """A bfloat16 parameter, its float32 copy for one step, and its state in bfloat16."""
+
+    param: Tensor
+    copy: nn.Parameter
+    state: dict[str, Any]
+
+
+def _is_rounded(key: str, value: Any) -> bool:
+    return key != "step" and isinstance(value, Tensor) and value.is_floating_point()

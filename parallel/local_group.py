@@ -43,7 +43,13 @@ def new_local_group(
     Collectives: none, and no wait for other ranks. Not thread safe against other threads that make groups.
     """
     with _lazy(), _named(name), _unbound(dist.group.WORLD):
-        group = dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
+        group = dist.new_group(
+            list(ranks),
+            timeout=timeout,
+            backend=backend,
+            use_local_synchronization=True,
+            group_desc=f"meshstep: {len(ranks)} ranks, {ranks[0]} to {ranks[-1]}",  # for NCCL's timeout messages
+        )
     if not isinstance(group, dist.ProcessGroup) or group.group_name != name:
         raise RuntimeError(f"this torch doesn't let a process group be named ({group!r} instead of {name!r})")
     return group

@@ -193,6 +193,7 @@ class ProcessGroupRegistry:
                 f"name the axes (of {', '.join(self.topology.axes) or 'none'}); "
                 "the whole world is group(*registry.topology.axes)"
             )
+        self.topology.check_axes(axes)
 
     def _check_members(self, members: tuple[int, ...]) -> None:
         if len(set(members)) != len(members):
@@ -238,7 +239,9 @@ def _suggestion(topology: Topology, world_size: int) -> str:
 
 def _agreed_name(topology: Topology, rank: int) -> str:
     """A name for this registry that is the same on all ranks; an error if another rank has another topology."""
-    if "fake" in dist.get_backend_config():  # one process plays one rank of a world that isn't there; its store may be empty
+    if (
+        "fake" in dist.get_backend_config()
+    ):  # one process plays one rank of a world that isn't there; its store may be empty
         return f"meshstep/fake/{next(_fake_registries)}"
     store = distributed_c10d._get_default_store()
     number = store.add(f"meshstep/registries/{rank}", 1)

@@ -20,7 +20,9 @@ def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
     groups = optimizer.param_groups
     if not fused or not all(group.get("fused") for group in groups):
         return False
-    return not any(group.get("momentum") and group.get("dampening") and _without_momentum(optimizer, group) for group in groups)
+    return not any(
+        group.get("momentum") and group.get("dampening") and _without_momentum(optimizer, group) for group in groups
+    )
 
 
 def apply_update(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:

@@ -1,6 +1,6 @@
 """Clip sharded gradients by their global norm or by value; usable alone, as torch's functions are.
 
-    coef = min(1, max_norm / (total_norm + 1e-6))       Pascanu et al. 2013, arXiv:1211.5063
+coef = min(1, max_norm / (total_norm + 1e-6))       Pascanu et al. 2013, arXiv:1211.5063
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..parallel.agreement import on_all_ranks
 from ..parallel.registry import ProcessGroupRegistry
 from ..parallel.spec import annotation_of
-from .global_norm import GlobalNorm, Norms, Reduction
+from .global_norm import GlobalNorm, Norms, Reduction, checked_norm_type, checked_reduction
 from .grad_stats import GradStats
 from .gradient_sync import is_complete, mark_complete, sync_axes
 from .plan_agreement import agree
@@ -38,7 +38,9 @@ def checked_threshold(value: float, name: str) -> float:
     """
     value = float(value)
     if not (isfinite(value) and value > 0):
-        raise ValueError(f"{name}={value}: give a finite number > 0, in units of the unscaled gradient (None: no clipping)")
+        raise ValueError(
+            f"{name}={value}: give a finite number > 0, in units of the unscaled gradient (None: no clipping)"
+        )
     return value
 
 
@@ -158,7 +160,11 @@ def _measure(
     params: list[tuple[str | None, Tensor]], registry: ProcessGroupRegistry, norm_type: float, reduction: Reduction
 ) -> Norms:
     state = _STATES.setdefault(registry, _State())
-    key = (float(norm_type), reduction, *((id(annotation_of(p)), p.shape) for _, p in params))
+    key = (
+        checked_norm_type(norm_type),
+        checked_reduction(reduction),
+        *((id(annotation_of(p)), p.shape) for _, p in params),
+    )
     if key not in state.norms:
 
         def build() -> ReductionPlan:

@@ -58,9 +58,7 @@ class GlobalNorm:
         per_parameter: bool = False,
     ) -> None:
         self.plan, self.registry, self.per_parameter = plan, registry, per_parameter
-        self.norm_type, self.reduction = checked_norm_type(norm_type), reduction
-        if reduction not in ("packed", "per_group"):
-            raise ValueError(f"reduction={reduction!r}: give 'packed' or 'per_group'")
+        self.norm_type, self.reduction = checked_norm_type(norm_type), checked_reduction(reduction)
         self._slots = plan.num_groups + (len(plan.parameter_names) if per_parameter else 0)
         self._constants: dict[tuple[object, ...], Tensor] = {}
 
@@ -104,7 +102,7 @@ class GlobalNorm:
             group = self.registry.group(*axes)
             if self.norm_type == inf:
                 gathered = vector.new_empty(self.registry.topology.world_size * vector.numel())
-                dist.all_gather_into_tensor(gathered, vector, group=group)
+                dist.all_gather_single(gathered, vector, group=group)
                 rows = gathered.view(-1, vector.numel())
                 vector = torch.cat([rows[:, : self._slots].amax(0), rows[:, self._slots :].sum(0)])
             else:
@@ -167,3 +165,14 @@ def checked_norm_type(norm_type: float) -> float:
     if isnan(value) or value < 1:
         raise ValueError(f"norm_type={norm_type}: give a number >= 1 (2.0 is the usual norm) or float('inf')")
     return value
+
+
+def checked_reduction(reduction: Reduction) -> Reduction:
+    """``reduction``.
+
+    Raises:
+        ValueError: It is none of the two.
+    """
+    if reduction not in ("packed", "per_group"):
+        raise ValueError(f"reduction={reduction!r}: give 'packed' or 'per_group'")
+    return reduction

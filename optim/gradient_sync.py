@@ -40,9 +40,7 @@ def sync_ranks(spec: P, topology: Topology, rank: int, average_data: bool) -> tu
     if not spec.tied:
         return peers
     where = {axis: spec.tied_coordinates(axis, topology) for axis, _ in spec.tied}
-    return tuple(
-        peer for peer in peers if all(topology.coordinate_of(peer, axis) in where[axis] for axis in where)
-    )
+    return tuple(peer for peer in peers if all(topology.coordinate_of(peer, axis) in where[axis] for axis in where))
 
 
 @dataclass(frozen=True)

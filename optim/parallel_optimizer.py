@@ -13,7 +13,7 @@ from ..parallel.agreement import gather_objects, on_all_ranks
 from ..parallel.registry import ProcessGroupRegistry
 from .apply import apply_update
 from .clipping import checked_threshold, clamp_gradients, clip_coefficient, scale_gradients
-from .global_norm import GlobalNorm, Norms, Reduction, checked_norm_type
+from .global_norm import GlobalNorm, Norms, Reduction, checked_norm_type, checked_reduction
 from .grad_stats import GradStats
 from .gradient_sync import GradientSync
 from .plan_agreement import agree
@@ -125,6 +125,7 @@ class ParallelOptimizer(torch.optim.Optimizer):
         if self.max_skips_in_a_row < 1:
             raise ValueError(f"max_skips_in_a_row={self.max_skips_in_a_row}: give a number >= 1")
         checked_norm_type(self.norm_type)
+        checked_reduction(self.reduction)
         for value, name in ((self.max_norm, "max_norm"), (self.clip_value, "clip_value")):
             if value is not None:
                 checked_threshold(value, name)
@@ -238,8 +239,11 @@ class ParallelOptimizer(torch.optim.Optimizer):
     def _keep(self, stats: GradStats) -> GradStats:
         if self._clipped is not None:  # clamping after a clip, say, must not hide what the first measurement found
             stats = GradStats(
-                stats.total_norm, stats.clip_coef, torch.maximum(stats.found_inf, self._clipped.found_inf),
-                stats.group_norms, stats.parameter_norms,
+                stats.total_norm,
+                stats.clip_coef,
+                torch.maximum(stats.found_inf, self._clipped.found_inf),
+                stats.group_norms,
+                stats.parameter_norms,
             )
         self._clipped = stats
         return stats

@@ -160,7 +160,9 @@ class ReductionPlan:
         """
         counted = self.counted if self.counted is not None else sum(map(self.counted_numel, self.entries))
         if counted != full:
-            rows = "\n".join(f"  {e.name}: local {e.shape}, {e.spec}, counts {self.counted_numel(e):,}" for e in self.entries)
+            rows = "\n".join(
+                f"  {e.name}: local {e.shape}, {e.spec}, counts {self.counted_numel(e):,}" for e in self.entries
+            )
             raise ValueError(
                 f"the plan counts {counted:,} elements but the full model has {full:,}; a spec says shard where the "
                 f"parameter is whole, or whole where it is a shard:\n{rows}"
@@ -172,14 +174,19 @@ class ReductionPlan:
         rows = [header, *(self._row(index, bucket) for index, bucket in enumerate(self.buckets))]
         widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
         for row in rows:
-            cells = [cell.ljust(width) if i < 2 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))]
+            cells = [
+                cell.ljust(width) if i < 2 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
             lines.append("  " + "  ".join(cells).rstrip())
         counted, full = sum(map(self.counted_numel, self.entries)), sum(map(self.full_numel, self.entries))
         stage = " of this pipeline stage" if self.topology.size(*self.topology.pipe_axes) > 1 else ""
         verdict = "equal to" if counted == full else "NOT EQUAL to"
         lines.append(f"counts {counted:,} elements, {verdict} the {full:,} of the full parameters{stage}")
         if self.counted is not None:
-            lines.append(f"agreed by all {self.topology.world_size} ranks, which count {self.counted:,} elements together")
+            lines.append(
+                f"agreed by all {self.topology.world_size} ranks, which count {self.counted:,} elements together"
+            )
         return "\n".join(lines)
 
     def _row(self, index: int, bucket: Bucket) -> tuple[str, ...]:

@@ -42,7 +42,9 @@ class Case:
     def full_gradient(self, index: int, stage: tuple[int, ...]) -> Tensor:
         """The logical gradient that the ranks of pipeline ``stage`` hold pieces of; zeros if nobody has one."""
         param = self.params[index]
-        stage = () if any(axis in self.topology.pipe_axes for axis, _ in (*param.spec.tied, *param.spec.owned)) else stage
+        stage = (
+            () if any(axis in self.topology.pipe_axes for axis, _ in (*param.spec.tied, *param.spec.owned)) else stage
+        )
         if any(axis in self.topology.pipe_axes for axis in param.spec.sharded_axes):
             stage = ()
         generator = torch.Generator().manual_seed(zlib.crc32(repr((self.seed, index, stage)).encode()))

@@ -1,0 +1,39 @@
+"""What a test can watch a step do: collectives, host reads, passes over tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from dense import collectives as collectives
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_READS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "_has_inf_or_nan", "allclose")
+
+
+class HostReadError(AssertionError):
+    """An operation copied a tensor's value to the host."""
+
+
+class NoHostReads(TorchDispatchMode):
+    """Raises on any operation that waits for a tensor's value: ``.item()``, ``bool(t)``, ``torch.equal``, ``nonzero``."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.split("::")[-1] in _READS:
+            raise HostReadError(f"{func} reads the host")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def no_host_reads() -> Iterator[None]:
+    """As `NoHostReads`; proves first that it notices one."""
+    with NoHostReads():
+        try:
+            bool(torch.ones(()))
+        except HostReadError:
+            pass
+        else:
+            raise AssertionError("the probe does not notice host reads")
+        yield

@@ -68,9 +68,7 @@ def global_norm(
     Collectives: one all-reduce over the world (p = inf: one all-gather). On the first call with a registry also a check
         that all ranks declare the same. Host reads: none after the first call.
     """
-    params = _listed(params)
-    norms = _measure(params, registry, norm_type, reduction)
-    return _stats(norms, None)
+    return _stats(_measure(_listed(params), registry, norm_type, reduction), None)
 
 
 @torch.no_grad()
@@ -99,9 +97,9 @@ def clip_grad_norm_(
     Reference: Pascanu et al. 2013, arXiv:1211.5063.
     """
     max_norm = checked_threshold(max_norm, "max_norm")
-    params = _listed(params)
-    stats = _stats(_measure(params, registry, norm_type, reduction), max_norm)
-    scale_gradients([param for _, param in params], stats.clip_coef)
+    named = _listed(params)
+    stats = _stats(_measure(named, registry, norm_type, reduction), max_norm)
+    scale_gradients([param for _, param in named], stats.clip_coef)
     return stats
 
 
@@ -121,9 +119,9 @@ def clip_grad_value_(params: Params, clip_value: float, registry: ProcessGroupRe
     Collectives: none. Host reads: none.
     """
     clip_value = checked_threshold(clip_value, "clip_value")
-    params = _listed(params)
-    _check_gradients(params, registry)
-    clamp_gradients([param for _, param in params], clip_value)
+    named = _listed(params)
+    _check_gradients(named, registry)
+    clamp_gradients([param for _, param in named], clip_value)
 
 
 def clamp_gradients(params: Sequence[Tensor], clip_value: float) -> None:
@@ -172,10 +170,9 @@ def _measure(
             named = [param if name is None else (name, param) for name, param in params]
             return ReductionPlan.of(entries_of([named], registry.topology), registry.topology, registry.global_rank)
 
-        if state.checked and reduction == "packed":
-            plan = build()  # no collective: lists that depend on local data may differ between ranks
-        else:
-            plan = agree(on_all_ranks(build, registry), registry)
+        # Later lists are planned without a word to others: those that depend on local data may differ between ranks.
+        agreed = not state.checked or reduction == "per_group"
+        plan = agree(on_all_ranks(build, registry), registry) if agreed else build()
         state.remember(key, GlobalNorm(plan, registry, norm_type, reduction), [annotation_of(p) for _, p in params])
     _check_gradients(params, registry)
     return state.norms[key]([param.grad for _, param in params])

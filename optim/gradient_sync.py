@@ -72,7 +72,7 @@ class GradientSync:
         self.params, self.registry = list(params), registry
         topology = plan.topology
         self.scale = 1 / prod(topology.size(axis) for axis in topology.data_axes) if average_data else 1.0
-        together: dict[tuple[object, ...], list[int]] = {}
+        together: dict[tuple[tuple[int, ...], str, str], list[int]] = {}
         for index, (param, entry) in enumerate(zip(self.params, plan.entries, strict=True)):
             ranks = sync_ranks(entry.spec, topology, plan.rank, average_data)
             if param.requires_grad and len(ranks) > 1:
@@ -80,7 +80,7 @@ class GradientSync:
         # Sorted by peers, the collectives have one order on all ranks that share one.
         self.buckets = [
             SyncBucket(ranks, part)
-            for (ranks, *_), indices in sorted(together.items(), key=lambda item: item[0])
+            for (ranks, _, _), indices in sorted(together.items())
             for part in self._split(indices)
         ]
         # Only what must not be summed twice needs a mark.
@@ -139,10 +139,10 @@ class GradientSync:
     def _unpack(self, bucket: SyncBucket, flat: Tensor) -> None:
         params = [self.params[index] for index in bucket.indices]
         views = _views(flat, params)
-        for param, view in zip(params, views, strict=True):
+        for param in params:
             if param.grad is None:
                 param.grad = torch.empty_like(param)
-        torch._foreach_copy_([param.grad for param in params], views)
+        torch._foreach_copy_([param.grad for param in params if param.grad is not None], views)
 
 
 def _views(flat: Tensor, params: Sequence[Tensor]) -> list[Tensor]:

@@ -51,7 +51,7 @@ def local_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     if gradients[0].is_cpu:
         return _powers_by_rows(gradients, norm_type)
     # On a GPU the multi-tensor kernel reduces in a tree, which is as exact as rows are.
-    norms = torch._foreach_norm(gradients, norm_type, dtype=_row_dtype(gradients[0], norm_type))
+    norms = torch._foreach_norm(list(gradients), norm_type, dtype=_row_dtype(gradients[0], norm_type))
     return torch.stack(norms).to(dtype).pow(norm_type)
 
 
@@ -78,7 +78,7 @@ def _powers_by_rows(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
 def _norms_of_rows(gradient: Tensor, norm_type: float) -> Tensor:
     flat, dtype = flattened(gradient), _row_dtype(gradient, norm_type)
     whole = flat.numel() // ROW * ROW
-    norms = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), norm_type, dim=1, dtype=dtype)
+    norms: Tensor = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), norm_type, dim=1, dtype=dtype)
     if whole == flat.numel():
         return norms
     return torch.cat([norms, torch.linalg.vector_norm(flat[whole:], norm_type, dtype=dtype).view(1)])
@@ -87,7 +87,8 @@ def _norms_of_rows(gradient: Tensor, norm_type: float) -> Tensor:
 def _segment_sums(values: Tensor, norm_type: float, lengths: list[int]) -> Tensor:
     """Sums of values^p over consecutive segments; ``values`` float64, not negative, overwritten."""
     values = values if norm_type == 1 else values.square_() if norm_type == 2 else values.pow_(norm_type)
-    return torch.segment_reduce(values, "sum", lengths=torch.tensor(lengths), unsafe=True)
+    sums: Tensor = torch.segment_reduce(values, "sum", lengths=torch.tensor(lengths), unsafe=True)
+    return sums
 
 
 def flattened(tensor: Tensor) -> Tensor:

@@ -159,7 +159,7 @@ class ParallelOptimizer(torch.optim.Optimizer):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """``loss.backward(**kwargs)``; gradients add up until `zero_grad`."""
         self._open_window()
-        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        loss.backward(**kwargs)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> GradStats:  # type: ignore[override]
@@ -368,7 +368,7 @@ class ParallelOptimizer(torch.optim.Optimizer):
         return self.optimizer.param_groups
 
     @property
-    def state(self) -> Any:
+    def state(self) -> Any:  # type: ignore[override]
         """The wrapped optimizer's state."""
         return self.optimizer.state
 
@@ -382,11 +382,11 @@ class ParallelOptimizer(torch.optim.Optimizer):
         """What the norm sums over which ranks, agreed by all ranks; print it."""
         return self._bound.plan
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state of this rank's pieces, and under ``"meshstep"`` the count of skipped steps."""
         return {**self.optimizer.state_dict(), "meshstep": {"skipped_steps": self.skipped_steps}}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave, or the plain dict of the wrapped optimizer (the count starts at 0 then).
 
         Raises:

@@ -33,7 +33,7 @@ class Holders(NamedTuple):
     def of(cls, entry: ParameterEntry, plan: ReductionPlan) -> Holders:
         """Who holds ``entry``: this pipeline stage, or its owners, or the stages it is tied over."""
         coordinate, spec = plan.coordinate, entry.spec
-        where = {axis: (coordinate[axis],) for axis in plan.topology.pipe_axes}
+        where: dict[str, tuple[int, ...]] = {axis: (coordinate[axis],) for axis in plan.topology.pipe_axes}
         where |= {axis: (index,) for axis, index in spec.owned}
         where |= {axis: spec.tied_coordinates(axis, plan.topology) for axis, _ in spec.tied}
         return cls(tuple(sorted(where.items())), bool(spec.tied))

@@ -37,7 +37,7 @@ class Case:
 
     @property
     def topology(self) -> Topology:
-        return Topology(**dict(self.axes))
+        return Topology(roles=None, **dict(self.axes))
 
     def full_gradient(self, index: int, stage: tuple[int, ...]) -> Tensor:
         """The logical gradient that the ranks of pipeline ``stage`` hold pieces of; zeros if nobody has one."""

@@ -92,8 +92,8 @@ class Stage(nn.Module):
         table = torch.randn(VOCAB, WIDTH, dtype=dtype) * 0.5
         weights = [torch.randn(WIDTH, WIDTH, dtype=dtype) * 0.4 for _ in range(2)]
         self.layer = nn.Parameter(weights[0 if self.first else 1])
-        setattr(self, "table" if self.first else "classifier", nn.Parameter(table))
-        declare(self, {"*": P(tied={"pipe": (0, -1)}), "layer": P()})
+        self.tied = nn.Parameter(table)  # the embedding's table on the first stage, the classifier's on the last
+        declare(self, {"tied": P(tied={"pipe": (0, -1)}), "layer": P()})
 
     def run(self, ids: Tensor) -> None:
         """Forward and backward of this stage's part, activations and their gradients sent between the stages."""
@@ -102,21 +102,21 @@ class Stage(nn.Module):
         dtype = self.layer.dtype
         hidden = torch.empty(*ids[:, :-1].shape, WIDTH, dtype=dtype)
         if self.first:
-            out = torch.tanh(self.table[ids[:, :-1]] @ self.layer)
+            out = torch.tanh(self.tied[ids[:, :-1]] @ self.layer)
             dist.send(out.detach(), other)
             dist.recv(hidden, other)
             out.backward(hidden)
         else:
             dist.recv(hidden, other)
             hidden.requires_grad_()
-            x = torch.tanh(hidden @ self.layer) @ self.classifier.t()
+            x = torch.tanh(hidden @ self.layer) @ self.tied.t()
             F.cross_entropy(x.flatten(0, 1), ids[:, 1:].flatten()).backward()
             assert hidden.grad is not None
             dist.send(hidden.grad, other)
 
 
 def dense_pipe(p: Full, ids: Tensor) -> Tensor:
-    x = torch.tanh(torch.tanh(p["table"][ids[:, :-1]] @ p["0:layer"]) @ p["1:layer"]) @ p["table"].t()
+    x = torch.tanh(torch.tanh(p["tied"][ids[:, :-1]] @ p["0:layer"]) @ p["1:layer"]) @ p["tied"].t()
     return F.cross_entropy(x.flatten(0, 1), ids[:, 1:].flatten())
 
 
@@ -137,7 +137,7 @@ class Scenario:
 
     @property
     def topology(self) -> Topology:
-        return Topology(**dict(self.axes))
+        return Topology(roles=None, **dict(self.axes))
 
 
 SCENARIOS = {
@@ -198,7 +198,7 @@ def full_tensors(scenario: Scenario, model: nn.Module | None, registry: ProcessG
         local = None if param is None else param.grad if gradients else param.detach()
         whole = unshard(local, spec, registry)
         if isinstance(model, Stage):
-            name = f"{registry.coordinate['pipe']}:{name}" if name == "layer" else "table"
+            name = f"{registry.coordinate['pipe']}:{name}" if name == "layer" else "tied"
         found[name] = whole
     return found
 

@@ -148,11 +148,16 @@ def standalone(name: str) -> tuple[str, bool]:
         partial, plain = parameter(P(partial="tensor"), 4), parameter(on_last(P("tensor"), None), 4)
         for param in (partial, plain):
             param.grad = torch.full_like(param, 10.0)
+
+        def sum_twice() -> None:
+            sync_gradients([partial], registry)
+            sync_gradients([partial], registry)
+
         calls: dict[str, Callable[[], object]] = {
             "partial": lambda: clip_grad_norm_([partial], 1.0, registry),
             "partial by value": lambda: clip_grad_value_([partial], 1.0, registry),
             "undeclared on one rank": lambda: global_norm([plain], registry),
-            "summed twice": lambda: [sync_gradients([partial], registry) for _ in range(2)],
+            "summed twice": sum_twice,
             "max_norm": lambda: clip_grad_norm_([partial], -1.0, registry),
             "clip_value": lambda: clip_grad_value_([partial], 0.0, registry),
             "norm_type": lambda: global_norm([plain], registry, 0.0),

@@ -39,7 +39,7 @@ def assert_equal(found: Full, expected: Full, tolerance: float) -> None:
 
 
 def compare(
-    world: World, name: str, dtype: torch.dtype, make: Callable[[Any], torch.optim.Optimizer], **options: Any
+    world: World, name: str, dtype: torch.dtype, make: Callable[..., torch.optim.Optimizer], **options: Any
 ) -> None:
     size = SCENARIOS[name].topology.world_size
     runs = world.run(size, train, name, dtype, make, STEPS, options)

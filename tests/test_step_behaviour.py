@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from scenarios import SCENARIOS, backward, batch, build
 from torch import Tensor, nn
 from world import World
 
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Callable[[Any, bool], torch.optim.Optimizer]] = {
     "adamw": lambda params, fused: torch.optim.AdamW(params, lr=1e-2, fused=fused),
     "adam": lambda params, fused: torch.optim.Adam(params, lr=1e-2, fused=fused),
     "sgd": lambda params, fused: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=fused),
@@ -165,7 +166,7 @@ def raise_on_nonfinite(options: dict[str, Any], steps: int) -> str:
                 optimizer.zero_grad()
                 backward(SCENARIOS["tensor"], model, optimizer, batch(step))
                 if dist.get_rank() == 1 and model.down.weight.grad is not None:  # type: ignore[union-attr]
-                    model.down.weight.grad[0, 0] = torch.nan  # type: ignore[union-attr, index, operator]
+                    model.down.weight.grad[0, 0] = torch.nan  # type: ignore[union-attr, operator]
                 optimizer.step()
         except FloatingPointError as error:
             return f"step {step}: {error}"
@@ -276,7 +277,7 @@ def group_norms() -> tuple[list[float], dict[str, float], float, list[float]]:
         third = nn.Parameter(torch.zeros(1))
         for param, spec, name in ((first, P("tensor"), "first"), (second, P(), "second"), (third, P(), "third")):
             annotate(param, spec, name)
-        groups = [{"params": [first]}, {"params": [second], "max_norm": 2.0}]
+        groups: Any = [{"params": [first]}, {"params": [second], "max_norm": 2.0}]
         optimizer = ParallelOptimizer(
             torch.optim.SGD(groups, lr=1.0, fused=True), registry, max_norm=2.5, per_parameter_norms=True
         )

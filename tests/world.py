@@ -33,6 +33,7 @@ class WorldError(AssertionError):
 def _worker(connection: Connection) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import FileStore  # type: ignore[attr-defined]
 
     torch.set_num_threads(1)
     joined: tuple[int, int, str] | None = None
@@ -48,7 +49,7 @@ def _worker(connection: Connection) -> None:
                 if joined != (rank, world_size, store_path):
                     if dist.is_initialized():
                         dist.destroy_process_group()
-                    store = dist.FileStore(store_path, world_size)
+                    store = FileStore(store_path, world_size)
                     dist.init_process_group(
                         "gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
                     )
@@ -132,7 +133,7 @@ class World:
 
     def _start_worker(self) -> None:
         parent, child = self._context.Pipe()
-        process = self._context.Process(target=_worker, args=(child,), daemon=True)  # type: ignore[attr-defined]
+        process = self._context.Process(target=_worker, args=(child,), daemon=True)
         process.start()
         child.close()
         self._workers.append((process, parent))

@@ -22,7 +22,9 @@ from torch import nn
 Step = Callable[[], object]
 
 
-def transformer_parameters(device: torch.device, width: int = 512, depth: int = 9, vocab: int = 3072) -> list[nn.Parameter]:
+def transformer_parameters(
+    device: torch.device, width: int = 512, depth: int = 9, vocab: int = 3072
+) -> list[nn.Parameter]:
     """The shapes of a 30M-parameter transformer."""
     shapes: list[tuple[int, ...]] = [(vocab, width), (512, width)]
     for _ in range(depth):
@@ -95,7 +97,11 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     synchronize: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    hardware = torch.cuda.get_device_name() if device.type == "cuda" else f"{platform.machine()} CPU, {arguments.threads} threads"
+    hardware = (
+        torch.cuda.get_device_name()
+        if device.type == "cuda"
+        else f"{platform.machine()} CPU, {arguments.threads} threads"
+    )
     print(f"torch {torch.__version__}, {hardware}")
     tables: dict[str, Callable[[], list[nn.Parameter]]] = {
         "30M-parameter transformer": lambda: transformer_parameters(device),

@@ -252,7 +252,7 @@ class LiveBytes(TorchDispatchMode):
     """The most bytes that tensors made while it is active held at one time."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self._seen: set[int] = set()
 

@@ -33,7 +33,6 @@ class WorldError(AssertionError):
 def _worker(connection: Connection) -> None:
     import torch
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import FileStore  # type: ignore[attr-defined]
 
     torch.set_num_threads(1)
     joined: tuple[int, int, str] | None = None
@@ -49,7 +48,7 @@ def _worker(connection: Connection) -> None:
                 if joined != (rank, world_size, store_path):
                     if dist.is_initialized():
                         dist.destroy_process_group()
-                    store = FileStore(store_path, world_size)
+                    store = dist.FileStore(store_path, world_size)  # type: ignore[attr-defined]
                     dist.init_process_group(
                         "gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
                     )
@@ -114,7 +113,7 @@ class World:
                 rank = pending.pop(connection)
                 try:
                     replies[rank] = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
-                except EOFError:
+                except (EOFError, ConnectionError):
                     replies[rank] = (False, "died")
             if any(not ok for ok, _ in replies.values()):
                 # The others may wait for the failed rank until the group timeout: give them a moment, no more.

@@ -54,7 +54,8 @@ class ProcessGroupRegistry:
         self._timeout = timeout
         self._backend = backend
         self._closed = False
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by members: all there are
+        self._by_axes: dict[tuple[str, ...], dist.ProcessGroup] = {}  # the same, without listing the members again
         self._made: list[dist.ProcessGroup] = []
         self._world = _default_group(topology)
         self.global_rank = 0 if self._world is None else dist.get_rank()
@@ -95,7 +96,9 @@ class ProcessGroupRegistry:
             ValueError: No axes, or an unknown one.
             RuntimeError: The registry is closed, or a world of one rank has no ``torch.distributed``.
         """
-        return self.group_of(self.ranks(*axes))
+        if axes not in self._by_axes:
+            self._by_axes[axes] = self.group_of(self.ranks(*axes))
+        return self._by_axes[axes]
 
     def group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """The process group of exactly these global ranks, this one among them; one group per membership.
@@ -173,7 +176,7 @@ class ProcessGroupRegistry:
             for group in self._made:
                 dist.destroy_process_group(group)
         self._closed = True
-        self._made, self._groups = [], {}
+        self._made, self._groups, self._by_axes = [], {}, {}
 
     def __enter__(self) -> ProcessGroupRegistry:
         return self

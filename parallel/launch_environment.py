@@ -1,0 +1,126 @@
+"""What a launcher left in the environment: this process's rank, and where the ranks meet.
+
+    torchrun    RANK  WORLD_SIZE  LOCAL_RANK  MASTER_ADDR  MASTER_PORT
+    openmpi     OMPI_COMM_WORLD_RANK  OMPI_COMM_WORLD_SIZE  OMPI_COMM_WORLD_LOCAL_RANK
+                address: MASTER_ADDR, or this machine when OMPI_COMM_WORLD_LOCAL_SIZE says that all ranks are on it
+    slurm       SLURM_PROCID  SLURM_NTASKS  SLURM_LOCALID
+                address: MASTER_ADDR, or the first host of SLURM_STEP_NODELIST / SLURM_JOB_NODELIST (rank 0 runs there),
+                or SLURM_LAUNCH_NODE_IPADDR
+
+The last two take their port from MASTER_PORT, or from the job's id so that two jobs on a machine don't meet. The order
+of the list is the order of preference: torchrun may run inside a Slurm job, and so may mpirun.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+from zlib import crc32
+
+Launcher = Literal["torchrun", "openmpi", "slurm", "none"]
+
+# Rank, world size and local rank; one of them there is a sign of the launcher.
+_NUMBERS: Mapping[Launcher, tuple[str, str, str]] = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+}
+
+
+@dataclass(frozen=True)
+class LaunchEnvironment:
+    """This process's place; ``address`` is "" for one process, IPv6 addresses are without brackets."""
+
+    launcher: Launcher
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    address: str = ""
+    port: int = 0
+
+    @property
+    def url(self) -> str:
+        """``tcp://host:port``, for `torch.distributed.init_process_group`."""
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"tcp://{host}:{self.port}"
+
+
+def read_environment(environ: Mapping[str, str], launcher: Launcher | None = None) -> LaunchEnvironment:
+    """The place that ``environ`` describes; of the first launcher whose variables are all there, if none is told.
+
+    Raises:
+        ValueError: No such launcher.
+        RuntimeError: A launcher's variables are there in part, or don't make sense; the message names them.
+    """
+    if launcher is not None and launcher not in get_args(Launcher):
+        raise ValueError(f"launcher {launcher!r} is unknown; write one of {', '.join(map(repr, get_args(Launcher)))}")
+    if launcher == "none":
+        return LaunchEnvironment("none")
+    told = [launcher] if launcher else [name for name, numbers in _NUMBERS.items() if any(map(environ.get, numbers))]
+    missing = {name: _missing(environ, name) for name in told}
+    for name in told:
+        if not missing[name]:
+            return _place(environ, name)
+    if not told:
+        return LaunchEnvironment("none")
+    problems = "; ".join(f"{name} needs {', '.join(variables)}" for name, variables in missing.items())
+    raise RuntimeError(
+        f"the environment has only a part of a launcher's variables: {problems}. Set them, start the program with "
+        "torchrun, mpirun or srun, or pass launcher='none' to run as one process"
+    )
+
+
+def _missing(environ: Mapping[str, str], launcher: Launcher) -> list[str]:
+    missing = [name for name in _NUMBERS[launcher] if not environ.get(name)]
+    if launcher == "torchrun":
+        missing += [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+    elif not missing and not _address(environ, launcher) and environ[_NUMBERS[launcher][1]] != "1":
+        missing.append("MASTER_ADDR (the host of rank 0)")
+    return missing
+
+
+def _place(environ: Mapping[str, str], launcher: Launcher) -> LaunchEnvironment:
+    rank, world_size, local_rank = (_number(environ, name) for name in _NUMBERS[launcher])
+    if not rank < world_size:
+        names = _NUMBERS[launcher]
+        raise RuntimeError(f"{names[0]}={rank} isn't below {names[1]}={world_size}; ranks go from 0 to world size - 1")
+    return LaunchEnvironment(
+        launcher, rank, world_size, local_rank, _address(environ, launcher), _port(environ, launcher)
+    )
+
+
+def _address(environ: Mapping[str, str], launcher: Launcher) -> str:
+    given = environ.get("MASTER_ADDR", "")
+    if given:
+        return given.strip("[]")
+    if launcher == "openmpi":
+        sizes = (environ.get("OMPI_COMM_WORLD_LOCAL_SIZE"), environ["OMPI_COMM_WORLD_SIZE"])
+        return "127.0.0.1" if sizes[0] == sizes[1] else ""
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
+    return first_host(nodes) or environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm node list: ``tux[03-05,07],gpu1`` begins with ``tux03``; "" of an empty one."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first.group()) if first else ""
+
+
+def _port(environ: Mapping[str, str], launcher: Launcher) -> int:
+    if environ.get("MASTER_PORT"):
+        port = _number(environ, "MASTER_PORT")
+        if not 0 < port < 2**16:
+            raise RuntimeError(f"MASTER_PORT={port} is no port; write a number from 1 to 65535")
+        return port
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID") if launcher == "slurm" else ("PMIX_NAMESPACE",)
+    job = ".".join(environ.get(name, "") for name in names)
+    # Below the range (from 32768) from which the system hands out ports.
+    return 20_000 + crc32(job.encode()) % 10_000
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    if not environ[name].strip().isdecimal():
+        raise RuntimeError(f"{name}={environ[name]!r} isn't a number; write an integer >= 0")
+    return int(environ[name])

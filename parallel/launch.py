@@ -104,9 +104,10 @@ def _device(backend: str, local_rank: int) -> torch.device:
 
 
 def _described() -> Launch:
-    backend = dist.get_backend()
-    cuda = "nccl" in backend
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    # Each device type's backend: `get_backend` says "undefined" of a group that was made without naming one.
+    config = dist.get_backend_config()
+    backend = config if dist.get_backend() == "undefined" else dist.get_backend()
+    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in config else torch.device("cpu")
     try:
         place = read_environment(os.environ)
     except RuntimeError:

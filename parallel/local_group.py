@@ -2,12 +2,15 @@
 
 `torch.distributed.new_group` is a meeting: gloo connects all members before it returns, NCCL splits the parent when a
 device is bound to it, and `use_local_synchronization=True` only shrinks the meeting to the members. Meetings need one
-order that everybody keeps, and ranks that first need different groups have none. Two things are worse than slow there:
+order that everybody keeps, and ranks that first need different groups have none:
 
 * ranks that ask in different orders wait for each other in a circle (torch's documentation warns of it);
 * the name of the group, under which its members meet in the store, is a hash with a counter of the groups that *this
   rank* made before (seen in torch 2.13 and 2.15). Ranks that are in different groups have different counters, so they
   wait under different names even when all of them ask in the same order.
+
+Nor would an agreed order be safe, as a ticket per request in the store would give: to keep it, a rank must first make
+groups that others asked for, and one of their members may be waiting for this rank in a collective elsewhere.
 
 So no meeting is held. The caller gives the name, gloo connects lazily (each pair of ranks at its first message), and
 NCCL makes its communicator at the first collective, as it does by default. What is left of the creation is local: it

@@ -212,7 +212,7 @@ class ProcessGroupRegistry:
 
 
 def _default_group(topology: Topology) -> dist.ProcessGroup | None:
-    if not dist.is_available() or not dist.is_initialized():
+    if not dist.is_initialized():
         if topology.world_size == 1:
             return None
         raise RuntimeError(
@@ -242,9 +242,8 @@ def _suggestion(topology: Topology, world_size: int) -> str:
 
 def _agreed_name(topology: Topology, rank: int) -> str:
     """A name for this registry that is the same on all ranks; an error if another rank has another topology."""
-    if (
-        "fake" in dist.get_backend_config()
-    ):  # one process plays one rank of a world that isn't there; its store may be empty
+    if "fake" in dist.get_backend_config():
+        # One process plays one rank of a world that isn't there, on a store that may not even answer.
         return f"meshstep/fake/{next(_fake_registries)}"
     store = distributed_c10d._get_default_store()
     number = store.add(f"meshstep/registries/{rank}", 1)

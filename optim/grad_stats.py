@@ -21,6 +21,7 @@ class GradStats:
             norm is not finite. Where param groups have their own ``max_norm``, that of the others.
         found_inf: 0-dim float32: 1 when the norm is not finite and the step is skipped, else 0.
         group_norms: [number of param groups]: the global p-norm of each param group.
+        loss_scale: 0-dim float32: what backward had multiplied the loss by; None in modes without a loss scale.
         parameter_norms: By parameter name, where asked for: the global p-norm of each logical parameter.
     """
 
@@ -28,4 +29,5 @@ class GradStats:
     clip_coef: Tensor
     found_inf: Tensor
     group_norms: Tensor
+    loss_scale: Tensor | None = None
     parameter_norms: Mapping[str, Tensor] = field(default_factory=dict)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..parallel.agreement import gather_objects, on_all_ranks
+from ..amp.precision import Precision, precision_of
+from ..amp.weights import make_weights
+from ..parallel.agreement import on_all_ranks
 from ..parallel.registry import ProcessGroupRegistry
 from .apply import apply_update
-from .clipping import checked_threshold, clamp_gradients, clip_coefficient, scale_gradients
+from .checks import check_kinds, check_thresholds, nonfinite_names, poison_bad_kinds
+from .clipping import checked_threshold, clamp_gradients, scale_gradients
+from .decision import Decision, decide
+from .facade import OptimizerFacade
 from .global_norm import GlobalNorm, Norms, Reduction, checked_norm_type, checked_reduction
 from .grad_stats import GradStats
 from .gradient_sync import GradientSync
 from .plan_agreement import agree
-from .reduction_plan import ReductionPlan, check_dense_real, entries_of
+from .reduction_plan import ReductionPlan, entries_of
 from .replica_check import ReplicaCheck, ReplicaMismatchError
+from .saved_state import load_checked
 from .skip_monitor import SkipMonitor
 
 
@@ -31,7 +37,7 @@ class _Bound(NamedTuple):
     replicas: ReplicaCheck | None
 
 
-class ParallelOptimizer(torch.optim.Optimizer):
+class ParallelOptimizer(OptimizerFacade):
     """Steps a torch optimizer by the exact global gradient norm of a model that is split over a mesh.
 
         optimizer = ParallelOptimizer(torch.optim.AdamW(model.parameters(), fused=True), registry, max_norm=1.0)
@@ -47,11 +53,14 @@ class ParallelOptimizer(torch.optim.Optimizer):
     Args:
         optimizer: A torch optimizer over declared parameters. Adam, AdamW, SGD and Adagrad with ``fused=True`` take the
             factor and the skip on the device; any other costs one pass over the gradients and one host read a step.
+            In modes with master weights its param groups then hold the masters.
         registry: The groups of the mesh that the specs name.
         max_norm: Clip the global norm to this; in unscaled gradient units, finite, > 0; None: measure only. A param group
             with its own ``"max_norm"`` is clipped by its own norm, and the others by theirs together.
         norm_type: p >= 1, or inf.
         clip_value: Clamp every gradient element to [-clip_value, clip_value] instead, after measuring.
+        precision: The mode's name or object (`meshstep.amp`). ``precision.prepare(model)`` makes the model run in it;
+            here it says whether there are master weights and a loss scale.
         on_nonfinite: ``"skip"`` the step on every rank, or ``"raise"`` FloatingPointError on every rank with the
             parameters' names (one host read a step).
         average_data: False where something else (DDP, FSDP) averages gradients over the data axes.
@@ -64,6 +73,7 @@ class ParallelOptimizer(torch.optim.Optimizer):
     Raises:
         ValueError, TypeError: On every rank, when an argument is out of range or when, on any rank, a parameter is
             undeclared, complex, sparse or laid out in a way that does not fit; when ranks declare different things.
+            The optimizer is left as it was.
     Collectives: here, object all-gathers. A step: those of `GradientSync`, and one to measure. Host reads: none in a
     step but where said above, and on the first one, which checks on all ranks that gradients are dense and real.
     """
@@ -76,6 +86,7 @@ class ParallelOptimizer(torch.optim.Optimizer):
         max_norm: float | None = None,
         norm_type: float = 2.0,
         clip_value: float | None = None,
+        precision: str | Precision = "fp32",
         on_nonfinite: Literal["skip", "raise"] = "skip",
         average_data: bool = True,
         reduction: Reduction = "packed",
@@ -83,55 +94,53 @@ class ParallelOptimizer(torch.optim.Optimizer):
         check_replicas: bool = False,
         max_skips_in_a_row: int = 50,
     ) -> None:
-        # Not super().__init__: the wrapped optimizer has the parameters and the state; this one passes them on.
-        self.optimizer, self.registry = optimizer, registry
-        self._optimizer_step_pre_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
-        self._optimizer_step_post_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
-        self._patch_step_function()
+        super().__init__(optimizer)
+        self.registry = registry
         self.max_norm, self.clip_value, self.norm_type = max_norm, clip_value, norm_type
         self.on_nonfinite, self.average_data, self.reduction = on_nonfinite, average_data, reduction
         self.per_parameter_norms, self.check_replicas = per_parameter_norms, check_replicas
         self.max_skips_in_a_row = max_skips_in_a_row
-        self._bound = self._bind()
+        plan = self._agreed_plan(precision)
+        self.precision = precision_of(precision)
+        self.loss_scale = self.precision.make_loss_scale(registry.device)
+        self._weights = make_weights(optimizer, self.precision, registry)
+        self._bound = self._bind(plan)
         self._measurers: dict[float, GlobalNorm] = {}
         self._monitor = SkipMonitor(registry.device)
         self._checked_kinds = False
         self.last_stats: GradStats | None = None
-        self._open_window()
+        self._synced = False
+        self._clipped: GradStats | None = None  # by an explicit call, in this window
 
     # Binding ---------------------------------------------------------------------------------------------------------
 
-    def _bind(self) -> _Bound:
-        """Check arguments and parameters together with all other ranks, and plan what follows from them."""
+    def _agreed_plan(self, precision: str | Precision) -> ReductionPlan:
+        """Check arguments and parameters together with all other ranks, before anything is changed."""
 
         def plan_locally() -> ReductionPlan:
-            self._check_arguments()
+            self._check_arguments(precision)
             topology = self.registry.topology
             return ReductionPlan.of(entries_of(self._named_groups(), topology), topology, self.registry.global_rank)
 
         names = self.per_parameter_norms or self.check_replicas
-        plan = agree(on_all_ranks(plan_locally, self.registry), self.registry, names)
+        return agree(on_all_ranks(plan_locally, self.registry), self.registry, names)
+
+    def _bind(self, plan: ReductionPlan) -> _Bound:
         params = [param for group in self.param_groups for param in group["params"]]
         sync = GradientSync(params, plan, self.registry, self.average_data)
         return _Bound(params, plan, sync, ReplicaCheck(plan) if self.check_replicas else None)
 
-    def _check_arguments(self) -> None:
+    def _check_arguments(self, precision: str | Precision) -> None:
         if isinstance(self.optimizer, ParallelOptimizer):
             raise TypeError("the optimizer is a ParallelOptimizer already; wrap a plain torch optimizer")
-        if self.max_norm is not None and self.clip_value is not None:
-            raise ValueError("max_norm and clip_value are both given; choose one, or call clip_grad_by_value yourself")
         if self.on_nonfinite not in ("skip", "raise"):
             raise ValueError(f"on_nonfinite={self.on_nonfinite!r}: give 'skip' or 'raise'")
         if self.max_skips_in_a_row < 1:
             raise ValueError(f"max_skips_in_a_row={self.max_skips_in_a_row}: give a number >= 1")
+        precision_of(precision)
         checked_norm_type(self.norm_type)
         checked_reduction(self.reduction)
-        for value, name in ((self.max_norm, "max_norm"), (self.clip_value, "clip_value")):
-            if value is not None:
-                checked_threshold(value, name)
-        for index, group in enumerate(self.param_groups):
-            if group.get("max_norm") is not None:
-                checked_threshold(group["max_norm"], f"max_norm of param group {index}")
+        check_thresholds(self.max_norm, self.clip_value, self.param_groups)
 
     def _named_groups(self) -> list[list[Tensor | tuple[str, Tensor]]]:
         return [
@@ -145,25 +154,40 @@ class ParallelOptimizer(torch.optim.Optimizer):
         Raises, collectives: as the constructor.
         """
         before = len(self.param_groups)
+        candidate = dict(param_group)
         try:
-            on_all_ranks(lambda: self.optimizer.add_param_group(param_group), self.registry)
-            self._bound = self._bind()
-        except (ValueError, TypeError, RuntimeError):
+            # First as it is, so that nothing but the list of groups has to be undone.
+            on_all_ranks(lambda: self.optimizer.add_param_group(candidate), self.registry)
+            plan = self._agreed_plan(self.precision)
+        finally:
             del self.param_groups[before:]
-            raise
+        self._weights.add_param_group(param_group)
+        self._bound = self._bind(plan)
         self._measurers.clear()
         self._checked_kinds = False
 
     # The step --------------------------------------------------------------------------------------------------------
 
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, for code that calls backward itself (a pipeline's last stage).
+
+        Args:
+            loss: 0-dim; float32 or float64 in modes with a loss scale, or it is cast: scaled half types overflow.
+        Returns:
+            0-dim; ``loss`` itself in modes without a loss scale.
+        """
+        if self.loss_scale is None:
+            return loss
+        return (loss if loss.dtype == torch.float64 else loss.float()) * self.loss_scale.scale
+
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """``loss.backward(**kwargs)``; gradients add up until `zero_grad`."""
+        """Scale the loss and call backward, with ``kwargs``; gradients add up until `zero_grad`."""
         self._open_window()
-        loss.backward(**kwargs)
+        self.scale_loss(loss).backward(**kwargs)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> GradStats:  # type: ignore[override]
-        """Complete, measure and clip the gradients, and step; or skip on every rank.
+    def step(self, closure: Callable[[], object] | None = None) -> GradStats:  # type: ignore[override]
+        """Complete, measure and clip the gradients, and step; or skip on every rank. Then update the loss scale.
 
         Returns:
             GradStats: the norm before clipping, the coefficient, and whether the step was skipped. Device tensors.
@@ -178,15 +202,21 @@ class ParallelOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("step takes no closure: a skipped step can't be evaluated again; call backward, then step")
         problem = self._complete_gradients()
-        stats = self._clipped
-        if stats is None:
-            stats, factor = self._decide(self._measure(self.norm_type), self.max_norm)
+        if self._clipped is None:
+            decision = self._decide(self.norm_type, self.max_norm)
             if self.clip_value is not None:
-                clamp_gradients(self._bound.params, self.clip_value)
+                self._apply_in_place(decision, self.clip_value)
         else:
-            factor = None
+            decision = Decision(self._clipped, None, None)
+        stats = decision.stats
         self._stop_if_nonfinite(stats)
-        apply_update(self.optimizer, stats.found_inf, factor)
+        if decision.group_factors is not None:
+            self._apply_in_place(decision)
+        folded = None if self.clip_value is not None else decision.factor
+        self._weights.step(lambda: apply_update(self.optimizer, stats.found_inf, folded))
+        # Only now: the gradients were divided by the scale that backward used.
+        if self.loss_scale is not None:
+            self.loss_scale.update(stats.found_inf)
         self._monitor.update(stats.found_inf)
         self.last_stats = stats
         self._open_window()
@@ -196,7 +226,7 @@ class ParallelOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_by_norm(self, max_norm: float, norm_type: float | None = None) -> GradStats:
-        """Complete and measure the gradients now and clip them in place; `step` then neither measures nor clips again.
+        """Complete, measure, unscale and clip the gradients now, in place; `step` then does none of it again.
 
         Args:
             max_norm: Threshold in unscaled gradient units, finite, > 0; replaces the constructor's for this step.
@@ -209,15 +239,11 @@ class ParallelOptimizer(torch.optim.Optimizer):
         """
         max_norm = checked_threshold(max_norm, "max_norm")
         p = self.norm_type if norm_type is None else checked_norm_type(norm_type)
-        self._raise(self._complete_gradients())
-        stats, factor = self._decide(self._measure(p), max_norm)
-        if factor is not None:
-            scale_gradients(self._bound.params, factor)
-        return self._keep(stats)
+        return self._clip_now(p, max_norm, None)
 
     @torch.no_grad()
     def clip_grad_by_value(self, clip_value: float) -> GradStats:
-        """Complete and measure the gradients now, then clamp every element to [-clip_value, clip_value] in place.
+        """Complete, measure and unscale the gradients now, and clamp every element to [-clip_value, clip_value].
 
         Returns:
             GradStats with the norm before clamping; `step` then neither measures nor clips again.
@@ -225,67 +251,40 @@ class ParallelOptimizer(torch.optim.Optimizer):
             ValueError: clip_value is not finite and positive; nothing is changed.
         Collectives: those of a step. Host reads: none.
         """
-        clip_value = checked_threshold(clip_value, "clip_value")
-        self._raise(self._complete_gradients())
-        stats, _ = self._decide(self._measure(self.norm_type), None)
-        clamp_gradients(self._bound.params, clip_value)
-        return self._keep(stats)
+        return self._clip_now(self.norm_type, None, checked_threshold(clip_value, "clip_value"))
+
+    def _clip_now(self, norm_type: float, max_norm: float | None, clip_value: float | None) -> GradStats:
+        problem = self._complete_gradients()
+        if problem is not None:
+            raise problem
+        decision = self._decide(norm_type, max_norm)
+        self._apply_in_place(decision, clip_value)
+        stats = decision.stats
+        if self._clipped is not None:  # a second clip in one window must not hide what the first one found
+            stats = replace(stats, found_inf=torch.maximum(stats.found_inf, self._clipped.found_inf))
+        self._clipped = stats
+        return stats
 
     def _open_window(self) -> None:
         """Gradients are about to change: what is known of them no longer holds."""
         self._synced = False
-        self._clipped: GradStats | None = None
-
-    def _keep(self, stats: GradStats) -> GradStats:
-        if self._clipped is not None:  # clamping after a clip, say, must not hide what the first measurement found
-            stats = GradStats(
-                stats.total_norm,
-                stats.clip_coef,
-                torch.maximum(stats.found_inf, self._clipped.found_inf),
-                stats.group_norms,
-                stats.parameter_norms,
-            )
-        self._clipped = stats
-        return stats
+        self._clipped = None
 
     def _complete_gradients(self) -> TypeError | None:
         """Reduce the gradients, once a window. Returns what is wrong with this rank's, after all ranks have been served."""
         if self._synced:
             return None
+        self._weights.collect()
+        params, plan, sync, _ = self._bound
         problem = None
-        if not self._checked_kinds:
-            on_all_ranks(self._check_kinds, self.registry)
-            self._checked_kinds = True
+        if self._checked_kinds:
+            problem = poison_bad_kinds(params, plan.entries)
         else:
-            problem = self._poison_bad_kinds()
-        self._bound.sync()
+            on_all_ranks(lambda: check_kinds(params, plan.entries), self.registry)
+            self._checked_kinds = True
+        sync()
         self._synced = True
         return problem
-
-    def _check_kinds(self) -> None:
-        gradients = [param.grad for param in self._bound.params]
-        kinds = {(gradient.layout, gradient.dtype) for gradient in gradients if gradient is not None}
-        if all(layout is torch.strided and not dtype.is_complex for layout, dtype in kinds):
-            return
-        for param, entry in zip(self._bound.params, self._bound.plan.entries, strict=True):
-            if param.grad is not None:
-                check_dense_real(param.grad, f"the gradient of {entry.name}")
-
-    def _poison_bad_kinds(self) -> TypeError | None:
-        """NaN in place of gradients that have no norm: this rank keeps its part in the collectives, and all ranks skip."""
-        try:
-            self._check_kinds()
-        except TypeError as problem:
-            for param in self._bound.params:
-                if param.grad is not None and (param.grad.is_complex() or param.grad.layout != torch.strided):
-                    param.grad = torch.full_like(param, torch.nan)
-            return problem
-        return None
-
-    @staticmethod
-    def _raise(problem: TypeError | None) -> None:
-        if problem is not None:
-            raise problem
 
     def _measure(self, norm_type: float) -> Norms:
         params, plan, _, replicas = self._bound
@@ -299,31 +298,26 @@ class ParallelOptimizer(torch.optim.Optimizer):
             raise ReplicaMismatchError(mismatches)
         return norms
 
-    def _decide(self, norms: Norms, max_norm: float | None) -> tuple[GradStats, Tensor | None]:
-        """The statistics, and the factor for all gradients that is still to be applied (None: none)."""
-        own = [group.get("max_norm") for group in self.param_groups]
-        found_inf = norms.total.isfinite().logical_not().float()
-        factor = None if max_norm is None else clip_coefficient(norms.total, max_norm)
-        if any(value is not None for value in own):
-            factor = self._clip_by_group(norms, max_norm, own)
-        coef = torch.ones_like(norms.total) if factor is None else factor
+    def _decide(self, norm_type: float, max_norm: float | None) -> Decision:
+        # Gradients that were clipped in place in this window are unscaled already.
+        scaled = self.loss_scale if self._clipped is None else None
+        thresholds = [group.get("max_norm") for group in self.param_groups]
         names = self._bound.plan.parameter_names if self.per_parameter_norms else ()
-        stats = GradStats(
-            norms.total, coef, found_inf, norms.groups, dict(zip(names, norms.parameters.unbind(), strict=True))
-        )
-        return stats, None if any(value is not None for value in own) else factor
+        inverse = None if scaled is None else scaled.scale.double().reciprocal()
+        decision = decide(self._measure(norm_type), inverse, max_norm, thresholds, norm_type, names)
+        if self.loss_scale is None:
+            return decision
+        return decision._replace(stats=replace(decision.stats, loss_scale=self.loss_scale.scale.clone()))
 
-    def _clip_by_group(self, norms: Norms, max_norm: float | None, own: list[float | None]) -> Tensor:
-        """Clip each group that has its own threshold by its own norm, the others by theirs together, in place."""
-        others = [index for index, value in enumerate(own) if value is None]
-        others += range(len(own), self._bound.plan.num_groups)
-        rest = torch.linalg.vector_norm(norms.groups[others], self.norm_type)
-        common = torch.ones_like(norms.total) if max_norm is None else clip_coefficient(rest, max_norm)
-        finite = norms.total.isfinite()
-        for group, norm, threshold in zip(self.param_groups, norms.groups.unbind(), own, strict=False):
-            factor = common if threshold is None else clip_coefficient(norm, threshold)
-            scale_gradients(group["params"], torch.where(finite, factor, torch.ones_like(factor)))
-        return common
+    def _apply_in_place(self, decision: Decision, clip_value: float | None = None) -> None:
+        """Multiply the gradients by the decision's factors, unless they are not finite, and clamp them."""
+        if decision.group_factors is not None:
+            for group, factor in zip(self.param_groups, decision.group_factors, strict=False):
+                scale_gradients(group["params"], factor)
+        elif decision.factor is not None:
+            scale_gradients(self._bound.params, decision.factor)
+        if clip_value is not None:
+            clamp_gradients(self._bound.params, clip_value)
 
     def _stop_if_nonfinite(self, stats: GradStats) -> None:
         in_a_row = self._monitor.in_a_row_before()
@@ -333,28 +327,23 @@ class ParallelOptimizer(torch.optim.Optimizer):
             reason = f"the gradient norm is {float(stats.total_norm)}"
         else:
             return
-        mine = [
-            entry.name
-            for param, entry in zip(self._bound.params, self._bound.plan.entries, strict=True)
-            if param.grad is not None and not bool(param.grad.isfinite().all())
-        ]
-        names = dict.fromkeys(name for report in gather_objects(mine, self.registry) for name in report)
+        names = nonfinite_names(self._bound.params, self._bound.plan.entries, self.registry)
         self._open_window()
         raise FloatingPointError(
             f"{reason}; gradients that are not finite now: {', '.join(names) or 'none (the norm itself overflowed)'}. "
             "Nothing was stepped: look for a too large learning rate, a division by zero or a too large loss scale"
         )
 
-    # What other code expects of a torch optimizer --------------------------------------------------------------------
-
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, as torch's optimizers do."""
-        self.optimizer.zero_grad(set_to_none)
+        """Forget the gradients, as torch's optimizers do; those of the model's parameters too where there are masters."""
+        self._weights.zero_grad(set_to_none)
         self._open_window()
+
+    # Reports and state -----------------------------------------------------------------------------------------------
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """The global norm that the last step measured, before clipping; a device tensor, None before the first step."""
+        """The global norm that the last step measured, unscaled, before clipping; None before the first step."""
         return None if self.last_stats is None else self.last_stats.total_norm
 
     @property
@@ -363,41 +352,36 @@ class ParallelOptimizer(torch.optim.Optimizer):
         return self._monitor.total()
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's param groups."""
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's state."""
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The wrapped optimizer's defaults."""
-        return self.optimizer.defaults
-
-    @property
     def plan(self) -> ReductionPlan:
         """What the norm sums over which ranks, agreed by all ranks; print it."""
         return self._bound.plan
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state of this rank's pieces, and under ``"meshstep"`` the count of skipped steps."""
-        return {**self.optimizer.state_dict(), "meshstep": {"skipped_steps": self.skipped_steps}}
+        """The wrapped optimizer's state of this rank's pieces, and under ``"meshstep"`` all else a new process needs:
+        precision mode, loss scale, master weights, count of skipped steps. Host reads: a few."""
+        own = {
+            "precision": self.precision.name,
+            "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
+            "weights": self._weights.state_dict(),
+            "skipped_steps": self.skipped_steps,
+        }
+        return {**self.optimizer.state_dict(), "meshstep": own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, or the plain dict of the wrapped optimizer (the count starts at 0 then).
+        """Continue, bit for bit, from what `state_dict` gave; every rank must call it, with the state of its own pieces.
+
+        In a mode without master weights and loss scale a plain dict of the wrapped optimizer loads too.
 
         Raises:
-            ValueError: It doesn't fit the wrapped optimizer; nothing is changed.
+            ValueError: On every rank, when on any rank it comes from another precision mode or does not fit; nothing is
+                changed then.
+        Collectives: an object all-gather. Host reads: a few.
         """
-        own = state_dict.get("meshstep", {"skipped_steps": 0})
-        self.optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != "meshstep"})
-        self._monitor.restore(int(own["skipped_steps"]))
+        load_checked(self, self._weights, state_dict)
+        self._monitor.restore(int(state_dict.get("meshstep", {}).get("skipped_steps", 0)))
         self._open_window()
 
     def __repr__(self) -> str:
         clip = f"clip_value={self.clip_value}" if self.clip_value is not None else f"max_norm={self.max_norm}"
-        p = self.norm_type
-        return f"ParallelOptimizer({clip}, norm_type={p}, {self.registry.topology!r}, {self.optimizer!r})"
+        how = f"{clip}, norm_type={self.norm_type}, precision={self.precision.name!r}"
+        return f"ParallelOptimizer({how}, {self.registry.topology!r}, {self.optimizer!r})"

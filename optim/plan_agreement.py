@@ -49,7 +49,9 @@ class View(NamedTuple):
     def of(cls, entry: ParameterEntry) -> View:
         """The view of ``entry``; sizes of sharded dims are left out, as pieces may be uneven."""
         sizes = ("sharded" if entry.spec.dim_axes(d) else str(size) for d, size in enumerate(entry.shape))
-        return cls(entry.name, f"{entry.spec}, shape ({', '.join(sizes)}), param group {entry.group}")
+        return cls(
+            entry.name, f"{entry.spec}, shape ({', '.join(sizes)}), {str(entry.dtype)[6:]}, param group {entry.group}"
+        )
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,13 @@ from ..parallel.topology import Topology
 
 @dataclass(frozen=True)
 class ParameterEntry:
-    """One parameter as this rank sees it: its name, spec, local shape and the index of its param group."""
+    """One parameter as this rank sees it: its name, spec, local shape, index of its param group, and dtype."""
 
     name: str
     spec: P
     shape: tuple[int, ...]
     group: int = 0
+    dtype: torch.dtype = torch.float32
 
     @property
     def numel(self) -> int:
@@ -220,7 +221,9 @@ def entries_of(
             check_dense_real(param, name)
             if annotation is None and needs_spec:
                 undeclared.append(name)
-            entries.append(ParameterEntry(name, annotation.spec if annotation else P(), tuple(param.shape), group))
+            entries.append(
+                ParameterEntry(name, annotation.spec if annotation else P(), tuple(param.shape), group, param.dtype)
+            )
     if undeclared:
         more = f" and {len(undeclared) - 5} more" if len(undeclared) > 5 else ""
         raise ValueError(

@@ -13,6 +13,8 @@ Reference: Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism: Korthika
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,6 +26,8 @@ from .registry import ProcessGroupRegistry
 from .spec import P, annotate
 
 SEQUENCE_DIM = 1
+
+Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def _check_sequence(input: Tensor, layer: str) -> None:
@@ -73,6 +77,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.registry, self.axis = registry, axis
+        self.matmul: Matmul = F.linear
         self.gather_output, self.sequence_parallel = gather_output, sequence_parallel
         weight, full_bias = draw_linear(
             in_features, out_features, bias=bias, generator=generator, device=device, dtype=dtype
@@ -90,7 +95,7 @@ class ColumnParallelLinear(nn.Module):
             input = all_gather_to(input, self.registry, self.axis, dim=SEQUENCE_DIM)
         else:
             input = copy_to(input, self.registry, self.axis)
-        output = F.linear(input, self.weight, self.bias)
+        output = self.matmul(input, self.weight, self.bias)
         return gather_from(output, self.registry, self.axis, dim=-1) if self.gather_output else output
 
     def extra_repr(self) -> str:
@@ -136,6 +141,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.registry, self.axis = registry, axis
+        self.matmul: Matmul = F.linear
         self.input_is_parallel, self.sequence_parallel = input_is_parallel, sequence_parallel
         weight, full_bias = draw_linear(
             in_features, out_features, bias=bias, generator=generator, device=device, dtype=dtype
@@ -152,7 +158,7 @@ class RowParallelLinear(nn.Module):
             _check_sequence(input, "RowParallelLinear")
         if not self.input_is_parallel:
             input = scatter_to(input, self.registry, self.axis, dim=-1)
-        output = F.linear(input, self.weight)
+        output = self.matmul(input, self.weight, None)
         if self.sequence_parallel:
             output = reduce_scatter_to(output, self.registry, self.axis, dim=SEQUENCE_DIM)
         else:

@@ -18,6 +18,7 @@ Reference: Xu et al. 2021 (Optimus), arXiv:2104.05343.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -89,6 +90,7 @@ class Linear2D(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.registry, self.row, self.col = registry, row, col
         self.bias_layout = bias
+        self.matmul: Callable[[Tensor, Tensor, Grid], Tensor] = summa
         self._grid = Grid(registry, row, col)
         weight, full_bias = draw_linear(
             in_features, out_features, bias=bias is not None, generator=generator, device=device, dtype=dtype
@@ -111,7 +113,7 @@ class Linear2D(nn.Module):
                 f"with scatter_to(input, registry, {self.col!r}, dim=-1)"
             )
         rows = _autocast(input).reshape(-1, input.size(-1))
-        output = summa(rows, _autocast(self.weight), self._grid)
+        output = self.matmul(rows, _autocast(self.weight), self._grid)
         bias = self._column_bias()
         if bias is not None:
             output = output + bias.to(output.dtype)

@@ -211,4 +211,4 @@ def test_a_group_that_does_not_fit_is_not_added(world: World) -> None:
 def test_a_closure_is_refused() -> None:
     optimizer = ParallelOptimizer(torch.optim.SGD([parameter(P(), 4)]), ProcessGroupRegistry(Topology()))
     with pytest.raises(ValueError, match="takes no closure"):
-        optimizer.step(lambda: Tensor())  # type: ignore[arg-type]
+        optimizer.step(lambda: Tensor())

@@ -66,6 +66,9 @@ def cast_model_(model: nn.Module, wanted: Callable[[nn.Module, Tensor], torch.dt
         tensor.data = tensor.data.to(dtype)
         if grad is not None:
             tensor.grad = grad.to(dtype)
+    for module in model.modules():
+        if changes and isinstance(module, nn.RNNBase):
+            module.flatten_parameters()  # cuDNN wants its weights in one piece of memory, and warns at every forward
     return bool(changes)
 
 

@@ -38,7 +38,8 @@ class MasterWeights:
     Memory for each half-precision parameter element: 4 bytes of master, and 4 of gradient instead of 2.
 
     Args:
-        optimizer: Any torch optimizer; it may have stepped already. Its param groups and state are changed in place.
+        optimizer: Any torch optimizer; it may have stepped already. Its param groups and state are changed in place; add
+            param groups through `add_param_group` here.
         main_grads: Let backward itself add up in float32 (`Tensor.grad_dtype`). False where something else reduces the
             gradients in the parameters' dtype, as `DistributedDataParallel` must ("Expected BFloat16, got Float"):
             `collect` casts them then, and accumulation over micro-batches rounds to half precision.

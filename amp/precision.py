@@ -1,12 +1,10 @@
 """Precision modes: what is cast, what stays in float32, and whether there is a loss scale.
 
-    name          params     forward                        masters  loss scale                          batch norm
-    "fp32"        float32    as it is                       none     none                                as it is
-    "fp16"        float32    autocast float16, criterion    none     2^16, x2, x0.5, every 2000          autocast's
-    rules
-                             too
-    "bf16"        bfloat16   bfloat16                       float32  none                                bfloat16
-    "fp16_naive"  float16    float16; outputs float32       float32  2^16, every 1000, hysteresis 2      float16
+    name          params    forward                          masters  loss scale                      batch norm
+    "fp32"        float32   float32                          none     none                            float32
+    "fp16"        float32   autocast float16, criterion too  none     2^16, x2, x0.5, every 2000      autocast's rules
+    "bf16"        bfloat16  bfloat16                         float32  none                            bfloat16
+    "fp16_naive"  float16   float16 in, float32 out          float32  2^16, every 1000, hysteresis 2  float16
     "fp16_apex"   opt levels O0 to O3: see `ApexFp16`
     "fp8"         linear layers in 8 bits: see `Fp8`
 

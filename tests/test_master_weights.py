@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from world import World
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+DEVICES = pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
 HALF = pytest.mark.parametrize("dtype", [F16, BF16])
 
 
@@ -39,7 +40,7 @@ def inputs(index: int, dtype: torch.dtype) -> Tensor:
 
 
 def loss_of(model: nn.Module, index: int, dtype: torch.dtype) -> Tensor:
-    loss: Tensor = model(inputs(index, dtype)).float().square().mean()
+    loss: Tensor = model(inputs(index, dtype).to(next(model.parameters()).device)).float().square().mean()
     return loss
 
 
@@ -66,10 +67,11 @@ def assert_same_bits(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 
 @HALF
+@DEVICES
 @pytest.mark.parametrize("main_grads", [True, False])
-def test_masters_take_the_steps_of_a_float32_twin(dtype: torch.dtype, main_grads: bool) -> None:
+def test_masters_take_the_steps_of_a_float32_twin(dtype: torch.dtype, device: str, main_grads: bool) -> None:
     """The twin: the same half-precision gradients, cast by hand, on a float32 copy of the weights."""
-    model = mlp(dtype)
+    model = mlp(dtype).to(device)
     twin = [nn.Parameter(param.detach().float()) for param in model.parameters()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     reference = torch.optim.AdamW(twin, lr=3e-3, fused=True)

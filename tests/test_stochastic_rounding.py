@@ -22,16 +22,19 @@ from world import World
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+DEVICES = pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
 
 
-def test_the_mean_of_many_roundings_is_the_value() -> None:
+def seeded(seed: int, device: str = "cpu") -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
+
+
+@DEVICES
+def test_the_mean_of_many_roundings_is_the_value(device: str) -> None:
     many = 40_000
     values = torch.tensor([1.001, -1.001, 1 + 2**-8, 3.3e-5, -7.77e20, 2**-133 * 1.3, 250.7, 1e-40])
-    rounded = stochastic_round_(
-        torch.empty(many, len(values), dtype=BF16), values.expand(many, -1).contiguous(), seeded(5)
-    ).double()
+    copies = values.to(device).expand(many, -1).contiguous()
+    rounded = stochastic_round_(torch.empty_like(copies, dtype=BF16), copies, seeded(5, device)).double().cpu()
     down = (values.view(torch.int32) >> 16 << 16).view(F32).double()
     up = ((values.view(torch.int32) >> 16) + 1 << 16).view(F32).double()
     assert bool(((rounded == down) | (rounded == up)).all()), "only the two neighbours"
@@ -43,17 +46,19 @@ def test_the_mean_of_many_roundings_is_the_value() -> None:
     assert bool((nearest > 5 * 0.5 / many**0.5).any()), "the control: rounding to nearest is biased"
 
 
-def test_exact_values_stay() -> None:
+@DEVICES
+def test_exact_values_stay(device: str) -> None:
     values = torch.randn(1000, generator=seeded(1)).to(BF16).float()
     special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 3.3895313892515355e38, 9.2e-41])
     special[-1] = special[-1].to(BF16)
-    source = torch.cat([values, special])
+    source = torch.cat([values, special]).to(device)
     for seed in range(20):
-        target = stochastic_round_(torch.empty_like(source, dtype=BF16), source, seeded(seed))
+        target = stochastic_round_(torch.empty_like(source, dtype=BF16), source, seeded(seed, device))
         assert torch.equal(target.float().view(torch.int32), source.view(torch.int32))
-    nans = torch.tensor([0x7FC00000, 0x7FFFFFFF, -1], dtype=torch.int32).view(F32)
+    nans = torch.tensor([0x7FC00000, 0x7FFFFFFF, -1], dtype=torch.int32).view(F32).to(device)
     for seed in range(20):
-        assert bool(stochastic_round_(torch.empty(3, dtype=BF16), nans, seeded(seed)).isnan().all())
+        target = torch.empty_like(nans, dtype=BF16)
+        assert bool(stochastic_round_(target, nans, seeded(seed, device)).isnan().all())
 
 
 def test_any_layout_and_shape() -> None:

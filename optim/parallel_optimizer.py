@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..amp.precision import Precision, precision_of
 from ..amp.weights import make_weights
 from ..parallel.agreement import on_all_ranks
 from ..parallel.registry import ProcessGroupRegistry
+from .accumulation import DataParallelSwitch, Window, inverse_weight, weight_slots
 from .apply import apply_update
 from .checks import check_kinds, check_thresholds, nonfinite_names, poison_bad_kinds
 from .clipping import checked_threshold, clamp_gradients, scale_gradients
@@ -63,7 +65,11 @@ class ParallelOptimizer(OptimizerFacade):
             here it says whether there are master weights and a loss scale.
         on_nonfinite: ``"skip"`` the step on every rank, or ``"raise"`` FloatingPointError on every rank with the
             parameters' names (one host read a step).
-        average_data: False where something else (DDP, FSDP) averages gradients over the data axes.
+        accumulation_steps: K: manage windows of K micro-batches, each a `backward`; `step` and `zero_grad` do nothing
+            before the K-th, and the gradient is the mean over the window. None: gradients add up until you call `step`.
+        data_parallel: The `DistributedDataParallel` or `fully_shard` module that averages gradients over the data axes;
+            it synchronises in the last micro-batch of a window only. None: `step` averages, in a few collectives.
+        average_data: False where something else than ``data_parallel`` averages gradients over the data axes.
         reduction: ``"packed"`` or ``"per_group"``; see `GlobalNorm`.
         per_parameter_norms: Put the norm of every logical parameter into GradStats.
         check_replicas: Compare the bits of all replicas before every step and raise `ReplicaMismatchError`, on every
@@ -88,6 +94,8 @@ class ParallelOptimizer(OptimizerFacade):
         clip_value: float | None = None,
         precision: str | Precision = "fp32",
         on_nonfinite: Literal["skip", "raise"] = "skip",
+        accumulation_steps: int | None = None,
+        data_parallel: nn.Module | None = None,
         average_data: bool = True,
         reduction: Reduction = "packed",
         per_parameter_norms: bool = False,
@@ -97,13 +105,19 @@ class ParallelOptimizer(OptimizerFacade):
         super().__init__(optimizer)
         self.registry = registry
         self.max_norm, self.clip_value, self.norm_type = max_norm, clip_value, norm_type
-        self.on_nonfinite, self.average_data, self.reduction = on_nonfinite, average_data, reduction
+        self.on_nonfinite, self.reduction = on_nonfinite, reduction
+        self.average_data, self.accumulation_steps = average_data and data_parallel is None, accumulation_steps
         self.per_parameter_norms, self.check_replicas = per_parameter_norms, check_replicas
         self.max_skips_in_a_row = max_skips_in_a_row
-        plan = self._agreed_plan(precision)
+        plan = self._agreed_plan(precision, data_parallel)
         self.precision = precision_of(precision)
+        self.window = Window(accumulation_steps)
+        self._switch = None if data_parallel is None else DataParallelSwitch(data_parallel)
         self.loss_scale = self.precision.make_loss_scale(registry.device)
-        self._weights = make_weights(optimizer, self.precision, registry)
+        self._model_params = self._stepped_params()  # where backward leaves gradients; masters take their place below
+        # DDP reduces gradients in the parameters' dtype and breaks on main grads.
+        main_grads = self._switch is None or not self._switch.is_ddp
+        self._weights = make_weights(optimizer, self.precision, registry, main_grads=main_grads)
         self._bound = self._bind(plan)
         self._measurers: dict[float, GlobalNorm] = {}
         self._monitor = SkipMonitor(registry.device)
@@ -111,14 +125,17 @@ class ParallelOptimizer(OptimizerFacade):
         self.last_stats: GradStats | None = None
         self._synced = False
         self._clipped: GradStats | None = None  # by an explicit call, in this window
+        self._expect_next()
 
     # Binding ---------------------------------------------------------------------------------------------------------
 
-    def _agreed_plan(self, precision: str | Precision) -> ReductionPlan:
+    def _agreed_plan(self, precision: str | Precision, data_parallel: nn.Module | None = None) -> ReductionPlan:
         """Check arguments and parameters together with all other ranks, before anything is changed."""
 
         def plan_locally() -> ReductionPlan:
             self._check_arguments(precision)
+            if data_parallel is not None:
+                DataParallelSwitch(data_parallel)
             topology = self.registry.topology
             return ReductionPlan.of(entries_of(self._named_groups(), topology), topology, self.registry.global_rank)
 
@@ -126,9 +143,12 @@ class ParallelOptimizer(OptimizerFacade):
         return agree(on_all_ranks(plan_locally, self.registry), self.registry, names)
 
     def _bind(self, plan: ReductionPlan) -> _Bound:
-        params = [param for group in self.param_groups for param in group["params"]]
+        params = self._stepped_params()
         sync = GradientSync(params, plan, self.registry, self.average_data)
         return _Bound(params, plan, sync, ReplicaCheck(plan) if self.check_replicas else None)
+
+    def _stepped_params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
 
     def _check_arguments(self, precision: str | Precision) -> None:
         if isinstance(self.optimizer, ParallelOptimizer):
@@ -138,6 +158,7 @@ class ParallelOptimizer(OptimizerFacade):
         if self.max_skips_in_a_row < 1:
             raise ValueError(f"max_skips_in_a_row={self.max_skips_in_a_row}: give a number >= 1")
         precision_of(precision)
+        Window(self.accumulation_steps)
         checked_norm_type(self.norm_type)
         checked_reduction(self.reduction)
         check_thresholds(self.max_norm, self.clip_value, self.param_groups)
@@ -153,15 +174,16 @@ class ParallelOptimizer(OptimizerFacade):
 
         Raises, collectives: as the constructor.
         """
-        before = len(self.param_groups)
-        candidate = dict(param_group)
+        before, given = len(self.param_groups), param_group["params"]
+        params = [given] if isinstance(given, Tensor) else list(given)
         try:
             # First as it is, so that nothing but the list of groups has to be undone.
-            on_all_ranks(lambda: self.optimizer.add_param_group(candidate), self.registry)
+            on_all_ranks(lambda: self.optimizer.add_param_group({**param_group, "params": params}), self.registry)
             plan = self._agreed_plan(self.precision)
         finally:
             del self.param_groups[before:]
-        self._weights.add_param_group(param_group)
+        self._model_params += [param if isinstance(param, Tensor) else param[1] for param in params]
+        self._weights.add_param_group({**param_group, "params": params})
         self._bound = self._bind(plan)
         self._measurers.clear()
         self._checked_kinds = False
@@ -180,17 +202,59 @@ class ParallelOptimizer(OptimizerFacade):
             return loss
         return (loss if loss.dtype == torch.float64 else loss.float()) * self.loss_scale.scale
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Scale the loss and call backward, with ``kwargs``; gradients add up until `zero_grad`."""
-        self._open_window()
-        self.scale_loss(loss).backward(**kwargs)
+    def backward(self, loss: Tensor | None, *, weight: float | Tensor | None = None, **kwargs: Any) -> None:
+        """Scale the loss and call backward, with ``kwargs``: one micro-batch. Gradients add up.
+
+        Args:
+            loss: 0-dim; None on a rank that has nothing to compute in this micro-batch.
+            weight: What the window's summed losses are divided by, all together and over all data ranks: give a loss
+                that is a sum, and e.g. its number of tokens. A number or a 0-dim tensor (which is not read by the host);
+                the same on ranks that share a data coordinate. None: the loss is a mean, see ``accumulation_steps``.
+        Raises:
+            ValueError: Only some micro-batches of a window have a weight, or it is negative.
+            RuntimeError: Gradients were cleared in the middle of a window by somebody else.
+        Collectives: none but those of the model's and data_parallel's backward. Host reads: none.
+        """
+        self._synced, self._clipped = False, None
+        self.window.check_gradients(self._model_params)
+        self.window.add(0.0 if loss is None and weight is None and self.window.steps else weight)
+        if loss is not None:
+            self.scale_loss(loss).backward(**kwargs)
+        self.window.note_gradients(self._model_params)
+        self._expect_next()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it ``data_parallel`` does not synchronise: for all micro-batches of a window but the last, where you
+        decide when to step. Forward and backward both belong inside. Without ``data_parallel`` it changes nothing: the
+        optimizer synchronises once, in `step`."""
+        return nullcontext() if self._switch is None else self._switch.off()
+
+    def window_ends(self) -> None:
+        """Say before the forward of a micro-batch that it is the last one of its window, though it is not the K-th.
+
+        The window of the last few batches of an epoch is right without it (``step(last=True)``), but for `fully_shard`,
+        which must know before the forward.
+        """
+        if self._switch is not None:
+            self._switch.set(True)
+
+    def _expect_next(self) -> None:
+        """Tell data parallelism whether the micro-batch that comes next is the last one of its window."""
+        if self._switch is not None and self.window.steps is not None:
+            self._switch.set(self.window.micro_batches % self.window.steps == self.window.steps - 1)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], object] | None = None) -> GradStats:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], object] | None = None, *, last: bool = False
+    ) -> GradStats | None:
         """Complete, measure and clip the gradients, and step; or skip on every rank. Then update the loss scale.
 
+        Args:
+            last: Step now though fewer than ``accumulation_steps`` micro-batches have come: the tail of an epoch. Its
+                gradient is the mean over those that have.
         Returns:
-            GradStats: the norm before clipping, the coefficient, and whether the step was skipped. Device tensors.
+            GradStats: the norm before clipping, the coefficient, and whether the step was skipped. Device tensors. None
+            in the middle of a window, where nothing is done.
         Raises:
             FloatingPointError: With ``on_nonfinite="raise"``; or too many steps in a row were skipped. On every rank.
             ReplicaMismatchError: With ``check_replicas=True``. On every rank.
@@ -201,6 +265,8 @@ class ParallelOptimizer(OptimizerFacade):
         """
         if closure is not None:
             raise ValueError("step takes no closure: a skipped step can't be evaluated again; call backward, then step")
+        if not self.window.is_full and not (last and self.window.micro_batches):
+            return None
         problem = self._complete_gradients()
         if self._clipped is None:
             decision = self._decide(self.norm_type, self.max_norm)
@@ -266,9 +332,10 @@ class ParallelOptimizer(OptimizerFacade):
         return stats
 
     def _open_window(self) -> None:
-        """Gradients are about to change: what is known of them no longer holds."""
-        self._synced = False
-        self._clipped = None
+        """What is known of the gradients no longer holds."""
+        self._synced, self._clipped = False, None
+        self.window.open()
+        self._expect_next()
 
     def _complete_gradients(self) -> TypeError | None:
         """Reduce the gradients, once a window. Returns what is wrong with this rank's, after all ranks have been served."""
@@ -292,22 +359,34 @@ class ParallelOptimizer(OptimizerFacade):
             self._measurers[norm_type] = GlobalNorm(
                 plan, self.registry, norm_type, self.reduction, self.per_parameter_norms
             )
-        extra = replicas.slots(params, self.registry.device) if replicas else None
-        norms = self._measurers[norm_type]([param.grad for param in params], extra)
-        if replicas and (mismatches := replicas.mismatches(norms.extra)):
+        extra = [weight_slots(self.window.weight, self.registry)]
+        if replicas:
+            extra.append(replicas.slots(params, self.registry.device))
+        norms = self._measurers[norm_type]([param.grad for param in params], torch.cat(extra))
+        if replicas and (mismatches := replicas.mismatches(norms.extra[len(extra[0]) :])):
             raise ReplicaMismatchError(mismatches)
-        return norms
+        return norms._replace(extra=norms.extra[: len(extra[0])])
 
     def _decide(self, norm_type: float, max_norm: float | None) -> Decision:
-        # Gradients that were clipped in place in this window are unscaled already.
-        scaled = self.loss_scale if self._clipped is None else None
+        norms = self._measure(norm_type)
+        inverse = None if self._clipped is not None else self._inverse(norms.extra)
         thresholds = [group.get("max_norm") for group in self.param_groups]
         names = self._bound.plan.parameter_names if self.per_parameter_norms else ()
-        inverse = None if scaled is None else scaled.scale.double().reciprocal()
-        decision = decide(self._measure(norm_type), inverse, max_norm, thresholds, norm_type, names)
+        decision = decide(norms, inverse, max_norm, thresholds, norm_type, names)
         if self.loss_scale is None:
             return decision
         return decision._replace(stats=replace(decision.stats, loss_scale=self.loss_scale.scale.clone()))
+
+    def _inverse(self, weights: Tensor) -> Tensor | None:
+        """What undoes the loss scale and divides by the window's weight; 0-dim, None for 1.
+
+        Gradients that were clipped in place in this window have it in them already.
+        """
+        scale = None if self.loss_scale is None else self.loss_scale.scale.to(weights).reciprocal()
+        if self.registry.topology.world_size == 1 and not self.window.has_weight:
+            return scale
+        weight = inverse_weight(weights, self.registry)
+        return weight if scale is None else weight * scale
 
     def _apply_in_place(self, decision: Decision, clip_value: float | None = None) -> None:
         """Multiply the gradients by the decision's factors, unless they are not finite, and clamp them."""
@@ -335,9 +414,13 @@ class ParallelOptimizer(OptimizerFacade):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, as torch's optimizers do; those of the model's parameters too where there are masters."""
-        self._weights.zero_grad(set_to_none)
-        self._open_window()
+        """Forget the gradients, as torch's optimizers do, of the model's parameters too where there are masters.
+
+        Nothing happens in the middle of a window of managed accumulation.
+        """
+        if self.window.steps is None or not self.window.micro_batches:
+            self._weights.zero_grad(set_to_none)
+            self._open_window()
 
     # Reports and state -----------------------------------------------------------------------------------------------
 

@@ -61,8 +61,13 @@ class Window:
             weight: What the summed loss is to be divided by, e.g. its number of tokens; a number or a 0-dim tensor. None:
                 the loss is a mean; it counts 1 in managed accumulation, and nothing is divided otherwise, as in torch.
         Raises:
-            ValueError: Some micro-batches of the window have a weight and some have none; a number is negative.
+            ValueError: The window is full; some of its micro-batches have a weight and some have none; a number is
+                negative.
         """
+        if self.steps is not None and self.micro_batches >= self.steps:
+            raise ValueError(
+                f"the window of accumulation_steps={self.steps} micro-batches is full; call step() before the next backward"
+            )
         if self.micro_batches and self._weighted != (weight is not None):
             raise ValueError("give every micro-batch of a window a weight, or none: sums and means don't add up")
         if isinstance(weight, (int, float)) and not weight >= 0:

@@ -114,7 +114,8 @@ class ParallelOptimizer(OptimizerFacade):
         self.window = Window(accumulation_steps)
         self._switch = None if data_parallel is None else DataParallelSwitch(data_parallel)
         self.loss_scale = self.precision.make_loss_scale(registry.device)
-        self._model_params = self._stepped_params()  # where backward leaves gradients; masters take their place below
+        # Where backward leaves gradients; masters take their place in the param groups below.
+        self._model_params = [param for group in self.param_groups for param in group["params"]]
         # DDP reduces gradients in the parameters' dtype and breaks on main grads.
         main_grads = self._switch is None or not self._switch.is_ddp
         self._weights = make_weights(optimizer, self.precision, registry, main_grads=main_grads)
@@ -143,12 +144,9 @@ class ParallelOptimizer(OptimizerFacade):
         return agree(on_all_ranks(plan_locally, self.registry), self.registry, names)
 
     def _bind(self, plan: ReductionPlan) -> _Bound:
-        params = self._stepped_params()
+        params = [param for group in self.param_groups for param in group["params"]]
         sync = GradientSync(params, plan, self.registry, self.average_data)
         return _Bound(params, plan, sync, ReplicaCheck(plan) if self.check_replicas else None)
-
-    def _stepped_params(self) -> list[Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
 
     def _check_arguments(self, precision: str | Precision) -> None:
         if isinstance(self.optimizer, ParallelOptimizer):

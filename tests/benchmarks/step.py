@@ -3,7 +3,8 @@
     python tests/benchmarks/step.py [--seconds 20]
 
 Rounds of all contenders are interleaved, so that a noisy machine is noisy for all of them; each row is the median over
-the rounds of (contender / bare) in the same round.
+the rounds of (contender / bare) in the same round. On one CPU thread the process's own time is taken, to which other
+work on the machine adds nothing; else the wall clock.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from meshstep.parallel import ProcessGroupRegistry, Topology
 from torch import nn
 
 Step = Callable[[], object]
+MakeParams = Callable[[], list[nn.Parameter]]
 
 
 def transformer_parameters(
@@ -38,33 +40,90 @@ def tiny_parameters(device: torch.device, count: int = 1000) -> list[nn.Paramete
     return [nn.Parameter(torch.randn(64, device=device)) for _ in range(count)]
 
 
-def contenders(make: Callable[[], list[nn.Parameter]]) -> dict[str, Step]:
-    """Name -> one step, each on its own parameters and gradients."""
-    steps: dict[str, Step] = {}
+def fused_adamw(params: list[nn.Parameter]) -> torch.optim.AdamW:
+    """AdamW over ``params``, which get random gradients."""
+    for param in params:
+        param.grad = torch.randn_like(param)
+    return torch.optim.AdamW(params, lr=1e-4, fused=True)
 
-    def fused() -> tuple[list[nn.Parameter], torch.optim.AdamW]:
-        params = make()
-        for param in params:
-            param.grad = torch.randn_like(param)
-        return params, torch.optim.AdamW(params, lr=1e-4, fused=True)
 
-    _, bare = fused()
-    steps["bare fused AdamW"] = bare.step
-    torch_params, torch_adamw = fused()
+def alone() -> ProcessGroupRegistry:
+    """The registry of one process."""
+    return ProcessGroupRegistry(Topology())
+
+
+def full_precision(make: MakeParams) -> dict[str, Step]:
+    """Name -> one step in float32, each on its own parameters and gradients."""
+    torch_params = make()
+    torch_adamw = fused_adamw(torch_params)
 
     def torch_recipe() -> None:
         nn.utils.clip_grad_norm_(torch_params, 0.7)
         torch_adamw.step()
 
-    steps["torch clip_grad_norm_ + fused AdamW"] = torch_recipe
-    ours = ParallelOptimizer(fused()[1], ProcessGroupRegistry(Topology()), max_norm=0.7)
-    steps["meshstep, clipping"] = ours.step
-    measuring = ParallelOptimizer(fused()[1], ProcessGroupRegistry(Topology()))
-    steps["meshstep, measuring only"] = measuring.step
+    return {
+        "bare fused AdamW": fused_adamw(make()).step,
+        "torch clip_grad_norm_ + fused AdamW": torch_recipe,
+        "meshstep, clipping": ParallelOptimizer(fused_adamw(make()), alone(), max_norm=0.7).step,
+        "meshstep, measuring only": ParallelOptimizer(fused_adamw(make()), alone()).step,
+    }
+
+
+def mixed_precision(make: MakeParams) -> dict[str, Step]:
+    """Name -> one step from half-precision gradients to half-precision weights, with float32 masters and clipping."""
+    steps: dict[str, Step] = {"bare fused fp32 AdamW": fused_adamw(make()).step}
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16_naive", torch.float16)):
+        steps[f"{name}, classic chain"] = classic_chain(make, dtype)
+        steps[f"{name}, meshstep"] = with_masters(make, dtype, name)
     return steps
 
 
-def time_rounds(steps: dict[str, Step], seconds: float, synchronize: Callable[[], object]) -> dict[str, list[float]]:
+def classic_chain(make: MakeParams, dtype: torch.dtype) -> Step:
+    """Copy to float32, check and unscale (fp16), norm, clip, step, copy back: a pass or two over memory each."""
+    masters = make()
+    optimizer = fused_adamw(masters)
+    params = [master.detach().to(dtype) for master in masters]
+    half_grads = [torch.randn_like(param) for param in params]
+    scale = torch.tensor(2.0, device=params[0].device)
+    found_inf = torch.zeros((), device=params[0].device)
+
+    @torch.no_grad()
+    def step() -> None:
+        grads = [master.grad for master in masters if master.grad is not None]
+        torch._foreach_copy_(grads, half_grads)
+        if dtype == torch.float16:
+            found_inf.zero_()
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, 1 / scale)
+            if found_inf.item():
+                return
+        nn.utils.clip_grad_norm_(masters, 0.7)
+        optimizer.step()
+        torch._foreach_copy_(params, [master.detach() for master in masters])
+
+    return step
+
+
+def with_masters(make: MakeParams, dtype: torch.dtype, precision: str) -> Step:
+    """The same by ParallelOptimizer. The copy to main grads, which autograd does in backward, is timed as well."""
+    params = [nn.Parameter(param.detach().to(dtype)) for param in make()]
+    half_grads = [torch.randn_like(param) for param in params]
+    optimizer = ParallelOptimizer(
+        torch.optim.AdamW(params, lr=1e-4, fused=True), alone(), max_norm=0.7, precision=precision
+    )
+    for param in params:
+        param.grad = torch.empty_like(param, dtype=torch.float32)
+
+    @torch.no_grad()
+    def step() -> None:
+        torch._foreach_copy_([param.grad for param in params if param.grad is not None], half_grads)
+        optimizer.step()
+
+    return step
+
+
+def time_rounds(
+    steps: dict[str, Step], seconds: float, synchronize: Callable[[], object], clock: Callable[[], float]
+) -> dict[str, list[float]]:
     """Seconds of each contender in each round, after one round of warm-up."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
@@ -73,10 +132,10 @@ def time_rounds(steps: dict[str, Step], seconds: float, synchronize: Callable[[]
     while time.perf_counter() < end:
         for name, step in steps.items():
             synchronize()
-            start = time.perf_counter()
+            start = clock()
             step()
             synchronize()
-            times[name].append(time.perf_counter() - start)
+            times[name].append(clock() - start)
     return times
 
 
@@ -103,13 +162,16 @@ def main() -> None:
         else f"{platform.machine()} CPU, {arguments.threads} threads"
     )
     print(f"torch {torch.__version__}, {hardware}")
-    tables: dict[str, Callable[[], list[nn.Parameter]]] = {
-        "30M-parameter transformer": lambda: transformer_parameters(device),
-        "1,000 parameters of 64 elements": lambda: tiny_parameters(device),
-    }
-    for title, make in tables.items():
-        numel = sum(param.numel() for param in make())
-        report(f"{title}: {numel:,} elements", time_rounds(contenders(make), arguments.seconds, synchronize))
+    clock = time.process_time if device.type == "cpu" and arguments.threads == 1 else time.perf_counter
+    big: MakeParams = lambda: transformer_parameters(device)  # noqa: E731
+    tiny: MakeParams = lambda: tiny_parameters(device)  # noqa: E731
+    tables: list[tuple[str, MakeParams, Callable[[MakeParams], dict[str, Step]]]] = [
+        ("fp32, 30M-parameter transformer", big, full_precision),
+        ("fp32, 1,000 parameters of 64 elements", tiny, full_precision),
+        ("masters and clipping, 30M-parameter transformer", big, mixed_precision),
+    ]
+    for title, make, contenders in tables:
+        report(title, time_rounds(contenders(make), arguments.seconds, synchronize, clock))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,31 @@
 """Process layout: topology, groups, parameter specs and parallel layers."""
 
+from .collectives import all_gather_to as all_gather_to
+from .collectives import broadcast_from as broadcast_from
+from .collectives import copy_to as copy_to
+from .collectives import gather_from as gather_from
+from .collectives import reduce_from as reduce_from
+from .collectives import reduce_scatter_to as reduce_scatter_to
+from .collectives import scatter_to as scatter_to
+from .cross_entropy import cross_entropy_2d as cross_entropy_2d
+from .cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+from .dist_logger import get_dist_logger as get_dist_logger
+from .embedding import Embedding2D as Embedding2D
+from .embedding import VocabParallelEmbedding as VocabParallelEmbedding
+from .launch import Launch as Launch
+from .launch import init_distributed as init_distributed
+from .layout import full_shape as full_shape
+from .layout import local_shape as local_shape
+from .layout import shard as shard
+from .layout import unshard as unshard
 from .registry import ProcessGroupRegistry as ProcessGroupRegistry
 from .spec import P as P
 from .spec import annotate as annotate
 from .spec import declare as declare
 from .spec import spec_of as spec_of
+from .tensor_1d import ColumnParallelLinear as ColumnParallelLinear
+from .tensor_1d import LayerNorm1D as LayerNorm1D
+from .tensor_1d import RowParallelLinear as RowParallelLinear
+from .tensor_2d import LayerNorm2D as LayerNorm2D
+from .tensor_2d import Linear2D as Linear2D
 from .topology import Topology as Topology

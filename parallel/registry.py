@@ -186,6 +186,10 @@ class ProcessGroupRegistry:
     ) -> None:
         self.close()
 
+    def __deepcopy__(self, memo: dict[int, object]) -> ProcessGroupRegistry:
+        # A copied layer stays on the same groups: there is one registry, however many modules refer to it.
+        return self
+
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._made)} groups made"
         return f"ProcessGroupRegistry({self.topology!r}, rank {self.global_rank} at {self.coordinate}, {state})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 import threading
@@ -378,3 +379,8 @@ def test_a_world_of_4096() -> None:
         print(f"{len(combinations(topology))} groups in {(time.perf_counter() - start) * 1e3:.1f} ms")
         assert groups_alive() == len(combinations(topology))
     assert groups_alive() == 1
+
+
+def test_a_copied_layer_keeps_its_registry() -> None:
+    registry = ProcessGroupRegistry(Topology())
+    assert copy.deepcopy({"registry": registry})["registry"] is registry

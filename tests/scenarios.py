@@ -232,7 +232,9 @@ def train(
         for step in range(steps):
             optimizer.zero_grad()
             backward(scenario, model, optimizer, batch(step))
-            stats.append(optimizer.step())
+            taken = optimizer.step()
+            assert taken is not None
+            stats.append(taken)
         norms = torch.stack([entry.total_norm for entry in stats])
         return Run(
             start,

@@ -49,9 +49,13 @@ def train(axes: tuple[tuple[str, int], ...], micro: int, precision: str, how: st
         mode.prepare(model, registry)
         if how == "ddp":
             options = {**options, "data_parallel": DistributedDataParallel(model, process_group=registry.group("data"))}
-        managed = {"accumulation_steps": micro} if how != "explicit" else {}
         optimizer = ParallelOptimizer(
-            sgd(model.parameters()), registry, precision=mode, max_norm=0.4, **managed, **options
+            sgd(model.parameters()),
+            registry,
+            precision=mode,
+            max_norm=0.4,
+            accumulation_steps=None if how == "explicit" else micro,
+            **options,
         )
         run = options.get("data_parallel", model)
         reduced = 0

@@ -124,6 +124,7 @@ def sparse_gradient(step_of_mistake: int) -> tuple[list[str], bool]:
             before = [weight.detach().clone(), other.detach().clone()]
             try:
                 stats = optimizer.step()
+                assert stats is not None
                 found.append(f"stepped, found_inf={float(stats.found_inf):.0f}")
             except TypeError as error:
                 found.append(str(error))

@@ -127,7 +127,9 @@ def plant(
                     grad = next(model.parameters()).grad
                     assert grad is not None
                     grad.view(-1)[1] = value
-                found.append(float(optimizer.step().found_inf))
+                stats = optimizer.step()
+                assert stats is not None
+                found.append(float(stats.found_inf))
                 if step == when:
                     after = snapshot(model, optimizer)
                     # A first step that is skipped may have made states, of zeros; it must not have changed any.
@@ -285,6 +287,7 @@ def group_norms() -> tuple[list[float], dict[str, float], float, list[float]]:
         first.grad = torch.tensor([3.0, 0.0]) if registry.global_rank == 0 else torch.tensor([0.0, 4.0])
         second.grad, third.grad = torch.tensor([0.0, 6.0, 8.0]), torch.zeros(1)
         stats = optimizer.step()
+        assert stats is not None
         norms = {name: float(value) for name, value in stats.parameter_norms.items()}
         steps = [float(first.abs().max()), float(second.abs().max())]
         return stats.group_norms.tolist(), norms, float(stats.total_norm), steps

@@ -31,6 +31,11 @@ def squares(param: Tensor | None) -> float:
     return param.grad.double().square().sum().item()
 
 
+def layer_input() -> Tensor:
+    """What the second layer of an MLP sees: [batch, feature]."""
+    return F.gelu(torch.randn(BATCH, FEATURES, generator=torch.Generator().manual_seed(1)))
+
+
 def dense_norm(input: Tensor) -> float:
     """What the norm is: the same layer, whole, in float64."""
     torch.manual_seed(0)
@@ -58,13 +63,13 @@ def measure(input: Tensor, registry: ProcessGroupRegistry) -> list[tuple[str, fl
 def main() -> None:
     init_distributed()
     with ProcessGroupRegistry(Topology(row=2, col=2)) as registry:
-        input = F.gelu(torch.randn(BATCH, FEATURES, generator=torch.Generator().manual_seed(1)))
+        input = layer_input()
         truth = dense_norm(input)
         rows = measure(input, registry)
         if registry.global_rank == 0:
             print(f"{'dense layer, float64':55}{truth:10.3f}")
             for method, norm in rows:
-                print(f"{method:55}{norm:10.3f}{norm / truth - 1:+10.2%}")
+                print(f"{method:55}{norm:10.3f}{round(norm / truth - 1, 6) + 0.0:+10.2%}")
     dist.destroy_process_group()
 
 

@@ -1,0 +1,113 @@
+"""The main job from the command line: the same curve on every topology, and norms that are the dense model's."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from meshstep.parallel import ProcessGroupRegistry, Topology
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+STEPS = 12
+FLAGS = ["--verify", "--steps", str(STEPS), "--max-norm", "0.95"]
+
+
+def example(name: str) -> Any:
+    """A script of examples/ as a module."""
+    if str(EXAMPLES) not in sys.path:
+        sys.path.insert(0, str(EXAMPLES))
+    return importlib.import_module(name)
+
+
+def train_digits(*flags: str, processes: int = 1) -> str:
+    """What the script prints."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *(torchrun if processes > 1 else []), str(EXAMPLES / "train_digits.py"), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def curve(path: Path) -> torch.Tensor:
+    """[step, (loss, accuracy, norm, clip coefficient)] float64."""
+    with path.open() as file:
+        header, *rows = csv.reader(file)
+    assert header == ["loss", "accuracy", "norm", "clip_coef"]
+    return torch.tensor([[float(value) for value in row] for row in rows], dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+    path = tmp_path_factory.mktemp("digits") / "one.csv"
+    printed = train_digits("--curve", str(path), *FLAGS)
+    assert "right" in printed
+    found = curve(path)
+    assert found.shape == (STEPS, 4)
+    clipped = int((found[:, 3] < 1).sum())
+    assert 0 < clipped < STEPS, "the threshold should clip some steps and not others, or it tests nothing"
+    assert found[-1, 0] < found[0, 0] - 0.05, "it should learn"
+    return found
+
+
+@pytest.mark.parametrize("topology", ["row=2,col=2", "data=2,tensor=2"])
+def test_a_topology_has_the_curve_of_one_process(topology: str, one_process: torch.Tensor, tmp_path: Path) -> None:
+    path = tmp_path / "curve.csv"
+    printed = train_digits("--topology", topology, "--curve", str(path), *FLAGS, processes=4)
+    assert "right" in printed
+    assert printed.count("test:") == 1, "only rank 0 reports"
+    torch.testing.assert_close(curve(path), one_process, rtol=2e-5, atol=0)
+
+
+def options(**changes: Any) -> argparse.Namespace:
+    return argparse.Namespace(
+        **{
+            "steps": 2,
+            "batch_size": 32,
+            "lr": 1e-3,
+            "max_norm": 1.0,
+            "seed": 5,
+            "curve": None,
+            "verify": True,
+            **changes,
+        }
+    )
+
+
+def test_verify_notices_a_wrong_norm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    script = example("train_digits")
+    full_parameters = script.full_parameters
+
+    def slightly_off(model: torch.nn.Module, registry: ProcessGroupRegistry) -> dict[str, torch.Tensor]:
+        return {name: full * 1.0001 for name, full in full_parameters(model, registry).items()}
+
+    for parameters, right in ((full_parameters, True), (slightly_off, False)):
+        monkeypatch.setattr(script, "full_parameters", parameters)
+        with ProcessGroupRegistry(Topology()) as registry:
+            trainer = script.Trainer(options(), registry)
+            trainer.run()
+            assert script.report(trainer, 1.0) is right
+        assert ("right," in capsys.readouterr().out) is right
+
+
+def test_a_topology_without_layers_is_an_error() -> None:
+    with (
+        ProcessGroupRegistry(Topology(expert=1)) as registry,
+        pytest.raises(ValueError, match=r"no layers for .*expert=1.*tensor, or row and col"),
+    ):
+        example("train_digits").Trainer(options(), registry)
+
+
+def test_every_epoch_uses_each_sample_once_and_in_another_order() -> None:
+    script = example("train_digits")
+    samples = script.Samples(torch.zeros(10, 1, 1), torch.arange(10))
+    epochs = [[script.batch_at(step, samples, 5, seed=3).labels for step in (2 * e, 2 * e + 1)] for e in range(2)]
+    first, second = (torch.cat(batches) for batches in epochs)
+    assert first.sort().values.tolist() == second.sort().values.tolist() == list(range(10))
+    assert not torch.equal(first, second)

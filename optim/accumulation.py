@@ -135,6 +135,7 @@ class DataParallelSwitch:
                 "fully_shard was applied to"
             )
         self.on = True
+        self._left_out = False  # whether the last micro-batch was not synchronised
 
     def set(self, on: bool) -> None:
         """Whether the next forward and backward synchronise."""
@@ -143,6 +144,25 @@ class DataParallelSwitch:
             self.module.require_backward_grad_sync = on
         else:
             self.module.set_requires_gradient_sync(on)  # type: ignore[operator]
+
+    def note_backward(self) -> None:
+        """A micro-batch has been run through, with or without synchronisation."""
+        self._left_out = not self.on
+
+    def synchronised(self) -> bool:
+        """Whether the gradients are averaged, as far as there are any; asked at the end of a window.
+
+        Raises:
+            RuntimeError: They are not, and only `fully_shard` could have done it, in backward.
+        """
+        left_out, self._left_out = self._left_out, False
+        if left_out and not self.is_ddp:
+            raise RuntimeError(
+                "fully_shard has not reduced the gradients of this window: it must know the last micro-batch of a window "
+                "before its backward. Call window_ends() before the forward of the last one where a window is shorter than "
+                "accumulation_steps, and leave it out of no_sync()"
+            )
+        return not left_out
 
     @contextmanager
     def off(self) -> Iterator[None]:

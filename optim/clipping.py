@@ -5,7 +5,8 @@ coef = min(1, max_norm / (total_norm + 1e-6))       Pascanu et al. 2013, arXiv:1
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from math import isfinite
 from weakref import WeakKeyDictionary
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..parallel.agreement import on_all_ranks
+from ..parallel.interop import local_parameters
 from ..parallel.registry import ProcessGroupRegistry
 from ..parallel.spec import annotation_of
 from .global_norm import GlobalNorm, Norms, Reduction, checked_norm_type, checked_reduction
@@ -68,7 +70,8 @@ def global_norm(
     Collectives: one all-reduce over the world (p = inf: one all-gather). On the first call with a registry also a check
         that all ranks declare the same. Host reads: none after the first call.
     """
-    return _stats(_measure(_listed(params), registry, norm_type, reduction), None)
+    with _listed(params, registry) as named:
+        return _stats(_measure(named, registry, norm_type, reduction), None)
 
 
 @torch.no_grad()
@@ -97,9 +100,9 @@ def clip_grad_norm_(
     Reference: Pascanu et al. 2013, arXiv:1211.5063.
     """
     max_norm = checked_threshold(max_norm, "max_norm")
-    named = _listed(params)
-    stats = _stats(_measure(named, registry, norm_type, reduction), max_norm)
-    scale_gradients([param for _, param in named], stats.clip_coef)
+    with _listed(params, registry) as named:
+        stats = _stats(_measure(named, registry, norm_type, reduction), max_norm)
+        scale_gradients([param for _, param in named], stats.clip_coef)
     return stats
 
 
@@ -119,9 +122,9 @@ def clip_grad_value_(params: Params, clip_value: float, registry: ProcessGroupRe
     Collectives: none. Host reads: none.
     """
     clip_value = checked_threshold(clip_value, "clip_value")
-    named = _listed(params)
-    _check_gradients(named, registry)
-    clamp_gradients([param for _, param in named], clip_value)
+    with _listed(params, registry) as named:
+        _check_gradients(named, registry)
+        clamp_gradients([param for _, param in named], clip_value)
 
 
 def clamp_gradients(params: Sequence[Tensor], clip_value: float) -> None:
@@ -148,10 +151,14 @@ def scale_gradients(params: Sequence[Tensor], factor: Tensor) -> None:
         mark_complete(param)
 
 
-def _listed(params: Params) -> list[tuple[str | None, Tensor]]:
+@contextmanager
+def _listed(params: Params, registry: ProcessGroupRegistry) -> Iterator[list[tuple[str | None, Tensor]]]:
+    """(name, parameter) pairs, each parameter once, with local ones in the place of DTensors."""
     given = [params] if isinstance(params, Tensor) else list(params)
     pairs = [item if isinstance(item, tuple) else (None, item) for item in given]
-    return list({id(param): (name, param) for name, param in pairs}.values())
+    once = {id(param): (name, param) for name, param in pairs}.values()
+    with local_parameters([param for _, param in once], registry.topology) as local:
+        yield [(name, param) for (name, _), param in zip(once, local, strict=True)]
 
 
 def _measure(

@@ -5,6 +5,8 @@ of all data axes and summed over those that do not shard the parameter, over its
 
     grad = 1/|data| * sum over (data axes not sharding it) x (partial axes) x (tied copies) of the local gradient
 
+Data axes over which a DTensor's gradient has been averaged already (`fully_shard` does) are left out of both.
+
 Gradients with the same peers travel together in flat buckets, a few collectives for a whole model. The buckets are fixed
 by the parameters, so a rank that has no gradient for one sends zeros, and everybody gets the sum.
 """
@@ -19,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..parallel.interop import local_parameters
 from ..parallel.registry import ProcessGroupRegistry
 from ..parallel.spec import P
 from ..parallel.topology import Topology
@@ -27,16 +30,19 @@ from .reduction_plan import ReductionPlan, entries_of
 BUCKET_BYTES = 32 * 2**20
 
 
-def sync_axes(spec: P, topology: Topology, average_data: bool) -> tuple[str, ...]:
+def sync_axes(spec: P, topology: Topology, average_data: bool, averaged: tuple[str, ...] = ()) -> tuple[str, ...]:
     """The axes over which a gradient must be summed before it is whole (a tied axis: over its tied coordinates)."""
-    data = [axis for axis in topology.data_axes if axis not in spec.named_axes] if average_data else []
+    done = {*spec.named_axes, *averaged}
+    data = [axis for axis in topology.data_axes if axis not in done] if average_data else []
     named = {*data, *spec.partial, *dict(spec.tied)}
     return tuple(axis for axis in topology.axes if axis in named)
 
 
-def sync_ranks(spec: P, topology: Topology, rank: int, average_data: bool) -> tuple[int, ...]:
+def sync_ranks(
+    spec: P, topology: Topology, rank: int, average_data: bool, averaged: tuple[str, ...] = ()
+) -> tuple[int, ...]:
     """The ranks, ascending, whose gradients are summed into the one that ``rank`` has of a parameter laid out so."""
-    peers = topology.peers(rank, *sync_axes(spec, topology, average_data))
+    peers = topology.peers(rank, *sync_axes(spec, topology, average_data, averaged))
     if not spec.tied:
         return peers
     where = {axis: spec.tied_coordinates(axis, topology) for axis, _ in spec.tied}
@@ -45,10 +51,11 @@ def sync_ranks(spec: P, topology: Topology, rank: int, average_data: bool) -> tu
 
 @dataclass(frozen=True)
 class SyncBucket:
-    """Indices of parameters whose gradients are reduced in one collective over ``ranks``."""
+    """Indices of parameters whose gradients are reduced in one collective over ``ranks``, times ``scale``."""
 
     ranks: tuple[int, ...]
     indices: tuple[int, ...]
+    scale: float
 
 
 class GradientSync:
@@ -71,16 +78,20 @@ class GradientSync:
     ) -> None:
         self.params, self.registry = list(params), registry
         topology = plan.topology
-        self.scale = 1 / prod(topology.size(axis) for axis in topology.data_axes) if average_data else 1.0
-        together: dict[tuple[tuple[int, ...], str, str], list[int]] = {}
+        together: dict[tuple[tuple[int, ...], str, str, float], list[int]] = {}
+        self._local: dict[float, list[int]] = {}  # by scale
         for index, (param, entry) in enumerate(zip(self.params, plan.entries, strict=True)):
-            ranks = sync_ranks(entry.spec, topology, plan.rank, average_data)
+            ranks = sync_ranks(entry.spec, topology, plan.rank, average_data, entry.averaged)
+            data = [axis for axis in topology.data_axes if axis not in entry.averaged] if average_data else []
+            scale = 1 / prod(topology.size(axis) for axis in data)
             if param.requires_grad and len(ranks) > 1:
-                together.setdefault((ranks, str(param.dtype), str(param.device)), []).append(index)
+                together.setdefault((ranks, str(param.dtype), str(param.device), scale), []).append(index)
+            else:
+                self._local.setdefault(scale, []).append(index)
         # Sorted by peers, the collectives have one order on all ranks that share one.
         self.buckets = [
-            SyncBucket(ranks, part)
-            for (ranks, _, _), indices in sorted(together.items())
+            SyncBucket(ranks, part, scale)
+            for (ranks, _, _, scale), indices in sorted(together.items())
             for part in self._split(indices)
         ]
         # Only what must not be summed twice needs a mark.
@@ -89,8 +100,6 @@ class GradientSync:
             for param, entry in zip(self.params, plan.entries, strict=True)
             if len(sync_ranks(entry.spec, topology, plan.rank, average_data=False)) > 1
         ]
-        synced = {index for bucket in self.buckets for index in bucket.indices}
-        self._local = [index for index in range(len(self.params)) if index not in synced]
 
     def _split(self, indices: list[int]) -> list[tuple[int, ...]]:
         """``indices`` cut into runs of about BUCKET_BYTES."""
@@ -111,10 +120,10 @@ class GradientSync:
 
         Collectives: one all-reduce a bucket, none where no group is larger than 1. Host reads: none.
         """
-        if self.scale != 1.0:
-            local = [grad for index in self._local if (grad := self.params[index].grad) is not None]
-            if local:
-                torch._foreach_mul_(local, self.scale)
+        for scale, indices in self._local.items():
+            local = [grad for index in indices if (grad := self.params[index].grad) is not None]
+            if local and scale != 1.0:
+                torch._foreach_mul_(local, scale)
         flats = [self._pack(bucket) for bucket in self.buckets]
         works = [
             dist.all_reduce(flat, group=self.registry.group_of(bucket.ranks), async_op=True)
@@ -134,7 +143,7 @@ class GradientSync:
             views, grads = zip(*pairs, strict=True)
             torch._foreach_copy_(views, grads)
         # Divided before the sum, half-precision gradients overflow no earlier than one rank's would.
-        return flat.mul_(self.scale) if self.scale != 1.0 else flat
+        return flat.mul_(bucket.scale) if bucket.scale != 1.0 else flat
 
     def _unpack(self, bucket: SyncBucket, flat: Tensor) -> None:
         params = [self.params[index] for index in bucket.indices]
@@ -181,11 +190,12 @@ def sync_gradients(
     topology = registry.topology
     named = [param if name is None else (name, param) for name, param in pairs]
     plan = ReductionPlan.of(entries_of([named], topology), topology, registry.global_rank)
-    for entry, (_, param) in zip(plan.entries, pairs, strict=True):
-        pending = topology.size(*sync_axes(entry.spec, topology, average_data=False)) > 1
-        if pending and param.grad is not None and is_complete(param):
-            raise ValueError(
-                f"the gradient of {entry.name} ({entry.spec}) has been summed already and not written since; summing it "
-                "again would multiply it: call sync_gradients once, after the last backward"
-            )
-    GradientSync([param for _, param in pairs], plan, registry, average_data)()
+    with local_parameters([param for _, param in pairs], topology, to_sum=True) as local:
+        for entry, param in zip(plan.entries, local, strict=True):
+            pending = topology.size(*sync_axes(entry.spec, topology, average_data=False)) > 1
+            if pending and param.grad is not None and is_complete(param):
+                raise ValueError(
+                    f"the gradient of {entry.name} ({entry.spec}) has been summed already and not written since; summing "
+                    "it again would multiply it: call sync_gradients once, after the last backward"
+                )
+        GradientSync(local, plan, registry, average_data)()

@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..amp.precision import Precision, precision_of
-from ..amp.weights import make_weights
 from ..parallel.agreement import on_all_ranks
 from ..parallel.registry import ProcessGroupRegistry
 from .accumulation import DataParallelSwitch, Window, inverse_weight, weight_slots
@@ -19,15 +19,19 @@ from .apply import apply_update
 from .checks import check_kinds, check_thresholds, nonfinite_names, poison_bad_kinds
 from .clipping import checked_threshold, clamp_gradients, scale_gradients
 from .decision import Decision, decide
+from .dtensor_parameters import DTensorParameters, check_update
 from .facade import OptimizerFacade
 from .global_norm import GlobalNorm, Norms, Reduction, checked_norm_type, checked_reduction
 from .grad_stats import GradStats
 from .gradient_sync import GradientSync
+from .make_weights import check_placement, make_stepped_weights
 from .plan_agreement import agree
 from .reduction_plan import ReductionPlan, entries_of
 from .replica_check import ReplicaCheck, ReplicaMismatchError
 from .saved_state import load_checked
 from .skip_monitor import SkipMonitor
+from .stepped_weights import named_params_of
+from .zero import Sharding
 
 
 class _Bound(NamedTuple):
@@ -70,6 +74,12 @@ class ParallelOptimizer(OptimizerFacade):
         data_parallel: The `DistributedDataParallel` or `fully_shard` module that averages gradients over the data axes;
             it synchronises in the last micro-batch of a window only. None: `step` averages, in a few collectives.
         average_data: False where something else than ``data_parallel`` averages gradients over the data axes.
+        shard_states: The axis over which optimizer states and master weights are sharded, usually ``"data"`` (ZeRO-1); see
+            `ShardedWeights`. The param groups then hold this rank's pieces.
+        shard_gradients: Shard the gradients as well (ZeRO-2): every backward reduces them into this rank's slice, and all
+            ranks must call `backward` for every micro-batch.
+        offload: The fraction of the elements whose masters and optimizer states are kept and stepped on the CPU; see
+            `OffloadedWeights`. A step then waits for the device.
         reduction: ``"packed"`` or ``"per_group"``; see `GlobalNorm`.
         per_parameter_norms: Put the norm of every logical parameter into GradStats.
         check_replicas: Compare the bits of all replicas before every step and raise `ReplicaMismatchError`, on every
@@ -97,6 +107,9 @@ class ParallelOptimizer(OptimizerFacade):
         accumulation_steps: int | None = None,
         data_parallel: nn.Module | None = None,
         average_data: bool = True,
+        shard_states: str | None = None,
+        shard_gradients: bool = False,
+        offload: float | None = None,
         reduction: Reduction = "packed",
         per_parameter_norms: bool = False,
         check_replicas: bool = False,
@@ -106,19 +119,27 @@ class ParallelOptimizer(OptimizerFacade):
         self.registry = registry
         self.max_norm, self.clip_value, self.norm_type = max_norm, clip_value, norm_type
         self.on_nonfinite, self.reduction = on_nonfinite, reduction
-        self.average_data, self.accumulation_steps = average_data and data_parallel is None, accumulation_steps
+        # What fully_shard averages are its DTensors; parameters left out of it are averaged here.
+        by_ddp = isinstance(data_parallel, DistributedDataParallel)
+        self.average_data, self.accumulation_steps = average_data and not by_ddp, accumulation_steps
         self.per_parameter_norms, self.check_replicas = per_parameter_norms, check_replicas
         self.max_skips_in_a_row = max_skips_in_a_row
+        self.shard_states, self.shard_gradients, self.offload = shard_states, shard_gradients, offload
+        self._model_groups = [named_params_of([group]) for group in self.param_groups]
         plan = self._agreed_plan(precision, data_parallel)
         self.precision = precision_of(precision)
         self.window = Window(accumulation_steps)
         self._switch = None if data_parallel is None else DataParallelSwitch(data_parallel)
         self.loss_scale = self.precision.make_loss_scale(registry.device)
-        # Where backward leaves gradients; masters take their place in the param groups below.
+        # Where backward leaves gradients; local tensors and masters take their place in the param groups below.
         self._model_params = [param for group in self.param_groups for param in group["params"]]
+        self._dtensors = DTensorParameters(optimizer, registry.topology)
         # DDP reduces gradients in the parameters' dtype and breaks on main grads.
         main_grads = self._switch is None or not self._switch.is_ddp
-        self._weights = make_weights(optimizer, self.precision, registry, main_grads=main_grads)
+        sharding = Sharding(shard_states, shard_gradients, self.average_data) if shard_states else None
+        self._weights = make_stepped_weights(
+            optimizer, self.precision, registry, main_grads=main_grads, sharding=sharding, offload=offload
+        )
         self._bound = self._bind(plan)
         self._measurers: dict[float, GlobalNorm] = {}
         self._monitor = SkipMonitor(registry.device)
@@ -135,8 +156,16 @@ class ParallelOptimizer(OptimizerFacade):
 
         def plan_locally() -> ReductionPlan:
             self._check_arguments(precision)
-            if data_parallel is not None:
-                DataParallelSwitch(data_parallel)
+            check_placement(
+                self.optimizer,
+                precision_of(precision),
+                self.registry,
+                shard_states=self.shard_states,
+                shard_gradients=self.shard_gradients,
+                offload=self.offload,
+                averages_data=self.average_data,
+                data_parallel=None if data_parallel is None else DataParallelSwitch(data_parallel),
+            )
             topology = self.registry.topology
             return ReductionPlan.of(entries_of(self._named_groups(), topology), topology, self.registry.global_rank)
 
@@ -144,7 +173,7 @@ class ParallelOptimizer(OptimizerFacade):
         return agree(on_all_ranks(plan_locally, self.registry), self.registry, names)
 
     def _bind(self, plan: ReductionPlan) -> _Bound:
-        params = [param for group in self.param_groups for param in group["params"]]
+        plan, params = self._weights.derive(plan), self._weights.measured()
         sync = GradientSync(params, plan, self.registry, self.average_data)
         return _Bound(params, plan, sync, ReplicaCheck(plan) if self.check_replicas else None)
 
@@ -157,15 +186,13 @@ class ParallelOptimizer(OptimizerFacade):
             raise ValueError(f"max_skips_in_a_row={self.max_skips_in_a_row}: give a number >= 1")
         precision_of(precision)
         Window(self.accumulation_steps)
+        check_update(self.optimizer)
         checked_norm_type(self.norm_type)
         checked_reduction(self.reduction)
         check_thresholds(self.max_norm, self.clip_value, self.param_groups)
 
     def _named_groups(self) -> list[list[Tensor | tuple[str, Tensor]]]:
-        return [
-            list(zip(group["param_names"], group["params"], strict=True)) if "param_names" in group else group["params"]
-            for group in self.param_groups
-        ]
+        return [[param if name is None else (name, param) for name, param in group] for group in self._model_groups]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group and plan anew; every rank must, at the same point. Nothing changes where it raises.
@@ -174,14 +201,26 @@ class ParallelOptimizer(OptimizerFacade):
         """
         before, given = len(self.param_groups), param_group["params"]
         params = [given] if isinstance(given, Tensor) else list(given)
-        try:
+        added = named_params_of([{**param_group, "params": params}])
+
+        def add_for_a_moment() -> None:
             # First as it is, so that nothing but the list of groups has to be undone.
-            on_all_ranks(lambda: self.optimizer.add_param_group({**param_group, "params": params}), self.registry)
+            self.optimizer.add_param_group({**param_group, "params": params})
+            known = {id(param) for group in self._model_groups for _, param in group}
+            if any(id(param) in known for _, param in added):
+                raise ValueError("some parameters of the new group are in another group already; give each once")
+            self._model_groups.append(added)
+
+        try:
+            on_all_ranks(add_for_a_moment, self.registry)
             plan = self._agreed_plan(self.precision)
+        except (ValueError, TypeError, RuntimeError):
+            del self._model_groups[before:]
+            raise
         finally:
             del self.param_groups[before:]
-        self._model_params += [param if isinstance(param, Tensor) else param[1] for param in params]
-        self._weights.add_param_group({**param_group, "params": params})
+        self._model_params += [param for _, param in added]
+        self._weights.add_param_group({**param_group, "params": self._dtensors.localized(params)})
         self._bound = self._bind(plan)
         self._measurers.clear()
         self._checked_kinds = False
@@ -216,9 +255,12 @@ class ParallelOptimizer(OptimizerFacade):
         self._synced, self._clipped = False, None
         self.window.check_gradients(self._model_params)
         self.window.add(0.0 if loss is None and weight is None and self.window.steps else weight)
-        if loss is not None:
-            self.scale_loss(loss).backward(**kwargs)
+        with self._weights.micro_batch():
+            if loss is not None:
+                self.scale_loss(loss).backward(**kwargs)
         self.window.note_gradients(self._model_params)
+        if self._switch is not None:
+            self._switch.note_backward()
         self._expect_next()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -231,7 +273,7 @@ class ParallelOptimizer(OptimizerFacade):
         """Say before the forward of a micro-batch that it is the last one of its window, though it is not the K-th.
 
         The window of the last few batches of an epoch is right without it (``step(last=True)``), but for `fully_shard`,
-        which must know before the forward.
+        which can't reduce its gradients later.
         """
         if self._switch is not None:
             self._switch.set(True)
@@ -259,6 +301,7 @@ class ParallelOptimizer(OptimizerFacade):
             TypeError: A gradient is complex or sparse. On every rank in the first step; later on the rank that has it,
                 while all others skip.
             ValueError: A closure is given.
+            RuntimeError: `fully_shard` has not reduced the window's gradients; see `window_ends`.
         Collectives: as the class says. Host reads: none, but where the class says so.
         """
         if closure is not None:
@@ -278,6 +321,7 @@ class ParallelOptimizer(OptimizerFacade):
             self._apply_in_place(decision)
         folded = None if self.clip_value is not None else decision.factor
         self._weights.step(lambda: apply_update(self.optimizer, stats.found_inf, folded))
+        self._dtensors.return_gradients()
         # Only now: the gradients were divided by the scale that backward used.
         if self.loss_scale is not None:
             self.loss_scale.update(stats.found_inf)
@@ -339,8 +383,13 @@ class ParallelOptimizer(OptimizerFacade):
         """Reduce the gradients, once a window. Returns what is wrong with this rank's, after all ranks have been served."""
         if self._synced:
             return None
-        self._weights.collect()
         params, plan, sync, _ = self._bound
+        averaged = self._switch is None or self._switch.synchronised()
+        if not averaged:
+            # DDP left the last micro-batch out; what it averaged before is the same on all ranks, and stays as it is.
+            sync = GradientSync(params, plan, self.registry)
+        self._dtensors.share_gradients()
+        self._weights.collect(averaged)
         problem = None
         if self._checked_kinds:
             problem = poison_bad_kinds(params, plan.entries)
@@ -389,8 +438,9 @@ class ParallelOptimizer(OptimizerFacade):
     def _apply_in_place(self, decision: Decision, clip_value: float | None = None) -> None:
         """Multiply the gradients by the decision's factors, unless they are not finite, and clamp them."""
         if decision.group_factors is not None:
-            for group, factor in zip(self.param_groups, decision.group_factors, strict=False):
-                scale_gradients(group["params"], factor)
+            for group, factor in enumerate(decision.group_factors):
+                entries = zip(self._bound.params, self._bound.plan.entries, strict=True)
+                scale_gradients([param for param, entry in entries if entry.group == group], factor)
         elif decision.factor is not None:
             scale_gradients(self._bound.params, decision.factor)
         if clip_value is not None:
@@ -418,6 +468,7 @@ class ParallelOptimizer(OptimizerFacade):
         """
         if self.window.steps is None or not self.window.micro_batches:
             self._weights.zero_grad(set_to_none)
+            self._dtensors.zero_grad(set_to_none)
             self._open_window()
 
     # Reports and state -----------------------------------------------------------------------------------------------
@@ -459,6 +510,7 @@ class ParallelOptimizer(OptimizerFacade):
         Collectives: an object all-gather. Host reads: a few.
         """
         load_checked(self, self._weights, state_dict)
+        self._weights.synchronize()
         self._monitor.restore(int(state_dict.get("meshstep", {}).get("skipped_steps", 0)))
         self._open_window()
 

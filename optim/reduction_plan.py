@@ -20,19 +20,22 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..parallel.spec import P, annotation_of
+from ..parallel.interop import local_parameter
+from ..parallel.spec import Annotation, P, annotation_of
 from ..parallel.topology import Topology
 
 
 @dataclass(frozen=True)
 class ParameterEntry:
-    """One parameter as this rank sees it: its name, spec, local shape, index of its param group, and dtype."""
+    """One parameter as this rank sees it: its name, spec, local shape, index of its param group, dtype, and the axes over
+    which its gradient needs no averaging any more when backward ends."""
 
     name: str
     spec: P
     shape: tuple[int, ...]
     group: int = 0
     dtype: torch.dtype = torch.float32
+    averaged: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -205,24 +208,27 @@ def entries_of(
     """The entries of param groups, given as parameters or (name, parameter) pairs.
 
     A parameter that nothing declared counts as replicated where no model axis is larger than 1, and is an error elsewhere.
+    The placements of a DTensor declare it for the axes of its mesh.
 
     Raises:
-        ValueError: Undeclared parameters, all of them named.
+        ValueError: Undeclared parameters, all of them named; a DTensor whose layout has no spec.
         TypeError: A complex or sparse parameter.
     """
     entries, undeclared = [], []
-    needs_spec = topology.size(*topology.model_axes) > 1
     for group, params in enumerate(param_groups):
         for position, item in enumerate(params):
-            given, param = item if isinstance(item, tuple) else (None, item)
-            annotation = annotation_of(param)
-            name = given or (annotation.name if annotation else None)
-            name = name or f"parameter {position} of group {group} (shape {tuple(param.shape)})"
+            given, logical = item if isinstance(item, tuple) else (None, item)
+            param = local_parameter(logical, topology)
+            annotation = annotation_of(param) or Annotation(P(), declared=False)
+            # Pieces of a DTensor may be uneven, but its name is the same everywhere.
+            name = given or annotation.name or f"parameter {position} of group {group} (shape {tuple(logical.shape)})"
             check_dense_real(param, name)
-            if annotation is None and needs_spec:
+            if annotation.silent_axes(topology):
                 undeclared.append(name)
             entries.append(
-                ParameterEntry(name, annotation.spec if annotation else P(), tuple(param.shape), group, param.dtype)
+                ParameterEntry(
+                    name, annotation.spec, tuple(param.shape), group, param.dtype, averaged=annotation.mesh_axes
+                )
             )
     if undeclared:
         more = f" and {len(undeclared) - 5} more" if len(undeclared) > 5 else ""

@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .interop import local_parameter
 from .topology import Topology
 
 _ATTRIBUTE = "_meshstep_annotation"
@@ -153,10 +154,24 @@ def _entry_repr(axes: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True)
 class Annotation:
-    """What a parameter carries: its spec, and the name that errors call it by."""
+    """What a parameter carries.
+
+    Args:
+        spec: Its layout.
+        name: What errors call it.
+        mesh_axes: Of a DTensor's local tensor, the axes of its device mesh: torch has reduced the gradient over them.
+        declared: False where only a DTensor's placements say the spec, which speak for ``mesh_axes`` alone.
+    """
 
     spec: P
     name: str | None = None
+    mesh_axes: tuple[str, ...] = ()
+    declared: bool = True
+
+    def silent_axes(self, topology: Topology) -> tuple[str, ...]:
+        """The model axes larger than 1 of which nobody has said whether they shard the parameter."""
+        silent = () if self.declared else (axis for axis in topology.model_axes if axis not in self.mesh_axes)
+        return tuple(axis for axis in silent if topology.size(axis) > 1)
 
 
 def annotate(param: Tensor, spec: P, name: str | None = None) -> None:
@@ -177,6 +192,11 @@ def annotate(param: Tensor, spec: P, name: str | None = None) -> None:
     setattr(param, _ATTRIBUTE, Annotation(spec, name))
 
 
+def attach(param: Tensor, annotation: Annotation) -> None:
+    """Let ``param`` carry ``annotation``, as it is."""
+    setattr(param, _ATTRIBUTE, annotation)
+
+
 def annotation_of(param: Tensor) -> Annotation | None:
     """The annotation of a parameter, or None where nothing declared it."""
     found: Any = getattr(param, _ATTRIBUTE, None)
@@ -184,12 +204,12 @@ def annotation_of(param: Tensor) -> Annotation | None:
 
 
 def spec_of(param: Tensor) -> P:
-    """The declared spec of a parameter.
+    """The declared spec of a parameter; of a DTensor the one of its local tensor, its placements included.
 
     Raises:
-        ValueError: Nothing declared it.
+        ValueError: Nothing declared it; a DTensor's placements contradict what was declared.
     """
-    annotation = annotation_of(param)
+    annotation = annotation_of(local_parameter(param))
     if annotation is None:
         raise ValueError(
             f"a parameter of shape {tuple(param.shape)} has no spec; say how it is laid out with declare(model, "

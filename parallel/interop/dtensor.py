@@ -1,0 +1,259 @@
+"""DTensor parameters: FSDP2's `fully_shard`, `parallelize_module`, `distribute_tensor`.
+
+A DTensor says for each dim of its device mesh what it does with the tensor. Where the mesh's dims are axes of the
+topology (``registry.device_mesh("data")`` makes such a mesh, on the registry's groups) its spec follows:
+
+    fully_shard over data                              (Shard(0),)                    P("data")
+    ... of a plain piece declared P("tensor", None)    (Shard(0),)                    P(("tensor", "data"))
+    ... of a DTensor that is Shard(0) over tensor      (_StridedShard(0), Shard(0))   P(("tensor", "data"))
+    ColwiseParallel and RowwiseParallel weights        (Shard(0),) and (Shard(1),)    P("tensor") and P(None, "tensor")
+    SequenceParallel norm, declared partial over it    (Replicate(),)                 P(partial="tensor")
+
+The mesh speaks for its own axes, a declaration for all others, and both are needed: torch makes new parameters, which
+lose what their layers declared. Declare again afterwards, or wrap the change in `keep_specs`. A DTensor that nothing
+declared is an error if the topology has a model axis that its mesh lacks.
+
+A DTensor's gradient is complete over the axes of its mesh (`fully_shard` averages), so nothing is averaged again there.
+All else is done with local tensors. DTensor's own operations would issue collectives for a norm, and refuse lists in
+which plain tensors are mixed with DTensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor as DTensor
+
+from ..spec import Annotation, P, annotation_of, attach
+from ..topology import Topology
+
+_LOCAL, _SOURCE, _CHECKED, _VERSION = (f"_meshstep_{name}" for name in ("local", "source", "checked", "version"))
+
+
+@contextmanager
+def keep_specs(module: nn.Module) -> Iterator[None]:
+    """Let declarations survive what makes new parameters of the same names: `fully_shard`, `parallelize_module`.
+
+        with keep_specs(model):
+            for block in model.blocks:
+                fully_shard(block, mesh=registry.device_mesh("data"))
+            fully_shard(model, mesh=registry.device_mesh("data"))
+
+    What has been declared meanwhile stays.
+    """
+    before = {name: annotation_of(param) for name, param in module.named_parameters()}
+    yield
+    for name, param in module.named_parameters():
+        annotation = before.get(name)
+        if annotation is not None and annotation_of(param) is None:
+            attach(param, annotation)
+
+
+# Layout -----------------------------------------------------------------------------------------------------------------
+
+
+def placement_spec(tensor: DTensor) -> P:
+    """What a DTensor's placements say, in the names of its mesh's dims.
+
+    Several mesh dims may shard one tensor dim. The first is the slowest then, but for the strided shard of
+    ``split_factor`` f that `fully_shard` makes: it splits what later mesh dims have split into f pieces already.
+
+    Raises:
+        ValueError: The mesh has no dim names, or the tensor is a pending sum or laid out in another unusual way.
+    """
+    sizes = dict(zip(mesh_axes(tensor), tensor.device_mesh.shape, strict=True))
+    dims: list[list[str]] = [[] for _ in range(tensor.dim())]
+    for axis, placement in reversed(list(zip(sizes, tensor.placements, strict=True))):
+        if placement.is_replicate():
+            continue
+        dim = getattr(placement, "dim", None)
+        if placement.is_partial() or dim is None:
+            raise ValueError(
+                f"{_label(tensor)} is laid out as {placement} along mesh dim {axis!r}; a parameter is sharded or replicated"
+            )
+        _insert(dims[dim], axis, getattr(placement, "split_factor", 1), sizes)
+    return P(*(tuple(axes) for axes in dims))
+
+
+def _insert(axes: list[str], axis: str, split_factor: int, sizes: dict[str, int]) -> None:
+    """Put ``axis`` behind those that split the dim into ``split_factor`` pieces before it did."""
+    pieces, position = 1, 0
+    while pieces < split_factor and position < len(axes):
+        pieces *= sizes[axes[position]]
+        position += 1
+    if pieces != split_factor:
+        raise ValueError(f"a strided shard over {axis!r} with split factor {split_factor} doesn't fit {axes}")
+    axes.insert(position, axis)
+
+
+def annotation_for(param: DTensor) -> Annotation:
+    """The layout of this rank's local tensor over all axes: what was declared, and within it what the placements say.
+
+    Raises:
+        ValueError: As `placement_spec`; or the declaration contradicts the placements.
+    """
+    declared, axes, inner = annotation_of(param), mesh_axes(param), placement_spec(param)
+    if declared is None:
+        return Annotation(inner, None, mesh_axes=axes, declared=False)
+    said = declared.spec
+    outer = [tuple(axis for axis in said.dim_axes(dim) if axis not in axes) for dim in range(param.dim())]
+    dims = [outer[dim] + inner.dim_axes(dim) for dim in range(param.dim())]
+    whole = P(*dims, partial=said.partial, owned=dict(said.owned), tied=dict(said.tied))
+    mentioned = {*said.sharded_axes, *dict(said.owned), *dict(said.tied)} & {*axes}
+    if mentioned and (said != whole or mentioned & {*dict(said.owned), *dict(said.tied)}):
+        raise ValueError(
+            f"{_label(param)} is declared {said}, but its placements {param.placements} over {', '.join(axes)} make it "
+            f"{P(*dims, partial=said.partial)}; declare only what the mesh doesn't say: "
+            f"{P(*outer, partial=said.partial)}"
+        )
+    return Annotation(whole, declared.name, mesh_axes=axes)
+
+
+def mesh_axes(tensor: DTensor) -> tuple[str, ...]:
+    """The names of its mesh's dims.
+
+    Raises:
+        ValueError: They have none.
+    """
+    names = tensor.device_mesh.mesh_dim_names
+    if names is None:
+        raise ValueError(
+            f"{_label(tensor)} is on a mesh without dim names, {tensor.device_mesh}; make it with "
+            "registry.device_mesh('data') or init_device_mesh(..., mesh_dim_names=('data',)), whose names are axes"
+        )
+    return names
+
+
+def check_mesh(tensor: DTensor, topology: Topology) -> None:
+    """Raise ValueError if a dim of the mesh is no axis of the topology, or holds other ranks than the axis does."""
+    mesh = tensor.device_mesh
+    at = mesh.get_coordinate()
+    for index, axis in enumerate(mesh_axes(tensor)):
+        if axis not in topology.axes:
+            raise ValueError(
+                f"{_label(tensor)} is on a device mesh with dim {axis!r}, but the axes are {', '.join(topology.axes)}; "
+                "give the axes those names, or make the mesh with registry.device_mesh('data')"
+            )
+        if at is None:
+            raise ValueError(f"rank {mesh.get_rank()} has {_label(tensor)}, but is not in its mesh {mesh}")
+        line = mesh.mesh[tuple(slice(None) if i == index else where for i, where in enumerate(at))]
+        ranks = topology.peers(mesh.get_rank(), axis)
+        if tuple(line.tolist()) != ranks:
+            raise ValueError(
+                f"{_label(tensor)} is on a device mesh whose dim {axis!r} holds ranks {tuple(line.tolist())}, but the "
+                f"axis of {topology!r} holds {ranks}; make the mesh with registry.device_mesh({axis!r})"
+            )
+
+
+# Local parameters -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def local_parameter(param: DTensor, topology: Topology | None = None) -> nn.Parameter:
+    """A plain parameter that is this rank's local tensor (its memory) and carries the spec over all axes.
+
+    One a DTensor, however often it is asked for; it follows what was declared, moved or frozen since.
+
+    Raises:
+        ValueError: As `annotation_for`; and `check_mesh`, where a topology is given.
+    """
+    value = _waited(param.to_local()).detach()
+    piece: nn.Parameter | None = getattr(param, _LOCAL, None)
+    if piece is None:
+        piece = nn.Parameter(value, requires_grad=param.requires_grad)
+        piece.grad_dtype = None  # any: whoever reduces gradients chooses
+        setattr(param, _LOCAL, piece)
+    elif piece.data_ptr() != value.data_ptr() or piece.dtype != value.dtype or piece.shape != value.shape:
+        piece.data = value
+    if piece.requires_grad != param.requires_grad:
+        piece.requires_grad_(param.requires_grad)
+    _follow_version(param, piece)
+    source = (annotation_of(param), param.placements)
+    if getattr(piece, _SOURCE, None) != source:
+        attach(piece, annotation_for(param))
+        setattr(piece, _SOURCE, source)
+    if topology is not None and getattr(piece, _CHECKED, None) is not topology:
+        check_mesh(param, topology)
+        setattr(piece, _CHECKED, topology)
+    return piece
+
+
+@torch.no_grad()
+def share_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool = False) -> None:
+    """Give ``piece`` the local tensor of the DTensor's gradient: its memory, unless ``piece.grad_dtype`` wants a cast.
+
+    Args:
+        to_sum: The caller is about to make in place, on ``piece``, the sums that its spec says are pending. The DTensor's
+            gradient is then called complete.
+    Raises:
+        ValueError: The gradient is laid out otherwise than the parameter: it is a pending sum and not declared so, or
+            (``to_sum``) the other way round.
+    """
+    grad = param.grad
+    if grad is None:
+        piece.grad = None
+        return
+    if not isinstance(grad, DTensor):
+        raise ValueError(f"the gradient of {_label(param)} is a {type(grad).__name__}; that of a DTensor is a DTensor")
+    partial = _pending(grad, param, piece, to_sum)
+    local = _waited(grad.to_local())
+    _follow_version(grad, local)
+    piece.grad = local if piece.grad_dtype in (None, local.dtype) else local.to(piece.grad_dtype)
+    if partial and to_sum and piece.grad is local:
+        param.grad = _like(param, local)
+
+
+def return_gradient(param: DTensor, piece: nn.Parameter) -> None:
+    """Take the gradient from ``piece``, and give it to the DTensor if that has none."""
+    if param.grad is None and piece.grad is not None:
+        param.grad = _like(param, piece.grad.to(param.dtype))
+    piece.grad = None
+
+
+def _pending(grad: DTensor, param: DTensor, piece: nn.Parameter, to_sum: bool) -> bool:
+    """Whether the gradient is a pending sum over a mesh dim, after checking that this is as declared."""
+    annotation = annotation_of(piece)
+    declared = annotation.spec.partial if annotation is not None else ()
+    if grad.placements == param.placements and not (to_sum and declared):
+        return False
+    pending = False
+    for axis, has, wanted in zip(mesh_axes(param), grad.placements, param.placements, strict=True):
+        if axis in declared and has.is_partial("sum"):
+            pending = True
+        elif has != wanted:
+            hint = f"declare it P(partial={axis!r})" if has.is_partial("sum") else "redistribute it"
+            raise ValueError(
+                f"the gradient of {_label(param)} is {has} over {axis!r}, but the parameter is {wanted}: {hint}"
+            )
+        elif axis in declared and to_sum:
+            raise ValueError(
+                f"{_label(param)} is declared partial over {axis!r}, but its gradient is complete ({has}): it would be "
+                f"summed twice; leave {axis!r} out of partial="
+            )
+    return pending
+
+
+def _like(param: DTensor, local: Tensor) -> DTensor:
+    return DTensor.from_local(
+        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+
+
+def _waited(local: Tensor) -> Tensor:
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def _follow_version(outer: DTensor, local: Tensor) -> None:
+    """Count what DTensor's operations changed, of which its local tensor's version knows nothing."""
+    if outer._version != getattr(outer, _VERSION, 0):
+        torch.autograd.graph.increment_version(local)
+        setattr(outer, _VERSION, outer._version)
+
+
+def _label(tensor: DTensor) -> str:
+    annotation = annotation_of(tensor)
+    return (annotation.name if annotation else None) or f"a DTensor parameter of shape {tuple(tensor.shape)}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..amp.casting import is_half
 from .clipping import scale_gradients
 
 
@@ -14,11 +16,14 @@ def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer takes ``grad_scale`` and ``found_inf`` tensors itself: Adam, AdamW, SGD, Adagrad, fused.
 
     Not before its first step for a fused SGD with dampening: torch makes the first momentum buffer from the gradient
-    alone and has no such buffer yet if that step is skipped on the device.
+    alone and has no such buffer yet if that step is skipped on the device. And not for half-precision parameters on a CPU
+    where torch's fused SGD loses their updates (2.12 and 2.13).
     """
     fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
     groups = optimizer.param_groups
     if not fused or not all(group.get("fused") for group in groups):
+        return False
+    if _is_miscomputed(optimizer):
         return False
     return not any(
         group.get("momentum") and group.get("dampening") and _without_momentum(optimizer, group) for group in groups
@@ -41,7 +46,7 @@ def apply_update(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Te
             return
         if factor is not None:
             scale_gradients(params, factor)
-        optimizer.step()
+        _step_rightly(optimizer)
         return
     if factor is not None and torch.float64 in {param.dtype for param in params}:
         scale_gradients(params, torch.where(found_inf > 0, torch.ones_like(factor), factor))
@@ -73,3 +78,34 @@ def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
             for param in _without_momentum(optimizer, group) if group["momentum"] else ():
                 optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+
+
+def _step_rightly(optimizer: torch.optim.Optimizer) -> None:
+    """Step, without fused kernels where those are wrong."""
+    groups = optimizer.param_groups if _is_miscomputed(optimizer) else []
+    fused = [group["fused"] for group in groups]
+    try:
+        for group in groups:
+            group["fused"] = False
+        optimizer.step()
+    finally:
+        for group, value in zip(groups, fused, strict=True):
+            group["fused"] = value
+
+
+def _is_miscomputed(optimizer: torch.optim.Optimizer) -> bool:
+    return isinstance(optimizer, torch.optim.SGD) and any(
+        group.get("fused")
+        and any(is_half(param) and param.is_cpu for param in group["params"])
+        and _fused_sgd_is_wrong()
+        for group in optimizer.param_groups
+    )
+
+
+@cache
+def _fused_sgd_is_wrong() -> bool:
+    """Whether this torch's fused SGD on a CPU leaves most of a half-precision parameter as it was (pytorch issue 191763)."""
+    weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16, device="cpu"))
+    weight.grad = torch.ones_like(weight)
+    torch.optim.SGD([weight], lr=0.5, fused=True).step()
+    return bool((weight != 0.5).any())

@@ -104,7 +104,7 @@ def _is_miscomputed(optimizer: torch.optim.Optimizer) -> bool:
 
 @cache
 def _fused_sgd_is_wrong() -> bool:
-    """Whether this torch's fused SGD on a CPU leaves most of a half-precision parameter as it was (pytorch issue 191763)."""
+    """Whether fused SGD on a CPU leaves most of a half-precision parameter as it was (pytorch issue 191763)."""
     weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16, device="cpu"))
     weight.grad = torch.ones_like(weight)
     torch.optim.SGD([weight], lr=0.5, fused=True).step()

@@ -1,0 +1,75 @@
+"""Every precision mode with a model of `scenarios` and a ParallelOptimizer around it, and all that a step may change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from meshstep.amp import ApexFp16, Bf16, Fp32, NaiveFp16, Precision, TorchFp16
+from meshstep.optim import ParallelOptimizer
+from meshstep.parallel import ProcessGroupRegistry
+from scenarios import Scenario, build
+from torch import Tensor, nn
+
+MODES: dict[str, Precision] = {
+    "fp32": Fp32(),
+    "fp16": TorchFp16(),
+    "bf16": Bf16(),
+    "bf16 stochastic": Bf16(stochastic_rounding=True),
+    "fp16_naive": NaiveFp16(),
+    "O0": ApexFp16("O0"),
+    "O1": ApexFp16("O1"),
+    "O2": ApexFp16("O2"),
+    "O3": ApexFp16("O3", loss_scale=128.0),
+}
+DYNAMIC = ("fp16", "fp16_naive", "O1", "O2")
+
+# Not 1e-8 for eps, which is 0 in float16: O3 would divide 0 by 0.
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4, fused=True),
+    "adamw, not fused": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4, fused=False),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
+    "plain sgd": lambda params: torch.optim.SGD(params, lr=1e-2, fused=True),
+}
+
+
+def make(
+    scenario: Scenario, registry: ProcessGroupRegistry, mode: Precision, kind: str = "adamw", **options: Any
+) -> tuple[nn.Module, ParallelOptimizer]:
+    """The scenario's float32 model, prepared for the mode, and its optimizer."""
+    model = build(scenario, registry, torch.float32)
+    assert model is not None
+    mode.prepare(model, registry)
+    return model, ParallelOptimizer(OPTIMIZERS[kind](model.parameters()), registry, precision=mode, **options)
+
+
+def train_step(model: nn.Module, optimizer: ParallelOptimizer, ids: Tensor) -> float:
+    """One whole step; the loss."""
+    optimizer.zero_grad()
+    loss = model(ids)
+    optimizer.backward(loss)
+    optimizer.step()
+    return float(loss.detach())
+
+
+def stepped(optimizer: ParallelOptimizer) -> list[Tensor]:
+    """What the wrapped optimizer steps: the parameters, or their masters."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def snapshot(model: nn.Module, optimizer: ParallelOptimizer) -> dict[str, Tensor]:
+    """Copies of parameters, buffers, masters and optimizer states."""
+    found = {f"model {name}": value for name, value in model.state_dict().items()}
+    for index, param in enumerate(stepped(optimizer)):
+        found[f"stepped {index}"] = param
+        state = optimizer.state.get(param, {})
+        found |= {f"state {index} {key}": value for key, value in state.items() if isinstance(value, Tensor)}
+    return {name: value.detach().clone() for name, value in found.items()}
+
+
+def differences(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
+    """Names of what differs in any bit (NaN equals nothing) or dtype; missing or added entries differ."""
+    names = sorted(first.keys() | second.keys())
+    both = first.keys() & second.keys()
+    return [n for n in names if n not in both or first[n].dtype != second[n].dtype or not first[n].equal(second[n])]

@@ -1,0 +1,158 @@
+"""A gradient that is not finite, on one rank, in one shard, in every mode: all ranks skip, only the scale moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import inf, nan
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from meshstep.amp import NaiveFp16, Precision, TorchFp16
+from meshstep.parallel import ProcessGroupRegistry
+from precision_modes import MODES, differences, make, snapshot
+from scenarios import SCENARIOS, batch
+from world import World
+
+STEPS, BAD = 6, (0, 2)  # without optimizer states, and with some
+
+
+@dataclass
+class Report:
+    """What one rank saw."""
+
+    skipped: list[int] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)  # before each step, and after the last
+    changed: list[str] = field(default_factory=list)  # by a bad step
+    moved: bool = True  # by every good step
+    unlike_twin: list[str] = field(default_factory=list)
+
+
+def plant(name: str, mode: str, kind: str, value: float, options: dict[str, Any]) -> Report:
+    """Train with ``value`` planted in one shard of the last rank; then a twin that never sees those batches, but whose
+    scale is put where the other's was."""
+    scenario, report = SCENARIOS[name], Report()
+    with ProcessGroupRegistry(scenario.topology) as registry:
+        ends = []
+        for planted in (True, False):
+            model, optimizer = make(scenario, registry, MODES[mode], kind, **options)
+            scale = optimizer.loss_scale
+            for step in range(STEPS):
+                bad = step in BAD
+                if bad and not planted:
+                    continue
+                if scale is not None:
+                    if planted:
+                        report.scales.append(float(scale.scale))
+                    scale.scale.fill_(report.scales[step])
+                optimizer.zero_grad()
+                optimizer.backward(model(batch(step)))
+                before = snapshot(model, optimizer)
+                if bad and dist.get_rank() == dist.get_world_size() - 1:
+                    grad = model.get_parameter("up.weight").grad
+                    assert grad is not None
+                    grad.view(-1)[3] = value
+                stats = optimizer.step()
+                assert stats is not None
+                if scale is not None:
+                    assert stats.loss_scale == report.scales[step]  # that of backward, not the updated one
+                after = snapshot(model, optimizer)
+                if planted and bool(stats.found_inf):
+                    report.skipped.append(step)
+                    # A first step that is skipped may make states, of zeros.
+                    new = {key: value for key, value in after.items() if key not in before}
+                    report.changed += [key for key, value in new.items() if value.any()]
+                    report.changed += differences(before, {key: after[key] for key in before})
+                elif planted:
+                    report.moved &= bool(differences(before, {key: after[key] for key in before}))
+            if planted:
+                assert optimizer.skipped_steps == len(BAD)
+                report.scales += [] if scale is None else [float(scale.scale)]
+            ends.append(snapshot(model, optimizer))
+    report.unlike_twin = differences(*ends)
+    return report
+
+
+# Scales before each step and after the last, in units of the first; steps 0 and 2 overflow.
+SCALES: dict[str, list[float]] = {
+    "fp16": [1, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25],
+    "fp16_naive": [1, 1, 1, 0.5, 0.5, 0.5, 0.5],  # hysteresis 2: the first overflow only counts
+    "O1": [1, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25],
+    "O2": [1, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25],
+    "O3": [1, 1, 1, 1, 1, 1, 1],  # constant
+}
+
+
+@pytest.mark.parametrize("name", ["tensor", "grid, bias on row 0"])
+@pytest.mark.parametrize(
+    ("mode", "value"), [*((mode, inf) for mode in SCALES), ("bf16", nan), ("fp32", nan), ("O2", nan)]
+)
+def test_every_rank_skips_and_only_the_scale_moves(world: World, name: str, mode: str, value: float) -> None:
+    check(world.run(SCENARIOS[name].topology.world_size, plant, name, mode, "adamw", value, {}), mode)
+
+
+@pytest.mark.parametrize("mode", ["fp16", "fp16_naive", "O3"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("adamw, not fused", {"max_norm": 0.3}),
+        ("sgd", {"clip_value": 0.01}),
+        ("sgd", {"norm_type": inf, "max_norm": 0.1}),
+    ],
+)
+def test_with_clipping_and_without_fused_kernels(world: World, mode: str, kind: str, options: dict[str, Any]) -> None:
+    check(world.run(2, plant, "tensor", mode, kind, inf, options), mode)
+
+
+def check(reports: list[Report], mode: str) -> None:
+    scale = MODES[mode].make_loss_scale()
+    for report in reports:
+        assert report.skipped == list(BAD)
+        assert report.scales == ([] if scale is None else [float(scale.scale) * factor for factor in SCALES[mode]])
+        assert (report.changed, report.moved, report.unlike_twin) == ([], True, [])
+
+
+def test_stochastic_rounding_skips_too(world: World) -> None:
+    for report in world.run(4, plant, "grid, bias on row 0", "bf16 stochastic", "adamw", nan, {}):
+        assert (report.skipped, report.changed, report.moved) == (list(BAD), [], True)
+
+
+# Overflows of the model's own making ----------------------------------------------------------------------------------
+
+TOO_HIGH = 2.0**40
+SEARCHING: dict[str, Precision] = {
+    "fp16": TorchFp16(init_scale=TOO_HIGH),
+    "fp16_naive": NaiveFp16(init_scale=TOO_HIGH),
+}
+
+
+def search(name: str, mode: str) -> tuple[list[float], list[float], list[str]]:
+    """Losses and scales of 36 steps that start from a scale far too high; what the skipped ones changed."""
+    scenario = SCENARIOS[name]
+    with ProcessGroupRegistry(scenario.topology) as registry:
+        model, optimizer = make(scenario, registry, SEARCHING[mode], max_norm=0.4)
+        assert optimizer.loss_scale is not None
+        start, scales, changed = snapshot(model, optimizer), [TOO_HIGH], []
+        for step in range(36):
+            optimizer.zero_grad()
+            optimizer.backward(model(batch(step)))
+            before = snapshot(model, optimizer)
+            stats = optimizer.step()
+            assert stats is not None
+            after = snapshot(model, optimizer)
+            if bool(stats.found_inf):
+                changed += differences({k: before[k] for k in start}, {k: after[k] for k in start})
+            scales.append(float(optimizer.loss_scale.scale))
+        assert optimizer.skipped_steps < 30
+        assert len(differences(start, after)) > len(start) / 2
+        return scales, [float(value.double().sum()) for value in after.values()], changed
+
+
+@pytest.mark.parametrize("mode", SEARCHING)
+def test_a_scale_that_is_far_too_high_falls_alike_everywhere(world: World, mode: str) -> None:
+    runs = world.run(4, search, "grid, bias on row 0", mode)
+    scales = runs[0][0]
+    assert all(run[0] == scales and run[2] == [] for run in runs)
+    assert all(after in (before, before / 2) for before, after in pairwise(scales))
+    assert 2.0**8 < scales[-1] == scales[-3] < 2.0**30

@@ -239,7 +239,7 @@ def train(
         return Run(
             start,
             full_tensors(scenario, model, registry, gradients=False),
-            full_tensors(scenario, model, registry, gradients=True),
+            {} if options.get("shard_states") else full_tensors(scenario, model, registry, gradients=True),
             norms.tolist(),
             norms.double().numpy().tobytes(),
         )

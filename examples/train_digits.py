@@ -4,6 +4,7 @@
     torchrun --standalone --nproc-per-node 4 examples/train_digits.py --topology row=2,col=2 --verify
     torchrun --standalone --nproc-per-node 4 examples/train_digits.py --topology tensor=4
     torchrun --standalone --nproc-per-node 4 examples/train_digits.py --topology data=2,tensor=2
+    torchrun --standalone --nproc-per-node 2 examples/train_digits.py --topology tensor=2 --precision bf16 --accumulate 4
 
 The seed decides the full weights and the batches; the topology only decides who holds which part of them. So the same
 seed gives the same loss curve on every topology. The model is in digits_model.py.
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from digits_model import DenseLayers, DenseReference, DigitsTransformer, full_parameters, layers_for
 from einops import rearrange
+from meshstep.amp import ApexFp16, precision_of
 from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology
 from meshstep.parallel.collectives import reduce_from
@@ -30,6 +32,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 TEST_SAMPLES = 360
+PRECISIONS = ("fp32", "fp16", "bf16", "fp16_naive", "O0", "O1", "O2", "O3", "fp8")
 # The reference computes in float64, the model in float32: what is left is the rounding of its forward and backward.
 LARGEST_DIFFERENCE = 1e-5
 
@@ -91,9 +94,20 @@ class Trainer:
         self.split = Split(self.layers, registry)
         self.train_samples, self.test_samples = load_samples(registry.device)
         torch.manual_seed(options.seed)
-        self.model = DigitsTransformer(self.layers).to(registry.device)
-        adamw = torch.optim.AdamW(self.model.parameters(), lr=options.lr, weight_decay=0.05, fused=True)
-        self.optimizer = ParallelOptimizer(adamw, registry, max_norm=options.max_norm)
+        mode = options.precision
+        precision = ApexFp16(opt_level=mode) if mode.startswith("O") else precision_of(mode)
+        self.model = precision.prepare(DigitsTransformer(self.layers).to(registry.device), registry)
+        self.loss = precision.prepare_criterion(self.layers.loss)
+        # Without masters Adam's second moments are float16: most squares underflow to 0, and 1e-8 does not hold them up.
+        eps = 1e-3 if mode == "O3" else 1e-8
+        adamw = torch.optim.AdamW(self.model.parameters(), lr=options.lr, weight_decay=0.05, eps=eps, fused=True)
+        self.optimizer = ParallelOptimizer(
+            adamw,
+            registry,
+            max_norm=options.max_norm,
+            precision=precision,
+            accumulation_steps=options.accumulate,
+        )
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(
             self.optimizer, options.lr, total_steps=options.steps, cycle_momentum=False
         )
@@ -113,13 +127,17 @@ class Trainer:
     def step(self, batch: Samples) -> None:
         """One training step on a full batch."""
         self.optimizer.zero_grad()
-        loss, accuracy = self.forward(batch)
-        self.optimizer.backward(loss)
+        count = self.options.accumulate
+        measured = []
+        for patches, labels in zip(batch.patches.chunk(count), batch.labels.chunk(count), strict=True):
+            loss, accuracy = self.forward(Samples(patches, labels))
+            self.optimizer.backward(loss)
+            measured.append(torch.stack([loss.detach(), accuracy]))
         expected = self.dense_norm(batch) if self.reference is not None else None
         stats = self.optimizer.step()
-        assert stats is not None  # every step is a whole accumulation window here
+        assert stats is not None  # all micro-batches of the window have come
         self.schedule.step()
-        means = self.split.mean(torch.stack([loss.detach(), accuracy])).to(stats.total_norm)
+        means = self.split.mean(torch.stack(measured).mean(0)).to(stats.total_norm)
         self.history.append(torch.cat([means, torch.stack([stats.total_norm, stats.clip_coef])]))
         if expected is not None:
             self.differences.append(abs(float(stats.total_norm) / expected - 1))
@@ -129,7 +147,7 @@ class Trainer:
         patches, labels = self.split.local(batch)
         logits = self.model(patches)
         correct = self.layers.all_classes(logits.detach()).argmax(-1) == labels
-        return self.layers.loss(logits, labels), correct.float().mean()
+        return self.loss(logits, labels).float(), correct.float().mean()
 
     def dense_norm(self, batch: Samples) -> float | None:
         """The norm of the dense model's gradient, computed on rank 0."""
@@ -185,6 +203,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--max-norm", type=float, default=1.0, help="clip the gradient norm to it (default: %(default)s)"
     )
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, default="fp32", help="mixed-precision mode (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--accumulate", type=int, default=1, metavar="K", help="split each batch into K micro-batches (default: 1)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the weights and batches (default: %(default)s)")
     parser.add_argument(
         "--curve", type=Path, metavar="FILE", help="write loss, norm and so on of each step there, as CSV"
@@ -195,7 +219,12 @@ def parse_options() -> argparse.Namespace:
         help=f"compare the gradient norm of every step with the dense model's in float64, computed beside it; "
         f"exit with 1 if they differ by more than {LARGEST_DIFFERENCE:.0e}, relative",
     )
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.verify and options.precision != "fp32":
+        parser.error("--verify compares with float64 to 1e-5, which only fp32 can meet; leave one of the two out")
+    if options.batch_size % options.accumulate:
+        parser.error(f"--accumulate {options.accumulate} does not divide --batch-size {options.batch_size}")
+    return options
 
 
 def main() -> None:

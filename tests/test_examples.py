@@ -75,6 +75,8 @@ def options(**changes: Any) -> argparse.Namespace:
             "seed": 5,
             "curve": None,
             "verify": True,
+            "precision": "fp32",
+            "accumulate": 1,
             **changes,
         }
     )

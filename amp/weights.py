@@ -60,11 +60,23 @@ class PlainWeights:
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: the optimizer's own state says all."""
-        return {}
+        """``{"dtypes": names of the parameters' dtypes}``: the optimizer's own state says all else."""
+        params = (param for group in self.optimizer.param_groups for param in group["params"])
+        return {"dtypes": sorted({str(param.dtype) for param in params})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to restore."""
+        """Check that the state is of parameters of the same dtypes; torch would cast any other without a word.
+
+        Raises:
+            ValueError: It is not, or has masters: it was saved in another mode.
+        """
+        own = self.state_dict()
+        if dict(state) != own:
+            given = ", ".join(state.get("dtypes", ())) or f"what has {', '.join(state) or 'nothing'}"
+            raise ValueError(
+                f"the state was saved for parameters of {given}, but the optimizer steps {', '.join(own['dtypes'])}, "
+                "without master weights; continue in the precision mode that it was saved in"
+            )
 
 
 def make_weights(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ..amp.weights import Weights
 from ..parallel.agreement import on_all_ranks
@@ -17,30 +20,59 @@ def load_checked(optimizer: ParallelOptimizer, weights: Weights, state: Mapping[
 
     Raises:
         ValueError: On every rank, when any rank's does not fit; everything is then as it was.
-    Collectives: an object all-gather. Host reads: a few.
+    Collectives: two object all-gathers. Host reads: a few.
     """
     inner, scale = optimizer.optimizer, optimizer.loss_scale
-    backup = {"state": inner.state, "param_groups": inner.param_groups}
-    scale_backup, weights_backup = scale.state_dict() if scale else {}, _cloned(weights.state_dict())
+    backup, scale_backup = (
+        {"state": inner.state, "param_groups": inner.param_groups},
+        scale.state_dict() if scale else {},
+    )
     own = state.get("meshstep")
 
     def load() -> None:
         _check_mode(optimizer, own)
         inner.load_state_dict({key: value for key, value in state.items() if key != "meshstep"})
-        if own is not None:
-            weights.load_state_dict(own["weights"])
-            if scale is not None:
-                scale.load_state_dict(own["loss_scale"])
+        if own is not None and scale is not None:
+            scale.load_state_dict(own["loss_scale"])
 
     try:
-        on_all_ranks(load, optimizer.registry)
+        on_all_ranks(partial(_all_there, load), optimizer.registry)
+        _load_weights(optimizer, weights, own)
     except (ValueError, TypeError, RuntimeError):
         # torch put new containers in place of the old ones, which are therefore what they were.
         inner.__setstate__(backup)
-        weights.load_state_dict(weights_backup)
         if scale is not None:
             scale.load_state_dict(scale_backup)
         raise
+
+
+def _load_weights(optimizer: ParallelOptimizer, weights: Weights, own: Mapping[str, Any] | None) -> None:
+    """The last to be loaded, because masters are rounded into the model, which may have been loaded already."""
+    model = [(param, param.detach().clone()) for param in optimizer._model_params if optimizer.precision.masters]
+    backup = _cloned(weights.state_dict())
+
+    def load() -> None:
+        if own is not None:
+            weights.load_state_dict(own["weights"])
+
+    try:
+        on_all_ranks(partial(_all_there, load), optimizer.registry)
+    except (ValueError, TypeError, RuntimeError):
+        weights.load_state_dict(backup)
+        with torch.no_grad():
+            for param, value in model:
+                param.copy_(value)
+        raise
+
+
+def _all_there(load: Callable[[], None]) -> None:
+    """``load()``; what it misses is a ValueError, which all ranks are told of."""
+    try:
+        load()
+    except (KeyError, IndexError, AttributeError) as error:
+        raise ValueError(
+            f"the state is incomplete or something else ({type(error).__name__}: {error}); give what state_dict() returned"
+        ) from error
 
 
 def _check_mode(optimizer: ParallelOptimizer, own: Mapping[str, Any] | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from math import inf, nan
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from meshstep.amp import NaiveFp16, Precision, TorchFp16
-from meshstep.parallel import ProcessGroupRegistry
+from meshstep.parallel import ProcessGroupRegistry, Topology
 from precision_modes import MODES, differences, make, snapshot
-from scenarios import SCENARIOS, batch
+from scenarios import SCENARIOS, Scenario, batch, dense_1d
 from world import World
 
+ONE_PROCESS = Scenario((("tensor", 1),), "1d", dense_1d)
 STEPS, BAD = 6, (0, 2)  # without optimizer states, and with some
 
 
@@ -116,6 +118,29 @@ def check(reports: list[Report], mode: str) -> None:
 def test_stochastic_rounding_skips_too(world: World) -> None:
     for report in world.run(4, plant, "grid, bias on row 0", "bf16 stochastic", "adamw", nan, {}):
         assert (report.skipped, report.changed, report.moved) == (list(BAD), [], True)
+
+
+@pytest.mark.parametrize("mode", ["fp16", "fp16_naive", "O2", "O3"])
+def test_clipping_called_before_the_step_hides_no_overflow(mode: str) -> None:
+    with ProcessGroupRegistry(Topology(tensor=1)) as registry:
+        model, optimizer = make(ONE_PROCESS, registry, MODES[mode])
+        for call in (partial(optimizer.clip_grad_by_value, 0.1), partial(optimizer.clip_grad_by_norm, 0.1)):
+            optimizer.zero_grad()
+            optimizer.backward(model(batch(0)))
+            before = snapshot(model, optimizer)
+            grad = model.get_parameter("up.weight").grad
+            assert grad is not None
+            grad[0, 0] = inf
+            assert float(call().found_inf) == 1
+            optimizer.clip_grad_by_value(0.01)  # leaves nothing that is not finite
+            optimizer.step()
+            after = snapshot(model, optimizer)
+            assert differences(before, {key: after[key] for key in before}) == []
+        assert optimizer.skipped_steps == 2
+        assert optimizer.loss_scale is not None
+        start = MODES[mode].make_loss_scale()
+        assert start is not None
+        assert float(optimizer.loss_scale.scale) == float(start.scale) * SCALES[mode][3]
 
 
 # Overflows of the model's own making ----------------------------------------------------------------------------------

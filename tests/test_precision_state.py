@@ -1,0 +1,210 @@
+"""State dicts of every precision mode: a new process continues bit for bit; what does not fit changes nothing anywhere."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from meshstep.amp import Fp8
+from meshstep.optim import ParallelOptimizer
+from meshstep.parallel import ProcessGroupRegistry
+from precision_modes import MODES, differences, make, snapshot, train_step
+from scenarios import SCENARIOS, batch
+from torch import Tensor, nn
+from world import World
+
+SCENARIO = SCENARIOS["tensor"]
+ALL = {**MODES, "fp8 on bf16": Fp8("bf16"), "fp8 on fp32": Fp8("fp32")}
+
+# Continuing in a new process ------------------------------------------------------------------------------------------
+
+
+class End(NamedTuple):
+    """Where a run got to."""
+
+    tensors: dict[str, Tensor]
+    scale: dict[str, float | int] | None
+    skipped: int
+    norms: list[bytes]
+
+
+def train(model: nn.Module, optimizer: ParallelOptimizer, steps: range) -> End:
+    """With an overflow in steps 1 and 5, so that a state of hysteresis is saved and used."""
+    norms = []
+    for step in steps:
+        optimizer.zero_grad()
+        optimizer.backward(model(batch(step)))
+        if step in (1, 5) and dist.get_rank() == 1:
+            grad = model.get_parameter("down.weight").grad
+            assert grad is not None
+            grad[0, 0] = torch.inf
+        stats = optimizer.step()
+        assert stats is not None
+        norms.append(stats.total_norm.numpy().tobytes())
+    scale = None if optimizer.loss_scale is None else optimizer.loss_scale.state_dict()
+    return End(snapshot(model, optimizer), scale, optimizer.skipped_steps, norms)
+
+
+def file_of(directory: Path, mode: str) -> Path:
+    return directory / f"{mode}-{dist.get_rank()}.pt"
+
+
+def start(directory: Path) -> tuple[int, dict[str, End]]:
+    """Train 3 steps, save, and go on for 6."""
+    ends = {}
+    with ProcessGroupRegistry(SCENARIO.topology) as registry:
+        for name, mode in ALL.items():
+            model, optimizer = make(SCENARIO, registry, mode, max_norm=0.4)
+            scale = optimizer.loss_scale
+            if scale is not None and "growth_interval" in scale.state_dict():
+                scale.load_state_dict({**scale.state_dict(), "growth_interval": 2})
+            train(model, optimizer, range(3))
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state, file_of(directory, name))
+            ends[name] = train(model, optimizer, range(3, 9))
+    return os.getpid(), ends
+
+
+def go_on(directory: Path) -> tuple[int, dict[str, End]]:
+    """Load what `start` saved into models with other weights, and train the same 6 steps."""
+    ends = {}
+    with ProcessGroupRegistry(SCENARIO.topology) as registry:
+        for name, mode in ALL.items():
+            model, optimizer = make(SCENARIO, registry, mode, max_norm=0.4)
+            saved = torch.load(file_of(directory, name), weights_only=True)
+            model.load_state_dict({key: torch.full_like(value, 7.0) for key, value in saved["model"].items()})
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            ends[name] = train(model, optimizer, range(3, 9))
+    return os.getpid(), ends
+
+
+@pytest.fixture
+def other_world() -> Iterator[World]:
+    """Ranks in processes of their own."""
+    pool = World()
+    yield pool
+    pool.close()
+
+
+def test_new_processes_continue_bit_for_bit(world: World, other_world: World, tmp_path: Path) -> None:
+    first, second = world.run(2, start, tmp_path), other_world.run(2, go_on, tmp_path)
+    assert len({pid for pid, _ in (*first, *second)}) == 4
+    for (_, expected), (_, found) in zip(first, second, strict=True):
+        for mode in ALL:
+            assert differences(found[mode].tensors, expected[mode].tensors) == [], mode
+            assert found[mode][1:] == expected[mode][1:]
+            assert found[mode].skipped == 2
+    scales = {name: end.scale["scale"] for name, end in first[0][1].items() if end.scale is not None}
+    # Steps 1 and 5 overflow, 3 and 7 grow, the first of them through a saved count; each growth resets the hysteresis.
+    assert scales == {
+        "fp16": 2.0**16,
+        "fp16_naive": 2.0**18,
+        "O0": 1.0,
+        "O1": 2.0**16,
+        "O2": 2.0**16,
+        "O3": 128.0,
+    }
+
+
+# What does not fit ----------------------------------------------------------------------------------------------------
+
+
+def everything(model: nn.Module, optimizer: ParallelOptimizer) -> tuple[dict[str, Tensor], Any]:
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    scale = None if optimizer.loss_scale is None else optimizer.loss_scale.state_dict()
+    weights = {key: value for key, value in optimizer.state_dict()["meshstep"]["weights"].items() if key != "masters"}
+    return snapshot(model, optimizer), copy.deepcopy((groups, scale, weights, optimizer.skipped_steps))
+
+
+def attempt(model: nn.Module, optimizer: ParallelOptimizer, state: dict[str, Any]) -> tuple[str, list[str]]:
+    """The error, and what changed though there was one."""
+    before = everything(model, optimizer)
+    try:
+        optimizer.load_state_dict(state)
+    except ValueError as error:
+        after = everything(model, optimizer)
+        changed = differences(before[0], after[0]) + (["the rest"] if before[1] != after[1] else [])
+        return str(error), changed
+    return "", []
+
+
+def saved_by(registry: ProcessGroupRegistry, mode: str) -> dict[str, Any]:
+    model, optimizer = make(SCENARIO, registry, ALL[mode])
+    train_step(model, optimizer, batch(5))
+    optimizer.param_groups[0]["lr"] = 0.5
+    return copy.deepcopy(optimizer.state_dict())
+
+
+def cross() -> dict[tuple[str, str], tuple[str, list[str]]]:
+    """Every mode's state into every other mode's optimizer."""
+    with ProcessGroupRegistry(SCENARIO.topology) as registry:
+        states = {mode: saved_by(registry, mode) for mode in ALL}
+        results = {}
+        for target in ALL:
+            model, optimizer = make(SCENARIO, registry, ALL[target])
+            for step in range(2):
+                train_step(model, optimizer, batch(step))
+            for source in ALL:
+                if source != target:
+                    results[source, target] = attempt(model, optimizer, states[source])
+            assert attempt(model, optimizer, states[target]) == ("", [])
+        return results
+
+
+def test_a_state_of_another_mode_is_an_error(world: World) -> None:
+    for results in world.run(2, cross):
+        for (source, target), (error, changed) in results.items():
+            assert error, f"{source} loads into {target}"
+            assert changed == [], f"{source} into {target}"
+
+
+# How the state of rank 1 is spoiled, and what is said about it.
+SPOILED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "another mode": (lambda state: state["meshstep"].update(precision="bf16"), "was saved with precision='bf16'"),
+    "empty": (lambda state: state.clear(), "plain optimizer's"),
+    "a plain one": (lambda state: state.pop("meshstep"), "plain optimizer's"),
+    "no weights": (lambda state: state["meshstep"].pop("weights"), "incomplete"),
+    "no groups": (lambda state: state.pop("param_groups"), "incomplete"),
+    "no loss scale": (lambda state: state["meshstep"].pop("loss_scale"), "incomplete"),
+    "a bad loss scale": (lambda state: state["meshstep"]["loss_scale"].update(scale=-1.0), "scale=-1.0"),
+    "no masters": (lambda state: state["meshstep"]["weights"].clear(), "no master weights"),
+    "too few masters": (lambda state: state["meshstep"]["weights"]["masters"].popitem(), "masters, at positions"),
+    "another shape": (
+        lambda state: state["meshstep"]["weights"]["masters"].update({0: torch.zeros(3)}),
+        r"saved master 0 has shape (3,)",
+    ),
+}
+
+
+def spoil(model_was_loaded: bool) -> dict[str, tuple[str, list[str]]]:
+    with ProcessGroupRegistry(SCENARIO.topology) as registry:
+        results = {}
+        for what, (change, _) in SPOILED.items():
+            state = saved_by(registry, "fp16_naive")
+            model, optimizer = make(SCENARIO, registry, ALL["fp16_naive"])
+            train_step(model, optimizer, batch(0))
+            if model_was_loaded:
+                model.load_state_dict({key: value * 3 for key, value in model.state_dict().items()})
+            if registry.global_rank == 1:
+                change(state)
+            results[what] = attempt(model, optimizer, state)
+            if not model_was_loaded:
+                train_step(model, optimizer, batch(1))
+        return results
+
+
+@pytest.mark.parametrize("model_was_loaded", [False, True])
+def test_one_ranks_wrong_state_is_an_error_on_all(world: World, model_was_loaded: bool) -> None:
+    for rank, results in enumerate(world.run(2, spoil, model_was_loaded)):
+        for what, (_, says) in SPOILED.items():
+            error, changed = results[what]
+            assert says in error, what
+            assert error.startswith("rank 1: ") == (rank == 0)
+            assert changed == [], what

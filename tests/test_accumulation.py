@@ -305,5 +305,3 @@ def wrong_module() -> str:
 def test_data_parallel_must_be_torchs(world: World) -> None:
     for message in world.run(2, wrong_module):
         assert "data_parallel=Linear: give the DistributedDataParallel module" in message
-
-

@@ -6,6 +6,13 @@ from .clipping import global_norm as global_norm
 from .global_norm import GlobalNorm as GlobalNorm
 from .grad_stats import GradStats as GradStats
 from .gradient_sync import sync_gradients as sync_gradients
+from .lr_scheduler import ConstantLR as ConstantLR
+from .lr_scheduler import CosineAnnealingLR as CosineAnnealingLR
+from .lr_scheduler import LinearWarmupLR as LinearWarmupLR
+from .lr_scheduler import MultiStepLR as MultiStepLR
+from .lr_scheduler import PolynomialLR as PolynomialLR
+from .monitor import Monitor as Monitor
+from .monitor import TensorBoardWriter as TensorBoardWriter
 from .parallel_optimizer import ParallelOptimizer as ParallelOptimizer
 from .reduction_plan import ReductionPlan as ReductionPlan
 from .replica_check import ReplicaMismatchError as ReplicaMismatchError

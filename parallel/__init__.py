@@ -9,6 +9,7 @@ from .collectives import reduce_scatter_to as reduce_scatter_to
 from .collectives import scatter_to as scatter_to
 from .cross_entropy import cross_entropy_2d as cross_entropy_2d
 from .cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+from .data import prepare_dataloader as prepare_dataloader
 from .dist_logger import get_dist_logger as get_dist_logger
 from .embedding import Embedding2D as Embedding2D
 from .embedding import VocabParallelEmbedding as VocabParallelEmbedding

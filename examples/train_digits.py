@@ -107,6 +107,8 @@ class Trainer:
             max_norm=options.max_norm,
             precision=precision,
             accumulation_steps=options.accumulate,
+            shard_states="data" if options.zero else None,
+            shard_gradients=options.zero == 2,
         )
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(
             self.optimizer, options.lr, total_steps=options.steps, cycle_momentum=False
@@ -209,6 +211,13 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--accumulate", type=int, default=1, metavar="K", help="split each batch into K micro-batches (default: 1)"
     )
+    parser.add_argument(
+        "--zero",
+        type=int,
+        choices=(0, 1, 2),
+        default=0,
+        help="shard optimizer states over data (1), and gradients as well (2) (default: 0)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the weights and batches (default: %(default)s)")
     parser.add_argument(
         "--curve", type=Path, metavar="FILE", help="write loss, norm and so on of each step there, as CSV"
@@ -222,6 +231,8 @@ def parse_options() -> argparse.Namespace:
     options = parser.parse_args()
     if options.verify and options.precision != "fp32":
         parser.error("--verify compares with float64 to 1e-5, which only fp32 can meet; leave one of the two out")
+    if options.zero and "data" not in options.topology.axes:
+        parser.error("--zero shards over the axis data, which --topology does not have; e.g. --topology data=2,tensor=2")
     if options.batch_size % options.accumulate:
         parser.error(f"--accumulate {options.accumulate} does not divide --batch-size {options.batch_size}")
     return options

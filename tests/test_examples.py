@@ -56,10 +56,15 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("topology", ["row=2,col=2", "data=2,tensor=2"])
-def test_a_topology_has_the_curve_of_one_process(topology: str, one_process: torch.Tensor, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("topology", "flags"),
+    [("row=2,col=2", []), ("data=2,tensor=2", []), ("data=2,tensor=2", ["--accumulate", "4", "--zero", "2"])],
+)
+def test_a_topology_has_the_curve_of_one_process(
+    topology: str, flags: list[str], one_process: torch.Tensor, tmp_path: Path
+) -> None:
     path = tmp_path / "curve.csv"
-    printed = train_digits("--topology", topology, "--curve", str(path), *FLAGS, processes=4)
+    printed = train_digits("--topology", topology, "--curve", str(path), *FLAGS, *flags, processes=4)
     assert "right" in printed
     assert printed.count("test:") == 1, "only rank 0 reports"
     torch.testing.assert_close(curve(path), one_process, rtol=2e-5, atol=0)
@@ -77,6 +82,7 @@ def options(**changes: Any) -> argparse.Namespace:
             "verify": True,
             "precision": "fp32",
             "accumulate": 1,
+            "zero": 0,
             **changes,
         }
     )

@@ -101,8 +101,11 @@ def own_slice(tensor: Tensor, over: Over) -> Tensor:
 
 
 def broadcast(tensor: Tensor, over: Over) -> Tensor:
-    contiguous = torch.contiguous_format
-    received = tensor.contiguous() if over.rank == over.root else torch.empty_like(tensor, memory_format=contiguous)
+    if over.rank == over.root:
+        # Not the tensor itself: torch 2.13 would give its gradient the parameter's grad_dtype, on the root alone.
+        received = tensor.detach().contiguous()
+    else:
+        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
     dist.broadcast(received, group_src=over.root, group=over.group)
     return received
 

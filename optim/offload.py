@@ -93,11 +93,16 @@ class OffloadedWeights(SteppedWeights):
     @torch.no_grad()
     def collect(self, averaged: bool = True) -> None:
         """Nothing for offloaded parameters, but to notice weights that somebody else has changed. Host reads: none."""
+        self._refresh()
+        self.inner.collect()
+
+    @torch.no_grad()
+    def _refresh(self) -> None:
+        """See what was written to the parameters since the last step."""
         for param, copy in self._copies.items():
             if self._seen[param] != (param.data_ptr(), param._version):
                 copy.copy_(param)  # in modes with masters they compare, and refuse other values
         self._note_versions()
-        self.inner.collect()
 
     @torch.no_grad()
     def step(self, update: Callable[[], object]) -> None:
@@ -120,7 +125,9 @@ class OffloadedWeights(SteppedWeights):
             return None
         buffer = self._buffers.get(param)
         if buffer is None:
-            buffer = self._buffers[param] = _beside(param.grad)
+            # In the memory format of the parameter, on which fused kernels rely.
+            buffer = torch.empty_like(param, dtype=param.grad.dtype, device="cpu", pin_memory=param.is_cuda)
+            self._buffers[param] = buffer
         # A view, because masters mark the gradients that they have seen.
         return buffer.copy_(param.grad, non_blocking=True).view_as(buffer)
 
@@ -150,6 +157,7 @@ class OffloadedWeights(SteppedWeights):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As everywhere."""
         self._wait()  # the copies may still be on their way to the device
+        self._refresh()  # the model may have been loaded before; masters, if there are any, then have the last word
         super().load_state_dict(state)
 
 

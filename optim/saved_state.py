@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..amp.weights import Weights
 from ..parallel.agreement import on_all_ranks
+from .stepped_weights import SteppedWeights
 
 if TYPE_CHECKING:
     from .parallel_optimizer import ParallelOptimizer
 
 
-def load_checked(optimizer: ParallelOptimizer, weights: Weights, state: Mapping[str, Any]) -> None:
+def load_checked(optimizer: ParallelOptimizer, weights: SteppedWeights, state: Mapping[str, Any]) -> None:
     """Load ``state`` into the wrapped optimizer, the loss scale and the weights.
 
     Raises:
@@ -31,6 +31,7 @@ def load_checked(optimizer: ParallelOptimizer, weights: Weights, state: Mapping[
 
     def load() -> None:
         _check_mode(optimizer, own)
+        weights.check_layout({} if own is None else own["weights"])
         inner.load_state_dict({key: value for key, value in state.items() if key != "meshstep"})
         if own is not None and scale is not None:
             scale.load_state_dict(own["loss_scale"])
@@ -46,7 +47,7 @@ def load_checked(optimizer: ParallelOptimizer, weights: Weights, state: Mapping[
         raise
 
 
-def _load_weights(optimizer: ParallelOptimizer, weights: Weights, own: Mapping[str, Any] | None) -> None:
+def _load_weights(optimizer: ParallelOptimizer, weights: SteppedWeights, own: Mapping[str, Any] | None) -> None:
     """The last to be loaded, because masters are rounded into the model, which may have been loaded already."""
     model = [(param, param.detach().clone()) for param in optimizer._model_params if optimizer.precision.masters]
     backup = _cloned(weights.state_dict())

@@ -21,7 +21,7 @@ from ..amp.weights import Weights
 from ..parallel.spec import annotation_of
 from .reduction_plan import ReductionPlan
 
-_SCALARS = ("step", "mu", "mu_product", "eta")  # one number a parameter in torch's optimizers, whatever its shape
+SCALAR_STATE = ("step", "mu", "mu_product", "eta")  # one number a parameter in torch's optimizers, whatever its shape
 
 
 @dataclass(frozen=True)
@@ -108,21 +108,34 @@ class SteppedWeights:
         """What must be saved beside the optimizer's own state."""
         return self.inner.state_dict()
 
+    def check_layout(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if the state is of optimizer states that were sharded in another way."""
+        if "shards" in state:
+            raise other_layout(state["shards"], None)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore it on this rank; `synchronize` must follow, on all.
 
         Raises:
             ValueError: It does not fit; nothing is changed.
         """
-        if "shards" in state:
-            raise ValueError(
-                f"the state is of optimizer states sharded over {state['shards']}, but here they are whole; give the same "
-                "shard_states as when it was saved, or use save_checkpoint and load_checkpoint, which reshard"
-            )
+        self.check_layout(state)
         self.inner.load_state_dict(state)
 
     def synchronize(self) -> None:
         """Bring the stepped weights into the model on all ranks, after they were loaded."""
+
+
+def other_layout(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> ValueError:
+    """The error that optimizer states were saved in another layout than they have here (None: whole)."""
+    layouts = [
+        f"sharded over {cut['axis']}={cut['size']} in {len(cut['pieces'])} pieces" if cut else "whole"
+        for cut in (saved, own)
+    ]
+    return ValueError(
+        f"the state was saved with optimizer states {layouts[0]}, but here they are {layouts[1]}; a state fits the same "
+        "model, topology, rank and shard_states (save_checkpoint and load_checkpoint reshard)"
+    )
 
 
 # Param groups -----------------------------------------------------------------------------------------------------------
@@ -177,7 +190,7 @@ def move_state(optimizer: torch.optim.Optimizer, param: Tensor, targets: Sequenc
 def _part_of(value: Any, key: str, param: Tensor, target: Tensor, offset: int) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if key not in _SCALARS and value.shape == param.shape:
+    if key not in SCALAR_STATE and value.shape == param.shape != target.shape:
         value = value.reshape(-1)[offset : offset + target.numel()].view(target.shape)
     elif target.device == param.device:
         return value.clone()  # torch keeps step counts on the CPU for optimizers that are not fused

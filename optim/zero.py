@@ -31,7 +31,7 @@ from .flat_layout import FlatBucket, flat_buckets
 from .gradient_sync import BUCKET_BYTES, sync_axes
 from .reduction_plan import Bucket, ParameterEntry, ReductionPlan, entries_of
 from .sharded_bucket import Exchanges, ShardedBucket
-from .stepped_weights import Origin, SteppedWeights, move_state, origins_of, replaced
+from .stepped_weights import Origin, SteppedWeights, move_state, origins_of, other_layout, replaced
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class Sharding:
 class ShardedWeights(SteppedWeights):
     """Puts this rank's pieces of the parameters in their place in the param groups of an optimizer.
 
-    Sharded are all parameters that require gradients and are the same on all ranks of the axis; those that the axis shards
-    already, that only one of its coordinates owns or that are tied over it stay whole. A piece is 1-dim and has its
-    parameter's name and a spec that names the axis, so plans, norms and clipping need no exception for it. It shares the
-    parameter's memory (masters are made of it where the precision has them), unless that is not contiguous.
+    Sharded are all parameters that require gradients and are the same on all ranks of the axis. Those stay whole that the
+    axis shards already, that only one coordinate owns or that are tied over it; DTensors too, with sharded gradients.
 
-    Right for optimizers that treat every element alike, whatever tensor it is in.
+    A piece is 1-dim and has its parameter's name and a spec that names the axis, so plans, norms and clipping need no
+    exception for it. It shares the parameter's memory, unless that is not contiguous; where the precision has masters, they
+    are made of pieces. Right for optimizers that treat every element alike, whatever tensor it is in.
 
     Args:
         optimizer: It may have stepped already. Its param groups and state are changed in place.
@@ -85,8 +85,9 @@ class ShardedWeights(SteppedWeights):
         self._late: list[ShardedBucket] = []
         self._norm_buckets: set[Bucket] = set()
         self._names: dict[Tensor, str] = {}
+        self._count = 0
         self._collected = False
-        pieces, origins = self._shard(optimizer.param_groups, 0)
+        pieces, origins = self._shard(optimizer.param_groups)
         for param, new in pieces.items():
             move_state(optimizer, param, new)
         for group in optimizer.param_groups:
@@ -98,20 +99,21 @@ class ShardedWeights(SteppedWeights):
     # Layout ----------------------------------------------------------------------------------------------------------
 
     def _shard(
-        self, groups: Sequence[Mapping[str, Any]], first: int
+        self, groups: Sequence[Mapping[str, Any]]
     ) -> tuple[dict[Tensor, list[tuple[Tensor, int]]], list[Origin]]:
-        """Make the buckets and pieces of these groups, whose parameters are numbered from ``first`` on.
+        """Make the buckets and pieces of these groups, which come after those that there are.
 
         Returns:
             The (piece, offset) pairs, at most one, of each parameter that is sharded; the origins of all that the groups
             hold when pieces have taken their place.
         """
-        whole, topology = origins_of(groups, first), self.registry.topology
+        whole, topology = origins_of(groups, self._count), self.registry.topology
         named: list[Tensor | tuple[str, Tensor]] = [(origin.name, origin.param) for origin in whole]
         entries = entries_of([named], topology)
         planned = _layouts([origin.param for origin in whole], entries, self.registry, self.sharding)
         chosen = {index for _, layout in planned for index in layout.indices}
         self._agree(entries, chosen)
+        self._count += len(whole)
         self._names |= {whole[index].param: entries[index].name for index in chosen}
         pieces: dict[Tensor, list[tuple[Tensor, int]]] = {whole[index].param: [] for index in chosen}
         for summed, layout in planned:
@@ -186,8 +188,7 @@ class ShardedWeights(SteppedWeights):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, sharded like the others. Collectives: an object all-gather."""
-        first = 1 + max((origin.index for origin in self._origins), default=-1)
-        pieces, origins = self._shard([param_group], first)
+        pieces, origins = self._shard([param_group])
         self._whole.add_param_group({**param_group, **_with_pieces(param_group, pieces)})
         self._origins += origins
         if self._reducer is not None:
@@ -223,8 +224,7 @@ class ShardedWeights(SteppedWeights):
             RuntimeError: With sharded gradients: they have been collected, and not cleared; or a micro-batch went past
                 `micro_batch`, in a window in which another did not.
         """
-        for bucket in self._all_buckets:
-            bucket.refresh()
+        self._refresh()
         if self._reducer is None:
             for bucket in self._all_buckets:
                 bucket.gradients = [None] * len(bucket.pieces)  # the parameters' gradients hold all of the window
@@ -239,11 +239,17 @@ class ShardedWeights(SteppedWeights):
                 piece.grad = gradient
         self._whole.collect()
 
+    def _refresh(self) -> None:
+        """See what was written to the model's parameters since the last step."""
+        for bucket in self._all_buckets:
+            bucket.refresh()
+
     def step(self, update: Callable[[], object]) -> None:
         """Step the pieces, and bring them together in the model's parameters; a skipped step changes nothing."""
         self._whole.step(update)
         self.synchronize()
 
+    @torch.no_grad()
     def synchronize(self) -> None:
         """Bring all ranks' pieces together in the model's parameters."""
         Exchanges.run(bucket.gather for bucket in self._all_buckets)
@@ -267,24 +273,20 @@ class ShardedWeights(SteppedWeights):
         cut = [(origin.offset, piece.numel()) for origin, piece in zip(self._origins, self.measured(), strict=True)]
         return {"axis": self.sharding.axis, "size": self.registry.size(self.sharding.axis), "pieces": cut}
 
+    def check_layout(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if the state is of optimizer states that were sharded in another way, or not at all."""
+        saved, own = state.get("shards"), self._cut()
+        if saved != own:
+            raise other_layout(saved, own)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the slices on this rank; `synchronize` must follow, on all.
 
         Raises:
             ValueError: They were cut in another way; nothing is changed.
         """
-        saved, cut = state.get("shards"), self._cut()
-        if saved != cut:
-            how = (
-                "whole"
-                if saved is None
-                else f"sharded over {saved['axis']}={saved['size']} in {len(saved['pieces'])} pieces"
-            )
-            raise ValueError(
-                f"the state was saved with optimizer states {how}, but here they are sharded over "
-                f"{cut['axis']}={cut['size']} in {len(cut['pieces'])} pieces; a state fits the same model, topology and "
-                "rank (save_checkpoint and load_checkpoint reshard)"
-            )
+        self.check_layout(state)
+        self._refresh()  # the model may have been loaded before; masters, if there are any, then have the last word
         self._whole.load_state_dict({key: value for key, value in state.items() if key != "shards"})
 
 
@@ -310,8 +312,8 @@ def _layouts(
     topology, axis = registry.topology, sharding.axis
     together: dict[tuple[bool, Bucket, torch.dtype, str], list[int]] = {}
     for index, (param, entry) in enumerate(zip(params, entries, strict=True)):
-        if can_shard(param, entry.spec, axis, topology):
-            summed = axis in sync_axes(entry.spec, topology, sharding.average_data)
+        if can_shard(param, entry, sharding, topology):
+            summed = axis in sync_axes(entry.spec, topology, sharding.average_data, entry.averaged)
             key = (summed, Bucket.of(entry.spec, topology), param.dtype, str(param.device))
             together.setdefault(key, []).append(index)
     planned = []
@@ -322,10 +324,15 @@ def _layouts(
     return sorted(planned, key=lambda item: -item[1].indices[-1])
 
 
-def can_shard(param: Tensor, spec: P, axis: str, topology: Topology) -> bool:
-    """Whether all ranks of ``axis`` hold, and step, the same parameter."""
+def can_shard(param: Tensor, entry: ParameterEntry, sharding: Sharding, topology: Topology) -> bool:
+    """Whether all ranks of the axis hold, and step, the same parameter.
+
+    The gradients of a DTensor are its own until the step, so they can't be taken from backward.
+    """
+    spec = entry.spec
     taken = {*spec.distinct_axes(topology), *dict(spec.owned), *dict(spec.tied)}
-    return param.requires_grad and param.numel() > 0 and axis not in taken
+    reachable = not (sharding.gradients and entry.averaged)
+    return param.requires_grad and param.numel() > 0 and reachable and sharding.axis not in taken
 
 
 def _grad_dtype(param: Tensor, sharding: Sharding) -> torch.dtype:

@@ -217,11 +217,12 @@ def entries_of(
     entries, undeclared = [], []
     for group, params in enumerate(param_groups):
         for position, item in enumerate(params):
-            given, logical = item if isinstance(item, tuple) else (None, item)
-            param = local_parameter(logical, topology)
+            given, param = item if isinstance(item, tuple) else (None, item)
+            param = local_parameter(param, topology)
             annotation = annotation_of(param) or Annotation(P(), declared=False)
-            # Pieces of a DTensor may be uneven, but its name is the same everywhere.
-            name = given or annotation.name or f"parameter {position} of group {group} (shape {tuple(logical.shape)})"
+            name = (
+                given or annotation.name or f"parameter {position} of group {group} ({_shape(param, annotation.spec)})"
+            )
             check_dense_real(param, name)
             if annotation.silent_axes(topology):
                 undeclared.append(name)
@@ -238,6 +239,12 @@ def entries_of(
             "wrappers drop specs: declare again after them)"
         )
     return entries
+
+
+def _shape(param: Tensor, spec: P) -> str:
+    """The shape as far as it is the same on all ranks: pieces may be uneven."""
+    sizes = ("sharded" if spec.dim_axes(dim) else str(size) for dim, size in enumerate(param.shape))
+    return f"shape ({', '.join(sizes)})"
 
 
 def check_dense_real(tensor: Tensor, name: str) -> None:

@@ -13,6 +13,9 @@ The mesh speaks for its own axes, a declaration for all others, and both are nee
 lose what their layers declared. Declare again afterwards, or wrap the change in `keep_specs`. A DTensor that nothing
 declared is an error if the topology has a model axis that its mesh lacks.
 
+For tensor parallelism and `fully_shard` on the same parameters torch wants slices of one mesh:
+``mesh = registry.device_mesh("data", "tensor")``, then ``mesh["tensor"]`` and ``mesh["data"]``.
+
 A DTensor's gradient is complete over the axes of its mesh (`fully_shard` averages), so nothing is averaged again there.
 All else is done with local tensors. DTensor's own operations would issue collectives for a norm, and refuse lists in
 which plain tensors are mixed with DTensors.
@@ -73,7 +76,7 @@ def placement_spec(tensor: DTensor) -> P:
         dim = getattr(placement, "dim", None)
         if placement.is_partial() or dim is None:
             raise ValueError(
-                f"{_label(tensor)} is laid out as {placement} along mesh dim {axis!r}; a parameter is sharded or replicated"
+                f"{_label(tensor)} is laid out as {placement!r} along mesh dim {axis!r}; a parameter is sharded or replicated"
             )
         _insert(dims[dim], axis, getattr(placement, "split_factor", 1), sizes)
     return P(*(tuple(axes) for axes in dims))
@@ -102,14 +105,14 @@ def annotation_for(param: DTensor) -> Annotation:
     said = declared.spec
     outer = [tuple(axis for axis in said.dim_axes(dim) if axis not in axes) for dim in range(param.dim())]
     dims = [outer[dim] + inner.dim_axes(dim) for dim in range(param.dim())]
-    whole = P(*dims, partial=said.partial, owned=dict(said.owned), tied=dict(said.tied))
-    mentioned = {*said.sharded_axes, *dict(said.owned), *dict(said.tied)} & {*axes}
-    if mentioned and (said != whole or mentioned & {*dict(said.owned), *dict(said.tied)}):
+    owned, tied = dict(said.owned), dict(said.tied)
+    repeated = {*said.sharded_axes} & {*axes} and said.entries != P(*dims).entries
+    if repeated or {*owned, *tied} & {*axes} or {*said.partial} & {*inner.sharded_axes}:
         raise ValueError(
-            f"{_label(param)} is declared {said}, but its placements {param.placements} over {', '.join(axes)} make it "
-            f"{P(*dims, partial=said.partial)}; declare only what the mesh doesn't say: "
-            f"{P(*outer, partial=said.partial)}"
+            f"{_label(param)} is declared {said}, but its placements over {', '.join(axes)} make it {P(*dims)}; declare "
+            f"only what the mesh doesn't say: {P(*outer)}"
         )
+    whole = P(*dims, partial=said.partial, owned=owned, tied=tied)
     return Annotation(whole, declared.name, mesh_axes=axes)
 
 
@@ -227,11 +230,11 @@ def _pending(grad: DTensor, param: DTensor, piece: nn.Parameter, to_sum: bool) -
         elif has != wanted:
             hint = f"declare it P(partial={axis!r})" if has.is_partial("sum") else "redistribute it"
             raise ValueError(
-                f"the gradient of {_label(param)} is {has} over {axis!r}, but the parameter is {wanted}: {hint}"
+                f"the gradient of {_label(param)} is {has!r} over {axis!r}, but the parameter is {wanted!r}: {hint}"
             )
         elif axis in declared and to_sum:
             raise ValueError(
-                f"{_label(param)} is declared partial over {axis!r}, but its gradient is complete ({has}): it would be "
+                f"{_label(param)} is declared partial over {axis!r}, but its gradient is complete ({has!r}): it would be "
                 f"summed twice; leave {axis!r} out of partial="
             )
     return pending

@@ -43,6 +43,14 @@ class _Bound(NamedTuple):
     replicas: ReplicaCheck | None
 
 
+class _Clip(NamedTuple):
+    """What an explicit call asks for."""
+
+    norm_type: float
+    max_norm: float | None
+    clip_value: float | None
+
+
 class ParallelOptimizer(OptimizerFacade):
     """Steps a torch optimizer by the exact global gradient norm of a model that is split over a mesh.
 
@@ -147,6 +155,7 @@ class ParallelOptimizer(OptimizerFacade):
         self.last_stats: GradStats | None = None
         self._synced = False
         self._clipped: GradStats | None = None  # by an explicit call, in this window
+        self._clip_later: _Clip | None = None  # an explicit call before the end of the window
         self._expect_next()
 
     # Binding ---------------------------------------------------------------------------------------------------------
@@ -309,6 +318,8 @@ class ParallelOptimizer(OptimizerFacade):
         if not self.window.is_full and not (last and self.window.micro_batches):
             return None
         problem = self._complete_gradients()
+        if self._clip_later is not None and self._clipped is None:
+            self._clip_now(self._clip_later)
         if self._clipped is None:
             decision = self._decide(self.norm_type, self.max_norm)
             if self.clip_value is not None:
@@ -333,40 +344,51 @@ class ParallelOptimizer(OptimizerFacade):
         return stats
 
     @torch.no_grad()
-    def clip_grad_by_norm(self, max_norm: float, norm_type: float | None = None) -> GradStats:
+    def clip_grad_by_norm(self, max_norm: float, norm_type: float | None = None) -> GradStats | None:
         """Complete, measure, unscale and clip the gradients now, in place; `step` then does none of it again.
+
+        In the middle of a window of managed accumulation `step` does it when the window ends.
 
         Args:
             max_norm: Threshold in unscaled gradient units, finite, > 0; replaces the constructor's for this step.
             norm_type: p >= 1 or inf; None: the constructor's.
         Returns:
-            GradStats with the norm before clipping.
+            GradStats with the norm before clipping; None in the middle of a window.
         Raises:
             ValueError: An argument is out of range; nothing is changed.
         Collectives: those of a step. Host reads: none.
         """
         max_norm = checked_threshold(max_norm, "max_norm")
         p = self.norm_type if norm_type is None else checked_norm_type(norm_type)
-        return self._clip_now(p, max_norm, None)
+        return self._clip(_Clip(p, max_norm, None))
 
     @torch.no_grad()
-    def clip_grad_by_value(self, clip_value: float) -> GradStats:
+    def clip_grad_by_value(self, clip_value: float) -> GradStats | None:
         """Complete, measure and unscale the gradients now, and clamp every element to [-clip_value, clip_value].
 
+        In the middle of a window of managed accumulation `step` does it when the window ends.
+
         Returns:
-            GradStats with the norm before clamping; `step` then neither measures nor clips again.
+            GradStats with the norm before clamping, None in the middle of a window; `step` then neither measures nor clips
+            again.
         Raises:
             ValueError: clip_value is not finite and positive; nothing is changed.
         Collectives: those of a step. Host reads: none.
         """
-        return self._clip_now(self.norm_type, None, checked_threshold(clip_value, "clip_value"))
+        return self._clip(_Clip(self.norm_type, None, checked_threshold(clip_value, "clip_value")))
 
-    def _clip_now(self, norm_type: float, max_norm: float | None, clip_value: float | None) -> GradStats:
+    def _clip(self, clip: _Clip) -> GradStats | None:
+        if self.window.is_full:
+            return self._clip_now(clip)
+        self._clip_later = clip
+        return None
+
+    def _clip_now(self, clip: _Clip) -> GradStats:
         problem = self._complete_gradients()
+        decision = self._decide(clip.norm_type, clip.max_norm)
         if problem is not None:
             raise problem
-        decision = self._decide(norm_type, max_norm)
-        self._apply_in_place(decision, clip_value)
+        self._apply_in_place(decision, clip.clip_value)
         stats = decision.stats
         if self._clipped is not None:  # a second clip in one window must not hide what the first one found
             stats = replace(stats, found_inf=torch.maximum(stats.found_inf, self._clipped.found_inf))
@@ -375,7 +397,7 @@ class ParallelOptimizer(OptimizerFacade):
 
     def _open_window(self) -> None:
         """What is known of the gradients no longer holds."""
-        self._synced, self._clipped = False, None
+        self._synced, self._clipped, self._clip_later = False, None, None
         self.window.open()
         self._expect_next()
 

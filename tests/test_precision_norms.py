@@ -115,8 +115,8 @@ def check_one(mode: str, p: float, way: Way, registry: ProcessGroupRegistry, fus
     elif way.call == "value":
         check_stats(optimizer.clip_grad_by_value(CLIP_VALUE), p)
     stats = optimizer.step()
-    assert stats is not None
     check_stats(stats, p)
+    assert stats is not None
     assert optimizer.grad_norm is stats.total_norm
     for name, param in params.items():
         expected = shard(way.expected(name, p), SPECS[name][1], registry)
@@ -137,7 +137,8 @@ def parameters(mode: str, registry: ProcessGroupRegistry) -> dict[str, nn.Parame
     return params
 
 
-def check_stats(stats: GradStats, p: float) -> None:
+def check_stats(stats: GradStats | None, p: float) -> None:
+    assert stats is not None
     assert float(stats.total_norm) == pytest.approx(dense_norm(list(SPECS), p), rel=1e-6)
     groups = [dense_norm([name for name in SPECS if SPECS[name][2] == index], p) for index in (0, 1)]
     assert stats.group_norms.tolist() == pytest.approx(groups, rel=1e-6)

@@ -251,6 +251,7 @@ def test_explicit_clipping_measures_once_and_clips_once() -> None:
     optimizer = ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), registry, max_norm=100.0)
     optimizer.backward(model(torch.ones(2, 4)).square().sum() * 30)
     stats = optimizer.clip_grad_by_norm(0.25)
+    assert stats is not None
     grads = [param.grad.clone() for param in model.parameters() if param.grad is not None]
     assert torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads])) == pytest.approx(0.25, rel=1e-4)
     before = [param.detach().clone() for param in model.parameters()]
@@ -265,6 +266,7 @@ def test_clip_by_value_reports_the_norm_before() -> None:
     optimizer.backward(model(torch.ones(2, 4)).square().sum() * 30)
     true = torch.nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
     stats = optimizer.clip_grad_by_value(0.01)
+    assert stats is not None
     assert stats.total_norm == pytest.approx(float(true), rel=1e-6)
     assert all(param.grad is not None and param.grad.abs().max() <= 0.01 for param in model.parameters())
     with_option = ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), registry, clip_value=0.005)

@@ -1,5 +1,6 @@
 """The step: global gradient norm, clipping and the parallel optimizer."""
 
+from .booster import Booster as Booster
 from .clipping import clip_grad_norm_ as clip_grad_norm_
 from .clipping import clip_grad_value_ as clip_grad_value_
 from .clipping import global_norm as global_norm

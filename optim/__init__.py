@@ -1,6 +1,9 @@
 """The step: global gradient norm, clipping and the parallel optimizer."""
 
 from .booster import Booster as Booster
+from .checkpoint import load_checkpoint as load_checkpoint
+from .checkpoint import newest_checkpoint as newest_checkpoint
+from .checkpoint import save_checkpoint as save_checkpoint
 from .clipping import clip_grad_norm_ as clip_grad_norm_
 from .clipping import clip_grad_value_ as clip_grad_value_
 from .clipping import global_norm as global_norm

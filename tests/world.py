@@ -74,7 +74,8 @@ class World:
 
     def __init__(self) -> None:
         self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed"])
+        # The last two are imported on first use, by optimizers and checkpoints: seconds, if each worker does it.
+        self._context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "torch.distributed.checkpoint"])
         self._workers: list[tuple[Any, Connection]] = []
         self._dir = tempfile.mkdtemp(prefix="meshstep-world-")
         self._size: int | None = None

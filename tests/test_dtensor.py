@@ -284,12 +284,12 @@ def parallel_block(registry: ProcessGroupRegistry) -> Block:
     return block
 
 
-def train_block(axes: Axes, partial: bool, functional: bool) -> tuple[list[float], list[Tensor]]:
+def train_block(axes: Axes, functional: bool, options: dict[str, Any]) -> tuple[list[float], list[Tensor]]:
     with registry_of(axes) as registry:
         block = parallel_block(registry)
-        if partial:
-            declare(block, {"norm.*": P(partial="tensor"), "*": P()})
-        optimizer = ParallelOptimizer(torch.optim.SGD(block.parameters(), lr=0.5, fused=True), registry, max_norm=0.4)
+        declare(block, {"norm.*": P(partial="tensor"), "*": P()})
+        inner = torch.optim.SGD(block.parameters(), lr=0.5, fused=True)
+        optimizer = ParallelOptimizer(inner, registry, max_norm=0.4, **options)
         norms = []
         for step in range(5):
             x = randn(2, 4, 6, seed=step)
@@ -324,14 +324,32 @@ def dense_block() -> tuple[list[float], list[Tensor]]:
     return norms, [param.detach() for param in block.parameters()]
 
 
+def assert_trained(found: tuple[list[float], list[Tensor]]) -> None:
+    norms, params = dense_block()
+    assert found[0] == pytest.approx(norms, rel=1e-9)
+    for one, other in zip(found[1], params, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+
+
 @pytest.mark.parametrize("functional", [False, True])
 @pytest.mark.parametrize("axes", [(("tensor", 2),), GRID])
 def test_parallelize_module(world: World, axes: Axes, functional: bool) -> None:
-    norms, params = dense_block()
-    for found_norms, found in world.run(2 * len(axes), train_block, axes, True, functional):
-        assert found_norms == pytest.approx(norms, rel=1e-9)
-        for one, other in zip(found, params, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+    for found in world.run(2 * len(axes), train_block, axes, functional, {}):
+        assert_trained(found)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shard_states": "data"},
+        {"shard_states": "data", "shard_gradients": True},
+        {"offload": 0.5},
+        {"check_replicas": True, "per_parameter_norms": True, "reduction": "per_group"},
+    ],
+)
+def test_other_ways_to_step_dtensors(world: World, options: dict[str, Any]) -> None:
+    for found in world.run(4, train_block, GRID, False, options):
+        assert_trained(found)
 
 
 def misdeclared(kind: str) -> str:

@@ -76,7 +76,7 @@ def placement_spec(tensor: DTensor) -> P:
         dim = getattr(placement, "dim", None)
         if placement.is_partial() or dim is None:
             raise ValueError(
-                f"{_label(tensor)} is laid out as {placement!r} along mesh dim {axis!r}; a parameter is sharded or replicated"
+                f"{_label(tensor)} is {placement!r} over mesh dim {axis!r}; a parameter must be sharded or replicated"
             )
         _insert(dims[dim], axis, getattr(placement, "split_factor", 1), sizes)
     return P(*(tuple(axes) for axes in dims))
@@ -155,7 +155,6 @@ def check_mesh(tensor: DTensor, topology: Topology) -> None:
 # Local parameters -------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def local_parameter(param: DTensor, topology: Topology | None = None) -> nn.Parameter:
     """A plain parameter that is this rank's local tensor (its memory) and carries the spec over all axes.
 
@@ -164,28 +163,37 @@ def local_parameter(param: DTensor, topology: Topology | None = None) -> nn.Para
     Raises:
         ValueError: As `annotation_for`; and `check_mesh`, where a topology is given.
     """
-    value = _waited(param.to_local()).detach()
+    # Not to_local(): of a parameter that makes a new view each time.
+    source = (param._local_tensor, annotation_of(param), param.placements)
     piece: nn.Parameter | None = getattr(param, _LOCAL, None)
-    if piece is None:
-        piece = nn.Parameter(value, requires_grad=param.requires_grad)
-        piece.grad_dtype = None  # any: whoever reduces gradients chooses
-        setattr(param, _LOCAL, piece)
-    elif piece.data_ptr() != value.data_ptr() or piece.dtype != value.dtype or piece.shape != value.shape:
-        piece.data = value
+    known = (None, None, None) if piece is None else getattr(piece, _SOURCE, (None, None, None))
+    if piece is None or source[0] is not known[0] or source[0].data_ptr() != piece.data_ptr():
+        piece = _follow_memory(param, piece)
+    if source[1] is not known[1] or source[2] != known[2]:
+        attach(piece, annotation_for(param))
+    setattr(piece, _SOURCE, source)
     if piece.requires_grad != param.requires_grad:
         piece.requires_grad_(param.requires_grad)
-    _follow_version(param, piece)
-    source = (annotation_of(param), param.placements)
-    if getattr(piece, _SOURCE, None) != source:
-        attach(piece, annotation_for(param))
-        setattr(piece, _SOURCE, source)
     if topology is not None and getattr(piece, _CHECKED, None) is not topology:
         check_mesh(param, topology)
         setattr(piece, _CHECKED, topology)
+    _follow_version(param, piece)
     return piece
 
 
 @torch.no_grad()
+def _follow_memory(param: DTensor, piece: nn.Parameter | None) -> nn.Parameter:
+    """The local parameter of ``param``, a new one or ``piece``, on the memory of its local tensor as that is now."""
+    value = _waited(param._local_tensor).detach()
+    if piece is None:
+        piece = nn.Parameter(value, requires_grad=param.requires_grad)
+        piece.grad_dtype = None  # any: whoever reduces gradients chooses
+        setattr(param, _LOCAL, piece)
+    else:
+        piece.data = value
+    return piece
+
+
 def share_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool = False) -> None:
     """Give ``piece`` the local tensor of the DTensor's gradient: its memory, unless ``piece.grad_dtype`` wants a cast.
 
@@ -203,9 +211,10 @@ def share_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool = False)
     if not isinstance(grad, DTensor):
         raise ValueError(f"the gradient of {_label(param)} is a {type(grad).__name__}; that of a DTensor is a DTensor")
     partial = _pending(grad, param, piece, to_sum)
-    local = _waited(grad.to_local())
+    local = _waited(grad._local_tensor)
     _follow_version(grad, local)
-    piece.grad = local if piece.grad_dtype in (None, local.dtype) else local.to(piece.grad_dtype)
+    wanted = piece.grad_dtype
+    piece.grad = local if wanted is None or wanted == local.dtype else local.to(wanted)
     if partial and to_sum and piece.grad is local:
         param.grad = _like(param, local)
 

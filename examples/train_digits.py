@@ -22,7 +22,7 @@ import torch.distributed as dist
 from digits_model import DenseLayers, DenseReference, DigitsTransformer, full_parameters, layers_for
 from einops import rearrange
 from meshstep.amp import ApexFp16, precision_of
-from meshstep.optim import ParallelOptimizer
+from meshstep.optim import ParallelOptimizer, load_checkpoint, newest_checkpoint, save_checkpoint
 from meshstep.parallel import P, ProcessGroupRegistry, Topology
 from meshstep.parallel.collectives import reduce_from
 from meshstep.parallel.launch import init_distributed
@@ -119,12 +119,20 @@ class Trainer:
 
     def run(self) -> None:
         """All steps, with a progress bar on rank 0."""
-        steps = tqdm(range(self.options.steps), unit="step", disable=self.registry.global_rank != 0)
+        folder = self.options.resume
+        if folder is not None and newest_checkpoint(folder) is not None:
+            saved = load_checkpoint(folder, self.model, self.optimizer, lr_scheduler=self.schedule)
+            self.history = list(saved["history"].to(self.registry.device))
+        start, last = len(self.history), self.options.steps
+        steps = tqdm(range(start, last), unit="step", initial=start, total=last, disable=self.registry.global_rank != 0)
         for step in steps:
             self.step(batch_at(step, self.train_samples, self.options.batch_size, self.options.seed))
             if step % 10 == 9 or step == self.options.steps - 1:  # reading numbers waits for the device
                 loss, accuracy, norm, _ = self.history[-1].tolist()
                 steps.set_postfix_str(f"loss {loss:.4f}, gradient norm {norm:.3f}, accuracy {accuracy:.0%}")
+            if folder is not None and (step + 1) % self.options.save_every == 0:
+                record = {"history": torch.stack(self.history)}
+                save_checkpoint(folder, self.model, self.optimizer, lr_scheduler=self.schedule, extra=record)
 
     def step(self, batch: Samples) -> None:
         """One training step on a full batch."""
@@ -180,7 +188,7 @@ def report(trainer: Trainer, seconds: float) -> bool:
     print(f"test:        loss {test_loss:.6f}, accuracy {test_accuracy:.2%}")
     if not options.verify:
         return True
-    largest = float(torch.tensor(trainer.differences).max())
+    largest = float(torch.tensor([0.0, *trainer.differences]).max())
     right = largest <= LARGEST_DIFFERENCE
     print(
         f"verify:      the norm is at most {largest:.1e} (relative) off the dense model's in float64: "
@@ -218,6 +226,15 @@ def parse_options() -> argparse.Namespace:
         default=0,
         help="shard optimizer states over data (1), and gradients as well (2) (default: 0)",
     )
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="DIR",
+        help="save checkpoints there, and continue from the newest one, which may be of another topology or --zero",
+    )
+    parser.add_argument(
+        "--save-every", type=int, default=25, metavar="N", help="steps between checkpoints (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the weights and batches (default: %(default)s)")
     parser.add_argument(
         "--curve", type=Path, metavar="FILE", help="write loss, norm and so on of each step there, as CSV"
@@ -232,7 +249,9 @@ def parse_options() -> argparse.Namespace:
     if options.verify and options.precision != "fp32":
         parser.error("--verify compares with float64 to 1e-5, which only fp32 can meet; leave one of the two out")
     if options.zero and "data" not in options.topology.axes:
-        parser.error("--zero shards over the axis data, which --topology does not have; e.g. --topology data=2,tensor=2")
+        parser.error(
+            "--zero shards over the axis data, which --topology does not have; e.g. --topology data=2,tensor=2"
+        )
     if options.batch_size % options.accumulate:
         parser.error(f"--accumulate {options.accumulate} does not divide --batch-size {options.batch_size}")
     return options

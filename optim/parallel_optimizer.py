@@ -334,10 +334,7 @@ class ParallelOptimizer(OptimizerFacade):
         self._weights.step(lambda: apply_update(self.optimizer, stats.found_inf, folded))
         self._dtensors.return_gradients()
         # Only now: the gradients were divided by the scale that backward used.
-        if self.loss_scale is not None:
-            self.loss_scale.update(stats.found_inf)
-        self._monitor.update(stats.found_inf)
-        self.last_stats = stats
+        self._count(stats)
         self._open_window()
         if problem is not None:
             raise problem
@@ -477,11 +474,18 @@ class ParallelOptimizer(OptimizerFacade):
         else:
             return
         names = nonfinite_names(self._bound.params, self._bound.plan.entries, self.registry)
+        self._count(stats)  # whoever catches the error goes on with a lower loss scale
         self._open_window()
         raise FloatingPointError(
             f"{reason}; gradients that are not finite now: {', '.join(names) or 'none (the norm itself overflowed)'}. "
             "Nothing was stepped: look for a too large learning rate, a division by zero or a too large loss scale"
         )
+
+    def _count(self, stats: GradStats) -> None:
+        if self.loss_scale is not None:
+            self.loss_scale.update(stats.found_inf)
+        self._monitor.update(stats.found_inf)
+        self.last_stats = stats
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as torch's optimizers do, of the model's parameters too where there are masters.
@@ -529,7 +533,7 @@ class ParallelOptimizer(OptimizerFacade):
         Raises:
             ValueError: On every rank, when on any rank it comes from another precision mode or does not fit; nothing is
                 changed then.
-        Collectives: an object all-gather. Host reads: a few.
+        Collectives: two object all-gathers. Host reads: a few.
         """
         load_checked(self, self._weights, state_dict)
         self._weights.synchronize()

@@ -70,6 +70,15 @@ def test_a_topology_has_the_curve_of_one_process(
     torch.testing.assert_close(curve(path), one_process, rtol=2e-5, atol=0)
 
 
+def test_a_run_is_resumed_on_another_topology(one_process: torch.Tensor, tmp_path: Path) -> None:
+    folder, path = str(tmp_path / "checkpoints"), tmp_path / "curve.csv"
+    # The schedule needs the whole length; the first run saves after step 5 and 10 and is then as good as lost.
+    train_digits("--resume", folder, "--save-every", "5", *FLAGS)
+    flags = ["--resume", folder, "--accumulate", "4", "--zero", "2", "--curve", str(path), *FLAGS]
+    train_digits("--topology", "data=2,tensor=2", *flags, processes=4)
+    torch.testing.assert_close(curve(path), one_process, rtol=2e-5, atol=0)
+
+
 def options(**changes: Any) -> argparse.Namespace:
     return argparse.Namespace(
         **{
@@ -83,6 +92,8 @@ def options(**changes: Any) -> argparse.Namespace:
             "precision": "fp32",
             "accumulate": 1,
             "zero": 0,
+            "resume": None,
+            "save_every": 25,
             **changes,
         }
     )

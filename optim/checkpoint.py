@@ -113,6 +113,7 @@ def save_checkpoint(
     except (ValueError, RuntimeError):
         if registry.global_rank == 0:
             shutil.rmtree(directory, ignore_errors=True)
+        gather_objects(None, registry)  # nobody goes on before it is gone
         raise
 
 

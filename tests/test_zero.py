@@ -50,7 +50,7 @@ def small_buckets(nbytes: int = 1024) -> Any:
 
 
 def train(
-    axes: Axes, mode: str, kind: str, steps: int, options: dict[str, Any], micro: int = 1, bucket: int = 1024
+    axes: Axes, mode: str, kind: str, steps: int, options: dict[str, Any], micro: int = 1, bucket: int = 256
 ) -> tuple[dict[str, Tensor], list[float], dict[str, float]]:
     """Full parameters, norms, and the last norms of all parameters, after some steps."""
     with ProcessGroupRegistry(Topology(roles=None, **dict(axes))) as registry, small_buckets(bucket):

@@ -1,0 +1,146 @@
+"""What one rank keeps in memory, replicated, sharded and offloaded: bytes of tensors, summed.
+
+    python tests/benchmarks/memory.py [--ranks 4] [--width 1024] [--depth 24]
+
+A stack of linear layers, trained by AdamW over gloo ranks on one machine. The columns, in MiB of the rank that keeps most:
+parameters; the largest sum of their gradients at any moment of a window of two micro-batches; the slice that those are
+reduced into; masters; optimizer states; how much of masters, states and copies is on the CPU. Then the time of a window,
+and masters and states relative to the replicated ones divided by the number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import tempfile
+import time
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from meshstep.amp import precision_of
+from meshstep.optim import ParallelOptimizer
+from meshstep.optim.offload import OffloadedWeights
+from meshstep.optim.stepped_weights import SteppedWeights
+from meshstep.optim.zero import ShardedWeights
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from torch import Tensor, nn
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "replicated": {},
+    "ZeRO-1": {"shard_states": "data"},
+    "ZeRO-2": {"shard_states": "data", "shard_gradients": True},
+    "offload 0.5": {"offload": 0.5},
+    "ZeRO-2, offload 0.5": {"shard_states": "data", "shard_gradients": True, "offload": 0.5},
+}
+
+
+class Usage(NamedTuple):
+    """Bytes on one rank, and the seconds of a window."""
+
+    parameters: float
+    gradients: float
+    slices: float
+    masters: float
+    states: float
+    offloaded: float
+    seconds: float
+
+
+def measure(registry: ProcessGroupRegistry, mode: str, options: dict[str, Any], width: int, depth: int) -> Usage:
+    """Train two windows of two micro-batches."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+    declare(model, {"*": P()})
+    model = precision_of(mode).prepare(model)
+    optimizer = ParallelOptimizer(
+        torch.optim.AdamW(model.parameters(), fused=True), registry, precision=mode, max_norm=1.0, **options
+    )
+    most = [0]
+
+    def watch(_: Tensor) -> None:
+        most[0] = max(most[0], sum(param.grad.nbytes for param in model.parameters() if param.grad is not None))
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(watch)
+    x = torch.randn(8, width)
+    for _ in range(2):
+        start = time.perf_counter()
+        for _ in range(2):
+            optimizer.backward(model(x).float().square().mean())
+        optimizer.step()
+        seconds = time.perf_counter() - start
+        slices = _slices(optimizer._weights)
+        optimizer.zero_grad()
+    pieces = optimizer._weights.pieces()
+    masters = sum(piece.piece.nbytes for piece in pieces if piece.piece.dtype != piece.param.dtype)
+    states = {piece: _state_bytes(optimizer, piece.piece) for piece in pieces}
+    whole: Any = getattr(optimizer._weights, "_whole", optimizer._weights)
+    copies = whole._copies if isinstance(whole, OffloadedWeights) else {}
+    beside = [piece for piece in whole.pieces() if piece.param in copies]
+    offloaded = sum(_state_bytes(optimizer, piece.piece) + piece.piece.nbytes for piece in beside)
+    parameters = sum(param.nbytes for param in model.parameters())
+    return Usage(parameters, most[0], slices, masters, sum(states.values()), offloaded, seconds)
+
+
+def _state_bytes(optimizer: ParallelOptimizer, stepped: Tensor) -> int:
+    return sum(value.nbytes for value in optimizer.state[stepped].values() if isinstance(value, Tensor))
+
+
+def _slices(weights: SteppedWeights) -> int:
+    if not isinstance(weights, ShardedWeights):
+        return 0
+    gradients = [gradient for bucket in weights._all_buckets for gradient in bucket.gradients]
+    return sum(gradient.nbytes for gradient in gradients if gradient is not None)
+
+
+def run(rank: int, ranks: int, store: str, width: int, depth: int) -> None:
+    """All rows, on one rank; rank 0 prints them."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, ranks),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(minutes=5),
+    )
+    with ProcessGroupRegistry(Topology(data=ranks)) as registry:
+        for mode in ("fp32", "bf16"):
+            replicated = 0.0
+            for name, options in PLACEMENTS.items():
+                usages: list[Any] = [None] * ranks
+                dist.all_gather_object(usages, measure(registry, mode, options, width, depth))
+                usage = Usage(*map(max, zip(*usages, strict=True)))
+                kept = usage.masters + usage.states
+                replicated = replicated or kept
+                if rank == 0:
+                    report(mode, name, usage, kept / (replicated / ranks) if "shard_states" in options else None)
+    dist.destroy_process_group()
+
+
+def report(mode: str, name: str, usage: Usage, ratio: float | None) -> None:
+    """One row."""
+    figures = "  ".join(f"{value / 2**20:10.2f}" for value in usage[:-1])
+    shown = "" if ratio is None else f"{ratio:.4f}"
+    print(f"{mode:6s}{name:22s}{figures}  {usage.seconds * 1e3:8.0f}  {shown}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--depth", type=int, default=24)
+    arguments = parser.parse_args()
+    numel = arguments.depth * arguments.width * (arguments.width + 1)
+    print(f"torch {torch.__version__}, {platform.machine()} CPU, data={arguments.ranks}; {numel:,} parameters; MiB")
+    columns = ("parameters", "gradients", "slices", "masters", "states", "on the CPU")
+    print(f"{'':28s}" + "  ".join(f"{column:>10s}" for column in columns) + f"  {'ms':>8s}  of replicated / ranks")
+    with tempfile.TemporaryDirectory() as folder:
+        work = (arguments.ranks, f"{folder}/store", arguments.width, arguments.depth)
+        mp.spawn(run, work, arguments.ranks)  # type: ignore[attr-defined,no-untyped-call]
+
+
+if __name__ == "__main__":
+    main()

@@ -32,7 +32,7 @@ def wrap(*params: nn.Parameter, **options: Any) -> Callable[[ProcessGroupRegistr
 
 # Each makes its parameters on its rank and returns what must raise there.
 MISTAKES: dict[str, tuple[Callable[[], Callable[[ProcessGroupRegistry], object]], str]] = {
-    "undeclared": (lambda: wrap(parameter(None, 4)), r"no spec for parameter 0 of group 0 \(shape \(4,\)\).*declare"),
+    "undeclared": (lambda: wrap(parameter(None, 4)), r"no spec for parameter 0 of group 0 \(shape \(4,?\)\).*declare"),
     "a foreign parameter": (
         lambda: wrap(parameter(P("tensor"), 4), parameter(P(), 4, name="bias"), parameter(None, 2, 2)),
         r"no spec for parameter 2 of group 0 \(shape \(2, 2\)\)",

@@ -155,14 +155,23 @@ class DataParallelSwitch:
         Raises:
             RuntimeError: They are not, and only `fully_shard` could have done it, in backward.
         """
-        left_out, self._left_out = self._left_out, False
-        if left_out and not self.is_ddp:
+        if self._left_out and not self.is_ddp:
             raise RuntimeError(
                 "fully_shard has not reduced the gradients of this window: it must know the last micro-batch of a window "
                 "before its backward. Call window_ends() before the forward of the last one where a window is shorter than "
                 "accumulation_steps, and leave it out of no_sync()"
             )
+        left_out, self._left_out = self._left_out, False
         return not left_out
+
+    def check_clearing(self) -> None:
+        """Raise RuntimeError if gradients are to be cleared that only `fully_shard` has: they would add to later ones."""
+        if self._left_out and not self.is_ddp:
+            raise RuntimeError(
+                "fully_shard keeps the gradients of micro-batches that it has not reduced, whoever clears the parameters' "
+                "gradients: finish the window with a micro-batch that it reduces, after window_ends() and outside of "
+                "no_sync(), before zero_grad()"
+            )
 
     @contextmanager
     def off(self) -> Iterator[None]:

@@ -491,8 +491,13 @@ class ParallelOptimizer(OptimizerFacade):
         """Forget the gradients, as torch's optimizers do, of the model's parameters too where there are masters.
 
         Nothing happens in the middle of a window of managed accumulation.
+
+        Raises:
+            RuntimeError: `fully_shard` has gradients of the window that it has not reduced, and that can't be cleared.
         """
         if self.window.steps is None or not self.window.micro_batches:
+            if self._switch is not None:
+                self._switch.check_clearing()
             self._weights.zero_grad(set_to_none)
             self._dtensors.zero_grad(set_to_none)
             self._open_window()

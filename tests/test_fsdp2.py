@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from math import inf
 from typing import Any
 
 import pytest
 import torch
-from dtensors import Axes, LocalOperations, registry_of
+from dtensors import Axes, LocalOperations, local, registry_of
 from meshstep.amp import precision_of
 from meshstep.optim import GradStats, ParallelOptimizer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare, spec_of
@@ -344,3 +345,64 @@ def unannounced(explicit: bool) -> str:
 def test_a_tail_that_fully_shard_was_not_told_of(world: World, explicit: bool) -> None:
     for found in world.run(2, unannounced, explicit):
         assert "Call window_ends() before the forward of the last one" in found
+
+
+def abandoned() -> tuple[str, float, float]:
+    """What zero_grad says in the middle of a window; the gradient of a batch, and what it is if one goes on regardless."""
+    with registry_of((("data", 2),)) as registry:
+        net = sharded_net(registry)
+        weight: Any = net.layers[0].weight
+        optimizer = ParallelOptimizer(torch.optim.SGD(net.parameters()), registry, data_parallel=net)
+        optimizer.backward(net(data(1)).mean())
+        clean = float(local(weight.grad).sum())
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            optimizer.backward(net(data(0)).mean())
+        try:
+            optimizer.zero_grad()
+            message = "no error"
+        except RuntimeError as error:
+            message = str(error)
+        net.zero_grad()
+        net(data(1)).mean().backward()
+        return message, clean, float(local(weight.grad).sum())
+
+
+def test_gradients_that_fully_shard_keeps(world: World) -> None:
+    for message, clean, regardless in world.run(2, abandoned):
+        assert "fully_shard keeps the gradients of micro-batches" in message
+        assert abs(regardless - clean) > 0.01
+
+
+def resumed() -> bool:
+    """State saved in the middle of a run, loaded into new objects, goes on with the same bits."""
+    with registry_of((("data", 2),)) as registry:
+
+        def steps(net: Net, optimizer: ParallelOptimizer, indices: range) -> None:
+            for step in indices:
+                optimizer.zero_grad()
+                optimizer.backward(net(shard(data(step), P("data"), registry)).mean())
+                optimizer.step()
+
+        def make() -> tuple[Net, ParallelOptimizer]:
+            net = sharded_net(registry)
+            layers: list[Any] = [*net.layers.parameters()]
+            optimizer = ParallelOptimizer(adamw(layers), registry, max_norm=0.3, data_parallel=net)
+            optimizer.add_param_group({"params": [net.scale], "lr": 0.1})
+            return net, optimizer
+
+        net, optimizer = make()
+        steps(net, optimizer, range(3))
+        model = {name: value.detach().clone() for name, value in net.state_dict().items()}
+        state = copy.deepcopy(optimizer.state_dict())
+        steps(net, optimizer, range(3, 6))
+        again, second = make()
+        again.load_state_dict(model)
+        second.load_state_dict(state)
+        steps(again, second, range(3, 6))
+        pairs = zip(net.parameters(), again.parameters(), strict=True)
+        return all(torch.equal(local(one), local(other)) for one, other in pairs)
+
+
+def test_state_dict(world: World) -> None:
+    assert world.run(2, resumed) == [True, True]

@@ -95,6 +95,7 @@ class ReductionPlan:
         counted: Elements that all ranks count together, once agreed; None before.
         parameter_names: The names of all logical parameters of the model, once agreed with ``names=True``.
         parameter_slots: For each entry the index of its name in `parameter_names`.
+        cut_over: The axis over which parameters are cut into the pieces that the entries are; pieces may be uneven.
     """
 
     topology: Topology
@@ -105,6 +106,7 @@ class ReductionPlan:
     counted: int | None = None
     parameter_names: tuple[str, ...] = ()
     parameter_slots: tuple[int, ...] = ()
+    cut_over: str | None = None
 
     @classmethod
     def of(cls, entries: Iterable[ParameterEntry], topology: Topology, rank: int) -> ReductionPlan:
@@ -186,7 +188,10 @@ class ReductionPlan:
         counted, full = sum(map(self.counted_numel, self.entries)), sum(map(self.full_numel, self.entries))
         stage = " of this pipeline stage" if self.topology.size(*self.topology.pipe_axes) > 1 else ""
         verdict = "equal to" if counted == full else "NOT EQUAL to"
-        lines.append(f"counts {counted:,} elements, {verdict} the {full:,} of the full parameters{stage}")
+        if self.cut_over is None:
+            lines.append(f"counts {counted:,} elements, {verdict} the {full:,} of the full parameters{stage}")
+        else:
+            lines.append(f"pieces of parameters cut over {self.cut_over!r}, counted as if all were as large as this rank's")
         if self.counted is not None:
             lines.append(
                 f"agreed by all {self.topology.world_size} ranks, which count {self.counted:,} elements together"

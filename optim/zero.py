@@ -180,7 +180,7 @@ class ShardedWeights(SteppedWeights):
             entries.append(entry)
         slots = tuple(plan.parameter_slots[o.index] for o in self._origins) if plan.parameter_slots else ()
         buckets = tuple(sorted(self._norm_buckets))
-        return replace(plan, entries=tuple(entries), buckets=buckets, parameter_slots=slots)
+        return replace(plan, entries=tuple(entries), buckets=buckets, parameter_slots=slots, cut_over=axis)
 
     def measured(self) -> list[Tensor]:
         """As everywhere: pieces, or their masters."""

@@ -29,6 +29,7 @@ Axes = tuple[tuple[str, int], ...]
 DATA2: Axes = (("data", 2), ("tensor", 1))
 DATA4: Axes = (("data", 4), ("tensor", 1))
 BOTH: Axes = (("data", 2), ("tensor", 2))
+REPLICAS: Axes = (("replica", 2), ("data", 2), ("tensor", 1))
 ZERO1: dict[str, Any] = {"shard_states": "data"}
 ZERO2: dict[str, Any] = {"shard_states": "data", "shard_gradients": True}
 
@@ -66,7 +67,7 @@ def train(
         run = options.get("data_parallel", model)
         norms = []
         for step in range(steps):
-            ids = shard(rows(step), P("data"), registry) if registry.size("data") > 1 else rows(step)
+            ids = shard(rows(step), P(registry.topology.data_axes), registry)
             for part in ids.chunk(micro):
                 optimizer.zero_grad()
                 optimizer.backward(run(part))
@@ -84,7 +85,7 @@ def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("options", [ZERO1, ZERO2], ids=["zero1", "zero2"])
-@pytest.mark.parametrize("axes", [DATA2, DATA4, BOTH], ids=str)
+@pytest.mark.parametrize("axes", [DATA2, DATA4, BOTH, REPLICAS], ids=str)
 def test_fifty_steps_equal_replicated_ones(world: World, axes: Axes, options: dict[str, Any]) -> None:
     clip = {"max_norm": 0.3}
     expected, norms, _ = world.run(size_of(axes), train, axes, "fp32", "sgd", 50, clip)[0]
@@ -185,6 +186,60 @@ def test_ddp_averages_and_states_are_sharded(world: World) -> None:
         assert measured == pytest.approx(norms, rel=2e-2)
 
 
+def train_dtensors(options: dict[str, Any]) -> list[Tensor]:
+    """A DTensor that is sharded over tensor, beside plain parameters, for four steps: the local parameters."""
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
+        torch.manual_seed(4)
+        model: Any = nn.Module()
+        mesh = registry.device_mesh("tensor")
+        model.weight = nn.Parameter(distribute_tensor(torch.randn(6, 5), mesh, [Shard(0)]))
+        model.bias = nn.Parameter(torch.randn(3))
+        declare(model, {"weight": P("tensor"), "bias": P("tensor")})
+        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, max_norm=0.1, **options)
+        for step in range(4):
+            assert isinstance(model.weight, DTensor)
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + registry.coordinate["data"]))
+            optimizer.zero_grad()
+            optimizer.backward(((x @ model.weight.to_local().t() + model.bias) ** 2).mean())
+            optimizer.step()
+        return [model.weight.to_local().detach().clone(), model.bias.detach().clone()]
+
+
+def test_dtensors_beside_plain_parameters(world: World) -> None:
+    expected = world.run(4, train_dtensors, {})
+    for options in (ZERO1, ZERO2):
+        for found, wanted in zip(world.run(4, train_dtensors, options), expected, strict=True):
+            assert all(
+                torch.allclose(one, other, rtol=1e-6, atol=1e-7) for one, other in zip(found, wanted, strict=True)
+            )
+
+
+def train_tail(by_ddp: bool, options: dict[str, Any]) -> list[Tensor]:
+    """Windows of three micro-batches, of which the last has only two, left out of the synchronisation by DDP."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        model = wide_model()
+        if by_ddp:
+            options = {**options, "data_parallel": DistributedDataParallel(model)}
+        optimizer = ParallelOptimizer(
+            adamw(model.parameters()), registry, max_norm=0.1, accumulation_steps=3, **options
+        )
+        for step in range(5):
+            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(2 * step + registry.coordinate["data"]))
+            optimizer.backward(options.get("data_parallel", model)(x).square().mean())
+            optimizer.step(last=step == 4)
+            optimizer.zero_grad()
+        return [param.detach().clone() for param in model.parameters()]
+
+
+def test_a_tail_that_ddp_left_out(world: World) -> None:
+    expected = world.run(2, train_tail, False, {})[0]
+    for found in world.run(2, train_tail, True, ZERO1):
+        for one, other in zip(found, expected, strict=True):
+            assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
 # Small models ------------------------------------------------------------------------------------------------------------
 
 
@@ -238,6 +293,7 @@ def train_odd(options: dict[str, Any]) -> dict[str, Tensor]:
         if options:
             assert model.expert in {piece.piece for piece in pieces(optimizer)}
             assert optimizer.plan.counted == sum(p.numel() for p in Odd().parameters())
+            assert "pieces of parameters cut over 'data'" in str(optimizer.plan)
         return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 

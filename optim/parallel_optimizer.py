@@ -67,7 +67,8 @@ class ParallelOptimizer(OptimizerFacade):
     Args:
         optimizer: A torch optimizer over declared parameters. Adam, AdamW, SGD and Adagrad with ``fused=True`` take the
             factor and the skip on the device; any other costs one pass over the gradients and one host read a step.
-            In modes with master weights its param groups then hold the masters.
+            In modes with master weights its param groups then hold the masters, and in the place of DTensor parameters
+            (`fully_shard`, `parallelize_module`; see `meshstep.parallel.interop.dtensor`) their local tensors.
         registry: The groups of the mesh that the specs name.
         max_norm: Clip the global norm to this; in unscaled gradient units, finite, > 0; None: measure only. A param group
             with its own ``"max_norm"`` is clipped by its own norm, and the others by theirs together.
@@ -80,7 +81,8 @@ class ParallelOptimizer(OptimizerFacade):
         accumulation_steps: K: manage windows of K micro-batches, each a `backward`; `step` and `zero_grad` do nothing
             before the K-th, and the gradient is the mean over the window. None: gradients add up until you call `step`.
         data_parallel: The `DistributedDataParallel` or `fully_shard` module that averages gradients over the data axes;
-            it synchronises in the last micro-batch of a window only. None: `step` averages, in a few collectives.
+            it synchronises in the last micro-batch of a window only. None: `step` averages, in a few collectives, as it does
+            for parameters that were left out of `fully_shard`.
         average_data: False where something else than ``data_parallel`` averages gradients over the data axes.
         shard_states: The axis over which optimizer states and master weights are sharded, usually ``"data"`` (ZeRO-1); see
             `ShardedWeights`. The param groups then hold this rank's pieces.

@@ -191,7 +191,9 @@ class ReductionPlan:
         if self.cut_over is None:
             lines.append(f"counts {counted:,} elements, {verdict} the {full:,} of the full parameters{stage}")
         else:
-            lines.append(f"pieces of parameters cut over {self.cut_over!r}, counted as if all were as large as this rank's")
+            lines.append(
+                f"pieces of parameters cut over {self.cut_over!r}, counted as if all were as large as this rank's"
+            )
         if self.counted is not None:
             lines.append(
                 f"agreed by all {self.topology.world_size} ranks, which count {self.counted:,} elements together"

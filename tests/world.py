@@ -25,6 +25,9 @@ T = TypeVar("T")
 GROUP_TIMEOUT = timedelta(seconds=60)
 RUN_TIMEOUT = 180.0
 
+# The last two are imported on first use, by optimizers and checkpoints: seconds, if each worker does it.
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.distributed.checkpoint"]
+
 
 class WorldError(AssertionError):
     """At least one rank raised, died or hung; the message has every rank's traceback."""
@@ -74,8 +77,7 @@ class World:
 
     def __init__(self) -> None:
         self._context = mp.get_context("forkserver")
-        # The last two are imported on first use, by optimizers and checkpoints: seconds, if each worker does it.
-        self._context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "torch.distributed.checkpoint"])
+        self._context.set_forkserver_preload(PRELOAD)
         self._workers: list[tuple[Any, Connection]] = []
         self._dir = tempfile.mkdtemp(prefix="meshstep-world-")
         self._size: int | None = None

@@ -81,8 +81,7 @@ class ParallelOptimizer(OptimizerFacade):
         accumulation_steps: K: manage windows of K micro-batches, each a `backward`; `step` and `zero_grad` do nothing
             before the K-th, and the gradient is the mean over the window. None: gradients add up until you call `step`.
         data_parallel: The `DistributedDataParallel` or `fully_shard` module that averages gradients over the data axes;
-            it synchronises in the last micro-batch of a window only. None: `step` averages, in a few collectives,
-            as
+            it synchronises in the last micro-batch of a window only. None: `step` averages, in a few collectives, as
             it does for parameters that were left out of `fully_shard`.
         average_data: False where something else than ``data_parallel`` averages gradients over the data axes.
         shard_states: The axis over which optimizer states and master weights are sharded, usually ``"data"`` (ZeRO-1); see

@@ -1,0 +1,125 @@
+"""Processes killed with SIGKILL, in training and while they save: the run that resumes ends with the same bits."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import killable
+import pytest
+import torch
+from killable import SAVE_AGAIN_AT, SAVE_AT, STEPS, Plan
+from world import PRELOAD
+
+TIMEOUT = 120.0
+RANKS = 2
+
+
+class Run:
+    """The processes of one attempt: of their own interpreters, or (faster) forked from one that has torch loaded."""
+
+    def __init__(self, plan: Plan, fresh: bool = False) -> None:
+        self.plan = plan
+        self._fresh: list[subprocess.Popen[bytes]] = []
+        self._forked: list[Any] = []
+        for rank in range(RANKS):
+            if fresh:
+                environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1"}
+                command = [sys.executable, killable.__file__, killable.encoded(plan)]
+                self._fresh.append(subprocess.Popen(command, env=environment))
+            else:
+                context = mp.get_context("forkserver")
+                context.set_forkserver_preload(PRELOAD)
+                process = context.Process(target=killable.start_in_fork, args=(plan, rank, RANKS))
+                process.start()
+                self._forked.append(process)
+
+    def _codes(self) -> list[int | None]:
+        return [process.poll() for process in self._fresh] + [process.exitcode for process in self._forked]
+
+    def finish(self) -> list[dict[str, Any]]:
+        """What the ranks report, when they have come to the end."""
+        self._wait(lambda: None not in self._codes())
+        assert self._codes() == [0] * RANKS
+        return [torch.load(self.plan.result(rank)) for rank in range(RANKS)]
+
+    def kill(self) -> None:
+        """When it has stopped where it was told to."""
+        self._wait(self.plan.mark.exists)
+        time.sleep(0.1)  # the other rank goes on as far as it can
+        assert self._codes() == [None] * RANKS
+        self._kill()
+        self._wait(lambda: None not in self._codes())
+        assert self._codes() == [-signal.SIGKILL] * RANKS
+
+    def _kill(self) -> None:
+        for process in [*self._fresh, *self._forked]:
+            process.kill()
+
+    def _wait(self, condition: Any) -> None:
+        deadline = time.monotonic() + TIMEOUT
+        while not condition():
+            if time.monotonic() > deadline or any(code not in (None, 0, -signal.SIGKILL) for code in self._codes()):
+                self._kill()
+                raise AssertionError(f"exit codes {self._codes()}")
+            time.sleep(0.02)
+
+
+CASES = {
+    "fp32, ZeRO-2": Plan("", 0, {"data": 2}, "fp32", options={"shard_states": "data", "shard_gradients": True}),
+    "bf16": Plan("", 0, {"tensor": 2}, "bf16"),
+    "fp16_naive": Plan("", 0, {"data": 2}, "fp16_naive"),
+}
+_expected: dict[str, list[dict[str, Any]]] = {}
+
+
+def expected(case: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What the ranks report of the run that nobody interrupts."""
+    if case not in _expected:
+        _expected[case] = Run(replace(CASES[case], directory=str(tmp_path_factory.mktemp("whole")))).finish()
+    return _expected[case]
+
+
+def assert_same_end(found: list[dict[str, Any]], wanted: list[dict[str, Any]], start: int) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert one["start"] == start
+        assert one["losses"] == other["losses"][start:]
+        assert len(one["losses"]) == STEPS - start
+        assert one["model"].keys() == other["model"].keys()
+        assert all(torch.equal(tensor, other["model"][name]) for name, tensor in one["model"].items())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_killed_in_training(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, case: str) -> None:
+    plan = replace(CASES[case], directory=str(tmp_path))
+    Run(replace(plan, stop="training")).kill()
+    # Of a fresh interpreter the hash seed too is another one.
+    resumed = Run(replace(plan, attempt=1), fresh=case == "fp32, ZeRO-2").finish()
+    assert_same_end(resumed, expected(case, tmp_path_factory), SAVE_AT)
+
+
+@pytest.mark.parametrize(("where", "start"), [("writing", SAVE_AT), ("renaming", SAVE_AT), ("removing", SAVE_AGAIN_AT)])
+def test_killed_while_saving(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, where: str, start: int) -> None:
+    case = "fp16_naive"
+    plan = replace(CASES[case], directory=str(tmp_path))
+    Run(replace(plan, stop=where)).kill()
+    left = sorted(entry.name for entry in plan.checkpoints.iterdir())
+    assert (
+        left
+        == {
+            "writing": ["meshstep-00000001", "meshstep-00000002.writing"],
+            "renaming": ["meshstep-00000001", "meshstep-00000002.writing"],
+            "removing": ["meshstep-00000001.removing", "meshstep-00000002"],
+        }[where]
+    )
+    resumed = Run(replace(plan, attempt=1)).finish()
+    assert_same_end(resumed, expected(case, tmp_path_factory), start)
+    # The next save tidies up.
+    assert len(list(plan.checkpoints.iterdir())) == (2 if where == "removing" else 1)

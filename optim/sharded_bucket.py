@@ -146,6 +146,7 @@ class ShardedBucket:
             summed: Sum them over the axis though that should have been done.
         Collectives: one reduce-scatter where they are summed, else none. Host reads: none.
         """
+        flat: Tensor | None = None
         if summed := summed or self.summed:
             flat = self._packed_gradients()
             own = flat.new_empty(self.layout.slice_numel)
@@ -158,8 +159,10 @@ class ShardedBucket:
 
         @torch.no_grad()
         def finish() -> None:
+            nonlocal flat  # the collective reads it until here
             if summed:
                 work.wait()
+                flat = None
                 self._add([own[s.offset : s.offset + s.numel] for s in self.segments])
             else:
                 self._add(parts)

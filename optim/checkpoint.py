@@ -63,10 +63,11 @@ def save_checkpoint(
 
     Stored are the model's parameters and persistent buffers, the optimizer's state and hyper-parameters, float32
     masters, loss scale, count of skipped steps, the schedule, and every rank's random number generators. Gradients
-    are not: call it after `step`.
+    are not, so the position in an accumulation window is always its beginning: call it after `step`.
 
     Args:
-        path: A directory for this run, in a file system that all ranks share. It is made if it isn't there.
+        path: A directory for this run alone, in a file system that all ranks share; it is made if it isn't there. To keep
+            more than the newest, give each a path of its own.
         model: This rank's part of the model (``nn.Module()`` where there is none), all of the optimizer's parameters in it;
             may be wrapped in `DistributedDataParallel`. Buffers have no spec: they are stored for each rank, but only once
             where they are equal. ``annotate(buffer, P(...))`` declares one that is sharded.
@@ -89,10 +90,11 @@ def save_checkpoint(
 
     def take() -> tuple[Any, RankRecord, dict[str, Any]]:
         _check_window(optimizer)
+        # First: a schedule that has not seen yet whether the last step was skipped may correct the rates now.
+        schedule = None if lr_scheduler is None else lr_scheduler.state_dict()
         state = optimizer_state(optimizer, parameters)
         tensors, record = collect(parameters, state)
         rest = {**state.rest, "weights": portable_in(state.rest["weights"])}
-        schedule = None if lr_scheduler is None else lr_scheduler.state_dict()
         about = {
             "rest": rest,
             "optimizer": type(optimizer.optimizer).__name__,
@@ -140,6 +142,7 @@ def load_checkpoint(
     Raises:
         ValueError: On every rank: there is no checkpoint; a file in it is missing, truncated or changed; it does not
             fit. Nothing has been changed then, on any rank.
+        RuntimeError: On every rank, when one could not read. Nothing has been changed.
     Collectives: gathers of Python objects over the world, at all ranks' pace. Memory: once more this rank's parameters
     and states, on the CPU.
     """

@@ -17,6 +17,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,9 +53,10 @@ def begin(path: Path) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     for entry in path.iterdir():
         if _LEFT_BEHIND.fullmatch(entry.name):
-            shutil.rmtree(entry)
+            shutil.rmtree(entry, ignore_errors=True)
     directory = path / f"meshstep-{max(_complete(path), default=0) + 1:08}.writing"
     directory.mkdir()
+    _synchronise_directory(path.parent)
     return directory
 
 
@@ -87,10 +89,11 @@ def publish(directory: Path, files: Mapping[str, FileRecord], about: Mapping[str
     previous = _complete(directory.parent).values()
     os.rename(directory, complete)
     _synchronise_directory(complete.parent)
-    for older in previous:
-        removing = older.with_suffix(".removing")
-        os.rename(older, removing)  # so that a crash now leaves nothing half removed under a complete one's name
-        shutil.rmtree(removing)
+    with suppress(OSError):  # the new one is in place; `begin` tries again
+        for older in previous:
+            removing = older.with_suffix(".removing")
+            os.rename(older, removing)  # so that a crash now leaves nothing half removed under a complete one's name
+            shutil.rmtree(removing)
     return complete
 
 

@@ -37,18 +37,22 @@ class LogicalParameters:
 
     def __init__(self, model: nn.Module, registry: ProcessGroupRegistry) -> None:
         self.topology = registry.topology
-        plain, held = on_all_ranks(lambda: _parameters_and_buffers(unwrapped(model)), registry)
+        self.buffers, held = on_all_ranks(lambda: _parameters_and_buffers(unwrapped(model)), registry)
         plan = on_all_ranks(lambda: self._plan(held, registry.global_rank), registry)
         plan = agree(plan, registry, names=True)
-        self.buffers, self.names = plain, plan.parameter_names
-        self.regions: list[tuple[str, Tensor, Region]] = []
+        self.names = plan.parameter_names
+        self.buffer_names: set[str] = set().union(*gather_objects(set(self.buffers), registry))
         self._index: dict[int, int] = {}
-        for entry, slot, tensor in zip(plan.entries, plan.parameter_slots, held.values(), strict=True):
-            local = local_parameter(tensor, self.topology)
-            self._index[id(tensor)] = self._index[id(local)] = len(self.regions)
-            self.regions.append((self.names[slot], local.detach(), self._region(tensor, local, entry, plan)))
-        self.buffer_names: set[str] = set().union(*gather_objects(set(plain), registry))
+        self.regions = on_all_ranks(lambda: self._regions(list(held.values()), plan), registry)
         self._first = [_is_first_holder(entry, plan) for entry in plan.entries]
+
+    def _regions(self, held: list[Tensor], plan: ReductionPlan) -> list[tuple[str, Tensor, Region]]:
+        regions: list[tuple[str, Tensor, Region]] = []
+        for entry, slot, tensor in zip(plan.entries, plan.parameter_slots, held, strict=True):
+            local = local_parameter(tensor, self.topology)
+            self._index[id(tensor)] = self._index[id(local)] = len(regions)
+            regions.append((self.names[slot], local.detach(), self._region(tensor, local, entry, plan)))
+        return regions
 
     def _plan(self, held: dict[str, Tensor], rank: int) -> ReductionPlan:
         return ReductionPlan.of(entries_of([list(held.items())], self.topology), self.topology, rank)
@@ -107,7 +111,7 @@ def _parameters_and_buffers(model: nn.Module) -> tuple[dict[str, Tensor], dict[s
     buffers = dict(model.named_buffers())
     saved = model.state_dict(keep_vars=True)
     for name in saved:
-        if name.endswith("_extra_state"):
+        if name.endswith("_extra_state") and name not in params and name not in buffers:
             raise ValueError(
                 f"{name} is state of a kind of its own (get_extra_state), which can't be laid out anew; give it as extra="
             )

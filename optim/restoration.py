@@ -18,8 +18,8 @@ from .training_state import PORTABLE, OptimizerState, Stepped, parse_key, whole
 class Restoration:
     """What this rank needs of a checkpoint, and room for it.
 
-    Made without touching the run, it compares what is stored with what the run needs; when `tensors` have been filled,
-    `apply` puts everything in its place.
+    Made without touching the run, it compares what is stored with what the run needs. When `tensors` have been filled,
+    `state_dict` is the optimizer's and `write_model` changes the model.
 
     Args:
         parameters, own: The model's, and the optimizer's state, as they are now.

@@ -308,3 +308,15 @@ def test_what_crashes_left_is_removed_and_others_things_stay(tmp_path: Path) -> 
     second = save_checkpoint(tmp_path, model, optimizer)
     assert (first.name, second.name) == ("meshstep-00000001", "meshstep-00000002")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["checkpoint-9", "meshstep-00000002"]
+
+
+def test_a_previous_one_that_can_not_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = optimizer_of(model)
+    save_checkpoint(tmp_path, model, optimizer, extra=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", _no_space)
+        save_checkpoint(tmp_path, model, optimizer, extra=2)
+    assert load_checkpoint(tmp_path, model, optimizer) == 2
+    save_checkpoint(tmp_path, model, optimizer)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["meshstep-00000003"]

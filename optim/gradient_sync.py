@@ -85,7 +85,7 @@ class GradientSync:
             data = [axis for axis in topology.data_axes if axis not in entry.averaged] if average_data else []
             scale = 1 / prod(topology.size(axis) for axis in data)
             if param.requires_grad and len(ranks) > 1:
-                together.setdefault((ranks, str(param.dtype), str(param.device), scale), []).append(index)
+                together.setdefault((ranks, str(gradient_dtype(param)), str(param.device), scale), []).append(index)
             else:
                 self._local.setdefault(scale, []).append(index)
         # Sorted by peers, the collectives have one order on all ranks that share one.
@@ -106,7 +106,7 @@ class GradientSync:
         parts: list[list[int]] = [[]]
         size = 0
         for index in indices:
-            nbytes = self.params[index].numel() * self.params[index].element_size()
+            nbytes = self.params[index].numel() * gradient_dtype(self.params[index]).itemsize
             if parts[-1] and size + nbytes > BUCKET_BYTES:
                 parts.append([])
                 size = 0
@@ -137,7 +137,8 @@ class GradientSync:
 
     def _pack(self, bucket: SyncBucket) -> Tensor:
         params = [self.params[index] for index in bucket.indices]
-        flat = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
+        dtype, device = gradient_dtype(params[0]), params[0].device
+        flat = torch.zeros(sum(p.numel() for p in params), dtype=dtype, device=device)
         pairs = [(view, p.grad) for view, p in zip(_views(flat, params), params, strict=True) if p.grad is not None]
         if pairs:
             views, grads = zip(*pairs, strict=True)
@@ -150,8 +151,13 @@ class GradientSync:
         views = _views(flat, params)
         for param in params:
             if param.grad is None:
-                param.grad = torch.empty_like(param)
+                param.grad = torch.empty_like(param, dtype=gradient_dtype(param))
         torch._foreach_copy_([param.grad for param in params if param.grad is not None], views)
+
+
+def gradient_dtype(param: Tensor) -> torch.dtype:
+    """What backward adds up in: the parameter's dtype, or float32 where a half-precision one has main grads."""
+    return param.grad_dtype or param.dtype
 
 
 def _views(flat: Tensor, params: Sequence[Tensor]) -> list[Tensor]:

@@ -95,15 +95,6 @@ def test_every_precision(world: World, mode: str) -> None:
         assert runs[0][1] == pytest.approx(norms, rel=2 * TOLERANCE[mode])
 
 
-@pytest.mark.parametrize("options", [ZERO1, ZERO2], ids=["zero1", "zero2"])
-@pytest.mark.parametrize("mode", ["fp32", "bf16"])
-def test_micro_batches_equal_one_batch(world: World, mode: str, options: dict[str, Any]) -> None:
-    expected, _, _ = world.run(1, train, (("data", 1), ("tensor", 1)), mode, "sgd", 10, {"max_norm": 0.3})[0]
-    for micro in (2, 4):
-        for found, _, _ in world.run(2, train, DATA2, mode, "sgd", 10, {"max_norm": 0.3, **options}, micro):
-            assert difference(found, expected) <= {"fp32": 1e-5, "bf16": 2e-2}[mode]
-
-
 @pytest.mark.parametrize("reduction", ["packed", "per_group"])
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, inf])
 def test_norms_count_slices_once(world: World, p: float, reduction: str) -> None:

@@ -130,3 +130,13 @@ def test_every_epoch_uses_each_sample_once_and_in_another_order() -> None:
     first, second = (torch.cat(batches) for batches in epochs)
     assert first.sort().values.tolist() == second.sort().values.tolist() == list(range(10))
     assert not torch.equal(first, second)
+
+
+def test_batch_norm_and_accumulation_do_not_mix() -> None:
+    script = example("accumulate_norms")
+    for norm in script.NORMS:
+        parameters, gradient = map(script.difference, script.train(norm, 4, 5), script.train(norm, 1, 5))
+        if norm == "group norm":
+            assert max(parameters, gradient) < 1e-14
+        else:
+            assert min(parameters, gradient) > 1e-3

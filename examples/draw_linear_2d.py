@@ -1,0 +1,205 @@
+"""Draw who holds what of a 2-D linear layer, and over which ranks the power of each part's gradient is summed.
+
+    python examples/draw_linear_2d.py parallel/linear_2d.svg
+
+Nothing in the picture is drawn from memory: the specs are those that `Linear2D` declares, `shard` says which elements a
+rank holds, and the groups and weights are read off the `ReductionPlan`. No process is started.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import torch
+from meshstep.optim.reduction_plan import Bucket, ParameterEntry, ReductionPlan
+from meshstep.parallel import Linear2D, P, ProcessGroupRegistry, Topology, local_shape, shard, spec_of
+from meshstep.parallel.tensor_2d import BiasLayout
+
+GRID = Topology(row=2, col=2)
+IN, OUT = 4, 4
+
+
+# The facts ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """What `shard` asks a registry for, of any rank and without processes."""
+
+    topology: Topology
+    rank: int
+
+    @property
+    def coordinate(self) -> dict[str, int]:
+        return self.topology.coordinate(self.rank)
+
+    def size(self, *axes: str) -> int:
+        return self.topology.size(*axes)
+
+
+class Held(NamedTuple):
+    """What one rank has of a parameter: its elements by their index in the full tensor, and the weight they count with."""
+
+    elements: tuple[int, ...]
+    weight: Fraction
+
+
+class Parameter(NamedTuple):
+    """A parameter on the grid: what each rank holds, the axes of its sum, and the ranks that are summed together."""
+
+    title: str
+    spec: P
+    shape: tuple[int, ...]
+    held: tuple[Held, ...]
+    axes: tuple[str, ...]
+    groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def pieces(self) -> list[tuple[int, ...]]:
+        """The distinct pieces, by their first element."""
+        return sorted({held.elements for held in self.held if held.elements})
+
+
+def linear_2d_parameters(topology: Topology = GRID) -> Iterator[Parameter]:
+    """The weight, and the bias in each of its layouts."""
+    with ProcessGroupRegistry(Topology(row=1, col=1)) as one:  # enough to ask the layer what it declares
+        for layout in get_args(BiasLayout):
+            layer = Linear2D(IN, OUT, one, bias=layout)
+            if layout == get_args(BiasLayout)[0]:
+                yield parameter("weight", spec_of(layer.weight), (IN, OUT), topology)
+            assert layer.bias is not None
+            yield parameter(f'bias="{layout}"', spec_of(layer.bias), (OUT,), topology)
+
+
+def parameter(title: str, spec: P, shape: tuple[int, ...], topology: Topology) -> Parameter:
+    """Ask the library about one parameter."""
+    full = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    held = []
+    for rank in range(topology.world_size):
+        place: Any = Place(topology, rank)
+        elements = tuple(shard(full, spec, place).flatten().tolist())
+        entries = [ParameterEntry(title, spec, local_shape(shape, spec, topology))] if elements else []
+        weights = ReductionPlan.of(entries, topology, rank).weights
+        held.append(Held(elements, Fraction(weights[0]) if weights else Fraction(0)))
+    axes = Bucket.of(spec, topology).axes(topology)
+    groups = tuple(sorted({topology.peers(rank, *axes) for rank in range(topology.world_size)}))
+    return Parameter(title, spec, shape, tuple(held), axes, groups)
+
+
+# The drawing ----------------------------------------------------------------------------------------------------------
+
+MARGIN, PANEL, GAP = 36, 212, 26  # panels side by side
+CARD, BETWEEN = (88, 96), 22  # a rank, and the space between two
+HEAD, BODY = 136, 256  # where the grid begins, and its height
+PIECES = ("#2f81f7", "#e8912d", "#2da44e", "#bf4b8a")
+STYLE = """
+  text { font: 13px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2328 }
+  .title { font-size: 17px; font-weight: 600 } .name { font-size: 15px; font-weight: 600 }
+  .code { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: 12px }
+  .quiet { fill: #59636e; font-size: 12px } .page { fill: #ffffff; stroke: #d1d9e0 }
+  .card { fill: #f6f8fa; stroke: #d1d9e0 } .cell { fill: #ffffff; stroke: #afb8c1 }
+  .group { fill: none; stroke: #59636e; stroke-width: 1.6; stroke-dasharray: 5 4 }
+"""
+DARK = """
+    text { fill: #e6edf3 } .quiet { fill: #9198a1 } .page { fill: #0d1117; stroke: #3d444d }
+    .card { fill: #1b2129; stroke: #3d444d } .cell { fill: #0d1117; stroke: #59636e } .group { stroke: #9198a1 }
+"""
+TIMES = "\N{MULTIPLICATION SIGN}"
+LEGEND = (
+    "Filled: the elements that a rank holds; one colour, one piece. Dashed: the ranks of one sum, each group on its own.",
+    f"{TIMES} 1/2: what a copy counts where all parameters are summed at once, over all ranks.",
+)
+
+
+def text(x: float, y: float, content: str, kind: str = "", anchor: str = "middle") -> str:
+    return f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{escape(content, quote=False)}</text>'
+
+
+def box(x: float, y: float, width: float, height: float, kind: str, radius: float = 0, fill: str = "") -> str:
+    style = f' style="fill: {fill}"' if fill else ""
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius:g}" class="{kind}"{style}/>'
+
+
+def draw_tensor(param: Parameter, held: Held, x: float, y: float) -> Iterator[str]:
+    """The full tensor around (x, y), with what is held filled in the colour of the piece."""
+    rows, cols = (1, *param.shape)[-2:]
+    width, height = (44 / cols, 44 / rows) if rows > 1 else (68 / cols, 16)
+    left, top = x - width * cols / 2, y - height * rows / 2
+    piece = [i for i, elements in enumerate(param.pieces) if elements == held.elements]
+    for element in range(rows * cols):
+        row, col = divmod(element, cols)
+        fill = PIECES[piece[0]] if element in held.elements else ""
+        yield box(left + col * width, top + row * height, width, height, "cell", fill=fill)
+
+
+def draw_rank(param: Parameter, rank: int, x: float, y: float) -> Iterator[str]:
+    held = param.held[rank]
+    yield box(x, y, *CARD, "card", 8)
+    yield text(x + CARD[0] / 2, y + 18, f"rank {rank}", "quiet")
+    yield from draw_tensor(param, held, x + CARD[0] / 2, y + 49)
+    count, kind = (f"{TIMES} {held.weight}", "") if held.elements else ("nothing", "quiet")
+    yield text(x + CARD[0] / 2, y + 88, count, kind)
+
+
+def draw_panel(param: Parameter, left: float, topology: Topology) -> Iterator[str]:
+    """Title, grid of ranks, the outlines of what is summed together, and the sum in words."""
+    middle = left + PANEL / 2
+    yield text(middle, HEAD - 58, param.title, "name")
+    yield text(middle, HEAD - 37, str(param.spec), "code")
+    corners = {}
+    for rank in range(topology.world_size):
+        row, col = topology.coordinate_of(rank, "row"), topology.coordinate_of(rank, "col")
+        x, y = corners[rank] = left + 7 + col * (CARD[0] + BETWEEN), HEAD + 7 + row * (CARD[1] + BETWEEN)
+        yield from draw_rank(param, rank, x, y)
+        if row == 0:
+            yield text(x + CARD[0] / 2, HEAD - 9, f"col {col}", "quiet")
+        if col == 0:
+            across = f'<g transform="translate({left - 9:g} {y + CARD[1] / 2:g}) rotate(-90)">'
+            yield f"{across}{text(0, 0, f'row {row}', 'quiet')}</g>"
+    for group in param.groups:
+        xs, ys = zip(*(corners[rank] for rank in group), strict=True)
+        width, height = max(xs) - min(xs) + CARD[0], max(ys) - min(ys) + CARD[1]
+        yield box(min(xs) - 6, min(ys) - 6, width + 12, height + 12, "group", 12)
+    copies = {held.weight.denominator for held in param.held if held.elements}
+    holders = " or ".join(map(str, sorted(copies)))
+    yield text(middle, HEAD + BODY, "sum over " + " x ".join(param.axes))
+    ranks = " and ".join(f"{{{', '.join(map(str, group))}}}" for group in param.groups)
+    yield text(middle, HEAD + BODY + 20, ranks, "code")
+    plural = "" if holders == "1" else "s"
+    yield text(middle, HEAD + BODY + 40, f"{len(param.pieces)} pieces, each on {holders} rank{plural}", "quiet")
+
+
+def draw(topology: Topology = GRID, *, style: str | None = None) -> str:
+    """The picture, as SVG; ``style`` replaces the one that follows the reader's light or dark mode."""
+    params = list(linear_2d_parameters(topology))
+    width, height = 2 * MARGIN + len(params) * PANEL + (len(params) - 1) * GAP, HEAD + BODY + 112
+    style = style or f"{STYLE}  @media (prefers-color-scheme: dark) {{{DARK}  }}\n"
+    sizes = " x ".join(str(size) for size in topology.sizes)
+    title = f"A 2-D linear layer on a {sizes} grid: who holds what, and which ranks are summed"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">',
+        f"<title>{title}</title>",
+        f"<style>{style}</style>",
+        box(0.5, 0.5, width - 1, height - 1, "page", 12),
+        text(MARGIN, 40, title, "title", "start"),
+    ]
+    for index, param in enumerate(params):
+        parts += draw_panel(param, MARGIN + index * (PANEL + GAP), topology)
+    parts += [text(MARGIN, height - 42 + 20 * line, words, "quiet", "start") for line, words in enumerate(LEGEND)]
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("output", type=Path, help="the SVG file to write")
+    parser.parse_args().output.write_text(draw(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -70,16 +70,19 @@ class Over:
 
 
 def identity(tensor: Tensor, over: Over) -> Tensor:
+    """The tensor, as a view, so that autograd has a tensor of its own to return."""
     return tensor.view_as(tensor)
 
 
 def all_reduce(tensor: Tensor, over: Over) -> Tensor:
+    """The sum over the group, of the same shape."""
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=over.group)
     return total
 
 
 def all_gather(tensor: Tensor, over: Over) -> Tensor:
+    """All pieces, joined along the dim: [..., length, ...] -> [..., size * length, ...]."""
     pieces = tensor.new_empty((over.size, *tensor.shape))
     # Flat: gloo refuses buffers with the extra dim.
     dist.all_gather_single(pieces.view(-1), tensor.contiguous().view(-1), group=over.group)
@@ -87,6 +90,7 @@ def all_gather(tensor: Tensor, over: Over) -> Tensor:
 
 
 def reduce_scatter(tensor: Tensor, over: Over) -> Tensor:
+    """This rank's piece of the sum over the group: [..., size * length, ...] -> [..., length, ...]."""
     length = over.piece(tensor)
     before, after = tensor.shape[: over.dim], tensor.shape[over.dim + 1 :]
     pieces = tensor.reshape(*before, over.size, length, *after).movedim(over.dim, 0).contiguous()
@@ -96,11 +100,13 @@ def reduce_scatter(tensor: Tensor, over: Over) -> Tensor:
 
 
 def own_slice(tensor: Tensor, over: Over) -> Tensor:
+    """This rank's piece along the dim: [..., size * length, ...] -> [..., length, ...]; no collective."""
     length = over.piece(tensor)
     return tensor.narrow(over.dim, over.rank * length, length).contiguous()
 
 
 def broadcast(tensor: Tensor, over: Over) -> Tensor:
+    """What the root has; the others give a tensor of its shape and dtype."""
     if over.rank == over.root:
         # Not the tensor itself: torch 2.13 would give its gradient the parameter's grad_dtype, on the root alone.
         received = tensor.detach().contiguous()
@@ -111,6 +117,7 @@ def broadcast(tensor: Tensor, over: Over) -> Tensor:
 
 
 def reduce_to_root(tensor: Tensor, over: Over) -> Tensor:
+    """The sum over the group on the root, zeros elsewhere."""
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.reduce(total, group_dst=over.root, group=over.group)
     return total if over.rank == over.root else total.zero_()

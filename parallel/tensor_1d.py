@@ -14,6 +14,7 @@ Reference: Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism: Korthika
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,37 @@ def _check_sequence(input: Tensor, layer: str) -> None:
         )
 
 
-class ColumnParallelLinear(nn.Module):
+class _SplitLinear(nn.Module):
+    """A linear layer whose weight and bias lie as the specs say; without bias where ``bias_spec`` is None."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        registry: ProcessGroupRegistry,
+        axis: str,
+        weight_spec: P,
+        bias_spec: P | None,
+        **drawn: Any,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.registry, self.axis = registry, axis
+        self.matmul: Matmul = F.linear
+        weight, bias = draw_linear(in_features, out_features, bias=bias_spec is not None, **drawn)
+        self.weight = nn.Parameter(shard(weight, weight_spec, registry))
+        annotate(self.weight, weight_spec)
+        self.bias: nn.Parameter | None = None
+        if bias is not None and bias_spec is not None:
+            self.bias = nn.Parameter(shard(bias, bias_spec, registry))
+            annotate(self.bias, bias_spec)
+
+    def extra_repr(self) -> str:
+        size = self.registry.size(self.axis)
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.axis}={size}"
+
+
+class ColumnParallelLinear(_SplitLinear):
     """``input @ weight.T + bias`` with the output features split over one axis of size t.
 
     Args:
@@ -74,20 +105,10 @@ class ColumnParallelLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        self.registry, self.axis = registry, axis
-        self.matmul: Matmul = F.linear
+        drawn: dict[str, Any] = {"generator": generator, "device": device, "dtype": dtype}
+        bias_spec = P(axis) if bias else None
+        super().__init__(in_features, out_features, registry, axis, P(axis, None), bias_spec, **drawn)
         self.gather_output, self.sequence_parallel = gather_output, sequence_parallel
-        weight, full_bias = draw_linear(
-            in_features, out_features, bias=bias, generator=generator, device=device, dtype=dtype
-        )
-        self.weight = nn.Parameter(shard(weight, P(axis, None), registry))
-        annotate(self.weight, P(axis, None))
-        self.bias: nn.Parameter | None = None
-        if full_bias is not None:
-            self.bias = nn.Parameter(shard(full_bias, P(axis), registry))
-            annotate(self.bias, P(axis))
 
     def forward(self, input: Tensor) -> Tensor:
         if self.sequence_parallel:
@@ -98,11 +119,8 @@ class ColumnParallelLinear(nn.Module):
         output = self.matmul(input, self.weight, self.bias)
         return gather_from(output, self.registry, self.axis, dim=-1) if self.gather_output else output
 
-    def extra_repr(self) -> str:
-        return _describe(self.in_features, self.out_features, self.bias, self.axis, self.registry)
 
-
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_SplitLinear):
     """``input @ weight.T + bias`` with the input features split over one axis of size t.
 
     Args:
@@ -138,20 +156,10 @@ class RowParallelLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        self.registry, self.axis = registry, axis
-        self.matmul: Matmul = F.linear
+        drawn: dict[str, Any] = {"generator": generator, "device": device, "dtype": dtype}
+        bias_spec = None if not bias else P(partial=axis) if sequence_parallel else P()
+        super().__init__(in_features, out_features, registry, axis, P(None, axis), bias_spec, **drawn)
         self.input_is_parallel, self.sequence_parallel = input_is_parallel, sequence_parallel
-        weight, full_bias = draw_linear(
-            in_features, out_features, bias=bias, generator=generator, device=device, dtype=dtype
-        )
-        self.weight = nn.Parameter(shard(weight, P(None, axis), registry))
-        annotate(self.weight, P(None, axis))
-        self.bias: nn.Parameter | None = None
-        if full_bias is not None:
-            self.bias = nn.Parameter(full_bias)
-            annotate(self.bias, P(partial=axis) if sequence_parallel else P())
 
     def forward(self, input: Tensor) -> Tensor:
         if self.sequence_parallel:
@@ -165,9 +173,6 @@ class RowParallelLinear(nn.Module):
             output = reduce_from(output, self.registry, self.axis)
         # The cast is for autocast, where the output has a lower dtype than the bias.
         return output if self.bias is None else output + self.bias.to(output.dtype)
-
-    def extra_repr(self) -> str:
-        return _describe(self.in_features, self.out_features, self.bias, self.axis, self.registry)
 
 
 class LayerNorm1D(nn.LayerNorm):
@@ -197,9 +202,3 @@ class LayerNorm1D(nn.LayerNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         for param in self.parameters():
             annotate(param, P(partial=axis) if sequence_parallel else P())
-
-
-def _describe(
-    in_features: int, out_features: int, bias: nn.Parameter | None, axis: str, registry: ProcessGroupRegistry
-) -> str:
-    return f"{in_features}, {out_features}, bias={bias is not None}, {axis}={registry.size(axis)}"

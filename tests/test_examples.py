@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import csv
 import importlib
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from meshstep.parallel import ProcessGroupRegistry, Topology
+from run_example import run_example
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 STEPS = 12
@@ -26,15 +26,6 @@ def example(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def train_digits(*flags: str, processes: int = 1) -> str:
-    """What the script prints."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, *(torchrun if processes > 1 else []), str(EXAMPLES / "train_digits.py"), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def curve(path: Path) -> torch.Tensor:
     """[step, (loss, accuracy, norm, clip coefficient)] float64."""
     with path.open() as file:
@@ -46,7 +37,7 @@ def curve(path: Path) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
     path = tmp_path_factory.mktemp("digits") / "one.csv"
-    printed = train_digits("--curve", str(path), *FLAGS)
+    printed = run_example("train_digits", "--curve", str(path), *FLAGS)
     assert "right" in printed
     found = curve(path)
     assert found.shape == (STEPS, 4)
@@ -64,7 +55,7 @@ def test_a_topology_has_the_curve_of_one_process(
     topology: str, flags: list[str], one_process: torch.Tensor, tmp_path: Path
 ) -> None:
     path = tmp_path / "curve.csv"
-    printed = train_digits("--topology", topology, "--curve", str(path), *FLAGS, *flags, processes=4)
+    printed = run_example("train_digits", "--topology", topology, "--curve", str(path), *FLAGS, *flags, processes=4)
     assert "right" in printed
     assert printed.count("test:") == 1, "only rank 0 reports"
     torch.testing.assert_close(curve(path), one_process, rtol=2e-5, atol=0)
@@ -73,9 +64,9 @@ def test_a_topology_has_the_curve_of_one_process(
 def test_a_run_is_resumed_on_another_topology(one_process: torch.Tensor, tmp_path: Path) -> None:
     folder, path = str(tmp_path / "checkpoints"), tmp_path / "curve.csv"
     # The schedule needs the whole length; the first run saves after step 5 and 10 and is then as good as lost.
-    train_digits("--resume", folder, "--save-every", "5", *FLAGS)
+    run_example("train_digits", "--resume", folder, "--save-every", "5", *FLAGS)
     flags = ["--resume", folder, "--accumulate", "4", "--zero", "2", "--curve", str(path), *FLAGS]
-    train_digits("--topology", "data=2,tensor=2", *flags, processes=4)
+    run_example("train_digits", "--topology", "data=2,tensor=2", *flags, processes=4)
     torch.testing.assert_close(curve(path), one_process, rtol=2e-5, atol=0)
 
 

@@ -14,33 +14,23 @@ from torch.nn.parallel import DistributedDataParallel
 from ..amp.precision import Precision, precision_of
 from ..parallel.agreement import on_all_ranks
 from ..parallel.registry import ProcessGroupRegistry
-from .accumulation import DataParallelSwitch, Window, inverse_weight, weight_slots
+from .accumulation import DataParallelSwitch, Window, inverse_weight
 from .apply import apply_update
-from .checks import check_kinds, check_thresholds, nonfinite_names, poison_bad_kinds
-from .clipping import checked_threshold, clamp_gradients, scale_gradients
+from .bound_gradients import BoundGradients
+from .checks import check_thresholds
+from .clipping import checked_threshold
 from .decision import Decision, decide
 from .dtensor_parameters import DTensorParameters, check_update
 from .facade import OptimizerFacade
-from .global_norm import GlobalNorm, Norms, Reduction, checked_norm_type, checked_reduction
+from .global_norm import Reduction, checked_norm_type, checked_reduction
 from .grad_stats import GradStats
-from .gradient_sync import GradientSync
 from .make_weights import check_placement, make_stepped_weights
 from .plan_agreement import agree
 from .reduction_plan import ReductionPlan, entries_of
-from .replica_check import ReplicaCheck, ReplicaMismatchError
 from .saved_state import load_checked
 from .skip_monitor import SkipMonitor
 from .stepped_weights import named_params_of
 from .zero import Sharding
-
-
-class _Bound(NamedTuple):
-    """What follows from the parameters; made anew when they change."""
-
-    params: list[Tensor]
-    plan: ReductionPlan
-    sync: GradientSync
-    replicas: ReplicaCheck | None
 
 
 class _Clip(NamedTuple):
@@ -150,10 +140,8 @@ class ParallelOptimizer(OptimizerFacade):
         self._weights = make_stepped_weights(
             optimizer, self.precision, registry, main_grads=main_grads, sharding=sharding, offload=offload
         )
-        self._bound = self._bind(plan)
-        self._measurers: dict[float, GlobalNorm] = {}
+        self._gradients = self._bind(plan)
         self._monitor = SkipMonitor(registry.device)
-        self._checked_kinds = False
         self.last_stats: GradStats | None = None
         self._synced = False
         self._clipped: GradStats | None = None  # by an explicit call, in this window
@@ -183,10 +171,16 @@ class ParallelOptimizer(OptimizerFacade):
         names = self.per_parameter_norms or self.check_replicas
         return agree(on_all_ranks(plan_locally, self.registry), self.registry, names)
 
-    def _bind(self, plan: ReductionPlan) -> _Bound:
-        plan, params = self._weights.derive(plan), self._weights.measured()
-        sync = GradientSync(params, plan, self.registry, self.average_data)
-        return _Bound(params, plan, sync, ReplicaCheck(plan) if self.check_replicas else None)
+    def _bind(self, plan: ReductionPlan) -> BoundGradients:
+        return BoundGradients(
+            self._weights.measured(),
+            self._weights.derive(plan),
+            self.registry,
+            average_data=self.average_data,
+            reduction=self.reduction,
+            per_parameter_norms=self.per_parameter_norms,
+            check_replicas=self.check_replicas,
+        )
 
     def _check_arguments(self, precision: str | Precision) -> None:
         if isinstance(self.optimizer, ParallelOptimizer):
@@ -232,9 +226,7 @@ class ParallelOptimizer(OptimizerFacade):
             del self.param_groups[before:]
         self._model_params += [param for _, param in added]
         self._weights.add_param_group({**param_group, "params": self._dtensors.localized(params)})
-        self._bound = self._bind(plan)
-        self._measurers.clear()
-        self._checked_kinds = False
+        self._gradients = self._bind(plan)
 
     # The step --------------------------------------------------------------------------------------------------------
 
@@ -325,13 +317,13 @@ class ParallelOptimizer(OptimizerFacade):
         if self._clipped is None:
             decision = self._decide(self.norm_type, self.max_norm)
             if self.clip_value is not None:
-                self._apply_in_place(decision, self.clip_value)
+                self._gradients.apply(decision, self.clip_value)
         else:
             decision = Decision(self._clipped, None, None)
         stats = decision.stats
         self._stop_if_nonfinite(stats)
         if decision.group_factors is not None:
-            self._apply_in_place(decision)
+            self._gradients.apply(decision)
         folded = None if self.clip_value is not None else decision.factor
         self._weights.step(lambda: apply_update(self.optimizer, stats.found_inf, folded))
         self._dtensors.return_gradients()
@@ -387,7 +379,7 @@ class ParallelOptimizer(OptimizerFacade):
         decision = self._decide(clip.norm_type, clip.max_norm)
         if problem is not None:
             raise problem
-        self._apply_in_place(decision, clip.clip_value)
+        self._gradients.apply(decision, clip.clip_value)
         stats = decision.stats
         if self._clipped is not None:  # a second clip in one window must not hide what the first one found
             stats = replace(stats, found_inf=torch.maximum(stats.found_inf, self._clipped.found_inf))
@@ -404,42 +396,19 @@ class ParallelOptimizer(OptimizerFacade):
         """Reduce the gradients, once a window. Returns what is wrong with this rank's, after all ranks have been served."""
         if self._synced:
             return None
-        params, plan, sync, _ = self._bound
+        # False if DDP left the last micro-batch out; what it averaged before is the same on all ranks, and stays as it is.
         averaged = self._switch is None or self._switch.synchronised()
-        if not averaged:
-            # DDP left the last micro-batch out; what it averaged before is the same on all ranks, and stays as it is.
-            sync = GradientSync(params, plan, self.registry)
         self._dtensors.share_gradients()
         self._weights.collect(averaged)
-        problem = None
-        if self._checked_kinds:
-            problem = poison_bad_kinds(params, plan.entries)
-        else:
-            on_all_ranks(lambda: check_kinds(params, plan.entries), self.registry)
-            self._checked_kinds = True
-        sync()
+        problem = self._gradients.complete(averaged)
         self._synced = True
         return problem
 
-    def _measure(self, norm_type: float) -> Norms:
-        params, plan, _, replicas = self._bound
-        if norm_type not in self._measurers:
-            self._measurers[norm_type] = GlobalNorm(
-                plan, self.registry, norm_type, self.reduction, self.per_parameter_norms
-            )
-        extra = [weight_slots(self.window.weight, self.registry)]
-        if replicas:
-            extra.append(replicas.slots(params, self.registry.device))
-        norms = self._measurers[norm_type]([param.grad for param in params], torch.cat(extra))
-        if replicas and (mismatches := replicas.mismatches(norms.extra[len(extra[0]) :])):
-            raise ReplicaMismatchError(mismatches)
-        return norms._replace(extra=norms.extra[: len(extra[0])])
-
     def _decide(self, norm_type: float, max_norm: float | None) -> Decision:
-        norms = self._measure(norm_type)
+        norms = self._gradients.measure(norm_type, self.window.weight)
         inverse = None if self._clipped is not None else self._inverse(norms.extra)
         thresholds = [group.get("max_norm") for group in self.param_groups]
-        names = self._bound.plan.parameter_names if self.per_parameter_norms else ()
+        names = self._gradients.plan.parameter_names if self.per_parameter_norms else ()
         decision = decide(norms, inverse, max_norm, thresholds, norm_type, names)
         if self.loss_scale is None:
             return decision
@@ -456,17 +425,6 @@ class ParallelOptimizer(OptimizerFacade):
         weight = inverse_weight(weights, self.registry)
         return weight if scale is None else weight * scale
 
-    def _apply_in_place(self, decision: Decision, clip_value: float | None = None) -> None:
-        """Multiply the gradients by the decision's factors, unless they are not finite, and clamp them."""
-        if decision.group_factors is not None:
-            for group, factor in enumerate(decision.group_factors):
-                entries = zip(self._bound.params, self._bound.plan.entries, strict=True)
-                scale_gradients([param for param, entry in entries if entry.group == group], factor)
-        elif decision.factor is not None:
-            scale_gradients(self._bound.params, decision.factor)
-        if clip_value is not None:
-            clamp_gradients(self._bound.params, clip_value)
-
     def _stop_if_nonfinite(self, stats: GradStats) -> None:
         in_a_row = self._monitor.in_a_row_before()
         if in_a_row >= self.max_skips_in_a_row:
@@ -475,7 +433,7 @@ class ParallelOptimizer(OptimizerFacade):
             reason = f"the gradient norm is {float(stats.total_norm)}"
         else:
             return
-        names = nonfinite_names(self._bound.params, self._bound.plan.entries, self.registry)
+        names = self._gradients.nonfinite_names()
         self._count(stats)  # whoever catches the error goes on with a lower loss scale
         self._open_window()
         raise FloatingPointError(
@@ -519,7 +477,7 @@ class ParallelOptimizer(OptimizerFacade):
     @property
     def plan(self) -> ReductionPlan:
         """What the norm sums over which ranks, agreed by all ranks; print it."""
-        return self._bound.plan
+        return self._gradients.plan
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state of this rank's pieces, and under ``"meshstep"`` all else a new process needs:

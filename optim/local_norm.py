@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
+from ..amp.casting import is_half
+
 ROW = 1024
+SCRATCH = 2**20  # elements of half precision that are cast at a time
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
@@ -77,6 +80,10 @@ def _powers_by_rows(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
 
 def _norms_of_rows(gradient: Tensor, norm_type: float) -> Tensor:
     flat, dtype = flattened(gradient), _row_dtype(gradient, norm_type)
+    if is_half(flat) and dtype == torch.float32:
+        # A copy and its norm take an eighth of the time of a norm that casts as it goes; new memory costs more than both.
+        scratch = torch.empty(min(flat.numel(), SCRATCH), dtype=dtype)
+        return torch.cat([_norms_of_rows(scratch[: len(p)].copy_(p), norm_type) for p in flat.split(SCRATCH)])
     whole = flat.numel() // ROW * ROW
     norms: Tensor = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), norm_type, dim=1, dtype=dtype)
     if whole == flat.numel():

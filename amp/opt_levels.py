@@ -42,6 +42,9 @@ _LEVELS = {
 class ApexFp16(Precision):
     """One of apex's opt levels; see the table above.
 
+    O3 steps the float16 parameters themselves, with optimizer states in float16: Adam's default ``eps=1e-8`` is 0 there,
+    and most squares of gradients are too, so that it would divide 0 by 0. Give it an eps of 1e-4 or more.
+
     Args:
         opt_level: ``"O0"`` to ``"O3"``.
         keep_batchnorm_fp32: Whether batch norm, parameters and running statistics, stays in float32. For O2 and O3;

@@ -108,7 +108,8 @@ class Fp32(Precision):
 class TorchFp16(Precision):
     """torch's AMP: float32 parameters, model and criterion under autocast to float16, `GradScaler`'s loss scale.
 
-    The parameters of a model that was built in half precision become float32.
+    The parameters of a model that was built in half precision become float32. The first step or two are usually skipped,
+    until the scale is no longer too large.
 
     Args:
         init_scale, growth_factor, backoff_factor, growth_interval: As for `DynamicLossScale`.

@@ -70,7 +70,7 @@ def _powers_by_rows(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     if small:
         # Gathered into one tensor: a thousand kernel calls on a few elements each would cost more than a copy of them.
         tensors = [gradients[i] for i in small]
-        values = _flatten_dense_tensors(tensors).double().abs_()
+        values = _flatten_dense_tensors(tensors).double().abs()  # one float64 gradient is flattened to itself
         powers[small] = _segment_sums(values, norm_type, [tensor.numel() for tensor in tensors])
     if large:
         rows = [_norms_of_rows(gradients[i], norm_type) for i in large]

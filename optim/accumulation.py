@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import inf
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ class Window:
 
     def open(self) -> None:
         """Start an empty window."""
+        self.is_broken = False  # a backward of it raised: some gradients have it in them and some not
         self.micro_batches = 0
         self.weight: float | Tensor = 0.0
         self._weighted = None
@@ -54,26 +56,37 @@ class Window:
         """Whether a step is due: always, where the caller decides."""
         return self.steps is None or self.micro_batches >= self.steps
 
-    def add(self, weight: float | Tensor | None) -> None:
+    def check_whole(self) -> None:
+        """Raise RuntimeError if a backward of this window raised."""
+        if self.is_broken:
+            raise RuntimeError(
+                "a backward of this window raised, so that some gradients have its part and some do not: call zero_grad() "
+                "of this optimizer and begin the window anew"
+            )
+
+    def add(self, weight: float | Tensor | None, empty: bool = False) -> None:
         """Count one micro-batch.
 
         Args:
+            empty: This rank has nothing to compute in it and gives no weight: it counts 0, among weights and means alike.
             weight: What the summed loss is to be divided by, e.g. its number of tokens; a number or a 0-dim tensor. None:
                 the loss is a mean; it counts 1 in managed accumulation, and nothing is divided otherwise, as in torch.
         Raises:
             ValueError: The window is full; some of its micro-batches have a weight and some have none; a number is
-                negative.
+                negative or infinite.
         """
         if self.steps is not None and self.micro_batches >= self.steps:
             raise ValueError(
                 f"the window of accumulation_steps={self.steps} micro-batches is full; call step() before the next backward"
             )
-        if self.micro_batches and self._weighted != (weight is not None):
+        if not empty and self._weighted not in (None, weight is not None):
             raise ValueError("give every micro-batch of a window a weight, or none: sums and means don't add up")
-        if isinstance(weight, (int, float)) and not weight >= 0:
-            raise ValueError(f"weight={weight}: give a number >= 0, such as the number of tokens in the loss")
-        self._weighted = weight is not None
+        if isinstance(weight, (int, float)) and not 0 <= weight < inf:
+            raise ValueError(f"weight={weight}: give a finite number >= 0, such as the number of tokens in the loss")
         self.micro_batches += 1
+        if empty:
+            return
+        self._weighted = weight is not None
         if weight is None:
             weight = 0.0 if self.steps is None else 1.0
         self.weight = self.weight + weight
@@ -111,10 +124,11 @@ def weight_slots(weight: float | Tensor, registry: ProcessGroupRegistry) -> Tens
 
 
 def inverse_weight(totals: Tensor, registry: ProcessGroupRegistry) -> Tensor:
-    """0-dim: D / W, or 1 where nobody gave a weight (or all gave 0). Host reads: none."""
+    """0-dim: D / W; 1 where nobody gave a weight (or all gave 0), NaN where W is negative or NaN. Host reads: none."""
     total = totals.amax()
     data_ranks = registry.topology.size(*registry.topology.data_axes)
-    return torch.where(total > 0, data_ranks / total, torch.ones_like(total))
+    inverse = torch.where(total > 0, data_ranks / total, torch.full_like(total, torch.nan))
+    return torch.where(total == 0, torch.ones_like(total), inverse)
 
 
 class DataParallelSwitch:

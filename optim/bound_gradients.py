@@ -24,6 +24,7 @@ class BoundGradients:
 
     Args:
         params: The tensors whose gradients are stepped with, in the order of the plan's entries.
+        compared: For each of them the tensor whose copies must be equal.
         plan: Agreed by all ranks.
         registry: The groups.
         average_data: False where something else averages over the data axes.
@@ -34,6 +35,7 @@ class BoundGradients:
     def __init__(
         self,
         params: Sequence[Tensor],
+        compared: Sequence[Tensor],
         plan: ReductionPlan,
         registry: ProcessGroupRegistry,
         *,
@@ -43,6 +45,7 @@ class BoundGradients:
         check_replicas: bool,
     ) -> None:
         self.params, self.plan, self.registry = list(params), plan, registry
+        self._compared = list(compared)
         self.reduction, self.per_parameter_norms = reduction, per_parameter_norms
         self._sync = GradientSync(self.params, plan, registry, average_data)
         self._replicas = ReplicaCheck(plan) if check_replicas else None
@@ -81,10 +84,11 @@ class BoundGradients:
             self._measurers[norm_type] = GlobalNorm(
                 self.plan, self.registry, norm_type, self.reduction, self.per_parameter_norms
             )
+        gradients = [param.grad for param in self.params]
         extra = [weight_slots(weight, self.registry)]
         if self._replicas:
-            extra.append(self._replicas.slots(self.params, self.registry.device))
-        norms = self._measurers[norm_type]([param.grad for param in self.params], torch.cat(extra))
+            extra.append(self._replicas.slots(self._compared, gradients, self.registry.device))
+        norms = self._measurers[norm_type](gradients, torch.cat(extra))
         if self._replicas and (mismatches := self._replicas.mismatches(norms.extra[len(extra[0]) :])):
             raise ReplicaMismatchError(mismatches)
         return norms._replace(extra=norms.extra[: len(extra[0])])

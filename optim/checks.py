@@ -11,6 +11,7 @@ from torch import Tensor
 from ..parallel.agreement import gather_objects
 from ..parallel.registry import ProcessGroupRegistry
 from .clipping import checked_threshold
+from .gradient_sync import gradient_dtype
 from .reduction_plan import ParameterEntry, check_dense_real
 
 
@@ -49,7 +50,7 @@ def poison_bad_kinds(params: Sequence[Tensor], entries: Sequence[ParameterEntry]
     except TypeError as problem:
         for param in params:
             if param.grad is not None and (param.grad.is_complex() or param.grad.layout != torch.strided):
-                param.grad = torch.full_like(param, torch.nan)
+                param.grad = torch.full_like(param, torch.nan, dtype=gradient_dtype(param))
         return problem
     return None
 

@@ -84,7 +84,7 @@ class GradientSync:
             ranks = sync_ranks(entry.spec, topology, plan.rank, average_data, entry.averaged)
             data = [axis for axis in topology.data_axes if axis not in entry.averaged] if average_data else []
             scale = 1 / prod(topology.size(axis) for axis in data)
-            if param.requires_grad and len(ranks) > 1:
+            if entry.trained and len(ranks) > 1:
                 together.setdefault((ranks, str(gradient_dtype(param)), str(param.device), scale), []).append(index)
             else:
                 self._local.setdefault(scale, []).append(index)

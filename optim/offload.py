@@ -90,6 +90,10 @@ class OffloadedWeights(SteppedWeights):
         pairs = zip(self._origins, super().measured(), strict=True)
         return [origin.param if origin.param in self._copies else inner for origin, inner in pairs]
 
+    def compared(self) -> list[Tensor]:
+        """The parameters themselves: two ranks that hold copies of one may differ in what they offload."""
+        return [origin.param for origin in self._origins]
+
     @torch.no_grad()
     def collect(self, averaged: bool = True) -> None:
         """Nothing for offloaded parameters, but to notice weights that somebody else has changed. Host reads: none."""

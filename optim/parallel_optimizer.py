@@ -15,6 +15,7 @@ from ..amp.precision import Precision, precision_of
 from ..parallel.agreement import on_all_ranks
 from ..parallel.registry import ProcessGroupRegistry
 from .accumulation import DataParallelSwitch, Window, inverse_weight
+from .agreed_thresholds import agreed_thresholds
 from .apply import apply_update
 from .bound_gradients import BoundGradients
 from .checks import check_thresholds
@@ -133,6 +134,7 @@ class ParallelOptimizer(OptimizerFacade):
         self.loss_scale = self.precision.make_loss_scale(registry.device)
         # Where backward leaves gradients; local tensors and masters take their place in the param groups below.
         self._model_params = [param for group in self.param_groups for param in group["params"]]
+        self._trained = [param.requires_grad for param in self._model_params]
         self._dtensors = DTensorParameters(optimizer, registry.topology)
         # DDP reduces gradients in the parameters' dtype and breaks on main grads.
         main_grads = self._switch is None or not self._switch.is_ddp
@@ -169,11 +171,14 @@ class ParallelOptimizer(OptimizerFacade):
             return ReductionPlan.of(entries_of(self._named_groups(), topology), topology, self.registry.global_rank)
 
         names = self.per_parameter_norms or self.check_replicas
-        return agree(on_all_ranks(plan_locally, self.registry), self.registry, names)
+        plan = agree(on_all_ranks(plan_locally, self.registry), self.registry, names)
+        self._agreed_thresholds = agreed_thresholds(self.param_groups, self.registry)
+        return plan
 
     def _bind(self, plan: ReductionPlan) -> BoundGradients:
         return BoundGradients(
             self._weights.measured(),
+            self._weights.compared(),
             self._weights.derive(plan),
             self.registry,
             average_data=self.average_data,
@@ -225,6 +230,7 @@ class ParallelOptimizer(OptimizerFacade):
         finally:
             del self.param_groups[before:]
         self._model_params += [param for _, param in added]
+        self._trained += [param.requires_grad for _, param in added]
         self._weights.add_param_group({**param_group, "params": self._dtensors.localized(params)})
         self._gradients = self._bind(plan)
 
@@ -252,15 +258,26 @@ class ParallelOptimizer(OptimizerFacade):
                 the same on ranks that share a data coordinate. None: the loss is a mean, see ``accumulation_steps``.
         Raises:
             ValueError: Only some micro-batches of a window have a weight, or it is negative.
-            RuntimeError: Gradients were cleared in the middle of a window by somebody else.
+            RuntimeError: Gradients were cleared in the middle of a window by somebody else; the gradients have been clipped
+                already; an earlier backward of the window raised (`zero_grad` then gives the window up).
         Collectives: none but those of the model's and data_parallel's backward. Host reads: none.
         """
-        self._synced, self._clipped = False, None
+        if self._clipped is not None:
+            raise RuntimeError(
+                "the gradients of this window have been clipped, and no more can be added to them: call step() or "
+                "zero_grad() before the next backward, and clip when the last micro-batch has come"
+            )
+        self._synced = False
+        self.window.check_whole()
         self.window.check_gradients(self._model_params)
-        self.window.add(0.0 if loss is None and weight is None and self.window.steps else weight)
-        with self._weights.micro_batch():
-            if loss is not None:
-                self.scale_loss(loss).backward(**kwargs)
+        self.window.add(weight, empty=loss is None and weight is None)
+        try:
+            with self._weights.micro_batch():
+                if loss is not None:
+                    self.scale_loss(loss).backward(**kwargs)
+        except BaseException:
+            self.window.is_broken = True
+            raise
         self.window.note_gradients(self._model_params)
         if self._switch is not None:
             self._switch.note_backward()
@@ -304,11 +321,13 @@ class ParallelOptimizer(OptimizerFacade):
             TypeError: A gradient is complex or sparse. On every rank in the first step; later on the rank that has it,
                 while all others skip.
             ValueError: A closure is given.
-            RuntimeError: `fully_shard` has not reduced the window's gradients; see `window_ends`.
+            RuntimeError: `fully_shard` has not reduced the window's gradients (see `window_ends`); a backward of the window
+                raised; a parameter was unfrozen that was frozen when the optimizer was made.
         Collectives: as the class says. Host reads: none, but where the class says so.
         """
         if closure is not None:
             raise ValueError("step takes no closure: a skipped step can't be evaluated again; call backward, then step")
+        self.window.check_whole()
         if not self.window.is_full and not (last and self.window.micro_batches):
             return None
         problem = self._complete_gradients()
@@ -318,12 +337,12 @@ class ParallelOptimizer(OptimizerFacade):
             decision = self._decide(self.norm_type, self.max_norm)
             if self.clip_value is not None:
                 self._gradients.apply(decision, self.clip_value)
+            elif decision.group_factors is not None:
+                self._gradients.apply(decision)
         else:
             decision = Decision(self._clipped, None, None)
         stats = decision.stats
         self._stop_if_nonfinite(stats)
-        if decision.group_factors is not None:
-            self._gradients.apply(decision)
         folded = None if self.clip_value is not None else decision.factor
         self._weights.step(lambda: apply_update(self.optimizer, stats.found_inf, folded))
         self._dtensors.return_gradients()
@@ -377,13 +396,13 @@ class ParallelOptimizer(OptimizerFacade):
     def _clip_now(self, clip: _Clip) -> GradStats:
         problem = self._complete_gradients()
         decision = self._decide(clip.norm_type, clip.max_norm)
-        if problem is not None:
-            raise problem
         self._gradients.apply(decision, clip.clip_value)
         stats = decision.stats
         if self._clipped is not None:  # a second clip in one window must not hide what the first one found
             stats = replace(stats, found_inf=torch.maximum(stats.found_inf, self._clipped.found_inf))
         self._clipped = stats
+        if problem is not None:
+            raise problem  # only now: `step` must do on this rank what it does on the others
         return stats
 
     def _open_window(self) -> None:
@@ -398,16 +417,36 @@ class ParallelOptimizer(OptimizerFacade):
             return None
         # False if DDP left the last micro-batch out; what it averaged before is the same on all ranks, and stays as it is.
         averaged = self._switch is None or self._switch.synchronised()
+        frozen_since = self._frozen_since()
         self._dtensors.share_gradients()
         self._weights.collect(averaged)
         problem = self._gradients.complete(averaged)
+        if frozen_since:  # the zeros that the other ranks got for it are no gradient either
+            for piece, param in zip(self._weights.pieces(), self._gradients.params, strict=True):
+                if id(piece.param) in frozen_since:
+                    param.grad = None
         self._synced = True
         return problem
+
+    def _frozen_since(self) -> set[int]:
+        """Ids of the parameters without gradient that have been frozen since the optimizer was made."""
+        found = set()
+        for param, trained in zip(self._model_params, self._trained, strict=True):
+            if param.requires_grad and not trained:
+                names = (name for group in self._model_groups for name, known in group if known is param)
+                raise RuntimeError(
+                    f"{next(names, None) or f'a parameter of shape {tuple(param.shape)}'} was frozen when the optimizer "
+                    "was made, and is not now; whose gradients are averaged was agreed then: unfreeze before making "
+                    "ParallelOptimizer, or leave it out and add it later with add_param_group"
+                )
+            if trained and not param.requires_grad and param.grad is None:
+                found.add(id(param))
+        return found
 
     def _decide(self, norm_type: float, max_norm: float | None) -> Decision:
         norms = self._gradients.measure(norm_type, self.window.weight)
         inverse = None if self._clipped is not None else self._inverse(norms.extra)
-        thresholds = [group.get("max_norm") for group in self.param_groups]
+        thresholds = self._agreed_thresholds.now(self.param_groups)
         names = self._gradients.plan.parameter_names if self.per_parameter_norms else ()
         decision = decide(norms, inverse, max_norm, thresholds, norm_type, names)
         if self.loss_scale is None:
@@ -450,12 +489,12 @@ class ParallelOptimizer(OptimizerFacade):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as torch's optimizers do, of the model's parameters too where there are masters.
 
-        Nothing happens in the middle of a window of managed accumulation.
+        Nothing happens in the middle of a window of managed accumulation, unless a backward of it raised.
 
         Raises:
             RuntimeError: `fully_shard` has gradients of the window that it has not reduced, and that can't be cleared.
         """
-        if self.window.steps is None or not self.window.micro_batches:
+        if self.window.steps is None or not self.window.micro_batches or self.window.is_broken:
             if self._switch is not None:
                 self._switch.check_clearing()
             self._weights.zero_grad(set_to_none)

@@ -49,9 +49,9 @@ class View(NamedTuple):
     def of(cls, entry: ParameterEntry) -> View:
         """The view of ``entry``; sizes of sharded dims are left out, as pieces may be uneven."""
         sizes = ("sharded" if entry.spec.dim_axes(d) else str(size) for d, size in enumerate(entry.shape))
-        return cls(
-            entry.name, f"{entry.spec}, shape ({', '.join(sizes)}), {str(entry.dtype)[6:]}, param group {entry.group}"
-        )
+        frozen = "" if entry.trained else ", frozen"
+        shape = f"shape ({', '.join(sizes)})"
+        return cls(entry.name, f"{entry.spec}, {shape}, {str(entry.dtype)[6:]}, param group {entry.group}{frozen}")
 
 
 @dataclass(frozen=True)

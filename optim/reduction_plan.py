@@ -27,8 +27,8 @@ from ..parallel.topology import Topology
 
 @dataclass(frozen=True)
 class ParameterEntry:
-    """One parameter as this rank sees it: its name, spec, local shape, index of its param group, dtype, and the axes over
-    which its gradient needs no averaging any more when backward ends."""
+    """One parameter as this rank sees it: its name, spec, local shape, index of its param group, dtype, the axes over which
+    its gradient needs no averaging any more when it comes to be synchronised, and whether it is trained (not frozen)."""
 
     name: str
     spec: P
@@ -36,6 +36,7 @@ class ParameterEntry:
     group: int = 0
     dtype: torch.dtype = torch.float32
     averaged: tuple[str, ...] = ()
+    trained: bool = True
 
     @property
     def numel(self) -> int:
@@ -235,7 +236,13 @@ def entries_of(
                 undeclared.append(name)
             entries.append(
                 ParameterEntry(
-                    name, annotation.spec, tuple(param.shape), group, param.dtype, averaged=annotation.mesh_axes
+                    name,
+                    annotation.spec,
+                    tuple(param.shape),
+                    group,
+                    param.dtype,
+                    averaged=annotation.mesh_axes,
+                    trained=param.requires_grad,
                 )
             )
     if undeclared:

@@ -55,13 +55,14 @@ class ReplicaCheck:
         self._axes = plan.topology.axes
         self.numel = len(plan.parameter_names) * len(self._axes) * len(KINDS)
 
-    def slots(self, params: Sequence[Tensor], device: torch.device) -> Tensor:
+    def slots(self, params: Sequence[Tensor], gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
         """[numel] float64: what this rank adds. Reads parameters and gradients once more. Host reads: none."""
         values = torch.zeros(self.numel, dtype=torch.float64, device=device)
         values = values.view(-1, len(self._axes), len(KINDS))
-        for param, entry, slot in zip(params, self.plan.entries, self.plan.parameter_slots, strict=True):
+        entries = zip(self.plan.entries, self.plan.parameter_slots, strict=True)
+        for param, gradient, (entry, slot) in zip(params, gradients, entries, strict=True):
             signs = [self._sign(axis, entry.spec) for axis in self._axes]
-            hashes = torch.stack([fingerprint(param), fingerprint(param.grad)]).to(device)
+            hashes = torch.stack([fingerprint(param).to(device), fingerprint(gradient).to(device)])
             values[slot] = torch.tensor(signs, dtype=torch.float64, device=device)[:, None] * hashes
         return values.view(-1)
 

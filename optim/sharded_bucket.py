@@ -52,7 +52,8 @@ class ShardedBucket:
         layout: How they lie in the bucket.
         registry: The groups.
         axis: The slices are its ranks'.
-        summed: Whether gradients are still to be summed over the axis; else all ranks of it have the same.
+        summed: Whether gradients are still to be summed over the axis; else all ranks of it have the same. Over a data axis
+            the sum is divided by its size.
         grad_dtype: Of the slice of the gradients, and of the collective.
 
     Attributes:
@@ -72,6 +73,7 @@ class ShardedBucket:
         grad_dtype: torch.dtype,
     ) -> None:
         self.params, self.layout, self.summed, self.grad_dtype = list(params), layout, summed, grad_dtype
+        self._average = 1 / registry.size(axis) if axis in registry.topology.data_axes else 1.0
         self._rank = registry.rank(axis)
         self._group = registry.group(axis)
         self.segments = layout.segments(self._rank)
@@ -163,6 +165,8 @@ class ShardedBucket:
             if summed:
                 work.wait()
                 flat = None
+                if self.grad_dtype != torch.float16:
+                    own.mul_(self._average)
                 self._add([own[s.offset : s.offset + s.numel] for s in self.segments])
             else:
                 self._add(parts)
@@ -170,9 +174,11 @@ class ShardedBucket:
         return finish
 
     def _packed_gradients(self) -> Tensor:
+        # Divided before the sum, float16 gradients overflow no earlier than one rank's would; else the slice is less work.
+        early = self._average if self.grad_dtype == torch.float16 else 1.0
         first = _dense(self.params[0].grad)
         if first is not None and first.dtype == self.grad_dtype and self._fits_exactly(first):
-            return first.view(-1)
+            return first.view(-1) if early == 1.0 else first.view(-1) * early
         flat = self.params[0].new_zeros(self.layout.padded_numel, dtype=self.grad_dtype)
         pairs = [
             (view, gradient)
@@ -182,7 +188,7 @@ class ShardedBucket:
         if pairs:
             views, gradients = zip(*pairs, strict=True)
             torch._foreach_copy_(views, gradients)
-        return flat
+        return flat if early == 1.0 else flat.mul_(early)
 
     def _gradient_part(self, segment: Segment, release: bool) -> Tensor | None:
         gradient = _dense(self.params[segment.position].grad)

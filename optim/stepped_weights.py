@@ -90,6 +90,10 @@ class SteppedWeights:
         """The tensors whose gradients are completed, measured, clipped and stepped with, in the optimizer's order."""
         return params_of(self.optimizer.param_groups)
 
+    def compared(self) -> list[Tensor]:
+        """The tensors whose values must be equal on all ranks that hold copies, in the order of `measured`."""
+        return self.measured()
+
     def step(self, update: Callable[[], object]) -> None:
         """Call ``update``, which steps the optimizer or skips, and bring the result into the model."""
         self.inner.step(update)

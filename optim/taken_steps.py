@@ -9,12 +9,13 @@ from .parallel_optimizer import ParallelOptimizer
 
 
 class TakenSteps:
-    """Watches a `ParallelOptimizer` by its step hook: which of its calls ended a window, and were all of them skipped?
+    """Watches a `ParallelOptimizer` by its step hooks: which of its calls ended a window, and were all of them skipped?
 
     Where `step` ran without its hook (a replayed CUDA graph) the last verdict tensor holds what the replay wrote.
 
     Attributes:
-        in_window: `step` was called since `start_over`, but only in the middle of accumulation windows.
+        in_window: `step` was called since `start_over`, but only in the middle of accumulation windows, or it raised before
+            it had measured anything.
         all_skipped: 0-dim float32 on the device: 1 when every window that ended since `start_over` was skipped (or, when
             none ended, in the last period in which one did). None before the first.
     """
@@ -24,18 +25,22 @@ class TakenSteps:
         self._optimizer = optimizer
         self._seen = optimizer.last_stats
         self.start_over()
-        optimizer.register_step_post_hook(self._after_call)
+        optimizer.register_step_pre_hook(self._before_call)
+        optimizer.register_step_post_hook(self._look)
 
     @property
     def in_window(self) -> bool:
+        self._look()  # a call that raised has not come to its post hook
         return self._called and not self._ended
 
     def start_over(self) -> None:
         """Begin a new period: what is asked from now on is about calls from now on."""
         self._called = self._ended = False
 
-    def _after_call(self, *_: object) -> None:
+    def _before_call(self, *_: object) -> None:
         self._called = True
+
+    def _look(self, *_: object) -> None:
         stats = self._optimizer.last_stats
         if stats is None or stats is self._seen:
             return

@@ -25,7 +25,7 @@ from ..amp.casting import is_half
 from ..parallel.agreement import gather_objects
 from ..parallel.registry import ProcessGroupRegistry
 from ..parallel.spec import P, annotate
-from ..parallel.topology import Topology
+from ..parallel.topology import Topology, default_role
 from .backward_reducer import BackwardReducer
 from .flat_layout import FlatBucket, flat_buckets
 from .gradient_sync import BUCKET_BYTES, sync_axes
@@ -84,6 +84,7 @@ class ShardedWeights(SteppedWeights):
         self._buckets: list[ShardedBucket] = []
         self._late: list[ShardedBucket] = []
         self._norm_buckets: set[Bucket] = set()
+        self._model_uses_axis = False
         self._names: dict[Tensor, str] = {}
         self._count = 0
         self._collected = False
@@ -138,8 +139,8 @@ class ShardedWeights(SteppedWeights):
                 param.grad = None if gradient is None else gradient.float()
         dtype = _grad_dtype(params[0], sharding)
         bucket = ShardedBucket(params, layout, self.registry, sharding.axis, summed, dtype)
-        # Over a model axis backward may issue collectives of its own, in the middle of which ours must not come.
-        early = not summed or sharding.axis in self.registry.topology.data_axes
+        # Where a model is split over the axis, backward may issue collectives of its own, among which ours must not come.
+        early = not summed or not self._model_uses_axis
         (self._buckets if early else self._late).append(bucket)
         return bucket
 
@@ -148,8 +149,10 @@ class ShardedWeights(SteppedWeights):
         axis, topology = self.sharding.axis, self.registry.topology
         specs = [piece_spec(e.spec, axis) if i in chosen else e.spec for i, e in enumerate(entries)]
         mine = {Bucket.of(spec, topology) for spec in specs}
-        reports = gather_objects((mine, [entries[index].name for index in sorted(chosen)]), self.registry)
-        for rank, (_, names) in enumerate(reports):
+        uses_axis = default_role(axis) != "data" or any(axis in entry.spec.named_axes for entry in entries)
+        reports = gather_objects((mine, [entries[index].name for index in sorted(chosen)], uses_axis), self.registry)
+        self._model_uses_axis |= any(uses for _, _, uses in reports)
+        for rank, (_, names, _) in enumerate(reports):
             first = topology.peers(rank, axis)[0]
             if names != reports[first][1]:
                 differ = sorted({*names} ^ {*reports[first][1]})
@@ -157,7 +160,7 @@ class ShardedWeights(SteppedWeights):
                     f"ranks {first} and {rank} would shard different parameters over {axis!r}, {', '.join(differ[:5])} on "
                     "only one of them: freeze the same parameters on all ranks before making the optimizer"
                 )
-        self._norm_buckets.update(*(buckets for buckets, _ in reports))
+        self._norm_buckets.update(*(buckets for buckets, _, _ in reports))
 
     def _make_reducer(self) -> BackwardReducer | None:
         if not self.sharding.gradients:
@@ -176,7 +179,8 @@ class ShardedWeights(SteppedWeights):
         for origin, piece in zip(self._origins, self.measured(), strict=True):
             entry = plan.entries[origin.index]
             if origin.param in sharded:
-                entry = replace(entry, spec=piece_spec(entry.spec, axis), shape=tuple(piece.shape))
+                averaged = (*entry.averaged, axis)  # if it is a data axis at all: by the bucket, or by torch before
+                entry = replace(entry, spec=piece_spec(entry.spec, axis), shape=tuple(piece.shape), averaged=averaged)
             entries.append(entry)
         slots = tuple(plan.parameter_slots[o.index] for o in self._origins) if plan.parameter_slots else ()
         buckets = tuple(sorted(self._norm_buckets))
@@ -185,6 +189,10 @@ class ShardedWeights(SteppedWeights):
     def measured(self) -> list[Tensor]:
         """As everywhere: pieces, or their masters."""
         return self._whole.measured()
+
+    def compared(self) -> list[Tensor]:
+        """As everywhere: pieces, or their masters."""
+        return self._whole.compared()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, sharded like the others. Collectives: an object all-gather."""

@@ -66,7 +66,7 @@ class Topology:
         values = {
             "axes": tuple(axes),
             "sizes": sizes,
-            "roles": tuple(told.get(axis, _default_role(axis)) for axis in axes),
+            "roles": tuple(told.get(axis, default_role(axis)) for axis in axes),
             "world_size": prod(sizes),
             "_strides": tuple(prod(sizes[i + 1 :]) for i in range(len(sizes))),
         }
@@ -232,11 +232,12 @@ class Topology:
 
     def __repr__(self) -> str:
         parts = [f"{axis}={size}" for axis, size in zip(self.axes, self.sizes, strict=True)]
-        told = {axis: role for axis, role in zip(self.axes, self.roles, strict=True) if role != _default_role(axis)}
+        told = {axis: role for axis, role in zip(self.axes, self.roles, strict=True) if role != default_role(axis)}
         return f"Topology({', '.join(parts + ([f'roles={told}'] if told else []))})"
 
 
-def _default_role(axis: str) -> Role:
+def default_role(axis: str) -> Role:
+    """The role that an axis of this name has unless it is told another."""
     return _DEFAULT_ROLES.get(axis, "model")
 
 

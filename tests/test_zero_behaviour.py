@@ -187,7 +187,7 @@ def overflow(options: dict[str, Any]) -> tuple[list[float], bool, int]:
             optimizer.backward(model(inputs(step, registry.coordinate["data"]).half()))
             if step == 1 and registry.coordinate["data"] == 1:
                 mine = pieces(optimizer)[-1]
-                gradients = optimizer._weights._buckets[0].gradients  # type: ignore[attr-defined]
+                gradients = optimizer._weights._all_buckets[0].gradients  # type: ignore[attr-defined]
                 target = gradients[-1] if options["shard_gradients"] else mine.param.grad
                 assert target is not None
                 target.view(-1)[-1] = inf
@@ -366,7 +366,7 @@ def refused(kind: str) -> str:
         ("averaged elsewhere", "average_data out"),
         ("optimizer", "optimizer.elementwise = True"),
         ("offload", "offload=1.5"),
-        ("frozen on one rank", "0.weight on only one"),
+        ("frozen on one rank", "param group 0, frozen]"),
         ("whole", "with optimizer states whole"),
         ("cut", "in 0 pieces"),
     ],

@@ -55,6 +55,9 @@ class ParallelOptimizer(OptimizerFacade):
     rank must construct it at the same point with its own part of the model (a rank that has none gives
     ``[{"params": []}]``), and call the same methods in the same order.
 
+    A parameter that is frozen when the optimizer is made has no part in any collective, and to unfreeze it later is an
+    error; one that is frozen later, on all ranks, is left out of the steps from then on.
+
     Args:
         optimizer: A torch optimizer over declared parameters. Adam, AdamW, SGD and Adagrad with ``fused=True`` take the
             factor and the skip on the device; any other costs one pass over the gradients and one host read a step.
@@ -62,7 +65,8 @@ class ParallelOptimizer(OptimizerFacade):
             (`fully_shard`, `parallelize_module`; see `meshstep.parallel.interop.dtensor`) their local tensors.
         registry: The groups of the mesh that the specs name.
         max_norm: Clip the global norm to this; in unscaled gradient units, finite, > 0; None: measure only. A param group
-            with its own ``"max_norm"`` is clipped by its own norm, and the others by theirs together.
+            with its own ``"max_norm"`` is clipped by its own norm, and the others by theirs together. Ranks agree on these
+            here; they may be changed later where all ranks have all groups.
         norm_type: p >= 1, or inf.
         clip_value: Clamp every gradient element to [-clip_value, clip_value] instead, after measuring.
         precision: The mode's name or object (`meshstep.amp`). ``precision.prepare(model)`` makes the model run in it;
@@ -78,7 +82,8 @@ class ParallelOptimizer(OptimizerFacade):
         shard_states: The axis over which optimizer states and master weights are sharded, usually ``"data"`` (ZeRO-1); see
             `ShardedWeights`. The param groups then hold this rank's pieces.
         shard_gradients: Shard the gradients as well (ZeRO-2): every backward reduces them into this rank's slice, and all
-            ranks must call `backward` for every micro-batch.
+            ranks must call `backward` for every micro-batch. Bucket by bucket while it runs; where the model itself uses
+            the axis (a spec names it, or it is no data axis by its name), only when it has ended.
         offload: The fraction of the elements whose masters and optimizer states are kept and stepped on the CPU; see
             `OffloadedWeights`. A step then waits for the device.
         reduction: ``"packed"`` or ``"per_group"``; see `GlobalNorm`.

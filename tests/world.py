@@ -29,6 +29,11 @@ RUN_TIMEOUT = 180.0
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.distributed.checkpoint"]
 
 
+# Each group that is left alive keeps three threads, which wake up a hundred times a second: torch caches those of device
+# meshes for good. A few hundred of them in each worker would take most of the machine.
+MOST_THREADS = 200
+
+
 class WorldError(AssertionError):
     """At least one rank raised, died or hung; the message has every rank's traceback."""
 
@@ -67,6 +72,13 @@ def _worker(connection: Connection) -> None:
         connection.send_bytes(data)
 
 
+def _threads(pid: int) -> int:
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return 0  # no Linux: no count
+
+
 class World:
     """A pool of worker processes; `run(n, f, *args)` calls ``f(*args)`` on ranks 0..n-1 and returns their results.
 
@@ -102,6 +114,8 @@ class World:
         if failures:
             self.close()
             raise WorldError("\n".join(failures))
+        if max(_threads(process.pid) for process, _ in self._workers) > MOST_THREADS:
+            self.close()
         return [replies[rank][1] for rank in ranks]
 
     def _collect(self, pending: dict[Any, int]) -> dict[int, tuple[bool, Any]]:

@@ -29,7 +29,9 @@ class OffloadedWeights(SteppedWeights):
     and 4 of master. On a machine without a device the copies lie beside the parameters and everything else is the same.
     What only a GPU shows: the memory it has left, the time of the copies (from and to pinned memory), and that the step
     waits for it: the CPU must have the gradients, and know whether to skip. So a step with offload can't be captured
-    in a CUDA graph.
+    in a CUDA graph. And where two ranks hold copies of a parameter beside different others (pipeline stages with a tied
+    embedding, owned parameters), one may step it on the CPU and one on the device, whose kernels may round differently;
+    ``offload=1.0`` or None avoids that.
 
     Args:
         optimizer: It may have stepped already. Its param groups and state are changed in place.

@@ -23,6 +23,7 @@ from .clipping import checked_threshold
 from .decision import Decision, decide
 from .dtensor_parameters import DTensorParameters, check_update
 from .facade import OptimizerFacade
+from .frozen_parameters import FrozenParameters
 from .global_norm import Reduction, checked_norm_type, checked_reduction
 from .grad_stats import GradStats
 from .make_weights import check_placement, make_stepped_weights
@@ -139,7 +140,8 @@ class ParallelOptimizer(OptimizerFacade):
         self.loss_scale = self.precision.make_loss_scale(registry.device)
         # Where backward leaves gradients; local tensors and masters take their place in the param groups below.
         self._model_params = [param for group in self.param_groups for param in group["params"]]
-        self._trained = [param.requires_grad for param in self._model_params]
+        self._frozen = FrozenParameters()
+        self._frozen.add(named for group in self._model_groups for named in group)
         self._dtensors = DTensorParameters(optimizer, registry.topology)
         # DDP reduces gradients in the parameters' dtype and breaks on main grads.
         main_grads = self._switch is None or not self._switch.is_ddp
@@ -235,7 +237,7 @@ class ParallelOptimizer(OptimizerFacade):
         finally:
             del self.param_groups[before:]
         self._model_params += [param for _, param in added]
-        self._trained += [param.requires_grad for _, param in added]
+        self._frozen.add(added)
         self._weights.add_param_group({**param_group, "params": self._dtensors.localized(params)})
         self._gradients = self._bind(plan)
 
@@ -422,7 +424,7 @@ class ParallelOptimizer(OptimizerFacade):
             return None
         # False if DDP left the last micro-batch out; what it averaged before is the same on all ranks, and stays as it is.
         averaged = self._switch is None or self._switch.synchronised()
-        frozen_since = self._frozen_since()
+        frozen_since = self._frozen.since()
         self._dtensors.share_gradients()
         self._weights.collect(averaged)
         problem = self._gradients.complete(averaged)
@@ -432,21 +434,6 @@ class ParallelOptimizer(OptimizerFacade):
                     param.grad = None
         self._synced = True
         return problem
-
-    def _frozen_since(self) -> set[int]:
-        """Ids of the parameters without gradient that have been frozen since the optimizer was made."""
-        found = set()
-        for param, trained in zip(self._model_params, self._trained, strict=True):
-            if param.requires_grad and not trained:
-                names = (name for group in self._model_groups for name, known in group if known is param)
-                raise RuntimeError(
-                    f"{next(names, None) or f'a parameter of shape {tuple(param.shape)}'} was frozen when the optimizer "
-                    "was made, and is not now; whose gradients are averaged was agreed then: unfreeze before making "
-                    "ParallelOptimizer, or leave it out and add it later with add_param_group"
-                )
-            if trained and not param.requires_grad and param.grad is None:
-                found.add(id(param))
-        return found
 
     def _decide(self, norm_type: float, max_norm: float | None) -> Decision:
         norms = self._gradients.measure(norm_type, self.window.weight)

@@ -165,24 +165,27 @@ def test_a_parameter_that_was_frozen(world: World, options: dict[str, Any]) -> N
         assert "add_param_group" in text
 
 
-def freeze(options: dict[str, Any]) -> tuple[bool, bool]:
+def freeze(options: dict[str, Any], precision: str) -> tuple[bool, bool]:
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         w, b = parameter("w", value=1.0), parameter("b", value=1.0)
+        if precision == "bf16":
+            w.data, b.data = w.data.bfloat16(), b.data.bfloat16()
         adamw = torch.optim.AdamW([w, b], lr=0.1, weight_decay=0.1)
-        optimizer = ParallelOptimizer(adamw, registry, **options)
+        optimizer = ParallelOptimizer(adamw, registry, precision=precision, **options)
         for step in range(4):
             before = w.detach().clone(), b.detach().clone()
             optimizer.zero_grad()
-            optimizer.backward((w + b).sum())
+            optimizer.backward((w + b).float().sum())
             optimizer.step()
             if step == 0:
                 b.requires_grad_(False)
         return torch.equal(w, before[0]), torch.equal(b, before[1])
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("options", EVERYWHERE, ids=str)
-def test_a_parameter_that_is_frozen_later_stays(world: World, options: dict[str, Any]) -> None:
-    assert world.run(2, freeze, options) == [(False, True)] * 2
+def test_a_parameter_that_is_frozen_later_stays(world: World, options: dict[str, Any], precision: str) -> None:
+    assert world.run(2, freeze, options, precision) == [(False, True)] * 2
 
 
 def frozen_on_one() -> str:

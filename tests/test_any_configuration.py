@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from itertools import product
 from math import inf
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
+from cases import slice_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshstep.amp import NaiveFp16
 from meshstep.optim import ParallelOptimizer, gradient_sync
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
-from meshstep.parallel.layout import shard
 from torch import Tensor, nn
 from world import World
 from zero_models import small_buckets
@@ -86,16 +87,6 @@ def model_of(topology: Topology) -> Iterator[Logical]:
         yield Logical("tied", P(tied={"pipe": (0, -1)}), (11,), group=1)
 
 
-class Place(NamedTuple):
-    """What `shard` asks a registry for."""
-
-    topology: Topology
-    coordinate: dict[str, int]
-
-    def size(self, *axes: str) -> int:
-        return self.topology.size(*axes)
-
-
 # The reference ----------------------------------------------------------------------------------------------------------
 
 
@@ -113,8 +104,7 @@ def numbers(case: Case, logical: Logical, coordinate: dict[str, int], step: int,
     axes = {*case.topology.data_axes, *logical.spec.partial, *dict(logical.spec.tied)}
     seed = case.random(logical.name, step, micro, sorted((axis, coordinate[axis]) for axis in axes)).getrandbits(32)
     full = torch.randint(-16, 17, logical.shape, generator=torch.Generator().manual_seed(seed)) / 8
-    place: Any = Place(case.topology, coordinate)
-    return shard(full.double(), logical.spec, place)
+    return slice_of(full.double(), logical.spec, case.topology, case.topology.rank(**coordinate))
 
 
 def weight(case: Case, coordinate: dict[str, int], step: int, micro: int) -> int:
@@ -183,8 +173,8 @@ def groups_of(case: Case, logicals: list[Logical], params: list[nn.Parameter]) -
 
 def problems_of(case: Case) -> list[str]:
     """On this rank."""
-    with ProcessGroupRegistry(case.topology) as registry, small_buckets(case.bucket):
-        gradient_sync.BUCKET_BYTES = case.bucket
+    small_sums = mock.patch.object(gradient_sync, "BUCKET_BYTES", case.bucket)
+    with ProcessGroupRegistry(case.topology) as registry, small_buckets(case.bucket), small_sums:
         coordinate = registry.coordinate
         logicals = held(case, coordinate)
         precision, dtype, rounding = PRECISIONS[case.precision]
@@ -192,7 +182,8 @@ def problems_of(case: Case) -> list[str]:
         for logical in logicals:
             seed = torch.Generator().manual_seed(sum(map(ord, logical.name)))
             full = torch.randint(-8, 9, logical.shape, generator=seed).double() / 8
-            params.append(nn.Parameter(shard(full, logical.spec, registry).to(dtype)))
+            piece = slice_of(full, logical.spec, case.topology, registry.global_rank)
+            params.append(nn.Parameter(piece.to(dtype)))
             expected.append(nn.Parameter(params[-1].detach().double()))
             annotate(params[-1], logical.spec, logical.name)
         options: dict[str, Any] = {}

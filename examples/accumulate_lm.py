@@ -21,6 +21,7 @@ from pydoc_data.topics import topics
 
 import torch
 import torch.nn.functional as F
+from curve import Curve
 from einops import rearrange
 from meshstep.optim import CosineAnnealingLR, Monitor, ParallelOptimizer
 from meshstep.optim.monitor import Report
@@ -157,7 +158,7 @@ class Trainer:
         self.steps = options.epochs * -(-len(self.loader) // options.accumulate)
         self.schedule = CosineAnnealingLR(self.optimizer, self.steps, warmup_steps=self.steps // 10)
 
-    def train(self, report: Callable[[Report], object]) -> None:
+    def train(self, bar: tqdm, report: Callable[[Report], object]) -> None:
         """All epochs; a report every step."""
         monitor = Monitor(self.registry, report, every=1, unit="tokens")
         for _ in range(self.options.epochs):
@@ -169,6 +170,7 @@ class Trainer:
                 self.schedule.step()
                 self.optimizer.zero_grad()
                 monitor(stats, loss_sum.detach() / tokens, count=tokens)
+                bar.update(stats is not None)
 
     def loss_sum(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
         """The sum of the losses of a micro-batch, and over how many tokens."""
@@ -194,15 +196,9 @@ def run(options: argparse.Namespace, registry: ProcessGroupRegistry) -> None:
     first = registry.global_rank == 0
     trainer = Trainer(options, registry)
     before, start = trainer.test(), time.perf_counter()
-    rows = ["step,loss,norm"]
     with tqdm(total=trainer.steps, unit="step", disable=not first) as bar:
-
-        def report(now: Report) -> None:
-            bar.set_postfix_str(str(now), refresh=False)
-            bar.update()
-            rows.append(f"{now.step},{now.loss!r},{now.grad_norm!r}")
-
-        trainer.train(report)
+        curve = Curve(bar)
+        trainer.train(bar, curve)
     seconds, after = time.perf_counter() - start, trainer.test()
     generator = torch.Generator().manual_seed(options.seed)
     samples = [trainer.model.write(beginning, generator) for beginning in ("The ", "If ", "A class ")]
@@ -213,7 +209,7 @@ def run(options: argparse.Namespace, registry: ProcessGroupRegistry) -> None:
     print(f"test after:   loss {after:.4f}")
     print("\n-----\n".join(["it writes:", *samples]))
     if options.curve is not None:
-        options.curve.write_text("\n".join([*rows, ""]))
+        curve.write(options.curve)
 
 
 def mesh(text: str) -> Topology:

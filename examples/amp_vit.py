@@ -19,39 +19,21 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from digits_model import Block, DenseLayers, layers_for
+from curve import Curve
+from digits_model import PatchTransformer, layers_for
 from einops import rearrange
 from meshstep.optim import Booster, LinearWarmupLR, Monitor
 from meshstep.optim.monitor import Report
-from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare, init_distributed, reduce_from, shard
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, init_distributed, reduce_from, shard
 from meshstep.parallel.data import ShardedDataLoader
 from sample_data import make_caltech101
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Subset
 from torchvision.datasets import Caltech101
 from torchvision.transforms import v2
 from tqdm import tqdm
 
 PATCH = 8  # pixels along each side
-
-
-class VisionTransformer(nn.Module):
-    """Patches [batch, token, pixel] -> logits [batch, class], split as the layers split them."""
-
-    def __init__(self, layers: DenseLayers, tokens: int, classes: int, width: int, heads: int, depth: int) -> None:
-        super().__init__()
-        self.embed = layers.linear(3 * PATCH * PATCH, width)
-        self.positions = layers.positions(0.5 * torch.randn(tokens, width))
-        self.blocks = nn.ModuleList(Block(width, heads, layers) for _ in range(depth))
-        self.norm = layers.norm(width)
-        self.head = layers.linear(width, classes)
-        declare(self, layers.rules)
-
-    def forward(self, patches: Tensor) -> Tensor:
-        x = self.embed(patches) + self.positions
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x).mean(1))  # type: ignore[no-any-return]
 
 
 def open_dataset(options: argparse.Namespace, train: bool) -> Caltech101:
@@ -102,7 +84,9 @@ class Trainer:
         # 101 classes don't divide over any axis: fill up with classes that never come.
         classes += -classes % 32
         torch.manual_seed(options.seed)
-        model = VisionTransformer(self.layers, tokens, classes, options.width, options.heads, options.depth)
+        model = PatchTransformer(
+            self.layers, 3 * PATCH * PATCH, tokens, classes, options.width, options.heads, options.depth
+        )
         adamw = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.05, fused=True)
         self.steps = options.epochs * len(loader)
         schedule = LinearWarmupLR(adamw, self.steps, warmup_steps=self.steps // 10)
@@ -153,14 +137,9 @@ def run(options: argparse.Namespace, registry: ProcessGroupRegistry) -> None:
     first = registry.global_rank == 0
     trainer = Trainer(options, registry)
     before, start = trainer.test(), time.perf_counter()
-    rows = ["step,loss,norm"]
     with tqdm(total=trainer.steps, unit="step", disable=not first) as bar:
-
-        def report(now: Report) -> None:
-            bar.set_postfix_str(str(now), refresh=False)
-            rows.append(f"{now.step},{now.loss!r},{now.grad_norm!r}")
-
-        trainer.train(bar, report)
+        curve = Curve(bar)
+        trainer.train(bar, curve)
     seconds, after = time.perf_counter() - start, trainer.test()
     skipped = trainer.optimizer.skipped_steps
     if not first:
@@ -171,7 +150,7 @@ def run(options: argparse.Namespace, registry: ProcessGroupRegistry) -> None:
     print(f"test before:  loss {before[0]:.4f}, accuracy {before[1]:.1%}")
     print(f"test after:   loss {after[0]:.4f}, accuracy {after[1]:.1%}")
     if options.curve is not None:
-        options.curve.write_text("\n".join([*rows, ""]))
+        curve.write(options.curve)
 
 
 def parse_options() -> argparse.Namespace:

@@ -25,6 +25,7 @@ from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
+from curve import Curve
 from meshstep.optim import Booster, CosineAnnealingLR, Monitor
 from meshstep.optim.data_parallel import DataParallel
 from meshstep.optim.monitor import Report
@@ -125,15 +126,10 @@ def run(options: argparse.Namespace, registry: ProcessGroupRegistry) -> None:
     """Train and test, with a progress bar and results on rank 0."""
     first = registry.global_rank == 0
     trainer = Trainer(options, registry)
-    reports: list[Report] = []
     before, start = trainer.test(), time.perf_counter()
     with tqdm(total=trainer.steps, unit="step", disable=not first) as bar:
-
-        def report(now: Report) -> None:
-            bar.set_postfix_str(str(now), refresh=False)
-            reports.append(now)
-
-        trainer.train(bar, report)
+        curve = Curve(bar)
+        trainer.train(bar, curve)
     seconds, after = time.perf_counter() - start, trainer.test()
     skipped = trainer.optimizer.skipped_steps
     if not first:
@@ -141,12 +137,11 @@ def run(options: argparse.Namespace, registry: ProcessGroupRegistry) -> None:
     precision = "float64" if options.float64 else options.precision
     how = f"{registry.topology!r}, {precision}, {options.data_parallel or 'plain'} data parallelism"
     print(f"{how}: {trainer.steps} steps in {seconds:.1f} s, {skipped} of them skipped")
-    print(f"loss in training: {reports[0].loss:.4f} in the first steps, {reports[-1].loss:.4f} in the last")
+    print(f"loss in training: {curve.reports[0].loss:.4f} in the first steps, {curve.reports[-1].loss:.4f} in the last")
     print(f"test before: loss {before[0]:.4f}, accuracy {before[1]:.1%}")
     print(f"test after:  loss {after[0]:.4f}, accuracy {after[1]:.1%}")
     if options.curve is not None:
-        rows = [f"{now.step},{now.loss!r},{now.grad_norm!r}" for now in reports]
-        options.curve.write_text("\n".join(["step,loss,norm", *rows, ""]))
+        curve.write(options.curve)
 
 
 def parse_options() -> argparse.Namespace:

@@ -165,16 +165,18 @@ class Block(nn.Module):
         return x + y
 
 
-class DigitsTransformer(nn.Module):
+class PatchTransformer(nn.Module):
     """Patches [batch, token, pixel] -> logits [batch, class], each split as the family says."""
 
-    def __init__(self, layers: DenseLayers, width: int = 64, heads: int = 4, depth: int = 2) -> None:
+    def __init__(
+        self, layers: DenseLayers, pixels: int, tokens: int, classes: int, width: int, heads: int, depth: int
+    ) -> None:
         super().__init__()
-        self.embed = layers.linear(PIXELS, width)
-        self.positions = layers.positions(0.5 * torch.randn(TOKENS, width))
+        self.embed = layers.linear(pixels, width)
+        self.positions = layers.positions(0.5 * torch.randn(tokens, width))
         self.blocks = nn.ModuleList(Block(width, heads, layers) for _ in range(depth))
         self.norm = layers.norm(width)
-        self.head = layers.linear(width, CLASSES)
+        self.head = layers.linear(width, classes)
         declare(self, layers.rules)
 
     def forward(self, patches: Tensor) -> Tensor:
@@ -183,6 +185,13 @@ class DigitsTransformer(nn.Module):
             x = block(x)
         logits: Tensor = self.head(self.norm(x).mean(1))
         return logits
+
+
+class DigitsTransformer(PatchTransformer):
+    """The one for scikit-learn's digits."""
+
+    def __init__(self, layers: DenseLayers, width: int = 64, heads: int = 4, depth: int = 2) -> None:
+        super().__init__(layers, PIXELS, TOKENS, CLASSES, width, heads, depth)
 
 
 def full_parameters(model: nn.Module, registry: ProcessGroupRegistry) -> dict[str, Tensor]:

@@ -21,9 +21,9 @@ def run_example(name: str, *flags: str, processes: int = 1) -> str:
     return done.stdout
 
 
-def read_curve(path: Path) -> torch.Tensor:
-    """[report, (step, loss, norm)] float64, from what ``--curve`` wrote."""
+def read_curve(path: Path, columns: tuple[str, ...] = ("step", "loss", "norm")) -> torch.Tensor:
+    """[report, column] float64, from what ``--curve`` wrote."""
     with path.open() as file:
         header, *rows = csv.reader(file)
-    assert header == ["step", "loss", "norm"]
+    assert header == list(columns)
     return torch.tensor([[float(value) for value in row] for row in rows], dtype=torch.float64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib
 import sys
 from pathlib import Path
@@ -12,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from meshstep.parallel import ProcessGroupRegistry, Topology
-from run_example import run_example
+from run_example import read_curve, run_example
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 STEPS = 12
+COLUMNS = ("loss", "accuracy", "norm", "clip_coef")
 FLAGS = ["--verify", "--steps", str(STEPS), "--max-norm", "0.95"]
 
 
@@ -26,20 +26,12 @@ def example(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def curve(path: Path) -> torch.Tensor:
-    """[step, (loss, accuracy, norm, clip coefficient)] float64."""
-    with path.open() as file:
-        header, *rows = csv.reader(file)
-    assert header == ["loss", "accuracy", "norm", "clip_coef"]
-    return torch.tensor([[float(value) for value in row] for row in rows], dtype=torch.float64)
-
-
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
     path = tmp_path_factory.mktemp("digits") / "one.csv"
     printed = run_example("train_digits", "--curve", str(path), *FLAGS)
     assert "right" in printed
-    found = curve(path)
+    found = read_curve(path, COLUMNS)
     assert found.shape == (STEPS, 4)
     clipped = int((found[:, 3] < 1).sum())
     assert 0 < clipped < STEPS, "the threshold should clip some steps and not others, or it tests nothing"
@@ -58,7 +50,7 @@ def test_a_topology_has_the_curve_of_one_process(
     printed = run_example("train_digits", "--topology", topology, "--curve", str(path), *FLAGS, *flags, processes=4)
     assert "right" in printed
     assert printed.count("test:") == 1, "only rank 0 reports"
-    torch.testing.assert_close(curve(path), one_process, rtol=2e-5, atol=0)
+    torch.testing.assert_close(read_curve(path, COLUMNS), one_process, rtol=2e-5, atol=0)
 
 
 def test_a_run_is_resumed_on_another_topology(one_process: torch.Tensor, tmp_path: Path) -> None:
@@ -67,7 +59,7 @@ def test_a_run_is_resumed_on_another_topology(one_process: torch.Tensor, tmp_pat
     run_example("train_digits", "--resume", folder, "--save-every", "5", *FLAGS)
     flags = ["--resume", folder, "--accumulate", "4", "--zero", "2", "--curve", str(path), *FLAGS]
     run_example("train_digits", "--topology", "data=2,tensor=2", *flags, processes=4)
-    torch.testing.assert_close(curve(path), one_process, rtol=2e-5, atol=0)
+    torch.testing.assert_close(read_curve(path, COLUMNS), one_process, rtol=2e-5, atol=0)
 
 
 def options(**changes: Any) -> argparse.Namespace:

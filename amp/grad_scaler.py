@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..parallel.registry import ProcessGroupRegistry
+from ..parallel.mesh.registry import ProcessGroupRegistry
 
 
 class GradScaler(torch.amp.GradScaler):

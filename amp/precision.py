@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..parallel.registry import ProcessGroupRegistry
+from ..parallel.mesh.registry import ProcessGroupRegistry
 from .casting import Autocast, CastInputs, CastOutputs, cast_floating, cast_model_, is_half
 from .loss_scale import DynamicLossScale, LossScale
 
@@ -228,8 +228,8 @@ def precision_of(precision: str | Precision) -> Precision:
     if isinstance(precision, Precision):
         return precision
     # Here, because these modules build on this one.
-    from .fp8 import Fp8
-    from .opt_levels import ApexFp16
+    from .apex import ApexFp16
+    from .fp8.mode import Fp8
 
     modes: tuple[type[Precision], ...] = (Fp32, TorchFp16, Bf16, NaiveFp16, ApexFp16, Fp8)
     for mode in modes:

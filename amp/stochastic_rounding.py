@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..parallel.registry import ProcessGroupRegistry
-from ..parallel.spec import annotation_of, copy_annotation, spec_of
+from ..parallel.layout.spec import annotation_of, copy_annotation, spec_of
+from ..parallel.mesh.registry import ProcessGroupRegistry
 
 BUCKET_NUMEL = 2**22
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..parallel.registry import ProcessGroupRegistry
+from ..parallel.mesh.registry import ProcessGroupRegistry
 from .master_weights import MasterWeights
 from .precision import Precision
 from .stochastic_rounding import StochasticRounding

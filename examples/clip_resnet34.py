@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from curve import Curve
 from meshstep.optim import Booster, CosineAnnealingLR, Monitor
-from meshstep.optim.data_parallel import DataParallel
 from meshstep.optim.monitor import Report
+from meshstep.optim.recipe.data_parallel import DataParallel
 from meshstep.parallel import ProcessGroupRegistry, Topology, init_distributed
 from resnet_model import make_resnet34
 from sample_data import SampleCIFAR10, make_cifar10

@@ -15,10 +15,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from meshstep.optim import global_norm
 from meshstep.parallel import P, ProcessGroupRegistry, Topology
-from meshstep.parallel.agreement import gather_objects
 from meshstep.parallel.launch import init_distributed
-from meshstep.parallel.layout import shard
-from meshstep.parallel.tensor_2d import Linear2D
+from meshstep.parallel.layers.tensor_2d import Linear2D
+from meshstep.parallel.layout.pieces import shard
+from meshstep.parallel.mesh.agreement import gather_objects
 from torch import Tensor, nn
 
 FEATURES, BATCH = 64, 64

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import torch
-from meshstep.optim.reduction_plan import Bucket, ParameterEntry, ReductionPlan
+from meshstep.optim.norm.plan import Bucket, ParameterEntry, ReductionPlan
 from meshstep.parallel import Linear2D, P, ProcessGroupRegistry, Topology, local_shape, shard, spec_of
-from meshstep.parallel.tensor_2d import BiasLayout
+from meshstep.parallel.layers.tensor_2d import BiasLayout
 
 GRID = Topology(row=2, col=2)
 IN, OUT = 4, 4

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from meshstep.parallel import P, ProcessGroupRegistry, annotate, declare
-from meshstep.parallel.collectives import copy_to, reduce_from
-from meshstep.parallel.layout import shard
+from meshstep.parallel.layout.pieces import shard
+from meshstep.parallel.mesh.collectives import copy_to, reduce_from
 from torch import Tensor, nn
 from torchvision.models import resnet34
 from torchvision.models.resnet import BasicBlock

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..parallel.registry import ProcessGroupRegistry
-from .grad_stats import GradStats
-from .local_norm import accumulation_dtype
+from ..parallel.mesh.registry import ProcessGroupRegistry
+from .norm.powers import accumulation_dtype
+from .norm.stats import GradStats
 
 
 @dataclass(frozen=True)

@@ -12,27 +12,27 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..amp.precision import Precision, precision_of
-from ..parallel.agreement import on_all_ranks
-from ..parallel.registry import ProcessGroupRegistry
-from .accumulation import DataParallelSwitch, Window, inverse_weight
-from .agreed_thresholds import agreed_thresholds
-from .apply import apply_update
-from .bound_gradients import BoundGradients
-from .checks import check_thresholds
-from .clipping import checked_threshold
-from .decision import Decision, decide
-from .dtensor_parameters import DTensorParameters, check_update
-from .facade import OptimizerFacade
-from .frozen_parameters import FrozenParameters
-from .global_norm import Reduction, checked_norm_type, checked_reduction
-from .grad_stats import GradStats
-from .make_weights import check_placement, make_stepped_weights
-from .plan_agreement import agree
-from .reduction_plan import ReductionPlan, entries_of
-from .saved_state import load_checked
-from .skip_monitor import SkipMonitor
-from .stepped_weights import named_params_of
-from .zero import Sharding
+from ..parallel.mesh.agreement import on_all_ranks
+from ..parallel.mesh.registry import ProcessGroupRegistry
+from .clip.decision import Decision, decide
+from .clip.functional import checked_threshold
+from .clip.thresholds import agreed_thresholds
+from .gradients.bound import BoundGradients
+from .gradients.checks import check_thresholds
+from .norm.agreement import agree
+from .norm.global_norm import Reduction, checked_norm_type, checked_reduction
+from .norm.plan import ReductionPlan, entries_of
+from .norm.stats import GradStats
+from .states.dtensors import DTensorParameters, check_update
+from .states.frozen import FrozenParameters
+from .states.make_weights import check_placement, make_stepped_weights
+from .states.saved import load_checked
+from .states.sharded import Sharding
+from .states.stepped_weights import named_params_of
+from .step.facade import OptimizerFacade
+from .step.skips import SkipMonitor
+from .step.update import apply_update
+from .step.window import DataParallelSwitch, Window, inverse_weight
 
 
 class _Clip(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from .topology import Topology
+from .mesh.topology import Topology
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

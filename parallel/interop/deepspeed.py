@@ -20,10 +20,10 @@ from collections.abc import Iterable
 import torch.distributed as dist
 from torch import Tensor
 
-from ..registry import ProcessGroupRegistry
-from ..spec import P, annotation_of, spec_of
-from ..topology import Topology
-from . import has_dtensors
+from ..layout.spec import P, annotation_of, spec_of
+from ..mesh.registry import ProcessGroupRegistry
+from ..mesh.topology import Topology
+from .local import has_dtensors
 
 
 class ModelParallelUnit:

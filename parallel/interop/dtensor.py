@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor as DTensor
 
-from ..spec import Annotation, P, annotation_of, attach
-from ..topology import Topology
+from ..layout.spec import Annotation, P, annotation_of, attach
+from ..mesh.topology import Topology
 
 _LOCAL, _SOURCE, _CHECKED, _VERSION = (f"_meshstep_{name}" for name in ("local", "source", "checked", "version"))
 

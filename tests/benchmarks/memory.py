@@ -22,9 +22,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from meshstep.amp import precision_of
 from meshstep.optim import ParallelOptimizer
-from meshstep.optim.offload import OffloadedWeights
-from meshstep.optim.stepped_weights import SteppedWeights
-from meshstep.optim.zero import ShardedWeights
+from meshstep.optim.states.offloaded import OffloadedWeights
+from meshstep.optim.states.sharded import ShardedWeights
+from meshstep.optim.states.stepped_weights import SteppedWeights
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn
 

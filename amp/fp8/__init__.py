@@ -1,0 +1,3 @@
+"""Linear layers in 8 bits: the mode, the layer, the tensors, and SUMMA."""
+
+from .mode import Fp8 as Fp8

@@ -1,0 +1,139 @@
+"""The linear layer in 8 bits: e4m3 operands in forward, e5m2 output gradients in backward.
+
+    y  = Q4(x) Q4(w)^T           Q4: to float8_e4m3fn, Q5: to float8_e5m2, each with one scale for the tensor
+    dx = Q5(dy) Q4(w)            (straight through: the derivative of the rounding is taken as 1)
+    dw = Q5(dy)^T Q4(x)
+
+Products are exact and summed in float32, by the tensor cores on CUDA devices of capability 8.9 and up
+(`torch._scaled_mm`), by a float32 matrix product elsewhere. Both see the same 8-bit operands; they differ in the order
+of the sums, and in the bits that a GPU keeps of a running sum.
+
+Reference: Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from ...parallel.mesh.registry import ProcessGroupRegistry
+from .tensor import E4M3, E5M2, Quantized, agreed_amax, quantize
+
+# What tensor cores need of the dims of 8-bit operands.
+MULTIPLE = 16
+
+
+@dataclass(frozen=True)
+class Fp8Matmul:
+    """`torch.nn.functional.linear` in 8 bits; what a layer's ``matmul`` is under the mode `Fp8`.
+
+        output = Fp8Matmul()(input, weight, bias)
+
+    The scales are those of the logical tensors: the maximum is agreed over the axes that hold their pieces, so that a
+    layer split over ranks rounds to the same values as the whole one. Which axes these are follows from the layer: its
+    weight's output features are split over the same axes as the gradient of its output, its input features over the
+    same as its input.
+
+    A weight whose dims aren't both multiples of 16 isn't multiplied in 8 bits: it is `linear` in the dtype it has. What
+    counts is this rank's piece.
+
+    Args:
+        registry: Where the pieces are; None: the tensors are whole.
+        forward_axes: The axes that split the weight or the input (which may be replicas over the other's axes).
+        backward_axes: The axes that split the gradient of the output.
+
+    Shapes:
+        input [..., in], weight [out, in], bias [out] -> [..., out] in the dtype of the input, autocast or not.
+        The gradient of the weight is made in float32 and cast to what the weight accumulates (`Tensor.grad_dtype`).
+        For backward the operands are kept in 8 bits.
+    Collectives: one all-reduce (MAX) of two numbers over forward_axes in forward, one of one number over backward_axes
+    in backward; none over one rank. Host reads: none. Differentiable once.
+    """
+
+    registry: ProcessGroupRegistry | None = None
+    forward_axes: tuple[str, ...] = ()
+    backward_axes: tuple[str, ...] = ()
+
+    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not fits(weight):
+            return F.linear(input, weight, bias)
+        rows = input.reshape(-1, input.size(-1))
+        output: Tensor = _Fp8Linear.apply(rows, weight, self)
+        output = output.reshape(*input.shape[:-1], weight.size(0))
+        return output if bias is None else output + bias.to(output.dtype)
+
+
+class Fp8Linear(nn.Linear):
+    """`nn.Linear` whose product is in 8 bits; what the mode `Fp8` makes of an `nn.Linear`.
+
+    Attributes:
+        matmul: How; with its default the weight and the input are whole.
+    """
+
+    matmul = Fp8Matmul()
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.matmul(input, self.weight, self.bias)
+
+
+def fits(weight: Tensor) -> bool:
+    """Whether a matrix can be an operand in 8 bits: both dims are multiples of 16."""
+    return all(size % MULTIPLE == 0 for size in weight.shape)
+
+
+class _Fp8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, matmul: Fp8Matmul) -> Tensor:
+        amax = agreed_amax((rows, weight), matmul.registry, matmul.forward_axes)
+        x, w = quantize(rows, E4M3, amax[0]), quantize(weight, E4M3, amax[1])
+        ctx.save_for_backward(*x, *w)
+        ctx.matmul, ctx.dtype = matmul, rows.dtype
+        return product(x, w, rows.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        saved = ctx.saved_tensors
+        x, w = Quantized(*saved[:2]), Quantized(*saved[2:])
+        (amax,) = agreed_amax((grad,), ctx.matmul.registry, ctx.matmul.backward_axes)
+        g = quantize(grad, E5M2, amax)
+        grad_rows = product(g, w.t(), ctx.dtype) if ctx.needs_input_grad[0] else None
+        grad_weight = product(g.t(), x.t(), torch.float32) if ctx.needs_input_grad[1] else None
+        return grad_rows, grad_weight, None
+
+
+def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+    """``a @ b.T``, [m, k] x [n, k] -> [m, n] in ``dtype``, summed in float32."""
+    if a.values.numel() and has_fp8(a.values.device):
+        return scaled_mm(a, b, dtype)
+    # Autocast would round the sums to half precision; TF32 would not round the operands, which have 4 bits.
+    with torch.autocast(a.values.device.type, enabled=False):
+        total = a.values.float() @ b.values.float().t()
+    return (total * (a.inverse_scale * b.inverse_scale)).to(dtype)
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Whether the device multiplies 8-bit matrices in hardware, in these formats."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+    """`product` by torch._scaled_mm, for n a multiple of 16; k is padded to one with zeros."""
+    padding = -a.values.size(1) % MULTIPLE
+    # As bytes, because padding isn't implemented for 8-bit floats; the byte 0 is 0.0.
+    left, right = (F.pad(each.values.view(torch.uint8), (0, padding)).view(each.values.dtype) for each in (a, b))
+    # It wants the first row-major and the second column-major.
+    result: Tensor = torch._scaled_mm(
+        left.contiguous(),
+        right.contiguous().t(),
+        scale_a=a.inverse_scale,
+        scale_b=b.inverse_scale,
+        out_dtype=dtype,
+        use_fast_accum=False,
+    )
+    return result

@@ -1,0 +1,1 @@
+"""A run on disk, complete or not at all, for any mesh."""

@@ -1,0 +1,157 @@
+"""What a training run is, in parts that have a meaning on any mesh: from a model and its optimizer, and back into them.
+
+Logical tensors, each by a key:
+
+    model/<parameter>               the model's parameters and declared buffers
+    state/<key>/<parameter>         the optimizer's state of the parameter's shape, and its 0-dim tensors
+    piece/<key>/<where>/<parameter> state of any other shape: it belongs to this piece of the parameter
+    master/<parameter>              float32 masters
+    buffer/<digest>/<buffer>        buffers that nothing declared, one for each content
+
+And a `RankRecord` from every rank, for what is no tensor or depends on the rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..parallel_optimizer import ParallelOptimizer
+from .parameters import LogicalParameters
+from .regions import LogicalTensor, Region
+
+_FIELDS = {"model": 1, "state": 2, "piece": 3, "master": 1, "buffer": 2}
+PORTABLE = ("stochastic_rounding",)  # state of the weights that is no tensor and does not depend on the layout
+
+
+def parse_key(key: str) -> tuple[str, ...]:
+    """The parts of a key, the kind first and the name last.
+
+    Raises:
+        ValueError: It is no key of this format.
+    """
+    kind, _, rest = key.partition("/")
+    parts = (kind, *rest.split("/", _FIELDS.get(kind, 1) - 1))
+    if len(parts) != _FIELDS.get(kind, 0) + 1:
+        raise ValueError(f"the checkpoint has a tensor {key!r}, which meshstep does not write")
+    return parts
+
+
+@dataclass
+class RankRecord:
+    """What one rank says besides tensors.
+
+    Args:
+        groups: For each param group the names of its parameters on this rank and its hyper-parameters.
+        buffers: Digests of the undeclared buffers, by name.
+        values: The optimizer's state that is no tensor, by parameter and key.
+    """
+
+    groups: list[tuple[list[str], dict[str, Any]]] = field(default_factory=list)
+    buffers: dict[str, str] = field(default_factory=dict)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+class Stepped(NamedTuple):
+    """What the optimizer has at one position: (a piece of) a parameter or its master, and where that is."""
+
+    param: Tensor
+    piece: Tensor
+    name: str
+    region: Region
+
+
+class OptimizerState(NamedTuple):
+    """An optimizer's state dict, taken apart."""
+
+    stepped: list[Stepped]  # by position in the param groups
+    tensors: dict[int, dict[str, Any]]  # by position and key
+    masters: dict[int, Tensor]  # by position
+    groups: list[dict[str, Any]]
+    rest: dict[str, Any]  # precision, loss scale, ...: ``state_dict()["meshstep"]``
+
+
+def optimizer_state(optimizer: ParallelOptimizer, parameters: LogicalParameters) -> OptimizerState:
+    """Raises ValueError where the optimizer steps what is not in the model. Collectives: none. Host reads: a few."""
+    state = optimizer.state_dict()
+    rest = state["meshstep"]
+    stepped = []
+    for piece in optimizer._weights.pieces():
+        name, region = parameters.of(piece.param)
+        stepped.append(Stepped(piece.param, piece.piece, name, region.run(piece.offset, piece.piece.numel())))
+    return OptimizerState(stepped, state["state"], masters_in(rest["weights"]), state["param_groups"], rest)
+
+
+def masters_in(weights: Mapping[str, Any]) -> dict[int, Tensor]:
+    """The masters, by position, in the state of an optimizer's weights, at whatever depth."""
+    found: dict[int, Tensor] = dict(weights.get("masters") or {})
+    for key, value in weights.items():
+        if key != "masters" and isinstance(value, Mapping):
+            found |= masters_in(value)
+    return found
+
+
+def portable_in(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the state of an optimizer's weights is neither masters nor layout."""
+    found = {key: weights[key] for key in PORTABLE if key in weights}
+    for value in weights.values():
+        if isinstance(value, Mapping):
+            found |= portable_in(value)
+    return found
+
+
+# Saving -----------------------------------------------------------------------------------------------------------------
+
+
+def collect(parameters: LogicalParameters, state: OptimizerState) -> tuple[dict[str, LogicalTensor], RankRecord]:
+    """This rank's parts of all tensors (views, nothing is copied), and its record.
+
+    Collectives: none. Host reads: the undeclared buffers.
+    """
+    tensors = {f"model/{name}": region.logical(tensor) for name, tensor, region in parameters.writes()}
+    record = RankRecord()
+    for name, buffer in parameters.buffers.items():
+        record.buffers[name] = digest(buffer)
+        tensors[f"buffer/{record.buffers[name]}/{name}"] = whole(buffer)
+    for group in state.groups:
+        names = [state.stepped[position].name for position in group["params"]]
+        hyper = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        record.groups.append((sorted(set(names)), hyper))
+    for position, stepped in enumerate(state.stepped):
+        if parameters.is_first(stepped.param):
+            tensors.update(_state_tensors(stepped, state.tensors.get(position, {}), record))
+            if position in state.masters:
+                tensors[f"master/{stepped.name}"] = stepped.region.logical(state.masters[position].detach())
+    return tensors, record
+
+
+def _state_tensors(
+    stepped: Stepped, state: Mapping[str, Any], record: RankRecord
+) -> Iterator[tuple[str, LogicalTensor]]:
+    name, region = stepped.name, stepped.region
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            record.values.setdefault(name, {})[key] = value
+        elif value.dim() == 0:
+            yield f"state/{key}/{name}", whole(value)
+        elif value.shape == stepped.piece.shape:
+            yield f"state/{key}/{name}", region.logical(value)
+        else:
+            yield f"piece/{key}/{region}/{name}", whole(value)
+
+
+def whole(tensor: Tensor) -> LogicalTensor:
+    """A tensor that every rank which has it has whole."""
+    return LogicalTensor(tuple(tensor.shape), tensor.dtype, {(0,) * tensor.dim(): tensor.detach()})
+
+
+def digest(tensor: Tensor) -> str:
+    """Of dtype, shape and bits. Host reads: all of it."""
+    local = tensor.detach().cpu().contiguous()
+    content = ctypes.string_at(local.data_ptr(), local.nbytes) if local.nbytes else b""
+    return blake2b(repr((local.dtype, tuple(local.shape))).encode() + content, digest_size=8).hexdigest()

@@ -1,0 +1,100 @@
+"""What all ranks said besides tensors, as one record, and what of it is a rank's on another mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from ...parallel.mesh.topology import Topology
+from .contents import RankRecord
+
+T = TypeVar("T")
+Variants = list[tuple[T, list[int]]]
+"""Different values, and the ranks that had each."""
+
+
+class SharedRecord:
+    """All ranks' records as one, and what of it is this rank's on a mesh that may be another one.
+
+    What ranks said differently (batch norm's running statistics on data ranks, a learning rate on pipeline stages) goes to
+    the rank at the same coordinates. On another mesh it comes from the saved ranks whose coordinates are the same along
+    every axis that has the same size in both, and 0 along other data axes; if these differ among themselves it is an error.
+    """
+
+    def __init__(self, content: Mapping[str, Any], saved: Topology, now: Topology, rank: int) -> None:
+        self.groups: list[tuple[list[str], Variants[dict[str, Any]]]] = content["groups"]
+        self.buffers: dict[str, Variants[str]] = content["buffers"]
+        self._values: dict[str, dict[str, Variants[Any]]] = content["values"]
+        self._saved, self._now, self._ranks = saved, now, _similar_ranks(saved, now, rank)
+
+    @staticmethod
+    def merge(records: Sequence[RankRecord]) -> dict[str, Any]:
+        """The content of a shared record, in plain containers, from all ranks' records."""
+        groups = []
+        for index in range(max(len(record.groups) for record in records)):
+            said = {rank: record.groups[index] for rank, record in enumerate(records) if index < len(record.groups)}
+            names = sorted({name for found, _ in said.values() for name in found})
+            # A rank without parameters has a group only because torch wants one.
+            groups.append((names, _variants({rank: hyper for rank, (own, hyper) in said.items() if own or not names})))
+        stepped = {name for record in records for name in record.values}
+        return {
+            "groups": groups,
+            "buffers": _by_name([record.buffers for record in records]),
+            "values": {name: _by_name([record.values.get(name, {}) for record in records]) for name in sorted(stepped)},
+        }
+
+    def hyper(self, index: int) -> dict[str, Any]:
+        """The hyper-parameters of a param group for this rank."""
+        return self._choose(self.groups[index][1], f"the hyper-parameters of param group {index}")
+
+    def buffer(self, name: str) -> str:
+        """The digest of an undeclared buffer for this rank."""
+        return self._choose(self.buffers[name], f"the buffer {name}")
+
+    def values(self, name: str) -> dict[str, Any]:
+        """The optimizer's state of a parameter that is no tensor, for this rank."""
+        found = self._values.get(name, {})
+        return {key: self._choose(said, f"the optimizer's {key} of {name}") for key, said in found.items()}
+
+    def _choose(self, variants: Variants[T], what: str) -> T:
+        alike = [value for value, ranks in variants if not self._ranks.isdisjoint(ranks)]
+        chosen = alike or [value for value, _ in variants]
+        if len(chosen) > 1:
+            raise ValueError(
+                f"{what} differed between ranks of {self._saved!r}, and nothing says which belongs to a rank of "
+                f"{self._now!r}; continue on the mesh of the checkpoint, or say how a buffer is laid out with "
+                "annotate(buffer, P(...)) before saving"
+            )
+        return chosen[0]
+
+
+def _similar_ranks(saved: Topology, now: Topology, rank: int) -> set[int]:
+    coordinate = now.coordinate(rank)
+    wanted = dict.fromkeys(saved.data_axes, 0)
+    wanted |= {axis: coordinate[axis] for axis in saved.axes if axis in now.axes and saved.size(axis) == now.size(axis)}
+    return set(saved.filter(**wanted))
+
+
+def _by_name(said: Sequence[Mapping[str, T]]) -> dict[str, Variants[T]]:
+    """The variants of each name, from what each rank says of those it knows."""
+    names = sorted({name for own in said for name in own})
+    return {name: _variants({rank: own[name] for rank, own in enumerate(said) if name in own}) for name in names}
+
+
+def _variants(values: Mapping[int, T]) -> Variants[T]:
+    found: Variants[T] = []
+    for rank, value in values.items():
+        for known, ranks in found:
+            if _equal(known, value):
+                ranks.append(rank)
+                break
+        else:
+            found.append((value, [rank]))
+    return found
+
+
+def _equal(one: object, other: object) -> bool:
+    try:
+        return bool(one == other)
+    except RuntimeError:  # tensors within
+        return False

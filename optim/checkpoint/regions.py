@@ -1,0 +1,147 @@
+"""Which part of a logical tensor a rank holds, as rectangles of it. Pure arithmetic, and views.
+
+A rank holds one shard of a parameter: a rectangle. Of its optimizer state it may hold only a contiguous run of the
+flattened (row-major) shard, which is a stack of rectangles again: the rest of a row, whole rows, the start of a row.
+Rectangles of one tensor can be written and read whatever the layout of those who wrote them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ...parallel.layout.spec import P
+from ...parallel.mesh.topology import Topology
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle: where it begins, and its size, by dim."""
+
+    offsets: Shape
+    sizes: Shape
+
+
+@dataclass(frozen=True)
+class LogicalTensor:
+    """A tensor of which this rank has parts: ``{offsets: part}``, rectangles that don't overlap."""
+
+    shape: Shape
+    dtype: torch.dtype
+    parts: dict[Shape, Tensor]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What is known of a stored tensor without reading it."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Region:
+    """What a rank holds of a logical tensor: elements ``start`` to ``stop`` of one flattened shard.
+
+    Args:
+        full_shape: Of the logical tensor.
+        offsets, shape: Of the shard.
+        start, stop: Of the run, which is all of the shard or a part of it.
+    """
+
+    full_shape: Shape
+    offsets: Shape
+    shape: Shape
+    start: int
+    stop: int
+
+    @classmethod
+    def of_shard(
+        cls, full: Sequence[int], shape: Sequence[int], spec: P, topology: Topology, rank: int, name: str
+    ) -> Region:
+        """The region of a rank's whole shard. A dim that doesn't divide is cut as `torch.chunk` does, axis by axis.
+
+        Raises:
+            ValueError: That would make a shard of another shape.
+        """
+        coordinate = topology.coordinate(rank)
+        offsets, lengths = [], []
+        for dim, length in enumerate(full):
+            offset = 0
+            for axis in spec.dim_axes(dim):
+                chunk = -(-length // topology.size(axis))
+                start = min(coordinate[axis] * chunk, length)
+                offset, length = offset + start, min(chunk, length - start)
+            offsets.append(offset)
+            lengths.append(length)
+        if lengths != list(shape):
+            raise ValueError(
+                f"{name}: {spec} makes this rank's piece of {tuple(full)} {tuple(lengths)}, but it has {tuple(shape)}"
+            )
+        return cls(tuple(full), tuple(offsets), tuple(shape), 0, prod(shape))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    def run(self, start: int, numel: int) -> Region:
+        """``numel`` elements of it from ``start`` on."""
+        return replace(self, start=self.start + start, stop=self.start + start + numel)
+
+    def parts(self, tensor: Tensor) -> dict[Shape, Tensor]:
+        """``tensor``, which has this region's elements in their order, as rectangles; views where it is contiguous."""
+        if tensor.shape == self.shape:
+            return {self.offsets: tensor} if self.numel or not prod(self.full_shape) else {}
+        found, flat, at = {}, tensor.reshape(-1), 0
+        for box in boxes_of_run(self.shape, self.start, self.stop):
+            offsets = tuple(a + b for a, b in zip(self.offsets, box.offsets, strict=True))
+            found[offsets] = flat[at : at + prod(box.sizes)].view(box.sizes)
+            at += prod(box.sizes)
+        return found
+
+    def logical(self, tensor: Tensor) -> LogicalTensor:
+        """``tensor``, which has this region's elements in their order, as a part of the logical one."""
+        return LogicalTensor(self.full_shape, tensor.dtype, self.parts(tensor))
+
+    def __str__(self) -> str:
+        """Where it is, in a few characters: ``0,4+8,4`` for offsets and shape; a run has its ends added."""
+        run = "" if self.numel == prod(self.shape) else f":{self.start}-{self.stop}"
+        return f"{_joined(self.offsets)}+{_joined(self.shape)}{run}"
+
+
+def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """The rectangles that elements ``start`` to ``stop`` of a flattened tensor make, in their order; 2 * dims - 1 at most.
+
+    [3, 4] from 2 to 9: ``..XX / XXXX / X...``
+    """
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield Box((start,) if shape else (), (stop - start,) if shape else ())
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # it begins and ends within row `last`
+        yield from _rows(last, boxes_of_run(shape[1:], start - last * row, stop - last * row))
+        return
+    if start < first * row:
+        yield from _rows(first - 1, boxes_of_run(shape[1:], start - (first - 1) * row, row))
+    if first < last:
+        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+    yield from _rows(last, boxes_of_run(shape[1:], 0, stop - last * row))
+
+
+def _rows(index: int, boxes: Iterator[Box]) -> Iterator[Box]:
+    for box in boxes:
+        yield Box((index, *box.offsets), (1, *box.sizes))
+
+
+def _joined(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))

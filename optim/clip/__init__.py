@@ -1,0 +1,1 @@
+"""What is done with gradients that are too long."""

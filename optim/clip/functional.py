@@ -1,0 +1,227 @@
+"""Clip sharded gradients by their global norm or by value; usable alone, as torch's functions are.
+
+coef = min(1, max_norm / (total_norm + 1e-6))       Pascanu et al. 2013, arXiv:1211.5063
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from math import isfinite
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ...parallel.interop.local import local_parameters
+from ...parallel.layout.spec import annotation_of
+from ...parallel.mesh.agreement import on_all_ranks
+from ...parallel.mesh.registry import ProcessGroupRegistry
+from ..gradients.sync import is_complete, mark_complete, sync_axes
+from ..norm.agreement import agree
+from ..norm.global_norm import GlobalNorm, Norms, Reduction, checked_norm_type, checked_reduction
+from ..norm.plan import ReductionPlan, check_dense_real, entries_of
+from ..norm.stats import GradStats
+
+Params = Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
+
+
+def clip_coefficient(total_norm: Tensor, max_norm: float | Tensor) -> Tensor:
+    """min(1, max_norm / (total_norm + 1e-6)), elementwise; 1 where the norm is not finite, never 0 or NaN for that."""
+    coef = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
+    return torch.where(total_norm.isfinite(), coef, torch.ones_like(coef))
+
+
+def checked_threshold(value: float, name: str) -> float:
+    """``value`` as a float.
+
+    Raises:
+        ValueError: It is not finite and positive.
+    """
+    value = float(value)
+    if not (isfinite(value) and value > 0):
+        raise ValueError(
+            f"{name}={value}: give a finite number > 0, in units of the unscaled gradient (None: no clipping)"
+        )
+    return value
+
+
+def global_norm(
+    params: Params,
+    registry: ProcessGroupRegistry,
+    norm_type: float = 2.0,
+    *,
+    reduction: Reduction = "packed",
+) -> GradStats:
+    """The global p-norm of the gradients of ``params``; changes nothing.
+
+    Args:
+        params: Declared parameters, or (name, parameter) pairs; ``.grad`` is this rank's piece, None counts as zero.
+            They may be other ones on every call and, with ``reduction="packed"``, others on every rank.
+        registry: The groups of the mesh that the specs name.
+        norm_type: p >= 1, or inf.
+        reduction: ``"packed"`` or ``"per_group"``; see `GlobalNorm`.
+    Returns:
+        GradStats, the same bits on every rank. Averaging over data axes and pending sums are the caller's (or
+        `ParallelOptimizer`'s, or `sync_gradients`'s) to make before.
+    Raises:
+        ValueError: A parameter has no spec or one that does not fit; a gradient is still a pending sum; norm_type < 1.
+        TypeError: A complex or sparse gradient.
+    Collectives: one all-reduce over the world (p = inf: one all-gather). On the first call with a registry also a check
+        that all ranks declare the same. Host reads: none after the first call.
+    """
+    with _listed(params, registry) as named:
+        return _stats(_measure(named, registry, norm_type, reduction), None)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    params: Params,
+    max_norm: float,
+    registry: ProcessGroupRegistry,
+    norm_type: float = 2.0,
+    *,
+    reduction: Reduction = "packed",
+) -> GradStats:
+    """Clip sharded gradients by their global p-norm, in place.
+
+        coef = min(1, max_norm / (total_norm + 1e-6))
+
+    A norm that is not finite leaves the gradients as they are and is reported by ``found_inf``; don't step then.
+
+    Args:
+        params: As for `global_norm`.
+        max_norm: Threshold in unscaled gradient units; finite, > 0.
+    Returns:
+        GradStats with the norm before clipping; 0-dim tensors, the same bits on every rank.
+    Raises:
+        As `global_norm`; ValueError for a bad max_norm. Nothing is changed then.
+    Collectives, host reads: as `global_norm`.
+    Reference: Pascanu et al. 2013, arXiv:1211.5063.
+    """
+    max_norm = checked_threshold(max_norm, "max_norm")
+    with _listed(params, registry) as named:
+        stats = _stats(_measure(named, registry, norm_type, reduction), max_norm)
+        scale_gradients([param for _, param in named], stats.clip_coef)
+    return stats
+
+
+@torch.no_grad()
+def clip_grad_value_(params: Params, clip_value: float, registry: ProcessGroupRegistry) -> None:
+    """Clamp every element of the gradients to [-clip_value, clip_value], in place.
+
+    Elements need no collective, but whole gradients: a pending sum must be made first. NaN stays NaN.
+
+    Args:
+        params: As for `global_norm`.
+        clip_value: Threshold in unscaled gradient units; finite, > 0.
+        registry: Tells which gradients may be pending sums.
+    Raises:
+        ValueError: A gradient is still a pending sum, or clip_value is not finite and positive.
+        TypeError: A complex or sparse gradient.
+    Collectives: none. Host reads: none.
+    """
+    clip_value = checked_threshold(clip_value, "clip_value")
+    with _listed(params, registry) as named:
+        _check_gradients(named, registry)
+        clamp_gradients([param for _, param in named], clip_value)
+
+
+def clamp_gradients(params: Sequence[Tensor], clip_value: float) -> None:
+    """Clamp the gradients that are there, in place."""
+    grads = [param.grad for param in params if param.grad is not None]
+    complete = [param for param in params if is_complete(param)]
+    if grads:
+        torch._foreach_clamp_min_(grads, -clip_value)
+        torch._foreach_clamp_max_(grads, clip_value)
+    for param in complete:
+        mark_complete(param)
+
+
+def scale_gradients(params: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply the gradients that are there by a 0-dim tensor, in place: one multi-tensor pass a device and dtype."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    complete = [param for param in params if is_complete(param)]
+    for param in params:
+        if param.grad is not None:
+            kinds.setdefault((param.grad.device, param.grad.dtype), []).append(param.grad)
+    for (device, _), grads in kinds.items():
+        torch._foreach_mul_(grads, factor.to(device, torch.float32 if grads[0].dtype != torch.float64 else None))
+    for param in complete:
+        mark_complete(param)
+
+
+@contextmanager
+def _listed(params: Params, registry: ProcessGroupRegistry) -> Iterator[list[tuple[str | None, Tensor]]]:
+    """(name, parameter) pairs, each parameter once, with local ones in the place of DTensors."""
+    given = [params] if isinstance(params, Tensor) else list(params)
+    pairs = [item if isinstance(item, tuple) else (None, item) for item in given]
+    once = {id(param): (name, param) for name, param in pairs}.values()
+    with local_parameters([param for _, param in once], registry.topology) as local:
+        yield [(name, param) for (name, _), param in zip(once, local, strict=True)]
+
+
+def _measure(
+    params: list[tuple[str | None, Tensor]], registry: ProcessGroupRegistry, norm_type: float, reduction: Reduction
+) -> Norms:
+    state = _STATES.setdefault(registry, _State())
+    key = (
+        checked_norm_type(norm_type),
+        checked_reduction(reduction),
+        *((id(annotation_of(p)), p.shape) for _, p in params),
+    )
+    if key not in state.norms:
+
+        def build() -> ReductionPlan:
+            _check_gradients(params, registry)
+            named = [param if name is None else (name, param) for name, param in params]
+            return ReductionPlan.of(entries_of([named], registry.topology), registry.topology, registry.global_rank)
+
+        # Later lists are planned without a word to others: those that depend on local data may differ between ranks.
+        agreed = not state.checked or reduction == "per_group"
+        plan = agree(on_all_ranks(build, registry), registry) if agreed else build()
+        state.remember(key, GlobalNorm(plan, registry, norm_type, reduction), [annotation_of(p) for _, p in params])
+    _check_gradients(params, registry)
+    return state.norms[key]([param.grad for _, param in params])
+
+
+class _State:
+    """The measurers that a registry has been used with; they keep their annotations alive, whose ids are the keys."""
+
+    def __init__(self) -> None:
+        self.norms: dict[tuple[object, ...], GlobalNorm] = {}
+        self.annotations: list[object] = []
+        self.checked = False
+
+    def remember(self, key: tuple[object, ...], norm: GlobalNorm, annotations: list[object]) -> None:
+        """Keep ``norm``; lists that change from call to call must not pile up."""
+        if len(self.norms) >= 64:
+            self.norms.clear()
+            self.annotations.clear()
+        self.norms[key] = norm
+        self.annotations.append(annotations)
+        self.checked = True
+
+
+_STATES: WeakKeyDictionary[ProcessGroupRegistry, _State] = WeakKeyDictionary()
+
+
+def _check_gradients(params: list[tuple[str | None, Tensor]], registry: ProcessGroupRegistry) -> None:
+    for index, (given, param) in enumerate(params):
+        annotation = annotation_of(param)
+        name = given or (annotation.name if annotation else None) or f"parameter {index}"
+        if param.grad is not None:
+            check_dense_real(param.grad, f"the gradient of {name}")
+        if annotation is not None and (annotation.spec.partial or annotation.spec.tied) and not is_complete(param):
+            pending = sync_axes(annotation.spec, registry.topology, average_data=False)
+            if registry.topology.size(*pending) > 1:
+                raise ValueError(
+                    f"the gradient of {name} ({annotation.spec}) is still a pending sum over {', '.join(pending)}: call "
+                    "sync_gradients(params, registry) after the last backward, or use ParallelOptimizer, which does"
+                )
+
+
+def _stats(norms: Norms, max_norm: float | None) -> GradStats:
+    coef = torch.ones_like(norms.total) if max_norm is None else clip_coefficient(norms.total, max_norm)
+    found_inf = norms.total.isfinite().logical_not().float()
+    return GradStats(norms.total, coef, found_inf, norms.groups)

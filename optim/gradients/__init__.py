@@ -1,0 +1,1 @@
+"""Gradients made whole: averaged, summed, reduced while backward runs."""

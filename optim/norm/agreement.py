@@ -1,0 +1,151 @@
+"""Make every rank's plan the same plan, or say on every rank where they differ. Once, when a plan is bound.
+
+Ranks exchange a digest of what they declare, a few hundred bytes each; only when digests disagree do they exchange the
+whole views, to name the first parameter that differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import NamedTuple
+
+from ...parallel.mesh.agreement import gather_objects
+from ...parallel.mesh.registry import ProcessGroupRegistry
+from ...parallel.mesh.topology import Topology
+from .plan import Bucket, ParameterEntry, ReductionPlan
+
+
+class Holders(NamedTuple):
+    """The coordinates that hold a parameter, as far as they are not all: they must say the same about it."""
+
+    where: tuple[tuple[str, tuple[int, ...]], ...]
+    tied: bool
+
+    def include(self, coordinate: Mapping[str, int]) -> bool:
+        """Whether the rank at ``coordinate`` is one of them."""
+        return all(coordinate[axis] in indices for axis, indices in self.where)
+
+    @classmethod
+    def of(cls, entry: ParameterEntry, plan: ReductionPlan) -> Holders:
+        """Who holds ``entry``: this pipeline stage, or its owners, or the stages it is tied over."""
+        coordinate, spec = plan.coordinate, entry.spec
+        where: dict[str, tuple[int, ...]] = {axis: (coordinate[axis],) for axis in plan.topology.pipe_axes}
+        where |= {axis: (index,) for axis, index in spec.owned}
+        where |= {axis: spec.tied_coordinates(axis, plan.topology) for axis, _ in spec.tied}
+        return cls(tuple(sorted(where.items())), bool(spec.tied))
+
+
+class View(NamedTuple):
+    """What one rank says about a parameter. Tied parameters may have other names elsewhere, all else must be equal."""
+
+    name: str
+    said: str
+
+    @classmethod
+    def of(cls, entry: ParameterEntry) -> View:
+        """The view of ``entry``; sizes of sharded dims are left out, as pieces may be uneven."""
+        sizes = ("sharded" if entry.spec.dim_axes(d) else str(size) for d, size in enumerate(entry.shape))
+        frozen = "" if entry.trained else ", frozen"
+        shape = f"shape ({', '.join(sizes)})"
+        return cls(entry.name, f"{entry.spec}, {shape}, {str(entry.dtype)[6:]}, param group {entry.group}{frozen}")
+
+
+@dataclass(frozen=True)
+class _Summary:
+    digests: dict[Holders, str]
+    buckets: tuple[Bucket, ...]
+    num_groups: int
+    weighted: Fraction  # elements, each divided by its number of holders
+
+
+def agree(plan: ReductionPlan, registry: ProcessGroupRegistry, names: bool = False) -> ReductionPlan:
+    """``plan`` with the bucket list, the element count and (``names=True``) the parameter names that all ranks share.
+
+    Ranks at the same coordinates of the pipeline axes must declare the same parameters in the same order (names, specs,
+    unsharded dims, param groups), but for owned ones, on which their owners must agree, and tied ones, on which the
+    stages that are tied must agree (names may differ there).
+
+    Raises:
+        ValueError: On every rank, when two disagree; names the first parameter that differs and both views of it.
+    Collectives: all-gathers of Python objects, at set-up only. Host reads: yes.
+    """
+    views = _views(plan)
+    weighted = sum((Fraction(e.numel, e.spec.holders(plan.topology)) for e in plan.entries), Fraction())
+    digests = {holders: _digest(holders, found) for holders, found in views.items()}
+    summaries = gather_objects(_Summary(digests, plan.buckets, plan.num_groups, weighted), registry)
+    disagreement = _first_disagreement([summary.digests for summary in summaries], plan.topology)
+    if disagreement is not None:
+        holders, first, second = disagreement
+        everybody = gather_objects(views.get(holders, []), registry)
+        raise ValueError(_difference(first, everybody[first], second, everybody[second], holders.tied))
+    agreed = replace(
+        plan,
+        buckets=tuple(sorted({bucket for summary in summaries for bucket in summary.buckets})),
+        num_groups=max(summary.num_groups for summary in summaries),
+        counted=int(sum((summary.weighted for summary in summaries), Fraction())),
+    )
+    return _with_names(agreed, registry) if names else agreed
+
+
+def _with_names(plan: ReductionPlan, registry: ProcessGroupRegistry) -> ReductionPlan:
+    """The plan with one name for each logical parameter of the model, made unique by the stage where it must be."""
+    mine: list[tuple[Holders, str | int]] = []
+    for entry in plan.entries:
+        holders = Holders.of(entry, plan)
+        # Tied copies have different names: they are the same parameter by their position among the tied ones.
+        position = sum(known == holders for known, _ in mine)
+        mine.append((holders, position if holders.tied else entry.name))
+    labels: dict[tuple[Holders, str | int], str] = {}
+    for keys, names in gather_objects((mine, [entry.name for entry in plan.entries]), registry):
+        for key, name in zip(keys, names, strict=True):
+            labels.setdefault(key, name)
+    used = Counter(labels.values())
+    unique = [
+        name if used[name] == 1 else f"{name}@{','.join(f'{axis}={at[0]}' for axis, at in holders.where)}"
+        for (holders, _), name in labels.items()
+    ]
+    slots = {key: slot for slot, key in enumerate(labels)}
+    return replace(plan, parameter_names=tuple(unique), parameter_slots=tuple(slots[key] for key in mine))
+
+
+def _views(plan: ReductionPlan) -> dict[Holders, list[View]]:
+    views: dict[Holders, list[View]] = {}
+    for entry in plan.entries:
+        views.setdefault(Holders.of(entry, plan), []).append(View.of(entry))
+    return views
+
+
+def _digest(holders: Holders, views: Sequence[View]) -> str:
+    text = repr([view.said if holders.tied else tuple(view) for view in views])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _first_disagreement(
+    digests: Sequence[Mapping[Holders, str]], topology: Topology
+) -> tuple[Holders, int, int] | None:
+    """Two ranks that hold the same parameters and say different things about them; the same two on every rank."""
+    coordinates = [topology.coordinate(rank) for rank in range(topology.world_size)]
+    for holders in sorted({key for declared in digests for key in declared}):
+        ranks = [rank for rank, coordinate in enumerate(coordinates) if holders.include(coordinate)]
+        for rank in ranks:
+            if digests[rank].get(holders) != digests[ranks[0]].get(holders):
+                return holders, ranks[0], rank
+    return None
+
+
+def _difference(first: int, mine: list[View], second: int, theirs: list[View], tied: bool) -> str:
+    for index in range(max(len(mine), len(theirs))):
+        one = mine[index] if index < len(mine) else None
+        other = theirs[index] if index < len(theirs) else None
+        if one is None or other is None or one.said != other.said or (not tied and one.name != other.name):
+            shown = [f"{view.name}: {view.said}" if view else "no such parameter" for view in (one, other)]
+            return (
+                f"ranks {first} and {second} hold the same parameters but declare them differently, first in "
+                f"{(one or other or View('?', '')).name}: rank {first} says [{shown[0]}], rank {second} says [{shown[1]}]; "
+                "declare the same parameters in the same order on both, or say with owned= or tied= who holds them"
+            )
+    raise AssertionError("digests differ but views do not")

@@ -1,0 +1,178 @@
+"""Run the plan: local powers -> one packed all-reduce -> norms.
+
+    total_norm = (sum over buckets of sum over their groups of sum of |g|^p)^(1/p)
+
+The packed vector holds one power for each param group (and each parameter, where asked for), every piece divided by its
+number of holders; what ranks hold decides only what they write into it, never its length or who takes part. A NaN or inf
+in any gradient on any rank makes the sum NaN or inf, so the overflow flag costs no slot. For p = inf a MAX all-reduce
+would lose a NaN on some backends; there the vectors are gathered and reduced on every rank, again in one collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf, isnan
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...parallel.mesh.registry import ProcessGroupRegistry
+from .plan import ReductionPlan
+from .powers import accumulation_dtype, local_powers
+
+Reduction = Literal["packed", "per_group"]
+
+
+class Norms(NamedTuple):
+    """Global p-norms, device tensors of the accumulation dtype: 0-dim, [param groups], [parameters] (or empty)."""
+
+    total: Tensor
+    groups: Tensor
+    parameters: Tensor
+    extra: Tensor
+
+
+class GlobalNorm:
+    """Measures the gradients of one plan.
+
+    Args:
+        plan: What is summed over which ranks; agreed by all ranks (`plan_agreement.agree`) for ``reduction="per_group"``
+            and ``per_parameter=True``, whose collectives depend on it.
+        registry: The groups.
+        norm_type: p >= 1, or inf.
+        reduction: ``"packed"``: one all-reduce over the world (an all-gather for p = inf). ``"per_group"``: one
+            all-reduce for each bucket over exactly its group, and one of the overflow flag over the world.
+        per_parameter: Measure each logical parameter as well.
+    Raises:
+        ValueError: norm_type or reduction is none of these.
+    """
+
+    def __init__(
+        self,
+        plan: ReductionPlan,
+        registry: ProcessGroupRegistry,
+        norm_type: float = 2.0,
+        reduction: Reduction = "packed",
+        per_parameter: bool = False,
+    ) -> None:
+        self.plan, self.registry, self.per_parameter = plan, registry, per_parameter
+        self.norm_type, self.reduction = checked_norm_type(norm_type), checked_reduction(reduction)
+        self._slots = plan.num_groups + (len(plan.parameter_names) if per_parameter else 0)
+        self._constants: dict[tuple[object, ...], Tensor] = {}
+
+    def __call__(self, gradients: Sequence[Tensor | None], extra: Tensor | None = None) -> Norms:
+        """The norms of ``gradients``, one for each entry of the plan, None counting as zero.
+
+        Args:
+            extra: 1-dim tensor that is summed over all ranks in the same collective, and comes back as ``Norms.extra``.
+        Collectives: one (packed), or one a bucket and one more (per group). Host reads: none.
+        """
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        powers = self._local_powers([gradient for gradient in gradients if gradient is not None])
+        extra = powers.new_zeros(0) if extra is None else extra.to(powers)
+        if self.reduction == "packed":
+            vector, extra = self._packed(powers, present, extra)
+        else:
+            vector, extra = self._per_group(powers, present, extra)
+        groups, parameters = vector[: self.plan.num_groups], vector[self.plan.num_groups :]
+        if self.norm_type == inf:
+            return Norms(groups.amax(), groups, parameters, extra)
+        root = 1 / self.norm_type
+        return Norms(groups.sum().pow(root), groups.pow(root), parameters.pow(root), extra)
+
+    def _local_powers(self, gradients: Sequence[Tensor]) -> Tensor:
+        device = self.registry.device if not gradients else gradients[0].device
+        kinds = {(gradient.device, gradient.dtype) for gradient in gradients}
+        if len(kinds) == 1:
+            return local_powers(gradients, self.norm_type)
+        powers = torch.zeros(len(gradients), dtype=accumulation_dtype(device), device=device)
+        for kind in kinds:
+            indices = [i for i, gradient in enumerate(gradients) if (gradient.device, gradient.dtype) == kind]
+            powers[indices] = local_powers([gradients[i] for i in indices], self.norm_type).to(powers)
+        return powers
+
+    def _packed(self, powers: Tensor, present: list[int], extra: Tensor) -> tuple[Tensor, Tensor]:
+        if self.norm_type != inf:
+            powers = powers * self._constant("weights", present, powers)
+        vector = torch.cat([self._fill_slots(powers, present), extra])
+        axes = self.registry.topology.axes
+        if self.registry.topology.world_size > 1:
+            group = self.registry.group(*axes)
+            if self.norm_type == inf:
+                gathered = vector.new_empty(self.registry.topology.world_size * vector.numel())
+                dist.all_gather_single(gathered, vector, group=group)
+                rows = gathered.view(-1, vector.numel())
+                vector = torch.cat([rows[:, : self._slots].amax(0), rows[:, self._slots :].sum(0)])
+            else:
+                dist.all_reduce(vector, group=group)
+        return vector[: self._slots], vector[self._slots :]
+
+    def _per_group(self, powers: Tensor, present: list[int], extra: Tensor) -> tuple[Tensor, Tensor]:
+        plan, op = self.plan, dist.ReduceOp.MAX if self.norm_type == inf else dist.ReduceOp.SUM
+        total = powers.new_zeros(self._slots)
+        flags = torch.cat([powers.isfinite().logical_not().any().to(powers).view(1), extra])
+        for index, bucket in enumerate(plan.buckets):
+            counted = bucket.counts(plan.coordinate)
+            mine = [k for k, i in enumerate(present) if counted and plan.bucket_indices[i] == index]
+            vector = self._fill_slots(powers[mine], [present[k] for k in mine])
+            axes = bucket.axes(plan.topology)
+            if axes and self.registry.size(*axes) > 1:
+                dist.all_reduce(vector, op=op, group=self.registry.group(*axes))
+            total = torch.maximum(total, vector) if self.norm_type == inf else total + vector
+        if plan.topology.world_size > 1:
+            dist.all_reduce(flags, group=self.registry.group(*plan.topology.axes))
+        # A NaN that MAX dropped, or that only one of several replicas has, must reach everybody.
+        return torch.where(flags[0] > 0, total + torch.nan, total), flags[1:]
+
+    def _fill_slots(self, powers: Tensor, present: list[int]) -> Tensor:
+        """Combine each param group's powers into its slot, and copy each parameter's into its own."""
+        slots = powers.new_zeros(self._slots)
+        if not present:
+            return slots
+        start = 0
+        groups = [self.plan.entries[i].group for i in present]
+        while start < len(groups):  # entries come group by group: each is one run
+            stop = start + groups[start:].count(groups[start])
+            run = powers[start:stop]
+            slots[groups[start]] = run.amax() if self.norm_type == inf else run.sum()
+            start = stop
+        if self.per_parameter:
+            slots[self._constant("slots", present, powers)] = powers
+        return slots
+
+    def _constant(self, kind: Literal["weights", "slots"], present: list[int], like: Tensor) -> Tensor:
+        key = (kind, like.device, *present)
+        if key not in self._constants:
+            if kind == "weights":
+                values: list[float] = [self.plan.weights[i] for i in present]
+                self._constants[key] = torch.tensor(values, dtype=like.dtype, device=like.device)
+            else:
+                offset = self.plan.num_groups
+                slots = [offset + self.plan.parameter_slots[i] for i in present]
+                self._constants[key] = torch.tensor(slots, dtype=torch.int64, device=like.device)
+        return self._constants[key]
+
+
+def checked_norm_type(norm_type: float) -> float:
+    """``norm_type`` as a float.
+
+    Raises:
+        ValueError: It is below 1 or NaN.
+    """
+    value = float(norm_type)
+    if isnan(value) or value < 1:
+        raise ValueError(f"norm_type={norm_type}: give a number >= 1 (2.0 is the usual norm) or float('inf')")
+    return value
+
+
+def checked_reduction(reduction: Reduction) -> Reduction:
+    """``reduction``.
+
+    Raises:
+        ValueError: It is none of the two.
+    """
+    if reduction not in ("packed", "per_group"):
+        raise ValueError(f"reduction={reduction!r}: give 'packed' or 'per_group'")
+    return reduction

@@ -1,0 +1,273 @@
+"""What is summed over which ranks: (topology, specs) -> a pure, printable plan of the norm's reduction.
+
+A parameter's distinct pieces are indexed by the axes that shard it and by the pipeline axes, where every coordinate
+holds other parameters. Every distinct piece counts exactly once, whoever holds copies of it:
+
+    total_norm^p = sum over parameters, over distinct pieces, of ||piece||_p^p
+
+Two ways to sum that, both read off the plan. *Packed*: every rank adds its pieces, each divided by its number of
+holders, and one all-reduce over the world makes the total. *Per group*, the textbook form: the parameters of one bucket
+are all-reduced over exactly the axes that index their pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ...parallel.interop.local import local_parameter
+from ...parallel.layout.spec import Annotation, P, annotation_of
+from ...parallel.mesh.topology import Topology
+
+
+@dataclass(frozen=True)
+class ParameterEntry:
+    """One parameter as this rank sees it: its name, spec, local shape, index of its param group, dtype, the axes over which
+    its gradient needs no averaging any more when it comes to be synchronised, and whether it is trained (not frozen)."""
+
+    name: str
+    spec: P
+    shape: tuple[int, ...]
+    group: int = 0
+    dtype: torch.dtype = torch.float32
+    averaged: tuple[str, ...] = ()
+    trained: bool = True
+
+    @property
+    def numel(self) -> int:
+        """Number of elements that this rank holds."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """Parameters whose pieces are reduced over the same ranks.
+
+    Args:
+        distinct: The axes that index the pieces, in topology order.
+        owned: ``(axis, coordinate)`` pairs outside of which nobody holds the bucket's parameters.
+        tied: ``(axis, coordinates)`` pairs whose coordinates hold copies of one logical parameter.
+    """
+
+    distinct: tuple[str, ...] = ()
+    owned: tuple[tuple[str, int], ...] = ()
+    tied: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    @classmethod
+    def of(cls, spec: P, topology: Topology) -> Bucket:
+        """The bucket of a parameter laid out as ``spec``."""
+        tied = tuple((axis, spec.tied_coordinates(axis, topology)) for axis, _ in spec.tied)
+        return cls(spec.distinct_axes(topology), spec.owned, tied)
+
+    def axes(self, topology: Topology) -> tuple[str, ...]:
+        """The axes of the bucket's all-reduce: those that index pieces, and those where somebody holds nothing."""
+        named = {*self.distinct, *dict(self.owned), *dict(self.tied)}
+        return tuple(axis for axis in topology.axes if axis in named)
+
+    def counts(self, coordinate: dict[str, int]) -> bool:
+        """Whether the rank at ``coordinate`` adds its piece in the textbook form (the first of tied copies does)."""
+        return all(coordinate[axis] == index for axis, index in self.owned) and all(
+            coordinate[axis] == where[0] for axis, where in self.tied
+        )
+
+    def __str__(self) -> str:
+        parts = [" x ".join(self.distinct)] if self.distinct else []
+        parts += [f"{axis}={index} only" for axis, index in self.owned]
+        parts += [f"tied {axis}={','.join(map(str, where))}" for axis, where in self.tied]
+        return " ".join(parts) or "replicated"
+
+
+@dataclass(frozen=True)
+class ReductionPlan:
+    """The plan of one rank; needs no process.
+
+    Args:
+        topology: The mesh.
+        rank: The global rank whose view this is.
+        entries: This rank's parameters, in the order of the gradients that will be measured.
+        buckets: The same list on every rank, whatever it holds: `meshstep.optim.norm.agreement.agree` fills it in. Until
+            then it is what this rank's own parameters need.
+        num_groups: Number of param groups; the same on every rank once agreed.
+        counted: Elements that all ranks count together, once agreed; None before.
+        parameter_names: The names of all logical parameters of the model, once agreed with ``names=True``.
+        parameter_slots: For each entry the index of its name in `parameter_names`.
+        cut_over: The axis over which parameters are cut into the pieces that the entries are; pieces may be uneven.
+    """
+
+    topology: Topology
+    rank: int
+    entries: tuple[ParameterEntry, ...]
+    buckets: tuple[Bucket, ...]
+    num_groups: int = 1
+    counted: int | None = None
+    parameter_names: tuple[str, ...] = ()
+    parameter_slots: tuple[int, ...] = ()
+    cut_over: str | None = None
+
+    @classmethod
+    def of(cls, entries: Iterable[ParameterEntry], topology: Topology, rank: int) -> ReductionPlan:
+        """Plan the reduction of ``entries`` as ``rank`` sees it.
+
+        Raises:
+            ValueError: A spec does not fit its shape or the topology, or this rank may not hold the parameter.
+        """
+        entries = tuple(entries)
+        coordinate = topology.coordinate(rank)
+        for entry in entries:
+            entry.spec.validate(len(entry.shape), topology, entry.name)
+            if not entry.spec.holds(coordinate, topology):
+                raise ValueError(
+                    f"{entry.name}: {entry.spec} says that rank {rank} at {_coordinate(coordinate)} does not hold it, "
+                    "but it was given here; build it only where the spec says, or correct the spec"
+                )
+        buckets = tuple(sorted({Bucket.of(entry.spec, topology) for entry in entries}))
+        return cls(topology, rank, entries, buckets, max((entry.group for entry in entries), default=0) + 1)
+
+    @cached_property
+    def bucket_indices(self) -> tuple[int, ...]:
+        """For each entry the index of its bucket in `buckets`."""
+        index = {bucket: i for i, bucket in enumerate(self.buckets)}
+        return tuple(index[Bucket.of(entry.spec, self.topology)] for entry in self.entries)
+
+    @cached_property
+    def weights(self) -> tuple[float, ...]:
+        """For each entry 1 / (ranks that hold a copy of its piece)."""
+        return tuple(1 / entry.spec.holders(self.topology) for entry in self.entries)
+
+    @property
+    def coordinate(self) -> dict[str, int]:
+        """This rank's coordinate."""
+        return self.topology.coordinate(self.rank)
+
+    def full_numel(self, entry: ParameterEntry) -> int:
+        """Elements of the logical tensor, if every piece is as large as this rank's."""
+        return entry.numel * self.topology.size(*entry.spec.sharded_axes)
+
+    def counted_numel(self, entry: ParameterEntry) -> int:
+        """Elements of this pipeline stage that the weighted sum counts: local elements x ranks that add them x weight."""
+        spec, topology = entry.spec, self.topology
+        ranks = 1
+        for axis in topology.axes:
+            if axis in dict(spec.tied):
+                ranks *= len(spec.tied_coordinates(axis, topology))
+            elif axis not in dict(spec.owned) and (axis not in topology.pipe_axes or axis in spec.named_axes):
+                ranks *= topology.size(axis)
+        return entry.numel * ranks // spec.holders(topology)
+
+    def check_numel(self, full: int) -> None:
+        """Compare with the dense model's number of elements; of this stage's part of it, before `agree`.
+
+        Raises:
+            ValueError: They differ; the text lists what each parameter counts.
+        """
+        counted = self.counted if self.counted is not None else sum(map(self.counted_numel, self.entries))
+        if counted != full:
+            rows = "\n".join(
+                f"  {e.name}: local {e.shape}, {e.spec}, counts {self.counted_numel(e):,}" for e in self.entries
+            )
+            raise ValueError(
+                f"the plan counts {counted:,} elements but the full model has {full:,}; a spec says shard where the "
+                f"parameter is whole, or whole where it is a shard:\n{rows}"
+            )
+
+    def __str__(self) -> str:
+        lines = [f"ReductionPlan of rank {self.rank} ({_coordinate(self.coordinate)}) over {self.topology!r}"]
+        header = ("bucket", "group ranks", "weight", "parameters", "local numel", "counted numel")
+        rows = [header, *(self._row(index, bucket) for index, bucket in enumerate(self.buckets))]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+        for row in rows:
+            cells = [
+                cell.ljust(width) if i < 2 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            lines.append("  " + "  ".join(cells).rstrip())
+        counted, full = sum(map(self.counted_numel, self.entries)), sum(map(self.full_numel, self.entries))
+        stage = " of this pipeline stage" if self.topology.size(*self.topology.pipe_axes) > 1 else ""
+        verdict = "equal to" if counted == full else "NOT EQUAL to"
+        if self.cut_over is None:
+            lines.append(f"counts {counted:,} elements, {verdict} the {full:,} of the full parameters{stage}")
+        else:
+            lines.append(
+                f"pieces of parameters cut over {self.cut_over!r}, counted as if all were as large as this rank's"
+            )
+        if self.counted is not None:
+            lines.append(
+                f"agreed by all {self.topology.world_size} ranks, which count {self.counted:,} elements together"
+            )
+        return "\n".join(lines)
+
+    def _row(self, index: int, bucket: Bucket) -> tuple[str, ...]:
+        mine = [entry for entry, at in zip(self.entries, self.bucket_indices, strict=True) if at == index]
+        ranks = self.topology.peers(self.rank, *bucket.axes(self.topology))
+        shown = ",".join(map(str, ranks[:8])) + (f",... ({len(ranks)})" if len(ranks) > 8 else "")
+        weight = f"1/{mine[0].spec.holders(self.topology)}" if mine else "-"
+        counted = sum(map(self.counted_numel, mine))
+        return str(bucket), shown, weight, f"{len(mine):,}", f"{sum(e.numel for e in mine):,}", f"{counted:,}"
+
+
+def entries_of(
+    param_groups: Iterable[Iterable[Tensor | tuple[str, Tensor]]], topology: Topology
+) -> list[ParameterEntry]:
+    """The entries of param groups, given as parameters or (name, parameter) pairs.
+
+    A parameter that nothing declared counts as replicated where no model axis is larger than 1, and is an error elsewhere.
+    The placements of a DTensor declare it for the axes of its mesh.
+
+    Raises:
+        ValueError: Undeclared parameters, all of them named; a DTensor whose layout has no spec.
+        TypeError: A complex or sparse parameter.
+    """
+    entries, undeclared = [], []
+    for group, params in enumerate(param_groups):
+        for position, item in enumerate(params):
+            given, param = item if isinstance(item, tuple) else (None, item)
+            param = local_parameter(param, topology)
+            annotation = annotation_of(param) or Annotation(P(), declared=False)
+            name = (
+                given or annotation.name or f"parameter {position} of group {group} ({_shape(param, annotation.spec)})"
+            )
+            check_dense_real(param, name)
+            if annotation.silent_axes(topology):
+                undeclared.append(name)
+            entries.append(
+                ParameterEntry(
+                    name,
+                    annotation.spec,
+                    tuple(param.shape),
+                    group,
+                    param.dtype,
+                    averaged=annotation.mesh_axes,
+                    trained=param.requires_grad,
+                )
+            )
+    if undeclared:
+        more = f" and {len(undeclared) - 5} more" if len(undeclared) > 5 else ""
+        raise ValueError(
+            f"no spec for {', '.join(undeclared[:5])}{more}, and {topology!r} has model axes: say how each parameter is "
+            "laid out with declare(model, {'name or pattern': P(...)}), P() meaning replicated (copy.deepcopy and "
+            "wrappers drop specs: declare again after them)"
+        )
+    return entries
+
+
+def _shape(param: Tensor, spec: P) -> str:
+    """The shape as far as it is the same on all ranks: pieces may be uneven."""
+    sizes = ("sharded" if spec.dim_axes(dim) else str(size) for dim, size in enumerate(param.shape))
+    return f"shape ({', '.join(sizes)})"
+
+
+def check_dense_real(tensor: Tensor, name: str) -> None:
+    """Raise TypeError for a complex or sparse tensor: its norm is not defined here."""
+    if tensor.is_complex():
+        raise TypeError(f"{name} is complex ({tensor.dtype}); give its real view (torch.view_as_real) to the optimizer")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} is sparse ({tensor.layout}); build the layer with sparse=False")
+
+
+def _coordinate(coordinate: dict[str, int]) -> str:
+    return ", ".join(f"{axis}={index}" for axis, index in coordinate.items()) or "alone"

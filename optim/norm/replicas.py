@@ -1,0 +1,98 @@
+"""Find replicas that differ, in the collective that measures the norm anyway.
+
+Copies of one piece must have the same bits, in the parameter and in its gradient. Each rank hashes its copy to a 31-bit
+integer h; along each replica axis the copy at coordinate 0 adds -(n - 1) h to a slot and the n - 1 others add h. Equal
+copies cancel exactly (integers below 2^53 are exact in float64), so a slot that is not 0 names a parameter and an axis
+along which it differs. Different copies cancel by chance once in about 2^31.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...parallel.layout.spec import P
+from .plan import ReductionPlan
+
+KINDS = ("parameter", "gradient")
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class ReplicaMismatchError(RuntimeError):
+    """Replicas of a parameter, or of its gradient, have different values; ``mismatches`` says which."""
+
+    def __init__(self, mismatches: Sequence[Mismatch]) -> None:
+        self.mismatches = tuple(mismatches)
+        shown = "\n".join(f"  {mismatch}" for mismatch in self.mismatches[:20])
+        more = f"\n  and {len(self.mismatches) - 20} more" if len(self.mismatches) > 20 else ""
+        super().__init__(
+            f"replicas differ, nothing was stepped:\n{shown}{more}\nA parameter that differs was initialised or stepped "
+            "differently (same seed on all replicas?); a gradient that differs lacks a reduction over that axis "
+            "(a layer that should all-reduce in backward, or P(partial=...) that was not said)"
+        )
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """One parameter whose copies differ along one axis."""
+
+    name: str
+    axis: str
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: the {self.kind} differs along axis {self.axis!r}"
+
+
+class ReplicaCheck:
+    """Writes and reads the slots of one plan (agreed with ``names=True``)."""
+
+    def __init__(self, plan: ReductionPlan) -> None:
+        self.plan = plan
+        self._axes = plan.topology.axes
+        self.numel = len(plan.parameter_names) * len(self._axes) * len(KINDS)
+
+    def slots(self, params: Sequence[Tensor], gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
+        """[numel] float64: what this rank adds. Reads parameters and gradients once more. Host reads: none."""
+        values = torch.zeros(self.numel, dtype=torch.float64, device=device)
+        values = values.view(-1, len(self._axes), len(KINDS))
+        entries = zip(self.plan.entries, self.plan.parameter_slots, strict=True)
+        for param, gradient, (entry, slot) in zip(params, gradients, entries, strict=True):
+            signs = [self._sign(axis, entry.spec) for axis in self._axes]
+            hashes = torch.stack([fingerprint(param).to(device), fingerprint(gradient).to(device)])
+            values[slot] = torch.tensor(signs, dtype=torch.float64, device=device)[:, None] * hashes
+        return values.view(-1)
+
+    def _sign(self, axis: str, spec: P) -> float:
+        """Weights that cancel over the copies along ``axis``; 0 where there are no copies."""
+        topology, at = self.plan.topology, self.plan.coordinate[axis]
+        if axis in dict(spec.tied):
+            where = spec.tied_coordinates(axis, topology)
+        elif axis in spec.replica_axes(topology):
+            where = tuple(range(topology.size(axis)))
+        else:
+            return 0.0
+        return 1.0 - len(where) if at == where[0] else 1.0
+
+    def mismatches(self, totals: Tensor) -> list[Mismatch]:
+        """What the summed slots say. Host reads: one."""
+        where = totals.view(-1, len(self._axes), len(KINDS)).nonzero().tolist()
+        return [Mismatch(self.plan.parameter_names[slot], self._axes[axis], KINDS[kind]) for slot, axis, kind in where]
+
+
+def fingerprint(tensor: Tensor | None) -> Tensor:
+    """0-dim float64, an integer below 2^31: a hash of the bits of ``tensor``, of all NaNs alike, -0 as 0; None has one."""
+    if tensor is None:
+        return torch.ones((), dtype=torch.float64)
+    value = tensor.detach().reshape(-1) + 0.0
+    value = torch.where(value.isnan(), torch.full_like(value, torch.nan), value)
+    bits = value.view(_INTEGERS[value.element_size()]).to(torch.int64)
+    position = torch.arange(1, bits.numel() + 1, device=bits.device)
+    # Multiplication by odd constants and shifts mixes the bits; int64 wraps around.
+    mixed = (bits ^ (position * -7046029254386353131)) * -4658895280553007687
+    mixed = (mixed ^ (mixed >> 29)) * -7723592293110705685
+    total = mixed.sum() * -7046029254386353131
+    return ((total >> 33) & 0x7FFFFFFF).double()

@@ -1,0 +1,273 @@
+"""The training recipe in a few lines: one object that makes a model, optimizer, criterion and schedule fit together.
+
+    booster = Booster(mixed_precision="fp16", data_parallel="ddp")
+    loader = booster.prepare_dataloader(dataset, batch_size=128, shuffle=True)
+    model, optimizer, criterion, loader, schedule = booster.boost(model, optimizer, criterion, loader, schedule)
+    for images, labels in loader:
+        optimizer.zero_grad()
+        loss = criterion(model(images), labels)
+        booster.backward(loss, optimizer)
+        optimizer.clip_grad_by_norm(max_norm=1.0)
+        optimizer.step()
+        schedule.step()
+
+It decides nothing itself: precision modes are `meshstep.amp`'s, the step is `ParallelOptimizer`'s, and all that it puts
+together here can be had one by one.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+
+from ...amp.precision import Precision, precision_of
+from ...parallel.data.loader import ShardedDataLoader, prepare_dataloader
+from ...parallel.mesh.agreement import on_all_ranks
+from ...parallel.mesh.registry import ProcessGroupRegistry
+from ..gradients.checks import check_thresholds
+from ..parallel_optimizer import ParallelOptimizer
+from ..schedule.follow import follow, followers
+from ..step.window import Window
+from .checks import (
+    check_loader,
+    check_optimizer,
+    check_options,
+    check_unwrapped,
+    declare_replicated,
+    registry_of_replicas,
+)
+from .data_parallel import DataParallel, check_data_parallel, optimizer_options, share_weights, wrap
+
+T = TypeVar("T")
+
+
+class Booster:
+    """Prepares what a training loop uses, in one precision mode and one form of data parallelism.
+
+    Args:
+        mixed_precision: A mode's name (``"fp32"``, ``"fp16"``, ``"bf16"``, ``"fp16_naive"``, ``"fp16_apex"``, ``"fp8"``) or
+            object.
+        registry: The mesh. None: all ranks are replicas, on one axis ``data``.
+        data_parallel: Who averages gradients over the data axes, and what is sharded over them. All take the same steps::
+
+                None      the optimizer, in `step`, a few collectives a window; for every layout
+                "ddp"     torch's DistributedDataParallel, while backward runs
+                "zero1"   the optimizer, which shards its states and masters over the last data axis
+                "zero2"   the same, and gradients are sharded too, while backward runs
+                "fsdp"    torch's fully_shard: parameters as well
+
+        max_norm: Clip the global norm in every step; see also the optimizer's ``clip_grad_by_norm``.
+        accumulation_steps: K: windows of K micro-batches; `ParallelOptimizer` says what `step` and the tail of an epoch do
+            then. 1: gradients add up until you call `step`, which may be after several micro-batches (see `no_sync`).
+        **options: Other arguments of `ParallelOptimizer`, such as ``norm_type`` or ``per_parameter_norms``.
+    Raises:
+        ValueError: No such mode; the mesh has no data axis for ``data_parallel``; an argument is out of range.
+        TypeError: An option is none of `ParallelOptimizer`'s, or is decided here.
+        RuntimeError: ``registry`` is None under torchrun, but `init_distributed` has not been called.
+    """
+
+    def __init__(
+        self,
+        mixed_precision: str | Precision = "fp32",
+        registry: ProcessGroupRegistry | None = None,
+        data_parallel: DataParallel | None = None,
+        max_norm: float | None = None,
+        accumulation_steps: int = 1,
+        **options: Any,
+    ) -> None:
+        self.precision = precision_of(mixed_precision)
+        self.registry = registry_of_replicas() if registry is None else registry
+        check_data_parallel(data_parallel, self.registry)
+        check_options(options)
+        check_thresholds(max_norm, options.get("clip_value"), ())
+        self.data_parallel = data_parallel
+        # In managed windows of one a second backward before `step` is an error; here it is the caller's own window.
+        steps = None if Window(accumulation_steps).steps == 1 else accumulation_steps
+        self._options = {**options, "max_norm": max_norm, "accumulation_steps": steps}
+        self._optimizers: dict[nn.Module, ParallelOptimizer] = {}
+
+    # Boosting --------------------------------------------------------------------------------------------------------
+
+    @overload
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        criterion: Any = ...,
+        dataloader: Any = ...,
+        lr_scheduler: Any = ...,
+    ) -> tuple[nn.Module, ParallelOptimizer, Any, Any, Any]: ...
+
+    @overload
+    def boost(
+        self, model: nn.Module, optimizer: None = ..., criterion: Any = ..., dataloader: Any = ...
+    ) -> tuple[nn.Module, None, Any, Any, None]: ...
+
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        criterion: Any = None,
+        dataloader: Any = None,
+        lr_scheduler: Any = None,
+    ) -> tuple[nn.Module, ParallelOptimizer | None, Any, Any, Any]:
+        """Prepare all of them, in place as far as possible. Every rank calls it at the same point.
+
+        Replicas start equal: the weights and buffers of data coordinate 0 are broadcast. Where the mesh has model axes,
+        the layout must have been declared; else everything is replicated.
+
+        Args:
+            model: Bare, and not stepped yet; it is moved to the registry's device if that is a CUDA device.
+            optimizer: A torch optimizer over its parameters. None: the model is prepared for evaluation.
+            criterion: A function or module, run as the precision mode wants it.
+            dataloader: Returned as it is, once it is sure that data ranks share its samples.
+            lr_scheduler: A torch or meshstep schedule that was made on ``optimizer``. torch's own move with every call of
+                their ``step``; meshstep's only when the optimizer has really stepped.
+        Returns:
+            (model, optimizer, criterion, dataloader, lr_scheduler), None for what was not given. The optimizer is a
+            `ParallelOptimizer`; the model is wrapped with ``"ddp"``.
+        Raises:
+            ValueError, TypeError: On every rank, before anything is changed: things that don't fit together. Or as
+                `ParallelOptimizer` does, when the model has been prepared; build it anew then.
+        Collectives: gathers of Python objects, broadcasts of the model over the data axes.
+        """
+        on_all_ranks(lambda: self._check(model, optimizer, dataloader, lr_scheduler), self.registry)
+        if not self.registry.topology.model_axes:
+            declare_replicated(model)
+        if self.registry.device.type == "cuda":
+            model.to(self.registry.device)
+        self.precision.prepare(model, self.registry)
+        share_weights(model, self.registry)
+        boosted, criterion = model, self._prepare_criterion(criterion)
+        if optimizer is None:
+            if self.data_parallel == "fsdp":
+                boosted = wrap(model, None, self.registry, "fsdp")
+            return boosted, None, criterion, dataloader, None
+        boosted = wrap(model, optimizer, self.registry, self.data_parallel)
+        stepped = ParallelOptimizer(
+            optimizer,
+            self.registry,
+            precision=self.precision,
+            **optimizer_options(boosted, self.registry, self.data_parallel),
+            **self._options,
+        )
+        if lr_scheduler is not None:
+            follow(lr_scheduler, stepped)
+        self._optimizers[boosted] = stepped
+        return boosted, stepped, criterion, dataloader, lr_scheduler
+
+    def _check(self, model: nn.Module, optimizer: Any, dataloader: Any, lr_scheduler: Any) -> None:
+        """Raise ValueError or TypeError for what does not fit together; issues no collective."""
+        check_unwrapped(model)
+        check_data_parallel(self.data_parallel, self.registry, model, optimizer)
+        check_loader(dataloader, self.registry)
+        if optimizer is not None:
+            check_optimizer(optimizer, model, self.registry.topology)
+            if lr_scheduler is not None:
+                followers(lr_scheduler, optimizer)
+        elif lr_scheduler is not None:
+            raise ValueError("lr_scheduler is given without the optimizer it was made on; give that too")
+
+    def _prepare_criterion(self, criterion: Any) -> Any:
+        if criterion is None:
+            return None
+        if isinstance(criterion, nn.Module) and self.registry.device.type == "cuda":
+            criterion.to(self.registry.device)
+        return self.precision.prepare_criterion(criterion)
+
+    # Training --------------------------------------------------------------------------------------------------------
+
+    def prepare_dataloader(
+        self,
+        dataset: Dataset[T],
+        batch_size: int,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        seed: int = 0,
+        **loader_kwargs: Any,
+    ) -> ShardedDataLoader[T]:
+        """`meshstep.parallel.data.prepare_dataloader` on this mesh; ``batch_size`` is that of one data coordinate."""
+        return prepare_dataloader(dataset, self.registry, batch_size, shuffle, drop_last, seed, **loader_kwargs)
+
+    def backward(
+        self, loss: Tensor | None, optimizer: ParallelOptimizer, *, weight: float | Tensor | None = None, **kwargs: Any
+    ) -> None:
+        """`ParallelOptimizer.backward`.
+
+        Raises:
+            TypeError: The optimizer is not the one that `boost` returned; else as there.
+        """
+        if not isinstance(optimizer, ParallelOptimizer):
+            raise TypeError(f"optimizer is a {type(optimizer).__name__}; give the one that boost returned")
+        optimizer.backward(loss, weight=weight, **kwargs)
+
+    def no_sync(
+        self, model: nn.Module | None = None, optimizer: ParallelOptimizer | None = None
+    ) -> AbstractContextManager[None]:
+        """`ParallelOptimizer.no_sync`: for the forward and backward of all micro-batches of your own window but the last.
+
+        Args:
+            model: As `boost` returned it.
+            optimizer: The same of the optimizer; either says which one is meant.
+        Raises:
+            ValueError: Neither was boosted here.
+        """
+        found = optimizer if optimizer is not None else self._optimizers.get(model)  # type: ignore[arg-type]
+        if not isinstance(found, ParallelOptimizer):
+            raise ValueError("give no_sync the model or the optimizer that boost returned")
+        return found.no_sync()
+
+    # Saving ----------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        optimizer: ParallelOptimizer,
+        lr_scheduler: LRScheduler | None = None,
+        dataloader: ShardedDataLoader[Any] | None = None,
+        *,
+        extra: Any = None,
+    ) -> Path:
+        """`save_checkpoint`, with the loader's position in its epoch. Every rank calls it.
+
+        Args, returns, raises, collectives: as there; all of them as `boost` returned them.
+        """
+        from ..checkpoint.checkpoint import save_checkpoint
+
+        position = None if dataloader is None else dataloader.state_dict()
+        own = {"extra": extra, "dataloader": position}
+        return save_checkpoint(path, model, optimizer, lr_scheduler=lr_scheduler, extra=own)
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        optimizer: ParallelOptimizer,
+        lr_scheduler: LRScheduler | None = None,
+        dataloader: ShardedDataLoader[Any] | None = None,
+    ) -> Any:
+        """`load_checkpoint` of what `save` wrote, into what `boost` returned, on this mesh or another. Every rank calls it.
+
+        The next ``for`` over the loader has the batches that were left of the saved epoch.
+
+        Returns, raises, collectives: as there; and ValueError, once all else is loaded, where the loader's epoch has
+            another length.
+        """
+        from ..checkpoint.checkpoint import load_checkpoint
+
+        own = load_checkpoint(path, model, optimizer, lr_scheduler=lr_scheduler)
+        if dataloader is not None and own["dataloader"] is not None:
+            dataloader.load_state_dict(own["dataloader"])
+        return own["extra"]
+
+    def __repr__(self) -> str:
+        how = f"mixed_precision={self.precision.name!r}, data_parallel={self.data_parallel!r}"
+        return f"Booster({how}, {self.registry.topology!r})"

@@ -1,0 +1,97 @@
+"""What a `Booster` checks and fills in before it puts anything together."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+
+from ...parallel.data.loader import ShardedDataLoader
+from ...parallel.layout.spec import P, annotation_of, declare
+from ...parallel.mesh.registry import ProcessGroupRegistry
+from ...parallel.mesh.topology import Topology
+from ..norm.plan import entries_of
+from ..parallel_optimizer import ParallelOptimizer
+
+
+def registry_of_replicas() -> ProcessGroupRegistry:
+    """All ranks on one data axis; RuntimeError where torchrun started several that have not been joined."""
+    if not dist.is_initialized() and dist.is_torchelastic_launched() and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise RuntimeError(
+            f"torchrun started {os.environ['WORLD_SIZE']} processes, which do not know of each other yet: call "
+            "meshstep.parallel.launch.init_distributed() before making the Booster"
+        )
+    return ProcessGroupRegistry(Topology(data=dist.get_world_size() if dist.is_initialized() else 1))
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Raise TypeError for what is no argument of `ParallelOptimizer`, or follows from one of Booster's."""
+    here = {
+        "precision": "mixed_precision",
+        "shard_states": "data_parallel='zero1'",
+        "shard_gradients": "data_parallel='zero2'",
+        "average_data": "data_parallel",
+        "plugin": "data_parallel=",
+    }
+    known = set(inspect.signature(ParallelOptimizer.__init__).parameters) - {"self", "optimizer"} - here.keys()
+    for name in options:
+        if name in here:
+            raise TypeError(f"{name}= is ParallelOptimizer's; here it is {here[name]}")
+        if name not in known:
+            raise TypeError(
+                f"{name}= is no argument of Booster, and none of ParallelOptimizer: {', '.join(sorted(known))}"
+            )
+
+
+def declare_replicated(model: nn.Module) -> None:
+    """Call every parameter replicated, and by its name, unless the author has declared some."""
+    params = list(model.parameters())
+    if params and not any(annotation_of(param) for param in params):
+        declare(model, {"*": P()})
+
+
+def check_loader(loader: Any, registry: ProcessGroupRegistry) -> None:
+    """Raise ValueError where torch's DataLoader gives data ranks the same samples, or model peers different ones."""
+    axes = registry.topology.data_axes
+    size, rank = (registry.size(*axes), registry.rank(*axes)) if axes else (1, 0)
+    sampler = getattr(loader, "sampler", None) if isinstance(loader, DataLoader) else None
+    advice = "make the loader with booster.prepare_dataloader(dataset, batch_size, ...)"
+    if isinstance(sampler, DistributedSampler):
+        if (sampler.num_replicas, sampler.rank) != (size, rank):
+            raise ValueError(
+                f"the loader's DistributedSampler is part {sampler.rank} of {sampler.num_replicas}, but this rank is data "
+                f"coordinate {rank} of {size} in {registry.topology!r}; {advice}"
+            )
+    elif size > 1 and type(sampler) in (RandomSampler, SequentialSampler) and not isinstance(loader, ShardedDataLoader):
+        raise ValueError(f"each of the {size} data ranks would see all of the loader's samples; {advice}")
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """Raise ValueError for a model that is data parallel already."""
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel) or hasattr(module, "set_requires_gradient_sync"):
+            raise ValueError(
+                f"a {type(module).__name__} is data parallel already; give the bare model and Booster(data_parallel='ddp' "
+                "or 'fsdp'), or pass the wrapped one to ParallelOptimizer(data_parallel=...)"
+            )
+
+
+def check_optimizer(optimizer: object, model: nn.Module, topology: Topology) -> None:
+    """Raise TypeError for what is no plain torch optimizer, ValueError for one of parameters that are not the model's, or
+    that have no spec though the mesh has model axes."""
+    if isinstance(optimizer, ParallelOptimizer) or not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a plain torch optimizer, it is wrapped here")
+    params = {id(param) for param in model.parameters()}
+    strangers = sum(id(param) not in params for group in optimizer.param_groups for param in group["params"])
+    if strangers:
+        raise ValueError(
+            f"{strangers} of the optimizer's parameters are not the model's: it was made of another model, or before the "
+            "model got new parameters; make it of model.parameters(), last"
+        )
+    if topology.model_axes:
+        entries_of([[(name, param) for name, param in model.named_parameters() if param.requires_grad]], topology)

@@ -1,0 +1,154 @@
+"""Forms of data parallelism by name: what each needs of the mesh, the model and the optimizer, and how a model gets it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ...parallel.layout.spec import annotation_of
+from ...parallel.mesh.registry import ProcessGroupRegistry
+
+DataParallel = Literal["ddp", "zero1", "zero2", "fsdp"]
+
+
+def check_data_parallel(
+    mode: DataParallel | None,
+    registry: ProcessGroupRegistry,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> None:
+    """Raise ValueError where the mode can't be, with what can.
+
+    Args:
+        mode: None: the optimizer averages over the data axes, which is always possible.
+        model, optimizer: Checked too where they are given.
+    """
+    topology = registry.topology
+    if mode is None:
+        return
+    if mode not in get_args(DataParallel):
+        names = ", ".join(map(repr, get_args(DataParallel)))
+        raise ValueError(f"data_parallel={mode!r}: give one of {names}, or None")
+    if topology.world_size > 1 and not topology.data_axes:
+        raise ValueError(
+            f"data_parallel={mode!r} needs a data axis, and {topology!r} has none: give data_parallel=None, or name an "
+            "axis 'data', or say which one it is: Topology(roles={'name': 'data'}, ...)"
+        )
+    if mode == "fsdp" and len(topology.data_axes) > 2:
+        raise ValueError(
+            f"data_parallel='fsdp' replicates over one data axis and shards over another; {topology!r} has "
+            f"{len(topology.data_axes)}: make them two, or take 'zero1' or 'zero2'"
+        )
+    if mode in ("ddp", "fsdp") and model is not None and data_size(registry) > 1:
+        _check_no_data_spec(mode, registry, model)
+    if mode == "fsdp" and optimizer is not None and optimizer.state and data_size(registry) > 1:
+        raise ValueError(
+            "data_parallel='fsdp' gives the model new parameters, and this optimizer has state of the old ones: boost it "
+            "before its first step, and load a checkpoint afterwards; or take 'zero1' or 'zero2', which keep the state"
+        )
+
+
+def _check_no_data_spec(mode: str, registry: ProcessGroupRegistry, model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        annotation = annotation_of(param)
+        named = annotation.spec.named_axes if annotation is not None else ()
+        if over := [axis for axis in registry.topology.data_axes if axis in named]:
+            raise ValueError(
+                f"data_parallel={mode!r} treats all parameters alike over the data axes, but {name} is declared "
+                f"{annotation.spec if annotation else None}, which names {over[0]!r}: take data_parallel=None, 'zero1' or "
+                "'zero2', which go by the specs"
+            )
+
+
+def data_size(registry: ProcessGroupRegistry) -> int:
+    """Ranks along all data axes; 1 where there are none."""
+    axes = registry.topology.data_axes
+    return registry.size(*axes) if axes else 1
+
+
+@torch.no_grad()
+def share_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
+    """Give all replicas the parameters and buffers of data coordinate 0; not those that the data axes split.
+
+    Collectives: one broadcast over the data axes for each of them; none where there is one data coordinate.
+    """
+    if data_size(registry) == 1:
+        return
+    axes = registry.topology.data_axes
+    group, root = registry.group(*axes), registry.ranks(*axes)[0]
+    for tensor in (*model.parameters(), *model.buffers()):
+        annotation = annotation_of(tensor)
+        if annotation is None or not {*annotation.spec.named_axes} & {*axes}:
+            dense = tensor.detach().contiguous()  # the tensor itself, unless its memory is laid out otherwise
+            dist.broadcast(dense, root, group=group)
+            if dense.data_ptr() != tensor.data_ptr():
+                tensor.copy_(dense)
+
+
+def wrap(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, registry: ProcessGroupRegistry, mode: DataParallel | None
+) -> nn.Module:
+    """The model, data parallel where it is the model that has to be: wrapped with "ddp", changed in place with "fsdp".
+
+    Args:
+        optimizer: Gets the new parameters that "fsdp" makes.
+    """
+    if data_size(registry) == 1:
+        return model
+    if mode == "ddp" and any(param.requires_grad for param in model.parameters()):
+        return DistributedDataParallel(model, process_group=registry.group(*registry.topology.data_axes))
+    if mode == "fsdp":
+        before = dict(model.named_parameters())
+        _shard_fully(model, registry)
+        after = dict(model.named_parameters())
+        new = {before[name]: after[name] for name in before}
+        for group in optimizer.param_groups if optimizer is not None else ():
+            group["params"] = [new[param] for param in group["params"]]
+    return model
+
+
+def _shard_fully(model: nn.Module, registry: ProcessGroupRegistry) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    from ...parallel.interop.dtensor import keep_specs
+
+    mesh = registry.device_mesh(*registry.topology.data_axes)
+    with keep_specs(model):
+        for part in (*parts_of_other_dtype(model), *repeated_blocks(model)):
+            fully_shard(part, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+
+def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The elements of its outermost ModuleLists and Sequentials that are made of several modules: a model's blocks."""
+    for child in module.children():
+        composite = next(child.children(), None) is not None
+        if composite and isinstance(module, (nn.ModuleList, nn.Sequential)):
+            yield child
+        else:
+            yield from repeated_blocks(child)
+
+
+def parts_of_other_dtype(model: nn.Module) -> list[nn.Module]:
+    """The modules whose own parameters are not of the dtype that most are: what is sharded together must be of one."""
+    sizes: Counter[torch.dtype] = Counter()
+    for param in model.parameters():
+        sizes[param.dtype] += param.numel()
+    usual = max(sizes, key=lambda dtype: sizes[dtype], default=None)
+    return [module for module in model.modules() if any(p.dtype != usual for p in module.parameters(recurse=False))]
+
+
+def optimizer_options(model: nn.Module, registry: ProcessGroupRegistry, mode: DataParallel | None) -> dict[str, Any]:
+    """The arguments of `ParallelOptimizer` that the mode comes to, with the model that `wrap` returned."""
+    if data_size(registry) == 1 or mode is None:
+        return {}
+    if mode in ("zero1", "zero2"):
+        axis = next(axis for axis in reversed(registry.topology.data_axes) if registry.size(axis) > 1)
+        return {"shard_states": axis, "shard_gradients": mode == "zero2"}
+    return {"data_parallel": model if mode == "fsdp" or isinstance(model, DistributedDataParallel) else None}

@@ -1,0 +1,1 @@
+"""Learning rates that move when a step was taken."""

@@ -1,0 +1,1 @@
+"""A window of micro-batches from its first backward to its update."""

@@ -1,0 +1,209 @@
+"""A DataLoader that shares a dataset out over the data axes and gives all who work on the same samples the same batch.
+
+    loader = prepare_dataloader(dataset, registry, batch_size=32, shuffle=True)
+    for epoch in range(epochs):
+        for images, labels in loader:  # another order in every epoch; there is no set_epoch to forget
+            loss_sum = cross_entropy(model(images), labels, reduction="sum")
+            optimizer.backward(loss_sum, weight=len(labels))
+
+The sum and its weight make the last step of an epoch exact, where batches are smaller and differ by one between ranks.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+from ..mesh.agreement import gather_objects, on_all_ranks
+from ..mesh.registry import ProcessGroupRegistry
+from .batch_sampler import Batch, ShardedBatchSampler, mixed
+
+T = TypeVar("T")
+
+
+def prepare_dataloader(
+    dataset: Dataset[T],
+    registry: ProcessGroupRegistry,
+    batch_size: int,
+    shuffle: bool = False,
+    drop_last: bool = False,
+    seed: int = 0,
+    **loader_kwargs: Any,
+) -> ShardedDataLoader[T]:
+    """A torch DataLoader over this data coordinate's share of the dataset; its tensor and pipeline peers have the same.
+
+    Each sample comes once in an epoch, on one data coordinate; all ranks have the same number of batches, none of them
+    empty (see `batch_sampler` for who gets which). What is random in loading (a crop, a flip; by the CPU generators of
+    torch, Python and numpy) depends on the seed, the epoch and the sample's index alone: it is the same on all peers, on
+    every topology, with any number of workers and after a resume, and leaves the generators as they were. Draws of a
+    ``collate_fn``, or of a dataset that loads whole batches (``__getitems__``), depend on the batch's indices instead.
+
+    Args:
+        dataset: Map-style, with a length; the same on every rank.
+        registry: Its data axes share the samples; without any, every rank gets all.
+        batch_size: Samples in a batch of one data coordinate; the global batch is D times as large.
+        shuffle: Another order in every epoch.
+        drop_last: Leave out an epoch's last step where it has less than a global batch.
+        seed: Of the orders and random draws; the same on every rank.
+        **loader_kwargs: For torch's DataLoader: ``num_workers``, ``pin_memory``, ``collate_fn``, ...
+    Raises:
+        TypeError: The dataset has no length.
+        ValueError: A batch would be empty: fewer samples than data coordinates, or batches of 1 that do not come out
+            even; an argument is out of range; ranks disagree. On every rank.
+    Collectives: here, object all-gathers over the world, so every rank must call it; none in iterating. Host reads: none.
+    """
+
+    def share() -> ShardedBatchSampler:
+        samples = _checked_length(dataset)
+        if chosen := sorted({"sampler", "batch_sampler"} & loader_kwargs.keys()):
+            raise ValueError(f"{chosen[0]} is given, but prepare_dataloader chooses the samples; leave it out")
+        axes = registry.topology.data_axes
+        rank, ranks = (registry.rank(*axes), registry.size(*axes)) if axes else (0, 1)
+        return ShardedBatchSampler(samples, batch_size, rank, ranks, shuffle=shuffle, drop_last=drop_last, seed=seed)
+
+    sampler = on_all_ranks(share, registry)
+    here = f"{sampler.samples} samples, {batch_size=}, {shuffle=}, {drop_last=}, {seed=}"
+    for rank, there in enumerate(gather_objects(here, registry)):
+        if there != here:
+            raise ValueError(
+                f"rank {registry.global_rank} shares out {here}; rank {rank} shares out {there}: give every rank the same "
+                "dataset and arguments"
+            )
+    return ShardedDataLoader(dataset, sampler, **loader_kwargs)
+
+
+class ShardedDataLoader(DataLoader[T]):
+    """torch's DataLoader, of which each ``for`` is one epoch, and which knows where it is; see `prepare_dataloader`.
+
+    An epoch that is left early is over: the next ``for`` is the next one. Only after `load_state_dict` the first ``for``
+    has just the batches that were left of the saved epoch. ``len`` is the number of batches of a whole epoch.
+    ``dataset`` passes attributes on to the dataset given.
+    """
+
+    def __init__(self, dataset: Dataset[T], sampler: ShardedBatchSampler, **loader_kwargs: Any) -> None:
+        # Or torch would draw a seed for its workers from the global generator, which is the model's, in every epoch.
+        loader_kwargs.setdefault("generator", torch.Generator().manual_seed(mixed(sampler.seed)))
+        if loader_kwargs.get("collate_fn") is not None:
+            loader_kwargs["collate_fn"] = SeededCollate(loader_kwargs["collate_fn"])
+        super().__init__(SeededDataset(dataset), batch_sampler=sampler, **loader_kwargs)
+        self._sampler = sampler
+        self._now = self._next = (0, 0)  # epoch and batches: handed out so far, and where the next `for` begins
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        epoch, position = self._now = self._next
+        self._next = (epoch + 1, 0)
+        self._sampler.epoch, self._sampler.position = epoch, position
+        for batch in super().__iter__():
+            position += 1
+            self._now = (epoch, position) if position < len(self) else self._next
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it is: the epoch, and how many of its batches have been handed out (not: prefetched)."""
+        return {"epoch": self._now[0], "position": self._now[1]}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Continue from there with the next ``for``, to the same batches as without the break, on as many data coordinates.
+
+        Raises:
+            ValueError: The position is not within this loader's epoch.
+        """
+        epoch, position = state_dict["epoch"], state_dict["position"]
+        if epoch < 0 or not 0 <= position < len(self):
+            raise ValueError(
+                f"epoch {epoch}, position {position} is not within an epoch of {len(self)} batches; build the loader with "
+                "the dataset, batch_size and data axes it was saved with"
+            )
+        self._now = self._next = (epoch, position)
+
+
+class Fetched(list[Any]):
+    """The samples of a batch, and the seed of what is drawn in collating them."""
+
+    def __init__(self, samples: Sequence[Any], seed: int) -> None:
+        super().__init__(samples)
+        self.seed = seed
+
+
+class SeededDataset(Dataset[T]):
+    """A dataset whose random draws in loading a `Batch` follow from it; attributes are those of the dataset wrapped."""
+
+    def __init__(self, wrapped: Dataset[T]) -> None:
+        self.wrapped = wrapped
+
+    def __len__(self) -> int:
+        return len(self.wrapped)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> T:
+        return self.wrapped[index]
+
+    def __getitems__(self, batch: Batch) -> Fetched:
+        whole_seed = mixed(batch.seed, batch.epoch, *batch)
+        with _generators_kept():
+            if _loads_whole_batches(self.wrapped):
+                _seed_generators(whole_seed)
+                return Fetched(self.wrapped.__getitems__(list(batch)), whole_seed)  # type: ignore[attr-defined]
+            samples = []
+            for index in batch:
+                _seed_generators(mixed(batch.seed, batch.epoch, index))
+                samples.append(self.wrapped[index])
+        return Fetched(samples, whole_seed)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "wrapped":  # pickle asks before there is anything to pass on to
+            raise AttributeError(name)
+        return getattr(self.wrapped, name)
+
+
+class SeededCollate:
+    """A collate function whose random draws follow from the batch."""
+
+    def __init__(self, wrapped: Callable[[list[Any]], Any]) -> None:
+        self.wrapped = wrapped
+
+    def __call__(self, fetched: Fetched) -> Any:
+        with _generators_kept():
+            _seed_generators(fetched.seed)
+            return self.wrapped(list(fetched))
+
+
+def _checked_length(dataset: object) -> int:
+    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+        raise TypeError(
+            f"{type(dataset).__name__} has no length to share out; give a map-style dataset, or let an iterable one choose "
+            "its samples by registry.rank(*registry.topology.data_axes) and put it into torch's DataLoader"
+        )
+    return len(dataset)
+
+
+def _loads_whole_batches(dataset: object) -> bool:
+    while isinstance(dataset, Subset):  # has __getitems__ always, and passes it on to what has it
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Put the global CPU generators back as they were."""
+    numpy = sys.modules.get("numpy")  # nobody can draw from it who has not imported it
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        if numpy and states[2] is not None:
+            numpy.random.set_state(states[2])
+
+
+def _seed_generators(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed)

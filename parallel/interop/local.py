@@ -1,0 +1,66 @@
+"""Neighbours, one file each: `dtensor` (FSDP2, torch's tensor parallelism), `deepspeed` (an mpu).
+
+What is here costs nothing where a neighbour is not used: importing DTensor takes most of a second.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from ..mesh.topology import Topology
+
+
+def has_dtensors(tensors: Iterable[Tensor]) -> bool:
+    """Whether one of them is a DTensor; none can be before somebody has imported the class."""
+    loaded = sys.modules.get("torch.distributed.tensor")
+    kind = getattr(loaded, "DTensor", None)
+    return kind is not None and any(isinstance(tensor, kind) for tensor in tensors)
+
+
+def local_parameter(param: Tensor, topology: Topology | None = None) -> Tensor:
+    """``param``; for a DTensor its `meshstep.parallel.interop.dtensor.local_parameter`.
+
+    Raises:
+        ValueError: A DTensor's layout has no spec, or its mesh isn't part of ``topology``.
+    """
+    if not has_dtensors((param,)):
+        return param
+    from . import dtensor
+
+    assert isinstance(param, dtensor.DTensor)
+    return dtensor.local_parameter(param, topology)
+
+
+@contextmanager
+def local_parameters(params: Sequence[Tensor], topology: Topology, *, to_sum: bool = False) -> Iterator[list[Tensor]]:
+    """The same list, but plain local parameters in the place of DTensors, with local gradients.
+
+    Within the context each shares memory and gradient with its DTensor; what has been given a gradient meanwhile passes it
+    on at the end.
+
+    Args:
+        topology: Whose axes the dims of their meshes must be.
+        to_sum: The pending sums that their specs tell of are going to be made.
+    Raises:
+        ValueError: A layout or gradient is none that can be worked with locally; see `meshstep.parallel.interop.dtensor`.
+    """
+    if not has_dtensors(params):
+        yield list(params)
+        return
+    from . import dtensor
+
+    pairs = [
+        (param, dtensor.local_parameter(param, topology)) for param in params if isinstance(param, dtensor.DTensor)
+    ]
+    local = {id(param): piece for param, piece in pairs}
+    try:
+        for param, piece in pairs:
+            dtensor.share_gradient(param, piece, to_sum=to_sum)
+        yield [local.get(id(param), param) for param in params]
+    finally:
+        for param, piece in pairs:
+            dtensor.return_gradient(param, piece)

@@ -1,0 +1,123 @@
+"""Start `torch.distributed` from whatever started this process: torchrun, Open MPI, Slurm, or nothing at all.
+
+launch = init_distributed()
+model.to(launch.device)
+logger = get_dist_logger()          # speaks on rank 0
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from .environment import LaunchEnvironment, Launcher, read_environment
+from .logger import get_dist_logger as get_dist_logger
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What `init_distributed` found and did.
+
+    Attributes:
+        rank: This process among all, 0..world_size-1.
+        world_size: Number of processes.
+        local_rank: This process among those on its machine.
+        device: Where its tensors belong: its CUDA device under NCCL, else the CPU.
+        backend: Of the default process group.
+        launcher: ``torchrun``, ``openmpi``, ``slurm``, ``none``, or ``other`` when somebody else had initialised.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    backend: str
+    launcher: str
+
+
+def init_distributed(
+    backend: str | None = None, timeout: timedelta | None = None, *, launcher: Launcher | None = None
+) -> Launch:
+    """Initialise the default process group, and choose this process's device.
+
+    Variables are read as `launch_environment` lists them. Without any of them this is a world of one process, which
+    opens no port. If the default process group is there already, it is described and nothing is changed.
+
+    Args:
+        backend: As in `torch.distributed.init_process_group`; by default NCCL where there is CUDA, else gloo.
+        timeout: For the ranks to meet and for collectives; torch's default otherwise.
+        launcher: Read this launcher's variables only; ``"none"`` is one process whatever the environment says.
+
+    Raises:
+        RuntimeError: Variables are missing or make no sense (the message names them), the ranks don't meet in time, or
+            there are fewer CUDA devices than processes on this machine.
+        ValueError: No such launcher.
+
+    Collectives: the default group's own rendezvous.
+    """
+    if dist.is_initialized():
+        return _described()
+    place = read_environment(os.environ, launcher)
+    backend = backend or ("nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo")
+    device = _device(backend, place.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    _join(backend, place, timeout)
+    return Launch(place.rank, place.world_size, place.local_rank, device, backend, place.launcher)
+
+
+def _join(backend: str, place: LaunchEnvironment, timeout: timedelta | None) -> None:
+    # No device_id: it would bind NCCL's default group to the device, and make a split of the world of each new group.
+    if place.world_size == 1:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    # Under torchrun the agent may hold the store already; only torch's own env:// knows how to join that one.
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    url = "env://" if place.launcher == "torchrun" and agent else place.url
+    try:
+        dist.init_process_group(backend, init_method=url, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    except dist.DistError as error:
+        raise RuntimeError(
+            f"rank {place.rank} of {place.world_size} (started by {place.launcher}) didn't meet the others at "
+            f"{place.url}; start all {place.world_size} ranks, and set MASTER_ADDR and MASTER_PORT to a host of rank 0 "
+            f"and a free port that every rank reaches. torch says: {error}"
+        ) from error
+
+
+def _device(backend: str, local_rank: int) -> torch.device:
+    if "nccl" not in backend:
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count == 1:  # as launchers do that show each process its own device only
+        return torch.device("cuda", 0)
+    if local_rank >= count:
+        raise RuntimeError(
+            f"local rank {local_rank} has no device of its own: this machine has {count} CUDA devices; start at most "
+            f"{count} processes on it, or use backend='gloo'"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _described() -> Launch:
+    # Each device type's backend: `get_backend` says "undefined" of a group that was made without naming one.
+    config = dist.get_backend_config()
+    backend = config if dist.get_backend() == "undefined" else dist.get_backend()
+    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in config else torch.device("cpu")
+    try:
+        place = read_environment(os.environ)
+    except RuntimeError:
+        place = LaunchEnvironment("none")
+    known = (place.rank, place.world_size) == (dist.get_rank(), dist.get_world_size())
+    return Launch(
+        dist.get_rank(),
+        dist.get_world_size(),
+        place.local_rank if known else device.index or 0,
+        device,
+        backend,
+        place.launcher if known else "other",
+    )

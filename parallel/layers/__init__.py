@@ -1,0 +1,1 @@
+"""Layers whose parameters declare their layout."""

@@ -1,0 +1,127 @@
+"""Embedding tables whose vocabulary is split over ranks.
+
+Each rank looks up the ids that its rows hold, gives zeros for the rest, and the sum over the ranks is the embedding. An
+id outside the full vocabulary fails on every rank before any collective, as in `nn.Embedding`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..layout.pieces import local_index, shard
+from ..layout.spec import P, annotate
+from ..mesh.collectives import Over, all_gather, reduce_from, reduce_scatter_to
+from ..mesh.registry import ProcessGroupRegistry
+from .initialization import draw_embedding
+
+
+class VocabParallelEmbedding(nn.Module):
+    """An embedding table with its rows split over one axis of size t.
+
+    Args:
+        num_embeddings, embedding_dim: Sizes of the full table; num_embeddings must divide by t.
+        axis: The mesh axis that splits the vocabulary.
+        sequence_parallel: The output is split along dim 1, the sequence.
+        generator, device, dtype: For the initial weights, which are those of `nn.Embedding` for the same seed.
+
+    Shapes:
+        ids [...], replicated -> [..., embedding_dim], replicated; or [batch, seq] -> [batch, seq/t, embedding_dim] if
+        sequence_parallel. weight [num_embeddings/t, embedding_dim] P(axis, None).
+    Collectives: one all-reduce in forward; if sequence_parallel a reduce-scatter, and an all-gather in backward. Host
+    reads: none.
+    Raises:
+        ValueError: num_embeddings or the sequence doesn't divide by t; sequence-parallel ids have fewer than 2 dims.
+    Reference: Shoeybi et al. 2019, arXiv:1909.08053.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        registry: ProcessGroupRegistry,
+        *,
+        axis: str = "tensor",
+        sequence_parallel: bool = False,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.registry, self.axis, self.sequence_parallel = registry, axis, sequence_parallel
+        table = draw_embedding(num_embeddings, embedding_dim, generator=generator, device=device, dtype=dtype)
+        self.weight = nn.Parameter(shard(table, P(axis, None), registry))
+        annotate(self.weight, P(axis, None))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.sequence_parallel and ids.dim() < 2:
+            raise ValueError(
+                "VocabParallelEmbedding with sequence_parallel=True splits dim 1, the sequence of [batch, seq], "
+                f"but was given shape {tuple(ids.shape)}; add the missing dim"
+            )
+        partial = _lookup(ids, self.weight, self.num_embeddings, self.registry, self.axis)
+        if self.sequence_parallel:
+            return reduce_scatter_to(partial, self.registry, self.axis, dim=1)
+        return reduce_from(partial, self.registry, self.axis)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, {self.axis}={self.registry.size(self.axis)}"
+
+
+class Embedding2D(nn.Module):
+    """An embedding table with its rows split over ``row`` and its columns over ``col``.
+
+    The batch is split over ``row`` too: the ids are gathered over it for the lookup, and the result is scattered back.
+
+    Args:
+        num_embeddings, embedding_dim: Sizes of the full table; they must divide by the sizes of row and col.
+        row, col: The mesh axes of the grid.
+        generator, device, dtype: For the initial weights, which are those of `nn.Embedding` for the same seed.
+
+    Shapes:
+        ids [batch/row, ...], equal along col -> [batch/row, ..., embedding_dim/col].
+        weight [num_embeddings/row, embedding_dim/col] P(row, col).
+    Collectives: an all-gather (ids) and a reduce-scatter over row in forward, an all-gather in backward. Host reads:
+    none.
+    Raises:
+        ValueError: A dim doesn't divide over its axis.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        registry: ProcessGroupRegistry,
+        *,
+        row: str = "row",
+        col: str = "col",
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.registry, self.row, self.col = registry, row, col
+        table = draw_embedding(num_embeddings, embedding_dim, generator=generator, device=device, dtype=dtype)
+        self.weight = nn.Parameter(shard(table, P(row, col), registry))
+        annotate(self.weight, P(row, col))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.registry.size(self.row) > 1:
+            ids = all_gather(ids, Over(self.registry, (self.row,)))
+        partial = _lookup(ids, self.weight, self.num_embeddings, self.registry, self.row)
+        return reduce_scatter_to(partial, self.registry, self.row, dim=0)
+
+    def extra_repr(self) -> str:
+        sizes = ", ".join(f"{axis}={self.registry.size(axis)}" for axis in (self.row, self.col))
+        return f"{self.num_embeddings}, {self.embedding_dim}, {sizes}"
+
+
+def _lookup(ids: Tensor, weight: Tensor, vocabulary: int, registry: ProcessGroupRegistry, axis: str) -> Tensor:
+    """[...] -> [..., features]: the rows of ``weight`` that this rank holds, zeros for those it doesn't."""
+    if registry.size(axis) == 1:
+        return F.embedding(ids, weight)
+    index, elsewhere = local_index(ids, vocabulary, registry, axis)
+    return F.embedding(index, weight).masked_fill(elsewhere.unsqueeze(-1), 0)

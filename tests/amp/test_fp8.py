@@ -1,0 +1,259 @@
+"""The 8-bit linear layer against explicit rounding in float64, and the mode that makes them."""
+
+from __future__ import annotations
+
+import copy
+from math import inf, nan
+from typing import Literal
+
+import pytest
+import torch
+from dense import TOLERANCE, assert_near
+from hypothesis import given
+from hypothesis import strategies as st
+from meshstep.amp.fp8.linear import Fp8Linear, Fp8Matmul, product, scaled_mm
+from meshstep.amp.fp8.mode import Fp8
+from meshstep.amp.fp8.tensor import E4M3, E5M2, Quantized, agreed_amax, quantize
+from meshstep.amp.precision import precision_of
+from probes import no_host_reads
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Base = Literal["bf16", "fp32"]
+FORMATS = {E4M3: (4, 3, 448.0), E5M2: (5, 2, 57344.0)}  # bits of exponent and mantissa, largest value
+
+
+# The plain reference -------------------------------------------------------------------------------------------------
+
+
+def magnitudes(format: torch.dtype) -> Tensor:
+    """All finite values >= 0 of the format by code, in float64, from its definition."""
+    exponent_bits, mantissa_bits, largest = FORMATS[format]
+    bias, steps = 2 ** (exponent_bits - 1) - 1, 2**mantissa_bits
+    values = []
+    for code in range(2 ** (exponent_bits + mantissa_bits)):
+        exponent, mantissa = divmod(code, steps)
+        significand = mantissa / steps + (exponent > 0)
+        values.append(significand * 2.0 ** (max(exponent, 1) - bias))
+    return torch.tensor([value for value in values if value <= largest], dtype=torch.float64)
+
+
+def rounded(x: Tensor, format: torch.dtype) -> Tensor:
+    """The nearest value of the format, in float64; ties to the even code; beyond the largest, the largest."""
+    values = magnitudes(format)
+    distance = (x.double().abs().unsqueeze(-1) - values).abs()
+    nearest = distance == distance.amin(-1, keepdim=True)
+    codes = torch.arange(len(values))
+    code = torch.where(nearest, 2 * (codes % 2) * len(values) + codes, 4 * len(values)).argmin(-1)  # even ones first
+    return values[code].copysign(x.double())
+
+
+def reference(x: Tensor, format: torch.dtype, amax: float | None = None) -> Tensor:
+    """Quantised and back, in float64; the scale and the scaling are in float32, as documented."""
+    largest = x.detach().abs().max().float() if amax is None else torch.tensor(amax)
+    scale = FORMATS[format][2] / largest
+    return rounded(x.detach().float() * scale, format) / scale.double()
+
+
+def straight_through(x: Tensor) -> Tensor:
+    return x + (reference(x, E4M3) - x).detach()
+
+
+def reference_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """float64, differentiable: rounded operands in forward, rounded gradient in backward, straight through."""
+    y = F.linear(straight_through(x), straight_through(weight))
+    y.register_hook(lambda grad: reference(grad, E5M2))
+    return y if bias is None else y + bias
+
+
+# One process ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", [E4M3, E5M2])
+@given(data=st.data())
+def test_rounding_is_to_the_nearest_value_of_the_format(format: torch.dtype, data: st.DataObject) -> None:
+    largest = FORMATS[format][2]
+    numbers = st.floats(-largest, largest, width=32) | st.floats(-(2.0**-6), 2.0**-6, width=32)
+    x = torch.tensor(data.draw(st.lists(numbers, min_size=1, max_size=30)))
+    quantized = quantize(x, format, torch.tensor(largest))  # scale 1
+    assert quantized.inverse_scale.item() == 1.0
+    assert torch.equal(quantized.values.double(), rounded(x, format))
+
+
+@pytest.mark.parametrize("format", [E4M3, E5M2])
+def test_rounding_of_every_value_and_tie(format: torch.dtype) -> None:
+    values = magnitudes(format)
+    between = (values[1:] + values[:-1]) / 2
+    x = torch.cat([values, between, -between, between * (1 + 1e-6), between * (1 - 1e-6)]).float()
+    assert torch.equal(quantize(x, format, torch.tensor(FORMATS[format][2])).values.double(), rounded(x, format))
+    assert torch.equal(quantize(values, format, values.max().float()).values.double(), values)
+
+
+@pytest.mark.parametrize("format", [E4M3, E5M2])
+@pytest.mark.parametrize("size", [1e-25, 3e-3, 1.0, 7e4, 1e30])
+def test_scaling_uses_the_whole_range(format: torch.dtype, size: float) -> None:
+    x = torch.randn(200, generator=torch.Generator().manual_seed(1)) * size
+    (amax,) = agreed_amax((x,))
+    values, inverse = quantize(x, format, amax)
+    assert values.float().abs().max().item() == FORMATS[format][2]
+    assert_near(values.double() * inverse.double(), reference(x, format), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_is_the_reference(dtype: torch.dtype, bias: bool) -> None:
+    torch.manual_seed(3)
+    layer = Fp8Linear(48, 32, bias=bias, dtype=dtype)
+    x = torch.randn(3, 7, 48, dtype=dtype, requires_grad=True)  # 21 rows: they needn't be a multiple of 16
+    grad = torch.randn(3, 7, 32, dtype=dtype)
+    double = [tensor.detach().double().requires_grad_() for tensor in (x, *layer.parameters())]
+    output = layer(x)
+    expected = reference_linear(*double)
+    output.backward(grad)
+    expected.backward(grad.double())
+    assert output.dtype == dtype
+    assert_near(output, expected)
+    for tensor, reference_tensor in zip((x, *layer.parameters()), double, strict=True):
+        assert tensor.grad is not None
+        assert reference_tensor.grad is not None
+        assert tensor.grad.dtype == dtype
+        assert_near(tensor.grad, reference_tensor.grad)
+
+
+def test_linear_is_not_the_exact_product() -> None:
+    """The negative control of the test above: 8 bits cost what they cost."""
+    torch.manual_seed(3)
+    layer, x = Fp8Linear(48, 32), torch.randn(21, 48)
+    exact = F.linear(x, layer.weight, layer.bias)
+    error = (layer(x) - exact).abs().max() / exact.abs().max()
+    assert 1e-3 < error < 0.1
+
+
+def test_main_grads_are_made_in_float32() -> None:
+    def grad_of(dtype: torch.dtype) -> Tensor:
+        torch.manual_seed(2)
+        layer = Fp8Linear(16, 16, bias=False, dtype=torch.bfloat16)
+        layer.weight.grad_dtype = dtype
+        layer(torch.randn(16, 16, dtype=torch.bfloat16)).sum().backward()
+        assert layer.weight.grad is not None
+        assert layer.weight.grad.dtype == dtype
+        return layer.weight.grad
+
+    assert not torch.equal(grad_of(torch.bfloat16).float(), grad_of(torch.float32))
+    assert torch.equal(grad_of(torch.bfloat16), grad_of(torch.float32).bfloat16())
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(32, 24), (10, 32), (8, 8)])
+def test_other_dims_fall_back_to_the_base(outputs: int, inputs: int) -> None:
+    layer, x = Fp8Linear(inputs, outputs), torch.randn(4, inputs, requires_grad=True)
+    assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
+
+
+def test_zeros_and_nothing() -> None:
+    layer = Fp8Linear(16, 32)
+    assert torch.equal(layer(torch.zeros(2, 16)), layer.bias.expand(2, 32))
+    empty = torch.zeros(0, 5, 16, requires_grad=True)
+    output = layer(empty)
+    assert output.shape == (0, 5, 32)
+    output.sum().backward()
+    assert layer.weight.grad is not None
+    assert not layer.weight.grad.any()
+
+
+@pytest.mark.parametrize("value", [inf, -inf, nan])
+def test_what_is_not_finite_stays_so(value: float) -> None:
+    layer, x = Fp8Linear(16, 32), torch.randn(4, 16)
+    x[1, 3] = value
+    assert not layer(x)[1].isfinite().any()
+    grad = torch.randn(4, 32)
+    grad[2, 5] = value
+    layer(torch.randn(4, 16)).backward(grad)
+    assert layer.weight.grad is not None
+    assert not layer.weight.grad[5].isfinite().any()
+
+
+def test_autocast_changes_nothing() -> None:
+    layer, x = Fp8Linear(32, 16), torch.randn(5, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(x), Fp8Matmul()(x, layer.weight, layer.bias))
+    assert torch.equal(layer(x), Fp8Matmul()(x, layer.weight, layer.bias))
+
+
+def test_no_host_reads() -> None:
+    layer, x = Fp8Linear(16, 32), torch.randn(4, 16)
+    with no_host_reads():
+        layer(x).sum().backward()
+
+
+@pytest.mark.parametrize("rows", [1, 16, 21])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_hardware_path_is_the_emulation(rows: int, dtype: torch.dtype) -> None:
+    """torch._scaled_mm runs on the CPU too."""
+    torch.manual_seed(4)
+    x, weight, grad = torch.randn(rows, 48), torch.randn(32, 48), torch.randn(rows, 32)
+    amax = agreed_amax((x, weight, grad))
+    x8, weight8, grad8 = quantize(x, E4M3, amax[0]), quantize(weight, E4M3, amax[1]), quantize(grad, E5M2, amax[2])
+    products: list[tuple[Quantized, Quantized]] = [(x8, weight8), (grad8, weight8.t()), (grad8.t(), x8.t())]
+    for left, right in products:
+        assert_near(scaled_mm(left, right, dtype), product(left, right, dtype).double())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="no 8-bit GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_is_the_emulation(dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    layer = Fp8Linear(128, 64, dtype=dtype)
+    x, grad = torch.randn(40, 128, dtype=dtype), torch.randn(40, 64, dtype=dtype)
+    results = []
+    for device in ("cpu", "cuda"):
+        there = copy.deepcopy(layer).to(device)
+        output = there(x.to(device))
+        output.backward(grad.to(device))
+        assert there.weight.grad is not None
+        results.append((output.cpu(), there.weight.grad.cpu()))
+    for on_cpu, on_gpu in zip(*results, strict=True):
+        error = (on_gpu.double() - on_cpu.double()).abs().max() / on_cpu.double().abs().max()
+        assert error < max(1e-4, TOLERANCE[dtype])  # the tensor cores' running sums have fewer bits
+
+
+# The mode ------------------------------------------------------------------------------------------------------------
+
+
+def small_model() -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 10), nn.Linear(10, 16))
+
+
+@pytest.mark.parametrize(("base", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_the_mode_prepares_a_model(base: Base, dtype: torch.dtype) -> None:
+    mode, plain = Fp8(base), precision_of(base)
+    model, twin = small_model(), small_model()
+    plain.prepare(twin)
+    params = dict(model.named_parameters())
+    keys = list(model.state_dict())
+    assert mode.prepare(model) is model
+    assert [type(module) for module in model] == [Fp8Linear, nn.GELU, nn.LayerNorm, Fp8Linear, Fp8Linear]
+    assert list(model.state_dict()) == keys
+    assert all(param is params[name] and param.dtype == dtype for name, param in model.named_parameters())
+    assert (mode.masters, mode.stochastic_rounding, mode.make_loss_scale()) == (plain.masters, False, None)
+    x = torch.randn(4, 16)
+    output = model(x)
+    assert output.dtype == dtype
+    assert not torch.equal(output, twin(x))
+    # The 10 features don't fit, so all but the first layer is the base's.
+    assert torch.equal(model[1:](model[0](x.to(dtype))), twin[1:](model[0](x.to(dtype))))
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(x), output)
+
+
+def test_the_mode_has_a_name_and_refuses_other_bases() -> None:
+    assert precision_of("fp8") == Fp8() == Fp8("bf16")
+    with pytest.raises(ValueError, match="base='fp16' is no base"):
+        Fp8("fp16")  # type: ignore[arg-type]
+
+
+def test_subclasses_and_attention_stay_as_they_are() -> None:
+    model = nn.ModuleList([nn.MultiheadAttention(16, 2), nn.Bilinear(16, 16, 16)])
+    before = [type(module) for module in model.modules()]
+    Fp8("fp32").prepare(model)
+    assert [type(module) for module in model.modules()] == before

@@ -1,0 +1,182 @@
+"""8-bit layers split over ranks: they round, and so compute, as the whole layer does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dense import assert_near, assert_same_grads, collectives
+from meshstep.amp.fp8.linear import Fp8Matmul
+from meshstep.amp.fp8.mode import Fp8
+from meshstep.parallel.layers.tensor_1d import ColumnParallelLinear, RowParallelLinear
+from meshstep.parallel.layers.tensor_2d import BiasLayout, Linear2D
+from meshstep.parallel.layout.pieces import shard, unshard
+from meshstep.parallel.layout.spec import P, declare, spec_of
+from meshstep.parallel.mesh.registry import ProcessGroupRegistry
+from meshstep.parallel.mesh.topology import Topology
+from test_fp8 import Base, small_model
+from torch import Tensor, nn
+from world import World
+
+WIDTH, HIDDEN, BATCH, SEQ = 32, 64, 4, 6
+
+
+def whole(inputs: int, outputs: int, base: Base = "fp32") -> nn.Linear:
+    """An 8-bit layer in one process; one outlier, so that its shards have different maxima."""
+    torch.manual_seed(11)
+    layer = nn.Linear(inputs, outputs)
+    with torch.no_grad():
+        layer.weight[1, 2] = 1.7
+    Fp8(base).prepare(layer)
+    return layer
+
+
+def activations(features: int, *shape: int) -> tuple[Tensor, Tensor]:
+    """An input [*shape, features] and the gradient of an output; outliers in the first sample, token and features."""
+    generator = torch.Generator().manual_seed(5)
+    x, grad = (torch.randn(*shape, size, generator=generator) for size in (features, WIDTH + HIDDEN - features))
+    for tensor in (x, grad):
+        tensor.view(-1)[1] = 11.0
+    return x.requires_grad_(), grad
+
+
+def split_layer_is_whole(kind: str, sequence: bool, agree: bool) -> float:
+    """Compares a prepared 1-D layer with the whole one; the number of collectives that agree on maxima a step."""
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        features = (WIDTH, HIDDEN) if kind == "column" else (HIDDEN, WIDTH)
+        cls = ColumnParallelLinear if kind == "column" else RowParallelLinear
+        dense = whole(*features)
+        layer = cls(*features, registry, sequence_parallel=sequence)
+        for param, full in zip(layer.parameters(), dense.parameters(), strict=True):
+            param.data = shard(full, spec_of(param), registry)
+        plain_matmul = layer.matmul
+        Fp8("fp32").prepare(layer, registry)
+        assert isinstance(layer.matmul, Fp8Matmul)
+        if not agree:
+            layer.matmul = Fp8Matmul()
+        x, grad = activations(features[0], BATCH, SEQ)
+        expected = dense(x)
+        expected.backward(grad)
+
+        dim = P(None, "tensor") if sequence else P()
+        split = P(None, None, "tensor")
+        x_spec, y_spec = (dim, split) if kind == "column" else (split, dim)
+        local = shard(x.detach(), x_spec, registry).requires_grad_()
+        output = layer(local)
+        output.backward(shard(grad, y_spec, registry))
+        assert_near(unshard(output.detach(), y_spec, registry), expected)
+        assert x.grad is not None
+        assert local.grad is not None
+        assert_near(unshard(local.grad, x_spec, registry), x.grad)
+        assert_same_grads(layer, dense, registry)
+
+        counts = []
+        for matmul in (layer.matmul, plain_matmul):
+            layer.matmul = matmul
+            with collectives() as seen:
+                layer(local).sum().backward()
+            counts.append(seen["all_reduce"])
+        return counts[0] - counts[1]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(("kind", "collectives_a_step"), [("column", 2), ("row", 1)])
+def test_tensor_parallel_layers_are_the_whole_ones(
+    world: World, kind: str, sequence: bool, collectives_a_step: int
+) -> None:
+    assert world.run(2, split_layer_is_whole, kind, sequence, True) == [collectives_a_step] * 2
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_without_agreement_they_are_not(kind: str) -> None:
+    """The negative control, in a pool of its own because it fails."""
+    world = World()
+    with pytest.raises(AssertionError, match="relative error"):
+        world.run(2, split_layer_is_whole, kind, False, False)
+    world.close()
+
+
+def grid_layer_is_whole(base: Base, bias: BiasLayout | None) -> None:
+    with ProcessGroupRegistry(Topology(row=2, col=2)) as registry:
+        dense = whole(WIDTH, HIDDEN, base)
+        layer = Linear2D(WIDTH, HIDDEN, registry, bias=bias)
+        weight_spec = spec_of(layer.weight)
+        layer.weight.data = shard(dense.weight.detach().float().t(), weight_spec, registry)
+        if layer.bias is not None:
+            layer.bias.data = shard(dense.bias.detach().float(), spec_of(layer.bias), registry)
+        Fp8(base).prepare(layer, registry)
+        x, grad = activations(WIDTH, BATCH, SEQ)
+        spec = P("row", None, "col")
+        if bias is None:
+            dense.bias = None  # type: ignore[assignment]
+        expected = dense(x)
+        expected.backward(grad.to(expected.dtype))
+        local = shard(x.detach(), spec, registry).requires_grad_()
+        output = layer(local)
+        output.backward(shard(grad.to(output.dtype), spec, registry))
+        dtype = output.dtype
+        assert dtype == expected.dtype
+        assert_near(unshard(output.detach(), spec, registry), expected)
+        assert x.grad is not None
+        assert local.grad is not None
+        assert layer.weight.grad is not None
+        assert dense.weight.grad is not None
+        assert_near(unshard(local.grad, spec, registry), x.grad, dtype)
+        assert_near(unshard(layer.weight.grad, weight_spec, registry), dense.weight.grad.t(), dtype)
+
+
+@pytest.mark.parametrize(("base", "bias"), [("fp32", "column"), ("fp32", "row0"), ("bf16", "all"), ("bf16", None)])
+def test_the_grid_layer_is_the_whole_one(world: World, base: Base, bias: BiasLayout | None) -> None:
+    world.run(4, grid_layer_is_whole, base, bias)
+
+
+def replicas_are_whole(spec: P, across_data: bool) -> tuple[bool, int]:
+    """A linear layer whose batch is split over an axis: whether this rank's output is the whole one's part."""
+    axis = "tensor" if spec.partial else "data"
+    with ProcessGroupRegistry(Topology(**{axis: 2})) as registry:  # type: ignore[arg-type]
+        dense, layer = whole(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN)
+        layer.load_state_dict(dense.state_dict())
+        declare(layer, {"*": spec})
+        Fp8("fp32", across_data=across_data).prepare(layer, registry)
+        x, grad = activations(WIDTH, BATCH, SEQ)
+        dense(x).backward(grad)
+        assert x.grad is not None
+        local = shard(x.detach(), P(axis), registry).requires_grad_()
+        with collectives() as seen:
+            output = layer(local)
+            output.backward(shard(grad, P(axis), registry))
+        assert local.grad is not None
+        assert layer.weight.grad is not None
+        assert dense.weight.grad is not None
+        # Sums of the replicas' terms; `unshard` of an extra dim is a gather.
+        total = unshard(layer.weight.grad.unsqueeze(0), P(axis), registry).sum(0)
+        pairs = [
+            (unshard(output.detach(), P(axis), registry), dense(x).detach()),
+            (unshard(local.grad, P(axis), registry), x.grad),
+            (total, dense.weight.grad),
+        ]
+        return all(torch.allclose(a, b, rtol=0, atol=1e-5 * b.abs().max().item()) for a, b in pairs), sum(seen.values())
+
+
+def test_an_activation_that_is_split_over_an_axis(world: World) -> None:
+    assert world.run(2, replicas_are_whole, P(partial="tensor"), False) == [(True, 2)] * 2
+    assert world.run(2, replicas_are_whole, P(), True) == [(True, 2)] * 2
+    # Documented: without across_data each replica scales for itself, and nothing is sent.
+    assert world.run(2, replicas_are_whole, P(), False) == [(False, 0)] * 2
+
+
+def prepare_undeclared() -> str:
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        model = small_model()
+        try:
+            Fp8().prepare(model, registry)
+        except ValueError as error:
+            assert {type(module) for module in model} == {nn.Linear, nn.GELU, nn.LayerNorm}
+            assert all(param.dtype == torch.float32 for param in model.parameters())
+            return str(error)
+        return ""
+
+
+def test_an_undeclared_layer_is_named_and_nothing_is_changed(world: World) -> None:
+    for message in world.run(2, prepare_undeclared):
+        assert message.startswith("0.weight has no spec")
+        assert "declare(model, {'0.weight': P(...)})" in message

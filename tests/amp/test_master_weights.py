@@ -1,0 +1,420 @@
+"""Masters and main grads: against a float32 twin, through saving, accumulation, checkpointing and DDP."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from meshstep.amp.master_weights import MasterWeights
+from meshstep.parallel.layout.spec import P, annotate, spec_of
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from world import World
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+DEVICES = pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+HALF = pytest.mark.parametrize("dtype", [F16, BF16])
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 10), nn.LayerNorm(10), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.norm(self.first(x)).tanh())
+        return result
+
+
+def mlp(dtype: torch.dtype, seed: int = 0) -> Mlp:
+    torch.manual_seed(seed)
+    return Mlp().to(dtype)
+
+
+def inputs(index: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(7, 6, generator=torch.Generator().manual_seed(index)).to(dtype)
+
+
+def loss_of(model: nn.Module, index: int, dtype: torch.dtype) -> Tensor:
+    loss: Tensor = model(inputs(index, dtype).to(next(model.parameters()).device)).float().square().mean()
+    return loss
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, masters: MasterWeights, steps: range) -> None:
+    dtype = next(model.parameters()).dtype
+    for index in steps:
+        loss_of(model, index, dtype).backward()
+        masters.collect()
+        masters.step(optimizer.step)
+        masters.zero_grad()
+
+
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    state = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    masters = [param for group in optimizer.param_groups for param in group["params"]]
+    return [tensor.detach().clone() for tensor in (*model.parameters(), *masters, *state)]
+
+
+def assert_same_bits(actual: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+@HALF
+@DEVICES
+@pytest.mark.parametrize("main_grads", [True, False])
+def test_masters_take_the_steps_of_a_float32_twin(dtype: torch.dtype, device: str, main_grads: bool) -> None:
+    """The twin: the same half-precision gradients, cast by hand, on a float32 copy of the weights."""
+    model = mlp(dtype).to(device)
+    twin = [nn.Parameter(param.detach().float()) for param in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+    reference = torch.optim.AdamW(twin, lr=3e-3, fused=True)
+    masters = MasterWeights(optimizer, main_grads=main_grads)
+    for index in range(6):
+        grads = torch.autograd.grad(loss_of(model, index, dtype), list(model.parameters()))
+        for param, grad in zip(twin, grads, strict=True):
+            param.grad = grad.float()
+        reference.step()
+        train(model, optimizer, masters, range(index, index + 1))
+        assert_same_bits([master.detach() for _, master in masters.pairs], [param.detach() for param in twin])
+        assert_same_bits([param.detach() for param in model.parameters()], [param.detach().to(dtype) for param in twin])
+
+
+@HALF
+def test_a_thousand_small_gradients_do_not_stall(dtype: torch.dtype) -> None:
+    def accumulate(weight: nn.Parameter) -> float:
+        for _ in range(1000):
+            (weight.float() * 1e-3).sum().backward()
+        assert weight.grad is not None
+        return float(weight.grad.float().mean())
+
+    with_masters = nn.Parameter(torch.ones(5, dtype=dtype))
+    masters = MasterWeights(torch.optim.SGD([with_masters], lr=1.0))
+    step = float(torch.tensor(1e-3, dtype=dtype))  # what one backward of a half-precision weight gives
+    assert accumulate(with_masters) == pytest.approx(1000 * step, rel=1e-5)
+    masters.collect()
+    assert masters.pairs[0][1].grad is with_masters.grad
+
+    stalled = accumulate(nn.Parameter(torch.ones(5, dtype=dtype)))
+    assert abs(stalled - 1.0) > (0.4 if dtype == BF16 else 0.001), "the control: half-precision gradients lose it"
+
+
+def test_small_updates_arrive_in_the_model() -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=BF16))
+    optimizer = torch.optim.SGD([weight], lr=1e-3)
+    masters = MasterWeights(optimizer)
+    for _ in range(1000):
+        weight.float().sum().backward()
+        masters.collect()
+        masters.step(optimizer.step)
+        masters.zero_grad()
+    assert masters.pairs[0][1].tolist() == pytest.approx([0.0] * 3, abs=1e-4)
+    assert weight.tolist() == pytest.approx([0.0] * 3, abs=1e-4)
+
+
+@HALF
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_and_repeated_backwards(dtype: torch.dtype, use_reentrant: bool) -> None:
+    model, plain = mlp(dtype), mlp(dtype)
+    MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
+    for index in range(3):
+        x = inputs(index, dtype).requires_grad_()
+        checkpoint(model, x, use_reentrant=use_reentrant).float().square().mean().backward()
+    expected = [torch.zeros_like(param, dtype=F32) for param in plain.parameters()]
+    for index in range(3):
+        for total, grad in zip(
+            expected, torch.autograd.grad(loss_of(plain, index, dtype), list(plain.parameters())), strict=True
+        ):
+            total += grad.float()
+    for param, total in zip(model.parameters(), expected, strict=True):
+        assert param.grad is not None
+        assert param.grad.dtype == F32
+        assert torch.equal(param.grad, total)
+
+
+def test_a_weight_that_is_used_twice_has_one_master_and_sums_in_float32() -> None:
+    model = nn.Linear(4, 4, bias=False, dtype=BF16)
+    other = nn.Linear(4, 4, bias=False, dtype=BF16)
+    other.weight = model.weight
+    optimizer = torch.optim.SGD(nn.ModuleList([model, other]).parameters(), lr=0.5)
+    masters = MasterWeights(optimizer)
+    assert len(masters.pairs) == 1
+    (model.weight.float().sum() * 1.0 + other.weight.float().sum() * 2.0**-10).backward()
+    assert model.weight.grad is not None
+    assert float(model.weight.grad[0, 0]) == 1 + 2.0**-10
+
+
+def test_mixed_frozen_and_named_parameters_keep_their_places() -> None:
+    first, norm, last = nn.Linear(3, 4, dtype=BF16), nn.BatchNorm1d(4), nn.Linear(4, 2, dtype=BF16)
+    model = nn.Sequential(first, norm, last)
+    first.bias.requires_grad_(False)
+    annotate(last.weight, P("tensor"), "last")
+    names = [name for name, _ in model.named_parameters()]
+    groups: list[dict[str, Any]] = [
+        {"params": list(model[:2].named_parameters())},
+        {"params": list(last.named_parameters()), "lr": 0.5},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    masters = MasterWeights(optimizer)
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    assert optimizer.param_groups[0]["param_names"] == names[:4]
+    for (_, param), found in zip(model.named_parameters(), held, strict=True):
+        if param.dtype == F32 or not param.requires_grad:
+            assert found is param
+        else:
+            assert found is not param
+            assert torch.equal(found, param.float())
+    assert spec_of(held[4]) == P("tensor")
+    assert masters.state_dict()["masters"].keys() == {0, 4, 5}
+    model(torch.ones(5, 3, dtype=BF16)).float().sum().backward()
+    masters.collect()
+    masters.step(optimizer.step)
+    assert torch.equal(last.weight, held[4].to(BF16))
+
+
+def test_unfrozen_parameters_ask_for_refresh() -> None:
+    model = mlp(BF16)
+    model.first.requires_grad_(False)
+    annotate(model.first.weight, P(), "first.weight")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    masters = MasterWeights(optimizer)
+    train(model, optimizer, masters, range(2))
+    model.first.requires_grad_(True)
+    loss_of(model, 5, BF16).backward()
+    with pytest.raises(RuntimeError, match=r"first\.weight was frozen .* call refresh\(\)"):
+        masters.collect()
+    assert masters.refresh() == 2
+    assert masters.refresh() == 0
+    masters.collect()
+    before = model.first.weight.detach().clone()
+    masters.step(optimizer.step)
+    assert not torch.equal(model.first.weight, before)
+    assert list(masters.state_dict()["masters"]) == [0, 1, 2, 3, 4, 5]
+
+
+def test_state_and_gradients_from_before_move_to_the_masters() -> None:
+    model = mlp(BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    for index in range(2):
+        loss_of(model, index, BF16).backward()
+        optimizer.step()
+    before = [dict(optimizer.state[param]) for param in model.parameters()]
+    grads = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    masters = MasterWeights(optimizer)
+    assert len(optimizer.state) == len(masters.pairs)
+    for (param, master), old, grad in zip(masters.pairs, before, grads, strict=True):
+        assert optimizer.state[master]["exp_avg"].dtype == F32
+        assert torch.equal(optimizer.state[master]["exp_avg"], old["exp_avg"].float())
+        assert float(optimizer.state[master]["step"]) == 2
+        assert param.grad is not None
+        assert torch.equal(param.grad, grad.float())
+    train(model, optimizer, masters, range(2, 4))
+
+
+@HALF
+def test_continues_bit_for_bit_from_a_state_dict(dtype: torch.dtype) -> None:
+    def built(seed: int) -> tuple[Mlp, torch.optim.Optimizer, MasterWeights]:
+        model = mlp(dtype, seed)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+        return model, optimizer, MasterWeights(optimizer)
+
+    model, optimizer, masters = built(0)
+    train(model, optimizer, masters, range(4))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "own": masters.state_dict()}, file)
+    train(model, optimizer, masters, range(4, 8))
+
+    file.seek(0)
+    saved = torch.load(file)
+    assert {master.dtype for master in saved["own"]["masters"].values()} == {F32}
+    other, other_optimizer, other_masters = built(1)
+    other.load_state_dict(saved["model"])
+    other_optimizer.load_state_dict(saved["optimizer"])
+    other_masters.load_state_dict(saved["own"])
+    train(other, other_optimizer, other_masters, range(4, 8))
+    assert_same_bits(tensors_of(other, other_optimizer), tensors_of(model, optimizer))
+
+
+def test_states_that_do_not_fit_are_errors_and_change_nothing() -> None:
+    model = mlp(BF16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    masters = MasterWeights(optimizer)
+    before = tensors_of(model, optimizer)
+    good = {position: torch.zeros_like(master) for position, master in masters.state_dict()["masters"].items()}
+    with pytest.raises(ValueError, match=r"no master weights: it was saved in a mode without.*reload_from_model\(\)"):
+        masters.load_state_dict({"state": {}})
+    with pytest.raises(ValueError, match=r"the state has 5 masters, at positions 0, 1, 2, 3, 4, but .* has 6"):
+        masters.load_state_dict({"masters": {key: good[key] for key in range(5)}})
+    with pytest.raises(ValueError, match=r"saved master 5 has shape \(9,\), but a parameter of shape \(3,\)"):
+        masters.load_state_dict({"masters": {**good, 5: torch.zeros(9)}})
+    assert_same_bits(tensors_of(model, optimizer), before)
+    masters.load_state_dict({"masters": good})
+    assert not any(param.any() for param in model.parameters())
+
+
+def test_weights_that_others_wrote_are_not_undone_silently() -> None:
+    model = mlp(BF16)
+    annotate(model.first.weight, P(), "first.weight")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    masters = MasterWeights(optimizer)
+    model.load_state_dict(mlp(BF16, seed=9).state_dict())
+    loss_of(model, 0, BF16).backward()
+    with pytest.raises(RuntimeError, match=r"first\.weight was changed since the last step.*reload_from_model\(\)"):
+        masters.collect()
+    masters.reload_from_model()
+    masters.collect()
+    assert torch.equal(masters.pairs[0][1], mlp(BF16, seed=9).first.weight.float())
+    masters.step(optimizer.step)
+    # Averaged weights that are swapped in for an evaluation and out again are no change: the masters keep their bits.
+    low_bits = masters.pairs[0][1].detach().clone()
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(mlp(BF16, seed=4).state_dict())
+    model.load_state_dict(kept)
+    masters.collect()
+    assert torch.equal(masters.pairs[0][1], low_bits)
+
+
+def test_a_skipped_step_changes_nothing() -> None:
+    model = mlp(F16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    masters = MasterWeights(optimizer)
+    train(model, optimizer, masters, range(3))
+    before = tensors_of(model, optimizer)
+    loss_of(model, 3, F16).backward()
+    masters.collect()
+    skipping: Any = optimizer
+    skipping.grad_scale, skipping.found_inf = torch.tensor(4.0), torch.tensor(1.0)
+    masters.step(optimizer.step)
+    assert_same_bits(tensors_of(model, optimizer), before)
+
+
+def test_zero_grad() -> None:
+    model = mlp(BF16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    masters = MasterWeights(optimizer)
+
+    def backward() -> list[Tensor]:
+        loss_of(model, 0, BF16).backward()
+        masters.collect()
+        return [master.grad.clone() for _, master in masters.pairs if master.grad is not None]
+
+    first = backward()
+    masters.zero_grad()
+    assert all(param.grad is None and master.grad is None for param, master in masters.pairs)
+    assert_same_bits(backward(), first)
+    masters.zero_grad(set_to_none=False)
+    assert all(param.grad is not None and not param.grad.any() for param, _ in masters.pairs)
+    assert_same_bits(backward(), first)
+    model.zero_grad()
+    assert_same_bits(backward(), first)
+    # The trap: it clears the masters' gradients and leaves the sums that backward adds to.
+    optimizer.zero_grad()
+    loss_of(model, 0, BF16).backward()
+    with pytest.raises(RuntimeError, match=r"call MasterWeights.zero_grad\(\) instead"):
+        masters.collect()
+    masters.zero_grad()
+    assert_same_bits(backward(), first)
+
+
+def test_parameters_without_gradient_stay() -> None:
+    model = mlp(BF16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    masters = MasterWeights(optimizer)
+    model.first(inputs(0, BF16)).float().sum().backward()
+    before = model.last.weight.detach().clone()
+    masters.collect()
+    masters.step(optimizer.step)
+    assert torch.equal(model.last.weight, before)
+    empty = MasterWeights(torch.optim.SGD([{"params": []}], lr=0.1))
+    empty.collect()
+    empty.step(lambda: None)
+    assert empty.state_dict() == {"masters": {}}
+
+
+def test_add_param_group() -> None:
+    model, head = mlp(BF16), nn.Linear(3, 2, dtype=BF16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    masters = MasterWeights(optimizer)
+    with pytest.raises(ValueError, match=r"a parameter of shape \(10, 6\) has a master in this optimizer already"):
+        masters.add_param_group({"params": [*head.parameters(), model.first.weight]})
+    assert len(optimizer.param_groups) == 1
+    masters.add_param_group({"params": head.parameters(), "lr": 0.5})
+    assert len(masters.pairs) == 8
+    head(model(inputs(0, BF16))).float().sum().backward()
+    masters.collect()
+    masters.step(optimizer.step)
+    assert torch.equal(head.weight, masters.pairs[6][1].to(BF16))
+
+
+def test_annotations_survive_and_layouts_too() -> None:
+    model = nn.Conv2d(3, 4, 3, dtype=BF16).to(memory_format=torch.channels_last)
+    annotate(model.weight, P("tensor"), "conv.weight")
+    masters = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
+    master = masters.pairs[0][1]
+    assert spec_of(master) == P("tensor")
+    assert master.stride() == model.weight.stride()
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_embedding_gradients(sparse: bool) -> None:
+    embedding = nn.Embedding(9, 4, sparse=sparse, dtype=BF16)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.25)
+    masters = MasterWeights(optimizer)
+    expected = embedding.weight.detach().float()
+    expected[[1, 5]] -= 0.25 * torch.tensor([[4.0], [2.0]])
+    for _ in range(2):
+        embedding(torch.tensor([1, 1, 5])).float().sum().backward()
+    masters.collect()
+    masters.step(optimizer.step)
+    assert torch.equal(masters.pairs[0][1], expected)
+
+
+def in_ddp(main_grads: bool) -> tuple[list[float], str]:
+    """Two data replicas under DDP; the first gradient's values, or the error."""
+    rank = torch.distributed.get_rank()
+    model = mlp(BF16)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    masters = MasterWeights(optimizer, main_grads=main_grads)
+    error = ""
+    try:
+        for index in range(2):
+            F.mse_loss(wrapped(inputs(10 * index + rank, BF16)).float(), torch.ones(7, 3)).backward()
+            masters.collect()
+            masters.step(optimizer.step)
+            masters.zero_grad()
+    except RuntimeError as problem:
+        error = str(problem)
+    return [float(master.detach().double().sum()) for _, master in masters.pairs], error
+
+
+def test_under_ddp_main_grads_must_be_off(world: World) -> None:
+    """If the first half of this fails, DDP has learned about grad_dtype: then ``main_grads=False`` can go."""
+    assert all("Expected BFloat16, got Float" in error for _, error in world.run(2, in_ddp, True))
+    (first, no_error), (second, _) = world.run(2, in_ddp, False)
+    assert no_error == ""
+    assert first == second
+    assert first != [float(param.detach().double().sum()) for param in mlp(BF16).parameters()]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        lambda params: torch.optim.Adafactor(params),
+        lambda params: torch.optim.RMSprop(params, lr=1e-3),
+    ],
+)
+def test_any_optimizer(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    model = mlp(BF16)
+    optimizer = make(model.parameters())
+    masters = MasterWeights(optimizer)
+    train(model, optimizer, masters, range(3))
+    for param, master in masters.pairs:
+        assert torch.equal(param, master.to(BF16))

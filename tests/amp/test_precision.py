@@ -1,0 +1,413 @@
+"""Every mode against the table: the dtype of everything a user can see, and what a model was before."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import pytest
+import torch
+from meshstep.amp.apex import ApexFp16
+from meshstep.amp.casting import cast_floating
+from meshstep.amp.loss_scale import ConstantLossScale, DynamicLossScale
+from meshstep.amp.master_weights import MasterWeights
+from meshstep.amp.precision import Bf16, Fp32, NaiveFp16, Precision, TorchFp16, precision_of
+from meshstep.parallel.layout.spec import P, annotate, spec_of
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+class Net(nn.Module):
+    """Integer and floating inputs, a convolution, batch norm, layer norm and a tied weight."""
+
+    position: Tensor
+    seen: list[torch.dtype]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.conv = nn.Conv1d(3, 6, 3, padding=1)
+        self.bn = nn.BatchNorm1d(6)
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("position", torch.linspace(0, 1, 6))
+        self.seen = []
+
+    def forward(self, x: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+        self.seen.append(x.dtype)
+        hidden = F.relu(self.bn(self.conv(x))).mean(2) + self.embed(tokens) + self.position
+        return {"logits": self.head(self.norm(hidden)), "tokens": tokens}
+
+
+class Row(NamedTuple):
+    """A row of the table; None: as autocast decides."""
+
+    params: torch.dtype
+    batch_norm: torch.dtype
+    inside: torch.dtype
+    outputs: torch.dtype
+    masters: bool
+    scale: float | None
+    exported: torch.dtype
+
+
+TABLE: dict[str, tuple[Precision, Row]] = {
+    "fp32": (Fp32(), Row(F32, F32, F32, F32, False, None, F32)),
+    "fp16": (TorchFp16(), Row(F32, F32, F32, F16, False, 2.0**16, F32)),
+    "bf16": (Bf16(), Row(BF16, BF16, BF16, BF16, True, None, BF16)),
+    "bf16 stochastic": (Bf16(stochastic_rounding=True), Row(BF16, BF16, BF16, BF16, False, None, BF16)),
+    "naive": (NaiveFp16(), Row(F16, F16, F16, F32, True, 2.0**16, F16)),
+    "naive bn": (NaiveFp16(keep_batchnorm_fp32=True), Row(F16, F32, F16, F32, True, 2.0**16, F16)),
+    "O0": (ApexFp16("O0"), Row(F32, F32, F32, F32, False, 1.0, F32)),
+    "O1": (ApexFp16("O1"), Row(F32, F32, F32, F16, False, 2.0**16, F32)),
+    "O2": (ApexFp16("O2"), Row(F16, F32, F16, F32, True, 2.0**16, F32)),
+    "O2 bn": (ApexFp16("O2", keep_batchnorm_fp32=False), Row(F16, F16, F16, F32, True, 2.0**16, F32)),
+    "O3": (ApexFp16("O3"), Row(F16, F16, F16, F32, False, 1.0, F32)),
+    "O3 bn": (ApexFp16("O3", keep_batchnorm_fp32=True, loss_scale=128), Row(F16, F32, F16, F32, False, 128.0, F32)),
+}
+MODES = pytest.mark.parametrize("mode", TABLE)
+
+
+def batch(dtype: torch.dtype = F32) -> tuple[Tensor, Tensor]:
+    return torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(3)).to(dtype), torch.tensor([1, 2, 3, 1, 10])
+
+
+def floating(tensors: dict[str, Any]) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in tensors.items() if tensor.is_floating_point()}
+
+
+def expected_dtypes(row: Row, model: nn.Module) -> dict[str, torch.dtype]:
+    return {name: row.batch_norm if name.startswith("bn.") else row.params for name in floating(model.state_dict())}
+
+
+@MODES
+def test_dtypes_are_those_of_the_table(mode: str) -> None:
+    precision, row = TABLE[mode]
+    torch.manual_seed(1)
+    model = Net()
+    assert precision.prepare(model) is model
+    assert floating(model.state_dict()) == expected_dtypes(row, model)
+    assert model.state_dict()["bn.num_batches_tracked"].dtype == torch.int64
+
+    x, tokens = batch()
+    out = model(x, tokens=tokens)
+    assert model.seen == [row.inside]
+    assert out["logits"].dtype == row.outputs
+    assert out["tokens"] is not None
+    assert out["tokens"].dtype == torch.int64
+
+    loss = precision.prepare_criterion(F.cross_entropy)(out["logits"], tokens)
+    assert loss.dtype == F32
+    loss.backward()
+    for param in model.parameters():
+        assert param.grad is not None
+        assert param.grad.dtype == param.dtype
+
+    exported = precision.export_state_dict(model)
+    assert exported.keys() == model.state_dict().keys()
+    if row.exported == F32:
+        assert set(floating(exported).values()) == {F32}
+    else:
+        assert floating(exported) == expected_dtypes(row, model)
+
+
+@MODES
+def test_masters_and_main_grads_are_float32(mode: str) -> None:
+    precision, row = TABLE[mode]
+    model = precision.prepare(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert precision.masters == row.masters
+    if not precision.masters:
+        return
+    masters = MasterWeights(optimizer)
+    x, tokens = batch()
+    model(x, tokens)["logits"].float().square().sum().backward()
+    masters.collect()
+    for param in optimizer.param_groups[0]["params"]:
+        assert (param.dtype, param.grad.dtype) == (F32, F32)
+    kept = [param for param in model.parameters() if param.dtype == F32]
+    assert len(masters.pairs) == len(list(model.parameters())) - len(kept)
+    assert bool(kept) == (row.batch_norm == F32)
+
+
+@MODES
+def test_loss_scale(mode: str) -> None:
+    precision, row = TABLE[mode]
+    scale = precision.make_loss_scale("cpu")
+    assert (None if scale is None else float(scale.scale)) == row.scale
+
+
+def good_steps(scale: DynamicLossScale, count: int) -> float:
+    for _ in range(count):
+        scale.update(torch.zeros(()))
+    return float(scale.scale)
+
+
+@pytest.mark.parametrize(
+    ("precision", "interval", "hysteresis"),
+    [(TorchFp16(), 2000, 1), (NaiveFp16(), 1000, 2), (ApexFp16("O1"), 2000, 1), (ApexFp16("O2"), 2000, 1)],
+)
+def test_dynamic_scale_has_the_modes_interval_and_hysteresis(
+    precision: Precision, interval: int, hysteresis: int
+) -> None:
+    scale = precision.make_loss_scale("cpu")
+    assert isinstance(scale, DynamicLossScale)
+    assert good_steps(scale, interval - 1) == 2.0**16
+    assert good_steps(scale, 1) == 2.0**17
+    for _ in range(hysteresis - 1):
+        scale.update(torch.ones(()))
+        assert float(scale.scale) == 2.0**17
+    scale.update(torch.ones(()))
+    assert float(scale.scale) == 2.0**16
+
+
+def test_apex_scale_is_capped_and_torch_scale_is_not() -> None:
+    for precision, cap in ((ApexFp16(), 2.0**24), (TorchFp16(), 2.0**25)):
+        scale = precision.make_loss_scale("cpu")
+        assert isinstance(scale, DynamicLossScale)
+        scale.scale.fill_(2.0**24)
+        assert good_steps(scale, 2000) == cap
+    constant = ApexFp16("O2", loss_scale=64.0).make_loss_scale()
+    assert isinstance(constant, ConstantLossScale)
+    assert isinstance(ApexFp16("O0", loss_scale="dynamic").make_loss_scale(), DynamicLossScale)
+
+
+@MODES
+@pytest.mark.parametrize("built", [F16, BF16])
+def test_a_model_built_in_half_precision_ends_like_any_other(mode: str, built: torch.dtype) -> None:
+    precision, row = TABLE[mode]
+    model = Net().to(built)
+    original = {name: param.detach().clone() for name, param in model.named_parameters()}
+    precision.prepare(model)
+    assert floating(model.state_dict()) == expected_dtypes(row, model)
+    x, tokens = batch(built)
+    assert model(x, tokens)["logits"].dtype == row.outputs
+    if precision.masters:
+        optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+        MasterWeights(optimizer)
+        for name, param in zip(
+            optimizer.param_groups[0]["param_names"], optimizer.param_groups[0]["params"], strict=True
+        ):
+            in_mode = original[name].to(row.batch_norm if name.startswith("bn.") else row.params)
+            assert torch.equal(param, in_mode.float()), "a master is exactly the half-precision weight"
+
+
+@MODES
+def test_parameters_stay_the_same_objects(mode: str) -> None:
+    model = Net()
+    annotate(model.head.weight, P("tensor", None), "head")
+    params, keys = dict(model.named_parameters()), list(model.state_dict())
+    grads = {name: torch.full_like(param, 2.0) for name, param in params.items()}
+    for name, param in params.items():
+        param.grad = grads[name]
+    TABLE[mode][0].prepare(model)
+    assert type(model) is Net
+    assert all(param is params[name] for name, param in model.named_parameters())
+    assert model.head.weight is model.embed.weight
+    assert spec_of(model.head.weight) == P("tensor", None)
+    assert list(model.state_dict()) == keys
+    assert all(p.grad is not None and p.grad.dtype == p.dtype and bool((p.grad == 2).all()) for p in params.values())
+
+
+@MODES
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_prepared_model_runs_its_own_weights(mode: str, clone: Callable[[Net], Net]) -> None:
+    precision, row = TABLE[mode]
+    model = Net()
+    precision.prepare(model)
+    other = clone(model)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.zero_()
+    x, tokens = batch()
+    assert other(x, tokens)["logits"].dtype == row.outputs
+    assert not other(x, tokens)["logits"].any()
+    assert model(x, tokens)["logits"].any()
+
+
+@MODES
+def test_preparing_twice_is_an_error(mode: str) -> None:
+    model = TABLE[mode][0].prepare(Net())
+    before = floating(model.state_dict())
+    with pytest.raises(ValueError, match=r"Net has been prepared for '\w+' already"):
+        Bf16().prepare(model)
+    with pytest.raises(ValueError, match=r"^1 has been prepared"):
+        NaiveFp16().prepare(nn.Sequential(nn.Linear(2, 2), model))
+    assert floating(model.state_dict()) == before
+
+
+def test_frozen_and_double_tensors() -> None:
+    model = Net().double()
+    Fp32().prepare(model)
+    assert set(floating(model.state_dict()).values()) == {F64}, "fp32 lifts half types and leaves float64"
+    assert model(*batch(F64))["logits"].dtype == F64
+    frozen = nn.Linear(3, 3).requires_grad_(False)
+    Bf16().prepare(frozen)
+    assert (frozen.weight.dtype, frozen.weight.requires_grad) == (BF16, False)
+    ApexFp16("O0").prepare(other := Net().double())
+    assert other(*batch(F64))["logits"].dtype == F32
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Any
+
+
+@dataclass
+class Other:
+    tensor: Tensor
+
+
+def test_nested_values_are_cast_where_floating() -> None:
+    real, whole, boolean = torch.ones(2), torch.ones(2, dtype=torch.int32), torch.ones(2, dtype=torch.bool)
+    other = Other(real)
+    value = {
+        "pair": Pair(real, [real.double(), whole]),
+        "ordered": OrderedDict(b=(boolean, "text", None, 3), a=real.to(torch.complex64)),
+        "other": other,
+    }
+    result = cast_floating(value, BF16)
+    assert isinstance(result["pair"], Pair)
+    assert [result["pair"].first.dtype, *(t.dtype for t in result["pair"].second)] == [BF16, BF16, torch.int32]
+    assert isinstance(result["ordered"], OrderedDict)
+    assert result["ordered"]["b"] == (boolean, "text", None, 3)
+    assert result["ordered"]["a"].dtype == torch.complex64
+    assert result["other"] is other
+    assert value["pair"].first is real, "the caller's containers are not written to"  # type: ignore[attr-defined]
+
+
+def test_autocast_ends_however_forward_ends() -> None:
+    class Interrupted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            assert torch.is_autocast_enabled("cpu")
+            raise KeyboardInterrupt
+
+    model = TorchFp16().prepare(Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(1))
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("as_module", [True, False])
+def test_criterion(as_module: bool) -> None:
+    seen: list[tuple[bool, torch.dtype]] = []
+
+    def function(x: Tensor, *, weight: Tensor) -> Tensor:
+        seen.append((torch.is_autocast_enabled("cpu"), weight.dtype))
+        return (x * weight).sum()
+
+    class Module(nn.Module):
+        def forward(self, x: Tensor, *, weight: Tensor) -> Tensor:
+            return function(x, weight=weight)
+
+    for precision, expected in (
+        (TorchFp16(), (True, BF16)),
+        (ApexFp16("O1"), (True, BF16)),
+        (Bf16(), (False, F32)),
+        (NaiveFp16(), (False, BF16)),
+        (ApexFp16("O2"), (False, BF16)),
+        (Fp32(), (False, BF16)),
+    ):
+        criterion = Module() if as_module else function
+        prepared = precision.prepare_criterion(criterion)
+        assert not as_module or prepared is criterion
+        prepared(torch.ones(2), weight=torch.ones(2, dtype=BF16))
+        assert seen.pop() == expected, precision
+
+
+@pytest.mark.parametrize("mode", ["bf16", "naive", "naive bn", "O2", "O3", "O3 bn"])
+@pytest.mark.parametrize(("norm", "dims"), [(nn.BatchNorm1d, 1), (nn.BatchNorm2d, 2), (nn.BatchNorm3d, 3)])
+def test_half_batch_norm_runs_on_the_cpu(mode: str, norm: Callable[[int], nn.Module], dims: int) -> None:
+    precision, row = TABLE[mode]
+    torch.manual_seed(2)
+    model, x = norm(3), torch.randn(8, 3, *([4] * dims))
+    dense = copy.deepcopy(model).double()
+    precision.prepare(model)
+    loss, dense_loss = model(x).float().pow(3).mean(), dense(x.double()).pow(3).mean()
+    loss.backward()
+    dense_loss.backward()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value.double(), dense.state_dict()[name].double(), rtol=0.02, atol=0.02)
+    for param, expected in zip(model.parameters(), dense.parameters(), strict=True):
+        assert param.grad is not None
+        torch.testing.assert_close(param.grad.double(), expected.grad, rtol=0.05, atol=0.02)
+    model.eval()
+    assert model(x).dtype == row.outputs
+
+
+def test_exported_state_dict_is_a_plain_float32_one() -> None:
+    precision, model = ApexFp16("O2"), Net()
+    precision.prepare(model)
+    exported = precision.export_state_dict(model)
+    assert exported["head.weight"] is exported["embed.weight"]
+    assert not any(value.requires_grad for value in exported.values())
+    fresh = Net()
+    fresh.load_state_dict(exported)
+    assert torch.equal(fresh.conv.weight, model.conv.weight.float())
+    saved = model.conv.weight.detach().clone()
+    model.load_state_dict(exported)
+    assert torch.equal(model.conv.weight, saved), "float16 survives the way through float32"
+
+
+def test_an_optimizer_made_before_preparing_steps_the_prepared_model() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    Bf16().prepare(model)
+    masters = MasterWeights(optimizer)
+    masters.zero_grad()
+    before = model.weight.detach().clone()
+    model(torch.ones(2, 4)).sum().backward()
+    masters.collect()
+    masters.step(optimizer.step)
+    assert not torch.equal(model.weight, before)
+    assert {value.dtype for state in optimizer.state.values() for value in state.values()} == {F32}
+
+
+def test_a_model_in_ddp_is_refused_where_it_would_be_cast(world: Any) -> None:
+    world.run(2, prepare_in_ddp)
+
+
+def prepare_in_ddp() -> None:
+    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
+    with pytest.raises(ValueError, match="prepare the model first and wrap it then"):
+        Bf16().prepare(wrapped)
+    assert wrapped.module.weight.dtype == F32
+    TorchFp16().prepare(wrapped)
+    assert wrapped(torch.ones(2, 3)).dtype == F16
+
+
+def test_names() -> None:
+    for name, mode in (("fp32", Fp32), ("fp16", TorchFp16), ("bf16", Bf16), ("fp16_naive", NaiveFp16)):
+        assert precision_of(name) == mode()
+    assert precision_of("fp16_apex") == ApexFp16(opt_level="O2")
+    assert precision_of("fp8").name == "fp8"
+    policy = Bf16(stochastic_rounding=True)
+    assert precision_of(policy) is policy
+    with pytest.raises(ValueError, match="precision='half' is no mode; give one of 'fp32', 'fp16', 'bf16'"):
+        precision_of("half")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TorchFp16(growth_factor=1.0), "growth_factor=1.0"),
+        (lambda: NaiveFp16(hysteresis=0), "hysteresis=0"),
+        (lambda: ApexFp16("O4"), "opt_level='O4' is no opt level; give one of O0, O1, O2, O3"),
+        (lambda: ApexFp16("O1", keep_batchnorm_fp32=True), "means nothing in O1"),
+        (lambda: ApexFp16("O0", keep_batchnorm_fp32=False), "means nothing in O0"),
+        (lambda: ApexFp16("O2", loss_scale=cast(Any, "static")), "loss_scale='static'"),
+        (lambda: ApexFp16("O2", loss_scale=-1.0), "value=-1.0"),
+    ],
+)
+def test_bad_arguments_are_errors_at_once(make: Callable[[], Precision], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

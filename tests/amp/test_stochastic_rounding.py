@@ -1,0 +1,379 @@
+"""Stochastic rounding: unbiased, the same on replicas, and as sparing with memory as it says."""
+
+from __future__ import annotations
+
+import io
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from meshstep.amp.master_weights import MasterWeights
+from meshstep.amp.stochastic_rounding import StochasticRounding, stochastic_round_
+from meshstep.parallel.layout.spec import P, annotate
+from meshstep.parallel.mesh.registry import ProcessGroupRegistry
+from meshstep.parallel.mesh.topology import Topology
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from world import World
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+
+DEVICES = pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+
+
+def seeded(seed: int, device: str = "cpu") -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
+
+
+@DEVICES
+def test_the_mean_of_many_roundings_is_the_value(device: str) -> None:
+    many = 40_000
+    values = torch.tensor([1.001, -1.001, 1 + 2**-8, 3.3e-5, -7.77e20, 2**-133 * 1.3, 250.7, 1e-40])
+    copies = values.to(device).expand(many, -1).contiguous()
+    rounded = stochastic_round_(torch.empty_like(copies, dtype=BF16), copies, seeded(5, device)).double().cpu()
+    down = (values.view(torch.int32) >> 16 << 16).view(F32).double()
+    up = ((values.view(torch.int32) >> 16) + 1 << 16).view(F32).double()
+    assert bool(((rounded == down) | (rounded == up)).all()), "only the two neighbours"
+    unit = (up - down).abs()
+    error = (rounded.mean(0) - values.double()).abs() / unit
+    # The standard deviation of a mean of n draws is at most unit / (2 sqrt n); 5 of them.
+    assert bool((error < 5 * 0.5 / many**0.5).all()), error
+    nearest = (values.to(BF16).double() - values.double()).abs() / unit
+    assert bool((nearest > 5 * 0.5 / many**0.5).any()), "the control: rounding to nearest is biased"
+
+
+@DEVICES
+def test_exact_values_stay(device: str) -> None:
+    values = torch.randn(1000, generator=seeded(1)).to(BF16).float()
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 3.3895313892515355e38, 9.2e-41])
+    special[-1] = special[-1].to(BF16)
+    source = torch.cat([values, special]).to(device)
+    for seed in range(20):
+        target = stochastic_round_(torch.empty_like(source, dtype=BF16), source, seeded(seed, device))
+        assert torch.equal(target.float().view(torch.int32), source.view(torch.int32))
+    nans = torch.tensor([0x7FC00000, 0x7FFFFFFF, -1], dtype=torch.int32).view(F32).to(device)
+    for seed in range(20):
+        target = torch.empty_like(nans, dtype=BF16)
+        assert bool(stochastic_round_(target, nans, seeded(seed, device)).isnan().all())
+
+
+def test_any_layout_and_shape() -> None:
+    source = torch.randn(4, 3, 5, 5, generator=seeded(2))
+    expected = stochastic_round_(torch.empty(4, 3, 5, 5, dtype=BF16), source, seeded(9))
+    last = source.to(memory_format=torch.channels_last)
+    assert torch.equal(stochastic_round_(torch.empty_like(last, dtype=BF16), last, seeded(9)), expected)
+    assert stochastic_round_(torch.empty((), dtype=BF16), torch.tensor(2.0)) == 2
+    assert stochastic_round_(torch.empty(0, 3, dtype=BF16), torch.empty(0, 3)).shape == (0, 3)
+    for target, bad in ((torch.empty(3, dtype=F16), torch.ones(3)), (torch.empty(3, dtype=BF16), torch.ones(4))):
+        with pytest.raises(ValueError, match="give a float32 source and a bfloat16 target of one shape"):
+            stochastic_round_(target, bad)
+
+
+# The optimizer --------------------------------------------------------------------------------------------------------
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 10), nn.LayerNorm(10), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.norm(self.first(x)).tanh())
+        return result
+
+
+def mlp(seed: int = 0, dtype: torch.dtype = BF16) -> Mlp:
+    torch.manual_seed(seed)
+    return Mlp().to(dtype)
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=3e-3, fused=True)
+
+
+def train(model: nn.Module, rounding: StochasticRounding, steps: range) -> None:
+    for index in steps:
+        x = torch.randn(7, 6, generator=seeded(index)).to(next(model.parameters()).dtype)
+        model(x).float().square().mean().backward()
+        rounding.collect()
+        rounding.step(rounding.optimizer.step)
+        rounding.zero_grad()
+
+
+def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Any]]:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    states = [optimizer.state[param] for param in params if param in optimizer.state]
+    values = [value for state in states for _, value in sorted(state.items())]
+    return [tensor.double().flatten().tolist() for tensor in (*model.parameters(), *values)]
+
+
+def test_updates_below_the_last_place_happen_on_average() -> None:
+    """0.001 of 1 in each of 300 steps: rounding to nearest stays at 1 for ever."""
+
+    def after_300(step: Callable[[nn.Parameter, torch.optim.Optimizer], Callable[[], object]]) -> Tensor:
+        weight = nn.Parameter(torch.ones(4000, dtype=BF16))
+        optimizer = torch.optim.SGD([weight], lr=1e-3)
+        one_step = step(weight, optimizer)
+        for _ in range(300):
+            weight.grad = torch.ones_like(weight)
+            one_step()
+        return weight.detach().float()
+
+    def stochastic(weight: nn.Parameter, optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+        rounding = StochasticRounding(optimizer)
+        return lambda: rounding.step(optimizer.step)
+
+    assert float(after_300(stochastic).mean()) == pytest.approx(0.7, abs=2e-3)
+    assert float(after_300(lambda weight, optimizer: optimizer.step).mean()) == 1.0
+
+
+@pytest.mark.parametrize("make", [adamw, lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)])
+def test_follows_float32_training(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    model, dense = mlp(), mlp(dtype=F32)
+    train(model, StochasticRounding(make(model.parameters())), range(60))
+    reference = make(dense.parameters())
+    for index in range(60):
+        dense(torch.randn(7, 6, generator=seeded(index))).square().mean().backward()
+        reference.step()
+        reference.zero_grad()
+    start = mlp(dtype=F32)
+    for param, expected, first in zip(model.parameters(), dense.parameters(), start.parameters(), strict=True):
+        assert param.dtype == BF16
+        error = (param.float() - expected).norm() / (expected - first).norm()
+        assert float(error.detach()) < 0.25
+
+
+@pytest.mark.parametrize("bucket_numel", [1, 70, 10**6])
+def test_buckets_do_not_change_the_result(bucket_numel: int) -> None:
+    results = []
+    for numel in (bucket_numel, 33):
+        model = mlp()
+        optimizer = adamw(
+            [
+                {"params": model.first.parameters()},
+                {"params": [*model.norm.parameters(), *model.last.parameters()], "lr": 1e-2},
+            ]
+        )
+        groups = [list(group["params"]) for group in optimizer.param_groups]
+        train(model, StochasticRounding(optimizer, bucket_numel=numel), range(4))
+        assert [group["params"] for group in optimizer.param_groups] == groups
+        results.append(bits(model, optimizer))
+    assert results[0] == results[1]
+
+
+def test_state_is_kept_in_bfloat16_and_continues_bit_for_bit() -> None:
+    def built(seed: int) -> tuple[Mlp, torch.optim.Optimizer, StochasticRounding]:
+        model = mlp(seed)
+        optimizer = adamw(model.parameters())
+        return model, optimizer, StochasticRounding(optimizer, seed=seed)
+
+    model, optimizer, rounding = built(0)
+    train(model, rounding, range(3))
+    for state in optimizer.state.values():
+        assert {key: value.dtype for key, value in state.items()} == {"step": F32, "exp_avg": BF16, "exp_avg_sq": BF16}
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "own": rounding.state_dict()}, file)
+    train(model, rounding, range(3, 6))
+
+    file.seek(0)
+    saved = torch.load(file)
+    other, other_optimizer, other_rounding = built(1)
+    other.load_state_dict(saved["model"])
+    other_optimizer.load_state_dict(saved["optimizer"])
+    other_rounding.load_state_dict(saved["own"])
+    train(other, other_rounding, range(3, 6))
+    assert bits(other, other_optimizer) == bits(model, optimizer)
+    with pytest.raises(ValueError, match="not of stochastic rounding but of another mode"):
+        other_rounding.load_state_dict({"masters": {}})
+
+
+def test_a_skipped_step_changes_nothing() -> None:
+    model = mlp()
+    optimizer = adamw(model.parameters())
+    rounding = StochasticRounding(optimizer)
+    train(model, rounding, range(3))
+    before = bits(model, optimizer)
+    skipping: Any = optimizer
+    skipping.grad_scale, skipping.found_inf = torch.tensor(1.0), torch.tensor(1.0)
+    train(model, rounding, range(3, 4))
+    assert bits(model, optimizer) == before
+
+
+def test_an_update_that_raises_leaves_everything_in_place() -> None:
+    model = mlp()
+    optimizer = adamw(model.parameters())
+    rounding = StochasticRounding(optimizer)
+    train(model, rounding, range(2))
+    before, params = bits(model, optimizer), list(optimizer.param_groups[0]["params"])
+
+    def fail() -> None:
+        raise ArithmeticError
+
+    for param in params:
+        param.grad = torch.ones_like(param)
+    with pytest.raises(ArithmeticError):
+        rounding.step(fail)
+    assert optimizer.param_groups[0]["params"] == params
+    assert bits(model, optimizer) == before
+
+
+def test_other_dtypes_are_stepped_once_and_missing_gradients_not_at_all() -> None:
+    model = mlp()
+    model.norm.float()
+    model.last.weight.requires_grad_(False)
+    optimizer = adamw(model.parameters())
+    rounding = StochasticRounding(optimizer, bucket_numel=1)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param) if param.requires_grad else None
+    frozen = model.last.weight.detach().clone()
+    rounding.step(optimizer.step)
+    assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
+    assert len(optimizer.state) == 5
+    assert optimizer.state[model.norm.weight]["exp_avg"].dtype == F32
+    assert torch.equal(model.last.weight, frozen)
+    calls: list[int] = []
+    rounding.zero_grad()
+    rounding.step(lambda: calls.append(1))
+    assert calls == [1]
+
+
+def test_add_param_group_and_arguments() -> None:
+    model, head = mlp(), nn.Linear(3, 2, dtype=BF16)
+    optimizer = adamw(model.parameters())
+    rounding = StochasticRounding(optimizer)
+    rounding.add_param_group({"params": head.parameters()})
+    head(model(torch.ones(2, 6, dtype=BF16))).float().sum().backward()
+    rounding.step(optimizer.step)
+    assert optimizer.state[head.weight]["exp_avg"].dtype == BF16
+    with pytest.raises(ValueError, match="bucket_numel=0"):
+        StochasticRounding(optimizer, bucket_numel=0)
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made while it is active held at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in inputs | self._seen:
+                    self._note(storage)
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        self._seen.add(key)
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._gone, key, nbytes)
+
+    def _gone(self, key: int, nbytes: int) -> None:
+        self._seen.discard(key)
+        self.live -= nbytes
+
+
+def nbytes(tensors: Any) -> int:
+    """Memory of tensors; one that is there twice counts once, counters don't count."""
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor.dim()}.values())
+
+
+@pytest.mark.parametrize(("helper", "bytes_an_element"), [(MasterWeights, 18), (StochasticRounding, 8)])
+def test_memory_between_steps(helper: Any, bytes_an_element: int) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=BF16) for _ in range(4)))
+    optimizer = adamw(model.parameters())
+    steps = helper(optimizer)
+    model(torch.ones(2, 64, dtype=BF16)).float().sum().backward()
+    steps.collect()
+    steps.step(optimizer.step)
+    params = [*model.parameters(), *optimizer.param_groups[0]["params"]]
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    held = nbytes([*params, *states, *(param.grad for param in params)])
+    assert held == bytes_an_element * sum(param.numel() for param in model.parameters())
+
+
+def test_memory_during_a_step() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=BF16) for _ in range(16)))
+    optimizer = adamw(model.parameters())
+    bucket = 2 * 64 * 64
+    rounding = StochasticRounding(optimizer, bucket_numel=bucket)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    rounding.step(optimizer.step)
+    with LiveBytes() as memory:
+        rounding.step(optimizer.step)
+    # The copies of the bucket, and what rounding one parameter (half a bucket) takes.
+    assert 16 * bucket <= memory.peak <= 24 * bucket, f"{memory.peak / bucket} bytes an element of a bucket"
+    assert memory.live <= 16 * 64, "nothing stays"
+
+
+# Ranks ----------------------------------------------------------------------------------------------------------------
+
+
+def rounded_on_a_mesh(named: bool) -> dict[str, list[float]]:
+    """tensor=2, pipe=2: one weight that coordinate 0 owns, one replicated, one sharded, one tied over the stages."""
+    topology = Topology(pipe=2, tensor=2)
+    with ProcessGroupRegistry(topology) as registry:
+        specs = {
+            "owned": P(owned={"tensor": 0}),
+            "whole": P(),
+            "sharded": P("tensor"),
+            "tied": P(tied={"pipe": (0, -1)}),
+        }
+        params: dict[str, nn.Parameter] = {}
+        for name, spec in specs.items():
+            if spec.holds(registry.coordinate, topology):
+                params[name] = nn.Parameter(torch.full((50,), 1.0, dtype=BF16))
+                full_name = f"stage{registry.coordinate['pipe']}.{name}" if name == "tied" else name
+                annotate(params[name], spec, full_name if named else None)
+        optimizer = torch.optim.SGD(params.values(), lr=1e-3)
+        rounding = StochasticRounding(optimizer, registry)
+        for _ in range(5):
+            for param in params.values():
+                param.grad = torch.ones_like(param)
+            rounding.step(optimizer.step)
+        return {name: param.tolist() for name, param in params.items()}
+
+
+def test_replicas_round_alike_and_pieces_do_not(world: World) -> None:
+    ranks = world.run(4, rounded_on_a_mesh, True)  # rank = 2 pipe + tensor
+    assert "owned" not in ranks[1]
+    assert ranks[0]["whole"] == ranks[1]["whole"], "though only rank 0 has a parameter before it"
+    assert ranks[0]["whole"] != ranks[2]["whole"], "another stage's parameter of the same name is another"
+    assert ranks[0]["sharded"] != ranks[1]["sharded"]
+    assert ranks[0]["tied"] == ranks[1]["tied"] == ranks[2]["tied"] == ranks[3]["tied"], "whatever each stage calls it"
+    assert len(set(ranks[0]["whole"])) > 1
+
+
+def nameless_on_a_mesh() -> str:
+    with pytest.raises(ValueError, match="has no name, by which its replicas could round alike") as problem:
+        rounded_on_a_mesh(False)
+    return str(problem.value)
+
+
+def test_parameters_need_names_on_several_ranks(world: World) -> None:
+    assert all("declare(model)" in message for message in world.run(4, nameless_on_a_mesh))
+
+
+def test_a_name_decides_the_bits_not_the_position() -> None:
+    results = []
+    for order in (("a", "b"), ("b", "a")):
+        params = {name: nn.Parameter(torch.ones(40, dtype=BF16)) for name in order}
+        optimizer = torch.optim.SGD(list(params.items()), lr=1e-3)
+        rounding = StochasticRounding(optimizer)
+        for param in params.values():
+            param.grad = torch.ones_like(param)
+        rounding.step(optimizer.step)
+        results.append({name: param.tolist() for name, param in params.items()})
+    assert results[0] == results[1]
+    assert results[0]["a"] != results[0]["b"]

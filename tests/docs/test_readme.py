@@ -1,0 +1,356 @@
+"""Every snippet of the README, of MIGRATING.md and of parallel/README.md runs and prints what it says it prints; the
+README's commands are those of the CI."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from meshstep.parallel import P, ProcessGroupRegistry, Topology
+from meshstep.parallel.__main__ import main as print_topology
+from meshstep.parallel.layout.pieces import shard, unshard
+from meshstep.parallel.mesh.collectives import copy_to, reduce_from
+from run_example import example
+from torch import Tensor, nn
+from world import World
+
+ROOT = Path(__file__).parent.parent.parent
+README = (ROOT / "README.md").read_text()
+MIGRATING = (ROOT / "MIGRATING.md").read_text()
+DERIVATION = (ROOT / "parallel" / "README.md").read_text()
+
+
+def blocks(language: str, document: str = README) -> list[tuple[str, str]]:
+    """(text, the text block that follows it directly, or nothing) of all blocks of a language."""
+    found = re.findall(r"^```(\w+)\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", document, re.MULTILINE | re.DOTALL)
+    return [(text, output) for kind, text, output in found if kind == language]
+
+
+def printed_by(code: str, name: str, namespace: dict[str, Any]) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, name, "exec"), namespace)
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(("code", "output"), blocks("python"), ids=lambda text: text.split("\n")[0])
+def test_python(code: str, output: str) -> None:
+    assert printed_by(code, "README.md", {"__name__": "readme"}) == output
+
+
+def test_the_derivation_in_one_session() -> None:
+    session: dict[str, Any] = {"__name__": "derivation"}
+    snippets = blocks("python", DERIVATION)
+    assert len(snippets) > 8
+    for code, output in snippets:
+        assert printed_by(code, "parallel/README.md", session) == output
+
+
+def test_console(capsys: pytest.CaptureFixture[str]) -> None:
+    ((text, _),) = blocks("console")
+    command, _, output = text.partition("\n")
+    prefix = "$ python -m meshstep.parallel "
+    assert command.startswith(prefix)
+    print_topology(command.removeprefix(prefix).split())
+    assert capsys.readouterr().out == output
+
+
+# The commands ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_ci_finds_the_two_commands() -> None:
+    """.ci/run takes them from here: the lines that make a virtual environment."""
+    commands = [line for line in README.splitlines() if line.startswith("python3 -m venv ")]
+    assert [line + "\n" for line in commands] == [text for text, _ in blocks("bash")]
+    main_job, tests = commands
+    assert "torchrun --standalone --nproc-per-node 4 examples/train_digits.py" in main_job
+    assert main_job.endswith("--verify")
+    assert tests.endswith("-m pytest")
+    assert "grep '^python3 -m venv '" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_flags_of_the_main_job_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = next(text for text, _ in blocks("bash") if "train_digits" in text)
+    words = shlex.split(command)
+    monkeypatch.setattr(sys, "argv", words[words.index("examples/train_digits.py") :])
+    options = example("train_digits").parse_options()
+    assert options.topology == Topology(row=2, col=2)
+    assert options.verify
+
+
+def test_files_that_they_name_exist() -> None:
+    for name in re.findall(r"\b(?:examples|tests|optim)/[\w/.]+\w", README + MIGRATING + DERIVATION):
+        assert (ROOT / name).exists(), name
+
+
+def test_links_lead_somewhere() -> None:
+    for folder, document in ((ROOT, README), (ROOT, MIGRATING), (ROOT / "parallel", DERIVATION)):
+        for target in re.findall(r"\]\(([^)]+)\)", document):
+            path, _, heading = target.partition("#")
+            assert (folder / path).exists(), target
+            headings = re.findall(r"^#+ (.*)$", (folder / path).read_text(), re.MULTILINE) if heading else []
+            assert not heading or heading in [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings]
+
+
+# The figures ----------------------------------------------------------------------------------------------------------
+
+
+def compare_norms() -> list[tuple[str, float]]:
+    script = example("compare_norms")
+    with ProcessGroupRegistry(Topology(row=2, col=2)) as registry:
+        input = script.layer_input()
+        return [("dense layer, float64", script.dense_norm(input)), *script.measure(input, registry)]
+
+
+def test_the_norms_are_as_printed(world: World) -> None:
+    text = next(text for text, _ in blocks("text") if text.startswith("dense layer"))
+    rows = [re.fullmatch(r"(.*?) {2,}([\d.]+)( +[-+][\d.]+%)?", line) for line in text.splitlines()]
+    printed = {row[1]: float(row[2]) for row in rows if row is not None}
+    found = dict(world.run(4, compare_norms)[0])
+    assert found == pytest.approx(printed, rel=1e-4)
+    truth = found.pop("dense layer, float64")
+    assert found.pop("meshstep, bias declared P('col')") == pytest.approx(truth, rel=1e-6)
+    assert all(abs(norm / truth - 1) > 0.02 for norm in found.values())
+
+
+# The change to a training loop ----------------------------------------------------------------------------------------
+
+
+class HandWritten(nn.Module):
+    """Two linear layers, split over `tensor` by hand: it declares nothing."""
+
+    specs: Mapping[str, P] = {
+        "up.weight": P("tensor"),
+        "up.bias": P("tensor"),
+        "down.weight": P(None, "tensor"),
+        "down.bias": P(),
+    }
+
+    def __init__(self, full: dict[str, Tensor], registry: ProcessGroupRegistry) -> None:
+        super().__init__()
+        local = {name: shard(full[name], spec, registry) for name, spec in self.specs.items()}
+        self.registry = registry
+        self.up = nn.ParameterDict({"weight": local["up.weight"], "bias": local["up.bias"]})
+        self.down = nn.ParameterDict({"weight": local["down.weight"], "bias": local["down.bias"]})
+
+    def forward(self, input: Tensor) -> Tensor:
+        hidden = nn.functional.linear(copy_to(input, self.registry, "tensor"), self.up["weight"], self.up["bias"])
+        output = nn.functional.linear(torch.tanh(hidden), self.down["weight"])
+        total: Tensor = reduce_from(output, self.registry, "tensor") + self.down["bias"]
+        return total
+
+
+class Dense(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = self.down(torch.tanh(self.up(input)))
+        return output
+
+
+def sides_of(diff: str) -> tuple[str, str]:
+    """What is before and what is after the change."""
+    lines = diff.splitlines()
+    before, after = ("\n".join(line[1:] for line in lines if line[:1] in (" ", sign, "")) for sign in "-+")
+    return before, after
+
+
+def sides_of_the_diff() -> tuple[str, str]:
+    ((diff, _),) = blocks("diff")
+    return sides_of(diff)
+
+
+def batches(steps: int) -> list[tuple[Tensor, Tensor]]:
+    random = torch.Generator().manual_seed(7)
+    return [(torch.randn(8, 6, generator=random), 3 * torch.randn(8, 4, generator=random)) for _ in range(steps)]
+
+
+def dense_model() -> Dense:
+    torch.manual_seed(3)
+    return Dense()
+
+
+def run_after() -> tuple[dict[str, Tensor], float]:
+    """The loop with meshstep, on this rank: full parameters at the end, and the last clip coefficient."""
+    full = {name: param.detach() for name, param in dense_model().named_parameters()}
+    with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
+        local = [(shard(x, P("data"), registry), shard(y, P("data"), registry)) for x, y in batches(5)]
+        namespace: dict[str, Any] = {"batches": local, "build_model": lambda: HandWritten(full, registry)}
+        exec(compile(sides_of_the_diff()[1], "README.md", "exec"), namespace)
+        model = namespace["model"]
+        found = {name: unshard(param, model.specs[name], registry) for name, param in model.named_parameters()}
+        namespace["registry"].close()
+    return found, float(namespace["stats"].clip_coef)
+
+
+def test_the_loop_after_the_change_trains_as_the_dense_one_before(world: World) -> None:
+    before, after = sides_of_the_diff()
+    assert "meshstep" in after
+    assert "meshstep" not in before
+    namespace: dict[str, Any] = {"batches": batches(5), "build_model": dense_model}
+    exec(compile(before, "README.md", "exec"), namespace)
+    for found, clip_coef in world.run(4, run_after):
+        assert clip_coef < 1, "it should clip"
+        for name, param in namespace["model"].named_parameters():
+            torch.testing.assert_close(found[name], param.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_diff_is_short() -> None:
+    ((diff, _),) = blocks("diff")
+    assert sum(line.startswith(("+", "-")) and line.strip("+-") != "" for line in diff.splitlines()) <= 12
+
+
+# Moving from elsewhere ------------------------------------------------------------------------------------------------
+
+
+def change_from(heading: str, which: int = 0) -> tuple[str, str]:
+    """Before and after of a diff under a heading of MIGRATING.md."""
+    section = MIGRATING.partition(f"## From {heading}\n")[2].partition("\n## ")[0]
+    return sides_of(blocks("diff", section)[which][0])
+
+
+def run_migrated(heading: str, axes: dict[str, int], micro_batches: int = 1) -> tuple[dict[str, Tensor], float]:
+    """The loop after the change, on this rank: full parameters at the end and the last norm; groups are closed."""
+    parts = [(x[part::micro_batches], y[part::micro_batches]) for x, y in batches(5) for part in range(micro_batches)]
+    with ProcessGroupRegistry(Topology(roles=None, **axes)) as registry:
+        namespace: dict[str, Any] = {
+            "__name__": "migrated",
+            "batches": [(shard(x, P("data"), registry), shard(y, P("data"), registry)) for x, y in parts],
+            "build_model": dense_model,
+        }
+        torch.manual_seed(3)
+        exec(compile(change_from(heading)[1], "MIGRATING.md", "exec"), namespace)
+        model, optimizer = namespace["model"], namespace["optimizer"]
+        optimizer.registry.close()
+        specs = HandWritten.specs if "tensor" in axes else {}
+        full = {
+            name.removeprefix("module."): unshard(param, specs.get(name, P()), registry).float()
+            for name, param in model.named_parameters()
+        }
+        return full, float(optimizer.last_stats.total_norm)
+
+
+def run_torch_loop() -> dict[str, Tensor]:
+    """The loop before the change, on this rank and a CPU: full parameters at the end."""
+    code = change_from("plain torch")[0].replace('"cuda"', '"cpu"').replace("GradScaler()", 'GradScaler("cpu")')
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        local = [(shard(x, P("data"), registry), shard(y, P("data"), registry)) for x, y in batches(5)]
+    namespace: dict[str, Any] = {"batches": local, "build_model": dense_model}
+    with mock.patch("torch.distributed.init_process_group"):  # there is one already
+        exec(compile(code, "MIGRATING.md", "exec"), namespace)
+    return {name.removeprefix("module."): param.detach() for name, param in namespace["model"].named_parameters()}
+
+
+def test_the_loop_of_plain_torch_trains_the_same_before_and_after(world: World) -> None:
+    expected = world.run(2, run_torch_loop)[0]
+    start = dict(dense_model().named_parameters())
+    for found, norm in world.run(2, run_migrated, "plain torch", {"data": 2}):
+        assert norm > 1.5, "it should clip"
+        for name, value in expected.items():
+            assert (value - start[name]).abs().max() > 1e-2
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
+def plain_torch() -> tuple[dict[str, Tensor], float]:
+    """The same in one process, in float32, and the last norm."""
+    model = dense_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    norm = torch.tensor(torch.nan)
+    for x, y in batches(5):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return {name: param.detach() for name, param in model.named_parameters()}, float(norm)
+
+
+@pytest.mark.parametrize(
+    ("heading", "axes", "micro_batches"),
+    [("Megatron-core", {"data": 2, "tensor": 2}, 1), ("DeepSpeed", {"data": 2}, 2)],
+)
+def test_a_loop_that_moved_trains_as_plain_torch(
+    world: World, heading: str, axes: dict[str, int], micro_batches: int
+) -> None:
+    before, _ = change_from(heading)
+    compile(before, heading, "exec")
+    assert "meshstep" not in before
+    start = {name: param.detach() for name, param in dense_model().named_parameters()}
+    expected, norm = plain_torch()
+    assert norm > 1.5, "it should clip"
+    for found, measured in world.run(
+        Topology(roles=None, **axes).world_size, run_migrated, heading, axes, micro_batches
+    ):
+        assert measured == pytest.approx(norm, rel=0.02)
+        for name, value in expected.items():
+            moved = (value - start[name]).abs().max()
+            assert (found[name] - value).abs().max() < 0.15 * moved, name
+
+
+def run_recipe() -> tuple[dict[str, Tensor], list[float]]:
+    """ColossalAI's recipe after the change, on all ranks that there are."""
+    x, y = (torch.cat(part) for part in zip(*batches(5), strict=True))
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    namespace: dict[str, Any] = {
+        "__name__": "migrated",
+        "dataset": torch.utils.data.TensorDataset(x, y),
+        "batch_size": 8 // ranks,
+        "build_model": dense_model,
+    }
+    with mock.patch.dict("sys.modules"):
+        exec(compile(change_from("ColossalAI")[1], "MIGRATING.md", "exec"), namespace)
+    namespace["booster"].registry.close()
+    model = namespace["model"]
+    full = {name.removeprefix("module."): param.detach().clone() for name, param in model.named_parameters()}
+    return full, [group["lr"] for group in namespace["optimizer"].param_groups]
+
+
+def test_the_recipe_that_moved_has_the_curve_of_one_process(world: World) -> None:
+    before, after = change_from("ColossalAI")
+    compile(before, "MIGRATING.md", "exec")
+    loop = before.partition(" = build_model()")[2]
+    assert loop == after.partition(" = build_model()")[2], "below the imports and the plugin nothing changes"
+    ((expected, rates),) = world.run(1, run_recipe)
+    for found, found_rates in world.run(2, run_recipe):
+        assert found_rates == rates
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=5e-3, atol=5e-4)
+
+
+def run_with_a_stand_in_for_deepspeed() -> tuple[list[str], dict[str, Any]]:
+    """What DeepSpeed would be given: the flagged parameters, and what the mpu says."""
+    given: dict[str, Any] = {}
+
+    def initialize(**arguments: Any) -> tuple[Any, ...]:
+        given.update(arguments)
+        return None, None, None, None
+
+    full = {name: param.detach() for name, param in dense_model().named_parameters()}
+    with (
+        ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry,
+        mock.patch.dict("sys.modules", deepspeed=SimpleNamespace(initialize=initialize)),
+    ):
+        namespace: dict[str, Any] = {"config": {}, "build_model": lambda: HandWritten(full, registry)}
+        exec(compile(change_from("DeepSpeed", 1)[1], "MIGRATING.md", "exec"), namespace)
+        mpu = given["mpu"]
+        answers = {name: getattr(mpu, f"get_{name}")() for name in ("model_parallel_rank", "data_parallel_world_size")}
+        namespace["registry"].close()
+    return [name for name, param in given["model"].named_parameters() if param.model_parallel], answers
+
+
+def test_deepspeed_gets_flags_and_an_mpu(world: World) -> None:
+    split = ["up.weight", "up.bias", "down.weight"]
+    for rank, (flagged, answers) in enumerate(world.run(4, run_with_a_stand_in_for_deepspeed)):
+        assert sorted(flagged) == sorted(split if rank % 2 else [*split, "down.bias"])
+        assert answers == {"model_parallel_rank": rank % 2, "data_parallel_world_size": 2}

@@ -1,0 +1,87 @@
+"""The README's table "What works with what" is what happens: each cell of it is run, in every precision mode.
+
+The table says of each layout and form of data parallelism in which modes it works. Those must end where one process ends
+in the same mode, within its rounding; all others must be refused, with an error that says what to do instead.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from support_cells import FORMS, LAYOUTS, MAX_NORM, MODES, SOME, Run, differences, run_cells, topology_of
+from world import World
+
+README = (Path(__file__).parent.parent.parent / "README.md").read_text()
+HEADING = "## What works with what"
+REFUSALS = {  # by what the cell says
+    "—": r"needs a data axis, and Topology\(.*\) has none: give data_parallel=None",
+    "[^1]": r"needs float32 gradients, which DistributedDataParallel does not make: leave data_parallel out",
+}
+
+
+def section() -> str:
+    return README.partition(f"{HEADING}\n")[2].partition("\n## ")[0]
+
+
+def table() -> dict[tuple[str, str], str]:
+    """(layout, form) -> the cell, as it is written."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section().splitlines() if line[:1] == "|"]
+    layouts = [cell.removesuffix(" [^2]").strip("`") for cell in rows[0][1:]]
+    return {
+        (layout, row[0].strip("`").replace("`, `offload=0.5", ", offload")): cell
+        for row in rows[2:]
+        for layout, cell in zip(layouts, row[1:], strict=True)
+    }
+
+
+TABLE = table()
+CELLS: list[tuple[str, str]] = sorted(TABLE, key=lambda cell: topology_of(cell[0]).world_size)
+
+
+def modes_of(cell: str) -> set[str]:
+    """The modes that a cell says work."""
+    if cell == "no masters [^1]":
+        return {mode for mode, precision in MODES.items() if not precision.masters}
+    words = cell.removesuffix("[^1]").replace("—", "").replace(",", " ").split()
+    return set(MODES) if words == ["all"] else set(words)
+
+
+@cache
+def one_process() -> dict[str, Run]:
+    return run_cells("one process", "None")
+
+
+def test_the_table_has_a_cell_for_every_layout_and_form() -> None:
+    assert list(TABLE) == [(layout, form) for form in FORMS for layout in LAYOUTS]
+    listed = re.findall(r"`([^`]+)`", section().partition("|")[0])
+    assert [mode for mode in listed if mode in MODES] == list(MODES), "the text above it names all modes"
+    assert all((cell == "all") <= (layout not in SOME) for (layout, _), cell in TABLE.items())
+
+
+@pytest.mark.parametrize(("layout", "form"), CELLS, ids=lambda word: word)
+def test_a_cell(world: World, layout: str, form: str) -> None:
+    cell, size = TABLE[layout, form], topology_of(layout).world_size
+    ranks = [run_cells(layout, form)] if size == 1 else world.run(size, run_cells, layout, form)
+    assert {mode for mode, run in ranks[0].items() if not run.refusal} == modes_of(cell)
+    for runs in ranks:
+        for mode, run in runs.items():
+            if mode in modes_of(cell):
+                assert not run.refusal
+                assert differences(run, one_process()[mode], mode) == [], mode
+            else:
+                assert re.search(REFUSALS[cell.split()[-1]], run.refusal), run.refusal
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_wrong_would_be_noticed(mode: str) -> None:
+    """A norm that is 2% off, as when a bias counts twice, and weights that were not clipped by it."""
+    reference = one_process()[mode]
+    assert min(reference.norms) > 1.5 * MAX_NORM, "every step should clip"
+    off = Run([1.02 * norm for norm in reference.norms], {name: 1.2 * w for name, w in reference.weights.items()}, "")
+    assert len(differences(off, reference, mode)) == len(off.norms) + len(off.weights)
+    nan = Run([torch.nan] * 3, {name: torch.nan * weight for name, weight in reference.weights.items()}, "")
+    assert len(differences(nan, reference, mode)) == len(off.norms) + len(off.weights)

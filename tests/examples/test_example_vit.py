@@ -1,0 +1,75 @@
+"""Mixed precision from the command line: one curve on every topology; and the sample data that it reads."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from run_example import example, read_curve, run_example
+from sklearn.datasets import load_digits
+
+pytest.importorskip("torchvision", reason="the example and its sample data are read by torchvision's dataset classes")
+
+FLAGS = ["--sample", "--epochs", "3", "--image-size", "16", "--seed", "3"]
+STEPS = 63
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+def run(data: Path, curve: Path, *flags: str, processes: int = 1) -> tuple[torch.Tensor, str]:
+    printed = run_example("amp_vit", "--data", str(data), "--curve", str(curve), *FLAGS, *flags, processes=processes)
+    return read_curve(curve), printed
+
+
+def test_split_it_has_the_curve_of_one_process_and_in_half_precision_nearly_so(data: Path, tmp_path: Path) -> None:
+    one, printed = run(data, tmp_path / "one.csv", "--precision", "fp32")
+    split, _ = run(data, tmp_path / "split.csv", "--precision", "fp32", "--topology", "tensor=2", processes=2)
+    half, _ = run(data, tmp_path / "half.csv", "--precision", "bf16")
+
+    assert one.shape == (STEPS // 5, 3)
+    torch.testing.assert_close(split, one, rtol=1e-5, atol=0)
+    torch.testing.assert_close(half[:, 1], one[:, 1], rtol=1e-2, atol=0)
+    assert not torch.equal(half[:, 1], one[:, 1])
+    before, after = (float(loss) for loss in re.findall(r"test \w+: +loss ([\d.]+)", printed))
+    assert after < before - 1, "it should learn"
+
+
+def test_the_sample_data_are_read_by_torchvisions_classes_and_made_once(tmp_path: Path) -> None:
+    datasets = importlib.import_module("torchvision.datasets")
+    sample = example("sample_data")
+    for _ in range(2):  # the second time finds the files
+        caltech101 = datasets.Caltech101(sample.make_caltech101(tmp_path))
+        train, test = (sample.SampleCIFAR10(sample.make_cifar10(tmp_path), train=train) for train in (True, False))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["caltech101", "cifar-10-batches-py"]
+
+    assert caltech101.categories == sorted(["china", "flower", *sample.DIGITS])
+    assert Counter(caltech101.y) == dict.fromkeys(range(12), 100)
+    image, label = caltech101[1199]
+    with image:  # its file is open until it is closed or loaded
+        assert (caltech101.categories[label], image.mode) == ("zero", "RGB")
+
+    assert (len(train), len(test), train.classes) == (1440, 357, sample.DIGITS)
+    assert train.targets + test.targets == load_digits().target.tolist()
+    assert train[0][0].size == (32, 32)
+    # The middle of a zero is the photograph, darkened; its ink is light.
+    zero = train.data[0]
+    assert zero[14:18, 14:18].max() < 128 < zero[8:24, 8:24].max()
+
+
+def test_files_that_could_not_be_completed_are_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = example("sample_data")
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(sample.Painter, "write", fail)
+    with pytest.raises(OSError, match="disk full"):
+        sample.make_caltech101(tmp_path)
+    assert list(tmp_path.iterdir()) == []

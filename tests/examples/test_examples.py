@@ -1,0 +1,115 @@
+"""The main job from the command line: the same curve on every topology, and norms that are the dense model's."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from meshstep.parallel import ProcessGroupRegistry, Topology
+from run_example import example, read_curve, run_example
+
+STEPS = 12
+COLUMNS = ("loss", "accuracy", "norm", "clip_coef")
+FLAGS = ["--verify", "--steps", str(STEPS), "--max-norm", "0.95"]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+    path = tmp_path_factory.mktemp("digits") / "one.csv"
+    printed = run_example("train_digits", "--curve", str(path), *FLAGS)
+    assert "right" in printed
+    found = read_curve(path, COLUMNS)
+    assert found.shape == (STEPS, 4)
+    clipped = int((found[:, 3] < 1).sum())
+    assert 0 < clipped < STEPS, "the threshold should clip some steps and not others, or it tests nothing"
+    assert found[-1, 0] < found[0, 0] - 0.05, "it should learn"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("topology", "flags"),
+    [("row=2,col=2", []), ("data=2,tensor=2", []), ("data=2,tensor=2", ["--accumulate", "4", "--zero", "2"])],
+)
+def test_a_topology_has_the_curve_of_one_process(
+    topology: str, flags: list[str], one_process: torch.Tensor, tmp_path: Path
+) -> None:
+    path = tmp_path / "curve.csv"
+    printed = run_example("train_digits", "--topology", topology, "--curve", str(path), *FLAGS, *flags, processes=4)
+    assert "right" in printed
+    assert printed.count("test:") == 1, "only rank 0 reports"
+    torch.testing.assert_close(read_curve(path, COLUMNS), one_process, rtol=2e-5, atol=0)
+
+
+def test_a_run_is_resumed_on_another_topology(one_process: torch.Tensor, tmp_path: Path) -> None:
+    folder, path = str(tmp_path / "checkpoints"), tmp_path / "curve.csv"
+    # The schedule needs the whole length; the first run saves after step 5 and 10 and is then as good as lost.
+    run_example("train_digits", "--resume", folder, "--save-every", "5", *FLAGS)
+    flags = ["--resume", folder, "--accumulate", "4", "--zero", "2", "--curve", str(path), *FLAGS]
+    run_example("train_digits", "--topology", "data=2,tensor=2", *flags, processes=4)
+    torch.testing.assert_close(read_curve(path, COLUMNS), one_process, rtol=2e-5, atol=0)
+
+
+def options(**changes: Any) -> argparse.Namespace:
+    return argparse.Namespace(
+        **{
+            "steps": 2,
+            "batch_size": 32,
+            "lr": 1e-3,
+            "max_norm": 1.0,
+            "seed": 5,
+            "curve": None,
+            "verify": True,
+            "precision": "fp32",
+            "accumulate": 1,
+            "zero": 0,
+            "resume": None,
+            "save_every": 25,
+            **changes,
+        }
+    )
+
+
+def test_verify_notices_a_wrong_norm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    script = example("train_digits")
+    full_parameters = script.full_parameters
+
+    def slightly_off(model: torch.nn.Module, registry: ProcessGroupRegistry) -> dict[str, torch.Tensor]:
+        return {name: full * 1.0001 for name, full in full_parameters(model, registry).items()}
+
+    for parameters, right in ((full_parameters, True), (slightly_off, False)):
+        monkeypatch.setattr(script, "full_parameters", parameters)
+        with ProcessGroupRegistry(Topology()) as registry:
+            trainer = script.Trainer(options(), registry)
+            trainer.run()
+            assert script.report(trainer, 1.0) is right
+        assert ("right," in capsys.readouterr().out) is right
+
+
+def test_a_topology_without_layers_is_an_error() -> None:
+    with (
+        ProcessGroupRegistry(Topology(expert=1)) as registry,
+        pytest.raises(ValueError, match=r"no layers for .*expert=1.*tensor, or row and col"),
+    ):
+        example("train_digits").Trainer(options(), registry)
+
+
+def test_every_epoch_uses_each_sample_once_and_in_another_order() -> None:
+    script = example("train_digits")
+    samples = script.Samples(torch.zeros(10, 1, 1), torch.arange(10))
+    epochs = [[script.batch_at(step, samples, 5, seed=3).labels for step in (2 * e, 2 * e + 1)] for e in range(2)]
+    first, second = (torch.cat(batches) for batches in epochs)
+    assert first.sort().values.tolist() == second.sort().values.tolist() == list(range(10))
+    assert not torch.equal(first, second)
+
+
+def test_batch_norm_and_accumulation_do_not_mix() -> None:
+    script = example("accumulate_norms")
+    for norm in script.NORMS:
+        parameters, gradient = map(script.difference, script.train(norm, 4, 5), script.train(norm, 1, 5))
+        if norm == "group norm":
+            assert max(parameters, gradient) < 1e-14
+        else:
+            assert min(parameters, gradient) > 1e-3

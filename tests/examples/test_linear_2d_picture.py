@@ -1,0 +1,88 @@
+"""The picture of the 2-D linear layer is what its script draws now, and what real ranks hold, sum over and count."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from meshstep.optim import ParallelOptimizer
+from meshstep.parallel import Linear2D, P, ProcessGroupRegistry, Topology, declare, shard, spec_of
+from meshstep.parallel.layers.tensor_2d import BiasLayout
+from run_example import example
+from world import World
+
+ROOT = Path(__file__).parent.parent.parent
+PICTURE = ROOT / "parallel" / "linear_2d.svg"
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_the_file_is_what_the_script_draws() -> None:
+    drawn = example("draw_linear_2d").draw()
+    assert PICTURE.read_text(encoding="utf-8") == drawn, "run: python examples/draw_linear_2d.py parallel/linear_2d.svg"
+
+
+def test_the_readmes_show_it() -> None:
+    assert "(parallel/linear_2d.svg)" in (ROOT / "README.md").read_text()
+    assert "(linear_2d.svg)" in (ROOT / "parallel" / "README.md").read_text()
+
+
+def test_everything_is_inside_the_frame() -> None:
+    root = ET.fromstring(PICTURE.read_text(encoding="utf-8"))
+    _, _, width, height = map(float, root.attrib["viewBox"].split())
+    for rect in root.iter(f"{SVG}rect"):
+        x, y, w, h = (float(rect.attrib[name]) for name in ("x", "y", "width", "height"))
+        assert min(x, y) >= 0
+        assert x + w <= width
+        assert y + h <= height
+    for text in root.iter(f"{SVG}text"):
+        if text.attrib["text-anchor"] == "start":  # a wide font takes 7 units a character
+            assert float(text.attrib["x"]) + 7.3 * len(text.text or "") <= width, text.text
+
+
+def facts(layout: BiasLayout) -> dict[str, tuple[str, tuple[int, ...], Fraction, tuple[int, ...]]]:
+    """By parameter, of a real layer on this rank: its spec, the elements held, the weight and the ranks of the sum."""
+    script = example("draw_linear_2d")
+    with ProcessGroupRegistry(Topology(row=2, col=2)) as registry:
+        layer = Linear2D(script.IN, script.OUT, registry, bias=layout)
+        declare(layer)
+        plan = ParallelOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), registry).plan
+        found = {}
+        for entry, index, weight in zip(plan.entries, plan.bucket_indices, plan.weights, strict=True):
+            full = torch.arange(16).reshape(4, 4) if entry.name == "weight" else torch.arange(4)
+            param = layer.get_parameter(entry.name)
+            elements = shard(full, spec_of(param), registry)
+            assert elements.shape == param.shape
+            ranks = registry.ranks(*plan.buckets[index].axes(registry.topology))
+            found[entry.name] = str(entry.spec), tuple(elements.flatten().tolist()), Fraction(weight), ranks
+        return found
+
+
+@pytest.mark.parametrize("layout", get_args(BiasLayout))
+def test_real_ranks_hold_and_sum_what_it_shows(world: World, layout: BiasLayout) -> None:
+    shown = {param.title: param for param in example("draw_linear_2d").linear_2d_parameters()}
+    for rank, found in enumerate(world.run(4, facts, layout)):
+        for name, title in (("weight", "weight"), ("bias", f'bias="{layout}"')):
+            param = shown[title]
+            held = param.held[rank]
+            if name not in found:
+                assert (held.elements, held.weight) == ((), 0)
+                continue
+            spec, elements, weight, ranks = found[name]
+            assert (str(param.spec), held.elements, held.weight) == (spec, elements, weight)
+            assert ranks in param.groups
+
+
+def test_every_element_counts_once() -> None:
+    for param in example("draw_linear_2d").linear_2d_parameters():
+        counts: Any = [
+            sum(held.weight for held in param.held if element in held.elements)
+            for element in range(torch.Size(param.shape).numel())
+        ]
+        assert counts == [1] * len(counts), param.title
+    copied = example("draw_linear_2d").parameter("copied", P(), (4,), Topology(row=2, col=2))
+    assert [held.weight for held in copied.held] == [Fraction(1, 4)] * 4
+    assert copied.groups == ((0,), (1,), (2,), (3,))

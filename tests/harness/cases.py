@@ -1,0 +1,154 @@
+"""Random layouts of random gradients, and the dense truth about them."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from itertools import product
+from math import inf, prod
+
+import torch
+from hypothesis import strategies as st
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from torch import Tensor, nn
+
+NORM_TYPES = (1.0, 2.0, 3.0, inf)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Param:
+    """One logical parameter: its full shape, spec, gradient dtype, pipeline stage and which holders lack a gradient."""
+
+    shape: tuple[int, ...]
+    spec: P
+    dtype: torch.dtype = torch.float32
+    missing: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mesh and the parameters on it; gradients follow from the seed."""
+
+    axes: tuple[tuple[str, int], ...]
+    params: tuple[Param, ...]
+    seed: int = 0
+    scale: float = 1.0
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(roles=None, **dict(self.axes))
+
+    def full_gradient(self, index: int, stage: tuple[int, ...]) -> Tensor:
+        """The logical gradient that the ranks of pipeline ``stage`` hold pieces of; zeros if nobody has one."""
+        param = self.params[index]
+        stage = (
+            () if any(axis in self.topology.pipe_axes for axis, _ in (*param.spec.tied, *param.spec.owned)) else stage
+        )
+        if any(axis in self.topology.pipe_axes for axis in param.spec.sharded_axes):
+            stage = ()
+        generator = torch.Generator().manual_seed(zlib.crc32(repr((self.seed, index, stage)).encode()))
+        full = torch.randn(param.shape, generator=generator, dtype=torch.float64) * self.scale
+        return torch.zeros_like(full) if param.missing else full.to(param.dtype).double()
+
+    def stage_of(self, rank: int) -> tuple[int, ...]:
+        return tuple(self.topology.coordinate_of(rank, axis) for axis in self.topology.pipe_axes)
+
+    def holds(self, index: int, rank: int) -> bool:
+        return self.params[index].spec.holds(self.topology.coordinate(rank), self.topology)
+
+    def piece(self, index: int, rank: int) -> Tensor:
+        """What ``rank`` holds of the gradient: torch.chunk's uneven pieces, some of them empty."""
+        full = self.full_gradient(index, self.stage_of(rank))
+        return slice_of(full, self.params[index].spec, self.topology, rank)
+
+    def dense_powers(self, norm_type: float) -> list[Tensor]:
+        """For each distinct logical parameter its sum of |g|^p (largest for inf), in float64."""
+        powers = []
+        stages = list(product(*(range(self.topology.size(axis)) for axis in self.topology.pipe_axes)))
+        for index, param in enumerate(self.params):
+            named = {*param.spec.named_axes} & {*self.topology.pipe_axes}
+            for stage in stages[:1] if named else stages:
+                grad = self.full_gradient(index, stage).abs()
+                none = grad.new_zeros(())
+                powers.append((grad.max() if grad.numel() else none) if norm_type == inf else grad.pow(norm_type).sum())
+        return powers
+
+    def dense_norm(self, norm_type: float) -> float:
+        powers = torch.stack(self.dense_powers(norm_type)) if self.params else torch.zeros(1, dtype=torch.float64)
+        return float(powers.max() if norm_type == inf else powers.sum() ** (1 / norm_type))
+
+
+def slice_of(full: Tensor, spec: P, topology: Topology, rank: int) -> Tensor:
+    """This rank's piece of ``full``; a dim that does not divide is cut as torch.chunk does, so late pieces may be empty."""
+    for dim in range(full.dim()):
+        axes = spec.dim_axes(dim)
+        if axes:
+            pieces, index = topology.size(*axes), 0
+            for axis in axes:
+                index = index * topology.size(axis) + topology.coordinate_of(rank, axis)
+            length = -(-full.shape[dim] // pieces)
+            start = min(index * length, full.shape[dim])
+            full = full.narrow(dim, start, min(length, full.shape[dim] - start))
+    return full.clone()
+
+
+def parameters_on(case: Case, registry: ProcessGroupRegistry) -> list[tuple[str, nn.Parameter]]:
+    """The declared parameters that this rank holds, with their complete gradients."""
+    from meshstep.optim.gradients.sync import mark_complete
+
+    found = []
+    for index, param in enumerate(case.params):
+        if case.holds(index, registry.global_rank):
+            grad = case.piece(index, registry.global_rank).to(param.dtype)
+            value = nn.Parameter(torch.zeros_like(grad))
+            annotate(value, param.spec, f"p{index}")
+            value.grad = None if param.missing else grad
+            mark_complete(value)
+            found.append((f"p{index}", value))
+    return found
+
+
+AXES = {"pipe": "pipe", "data": "data", "row": "model", "col": "model", "tensor": "model", "expert": "model"}
+
+
+@st.composite
+def topologies(draw: st.DrawFn, most_ranks: int = 8) -> tuple[tuple[str, int], ...]:
+    names = draw(st.permutations(sorted(AXES)))[: draw(st.integers(1, 4))]
+    axes: list[tuple[str, int]] = []
+    for name in names:
+        room = most_ranks // prod(size for _, size in axes)
+        axes.append((name, draw(st.sampled_from([size for size in (2, 1, 3, 4) if size <= room]))))
+    return tuple(axes)
+
+
+@st.composite
+def specs(draw: st.DrawFn, axes: tuple[tuple[str, int], ...], ndim: int) -> P:
+    """A spec of any kind: each axis shards a dim, is partial, owned, tied, or is not named."""
+    entries: list[tuple[str, ...]] = [() for _ in range(ndim)]
+    partial: list[str] = []
+    owned: dict[str, int] = {}
+    tied: dict[str, tuple[int, ...]] = {}
+    for axis, size in draw(st.permutations(axes)):
+        use = draw(st.sampled_from(["none", "shard", "shard", "partial", "owned", "tied"]))
+        if use == "shard" and ndim and axis != "data":
+            dim = draw(st.integers(0, ndim - 1))
+            entries[dim] = (*entries[dim], axis)
+        elif use == "partial" and axis not in ("pipe", "data"):
+            partial.append(axis)
+        elif use == "owned" and axis != "data":
+            owned[axis] = draw(st.integers(0, size - 1))
+        elif use == "tied" and axis == "pipe":
+            tied[axis] = draw(st.sampled_from([(0, -1), (0,), (-1,)]))
+    return P(*(entry or None for entry in entries), partial=tuple(partial), owned=owned, tied=tied)
+
+
+@st.composite
+def cases(draw: st.DrawFn, most_ranks: int = 8, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Case:
+    axes = draw(topologies(most_ranks))
+    params = []
+    for _ in range(draw(st.integers(1, 5))):
+        shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
+        spec = draw(specs(axes, len(shape)))
+        params.append(Param(shape, spec, draw(st.sampled_from(dtypes)), draw(st.integers(0, 5)) == 0))
+    return Case(axes, tuple(params), draw(st.integers(0, 2**16)), draw(st.sampled_from([1.0, 1e-4, 300.0])))

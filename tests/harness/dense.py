@@ -1,0 +1,73 @@
+"""Helpers to compare what ranks hold with a dense model in float64."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from meshstep.parallel.layout.pieces import unshard
+from meshstep.parallel.layout.spec import P, spec_of
+from meshstep.parallel.mesh.registry import ProcessGroupRegistry
+from torch import Tensor, nn
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> None:
+    """Equal shapes, and values within the tolerance of the dtype, relative to the largest one expected."""
+    assert actual.shape == expected.shape, f"{tuple(actual.shape)} for {tuple(expected.shape)}"
+    error = (actual.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-300)
+    assert error <= TOLERANCE[dtype or actual.dtype], f"relative error {error:.2e}"
+
+
+def full_grad(param: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Tensor:
+    """The gradient of the logical parameter; partial ones summed, as the optimizer does."""
+    grad = None
+    if param is not None:
+        assert param.grad is not None
+        grad = param.grad.clone()
+        for axis in spec.partial:
+            if registry.size(axis) > 1:
+                dist.all_reduce(grad, group=registry.group(axis))
+    return unshard(grad, spec, registry)
+
+
+def assert_same_parameters(module: nn.Module, dense: nn.Module, registry: ProcessGroupRegistry) -> None:
+    """The full initial weights are bit for bit the dense model's (same seed)."""
+    expected = dict(dense.named_parameters())
+    assert dict(module.named_parameters()).keys() == expected.keys()
+    for name, param in module.named_parameters():
+        assert torch.equal(unshard(param, spec_of(param), registry), expected[name]), name
+
+
+def assert_same_grads(module: nn.Module, dense: nn.Module, registry: ProcessGroupRegistry) -> None:
+    expected = dict(dense.named_parameters())
+    for name, param in module.named_parameters():
+        grad = expected[name].grad
+        assert grad is not None
+        assert_near(full_grad(param, spec_of(param), registry), grad)
+
+
+@contextmanager
+def collectives() -> Iterator[Counter[str]]:
+    """Counts the collectives that are issued meanwhile, by the name of the torch.distributed function.
+
+    A dispatch mode would see them too, but its first use imports the compiler: seconds on each rank.
+    """
+    seen: Counter[str] = Counter()
+    with ExitStack() as stack:
+        for name in ("all_reduce", "broadcast", "reduce", "all_gather_single", "reduce_scatter_single"):
+            counted = partial(_count, seen, name, getattr(dist, name))
+            stack.enter_context(mock.patch.object(dist, name, counted))
+        yield seen
+
+
+def _count(seen: Counter[str], name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    seen[name] += 1
+    return function(*args, **kwargs)

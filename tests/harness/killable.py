@@ -1,0 +1,158 @@
+"""A training run of 50 steps in processes of its own, which stops where it is told to, to be killed there, and resumes.
+
+RANK=0 WORLD_SIZE=2 python tests/killable.py '{"directory": "/tmp/run", "attempt": 0, "axes": {"data": 2}, ...}'
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from meshstep.amp import precision_of
+from meshstep.optim import CosineAnnealingLR, ParallelOptimizer, load_checkpoint, newest_checkpoint, save_checkpoint
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from meshstep.parallel.layers.tensor_1d import ColumnParallelLinear, RowParallelLinear
+from meshstep.parallel.layout.pieces import shard
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+STEPS, SAVE_AT, SAVE_AGAIN_AT = 50, 25, 35
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One attempt at a run.
+
+    Args:
+        directory: Of the run: checkpoints, marks and results.
+        attempt: Its number, for names.
+        stop: Where to stop and wait for the kill: ``"training"`` (after step 30), or in the second save ``"writing"``,
+            ``"renaming"`` or ``"removing"`` the one before. ``""``: nowhere.
+        second_save: Whether there is one.
+    """
+
+    directory: str
+    attempt: int
+    axes: dict[str, int]
+    precision: str
+    stop: str = ""
+    second_save: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def checkpoints(self) -> Path:
+        return Path(self.directory) / "checkpoints"
+
+    @property
+    def mark(self) -> Path:
+        return Path(self.directory) / f"stopped-{self.attempt}"
+
+    def result(self, rank: int) -> Path:
+        return Path(self.directory) / f"result-{self.attempt}-{rank}.pt"
+
+
+class Model(nn.Module):
+    """With everything that has a state: batch norm, dropout, layers that are split."""
+
+    def __init__(self, registry: ProcessGroupRegistry) -> None:
+        super().__init__()
+        self.first, self.norm, self.dropout = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2)
+        if "tensor" in registry.topology.axes:
+            self.up: nn.Module = ColumnParallelLinear(8, 16, registry)
+            self.down: nn.Module = RowParallelLinear(16, 4, registry)
+        else:
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.dropout(F.gelu(self.norm(self.first(x))))
+        out: Tensor = self.down(torch.tanh(self.up(hidden)))
+        return out
+
+
+def train(plan: Plan) -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    store = f"file://{plan.directory}/store-{plan.attempt}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    registry = ProcessGroupRegistry(Topology(roles=None, **plan.axes))
+    torch.manual_seed(7)
+    model = Model(registry)
+    declare(model, {"first.*": P(), "norm.*": P(), "*": P()})
+    torch.manual_seed(
+        100 + registry.coordinate.get("data", 0)
+    )  # dropout: equal on replicas, another one for other samples
+    mode = precision_of(plan.precision)
+    mode.prepare(model, registry)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    optimizer = ParallelOptimizer(adamw, registry, precision=mode, max_norm=0.5, **plan.options)
+    schedule = CosineAnnealingLR(optimizer, STEPS, warmup_steps=5)
+    start = 0
+    if newest_checkpoint(plan.checkpoints):
+        start = load_checkpoint(plan.checkpoints, model, optimizer, lr_scheduler=schedule)["steps"]
+    losses = []
+    for step in range(start, STEPS):
+        losses.append(one_step(step, model, optimizer, registry))
+        schedule.step()
+        if step + 1 == SAVE_AGAIN_AT:
+            arm(plan, rank)
+        if step + 1 == SAVE_AT or (step + 1 == SAVE_AGAIN_AT and plan.second_save):
+            save_checkpoint(plan.checkpoints, model, optimizer, lr_scheduler=schedule, extra={"steps": step + 1})
+        if step + 1 == 30 and plan.stop == "training":
+            stop(plan)
+    torch.save({"start": start, "losses": losses, "model": model.state_dict()}, plan.result(rank))
+    registry.close()
+    dist.destroy_process_group()
+
+
+def one_step(step: int, model: nn.Module, optimizer: ParallelOptimizer, registry: ProcessGroupRegistry) -> float:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(16, 6, generator=generator)
+    y = torch.sin(3 * x[:, :4])
+    x, y = (shard(part, P(registry.topology.data_axes), registry) for part in (x, y))
+    optimizer.zero_grad()
+    loss = F.mse_loss(model(x).float(), y)
+    optimizer.backward(loss)
+    optimizer.step()
+    return float(loss.detach())
+
+
+def arm(plan: Plan, rank: int) -> None:
+    """Make one rank stop in the save that comes."""
+    places: dict[str, tuple[int, Any, str]] = {
+        "writing": (1, FileSystemWriter, "write_data"),
+        "renaming": (0, os, "rename"),
+        "removing": (0, shutil, "rmtree"),
+    }
+    if plan.stop in places and places[plan.stop][0] == rank:
+        _, owner, name = places[plan.stop]
+        blocked: Callable[..., None] = lambda *args, **kwargs: stop(plan)  # noqa: E731
+        setattr(owner, name, blocked)
+
+
+def stop(plan: Plan) -> None:
+    plan.mark.touch()
+    time.sleep(600)
+
+
+def start_in_fork(plan: Plan, rank: int, size: int) -> None:
+    """`train` in a process that has no environment of its own."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+    train(plan)
+
+
+def encoded(plan: Plan) -> str:
+    return json.dumps(asdict(plan))
+
+
+if __name__ == "__main__":
+    train(Plan(**json.loads(sys.argv[1])))

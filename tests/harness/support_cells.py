@@ -1,0 +1,211 @@
+"""What the README's table "What works with what" is made of: every layout, form of data parallelism and precision mode.
+
+The model is two blocks of a layer norm and two linear layers. Whatever the layout, the full weights and the batches are
+the same, so a cell is right if it ends where one process ends that runs the whole model in the same mode.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from meshstep.amp import ApexFp16, Fp8
+from meshstep.optim import Booster, ParallelOptimizer
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, cross_entropy_2d, declare
+from meshstep.parallel.layers.tensor_1d import ColumnParallelLinear, LayerNorm1D, RowParallelLinear
+from meshstep.parallel.layers.tensor_2d import LayerNorm2D, Linear2D
+from meshstep.parallel.layout.pieces import shard, unshard
+from meshstep.parallel.layout.spec import annotation_of
+from precision_modes import MODES as PLAIN_MODES
+from torch import Tensor, nn
+
+WIDTH, HIDDEN, BATCH, STEPS = 32, 64, 16, 3  # pieces of 16 features: the least that 8-bit layers take
+MAX_NORM = 1.0
+
+# All with their defaults.
+MODES = {**PLAIN_MODES, "O3": ApexFp16("O3"), "fp8": Fp8()}
+LAYOUTS = (
+    "one process",
+    "tensor=2",
+    "row=2,col=2",
+    "pipe=2",
+    "data=2",
+    "data=2,tensor=2",
+    "data=2,pipe=2",
+    "data=2,row=2,col=2",
+)
+SOME = {"data=2,row=2,col=2": ("fp32", "fp16", "bf16")}  # eight processes take their time
+FORMS: dict[str, dict[str, Any]] = {
+    f"{name}{suffix}": {"data_parallel": None if name == "None" else name.strip('"'), **options}
+    for suffix, options in (("", {}), (", offload", {"offload": 0.5}))
+    for name in ("None", '"ddp"', '"zero1"', '"zero2"', '"fsdp"')
+}
+
+# Relative: what the rounding of a mode makes of the norms, and of the weights; a few clipped steps move the matrices by a
+# quarter. Stochastic rounding draws other numbers on other ranks; an 8-bit number has 4 significant bits.
+TOLERANCE = {
+    "fp32": (1e-6, 2e-6),
+    "fp16": (1e-4, 3e-3),
+    "bf16": (1e-3, 4e-2),
+    "bf16 stochastic": (4e-3, 8e-2),
+    "fp16_naive": (3e-4, 6e-3),
+    "O0": (1e-6, 2e-6),
+    "O1": (1e-4, 3e-3),
+    "O2": (3e-4, 6e-3),
+    "O3": (3e-4, 6e-3),
+    "fp8": (1.5e-2, 1.5e-1),
+}
+
+
+def topology_of(layout: str) -> Topology:
+    return Topology() if layout == "one process" else Topology.parse(layout)
+
+
+# The model ------------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, registry: ProcessGroupRegistry) -> None:
+        super().__init__()
+        axes = registry.topology.axes
+        if "tensor" in axes:
+            self.norm: nn.Module = LayerNorm1D(WIDTH)
+            self.up: nn.Module = ColumnParallelLinear(WIDTH, HIDDEN, registry)
+            self.down: nn.Module = RowParallelLinear(HIDDEN, WIDTH, registry)
+        elif "row" in axes:
+            self.norm = LayerNorm2D(WIDTH, registry)
+            self.up, self.down = Linear2D(WIDTH, HIDDEN, registry), Linear2D(HIDDEN, WIDTH, registry, bias="all")
+        else:
+            self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+            declare(self, {"*": P()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return y
+
+
+class Blocks(nn.Module):
+    """Two blocks; on a pipeline this stage's one."""
+
+    def __init__(self, registry: ProcessGroupRegistry) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        both = {str(index): Block(registry) for index in range(2)}
+        stage = registry.coordinate.get("pipe")
+        self.blocks = nn.ModuleDict(both if stage is None else {str(stage): both[str(stage)]})
+        declare(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks.values():
+            x = block(x)
+        return x
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(40 + step)
+    x = torch.randn(BATCH, WIDTH, generator=generator)
+    return x, x.flip(1).argmax(1)
+
+
+def full_weights(model: nn.Module, registry: ProcessGroupRegistry) -> dict[str, Tensor]:
+    """The full parameters by name, as `nn.Linear` has them, in float32; of a pipeline this stage's."""
+    full = {}
+    for name, param in model.named_parameters():
+        annotation = annotation_of(param)  # of a DTensor, what was declared of it besides its placements
+        assert annotation is not None
+        local = param.full_tensor() if hasattr(param, "full_tensor") else param.detach()
+        whole = unshard(local, annotation.spec, registry).float()
+        by_rows = "row" in registry.topology.axes and whole.dim() == 2
+        full[name.removeprefix("module.")] = whole.t() if by_rows else whole
+    return full
+
+
+# A run ----------------------------------------------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    """How a cell went on one rank: the norms, and the full weights at the end; or the text of the refusal."""
+
+    norms: list[float]
+    weights: dict[str, Tensor]
+    refusal: str
+
+
+def run_cells(layout: str, form: str) -> dict[str, Run]:
+    """A few steps in each mode, on this rank."""
+    topology = topology_of(layout)
+    if "fsdp" in form:
+        from dtensors import registry_of  # makes meshes that torch doesn't take for those of a closed registry
+
+        registry = registry_of(tuple(zip(topology.axes, topology.sizes, strict=True)))
+    else:
+        registry = ProcessGroupRegistry(topology)
+    with registry:
+        return {mode: run_cell(registry, form, mode) for mode in SOME.get(layout, MODES)}
+
+
+def differences(run: Run, reference: Run, mode: str) -> list[str]:
+    """What is further off than the rounding of the mode; a pipeline's rank knows the weights of its stage."""
+    of_norm, of_weight = TOLERANCE[mode]
+    found = []
+    for step, (norm, expected) in enumerate(zip(run.norms, reference.norms, strict=True)):
+        if not abs(norm / expected - 1) <= of_norm:
+            found.append(f"norm of step {step}: {norm:.6f} for {expected:.6f}")
+    for name, weight in run.weights.items():
+        expected_weight = reference.weights[name]
+        error = float((weight - expected_weight).abs().max() / expected_weight.abs().max())
+        if not error <= of_weight:
+            found.append(f"{name}: {error:.1e} off")
+    return found
+
+
+def run_cell(registry: ProcessGroupRegistry, form: str, mode: str) -> Run:
+    model: nn.Module = Blocks(registry)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, fused=True)
+    try:
+        booster = Booster(MODES[mode], registry, max_norm=MAX_NORM, **FORMS[form])
+        grid = "row" in registry.topology.axes
+        criterion = (lambda x, y: cross_entropy_2d(x, y, registry)) if grid else F.cross_entropy
+        model, optimizer, criterion, _, _ = booster.boost(model, sgd, criterion)
+    except ValueError as error:
+        return Run([], {}, str(error))
+    norms = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(model, optimizer, criterion, *local_batch(step, registry))
+        stats = optimizer.step()
+        assert stats is not None
+        norms.append(float(stats.total_norm))
+    assert optimizer.skipped_steps == 0
+    return Run(norms, full_weights(model, registry), "")
+
+
+def local_batch(step: int, registry: ProcessGroupRegistry) -> tuple[Tensor, Tensor]:
+    axes = registry.topology.axes
+    rows = (*registry.topology.data_axes, *(axis for axis in axes if axis == "row"))
+    x, y = batch(step)
+    return shard(x, P(rows, "col" if "col" in axes else None), registry), shard(y, P(rows), registry)
+
+
+def backward(model: nn.Module, optimizer: ParallelOptimizer, criterion: Any, x: Tensor, y: Tensor) -> None:
+    """Of a pipeline both stages in turn: activations and their gradients travel in float32."""
+    registry = optimizer.registry
+    if "pipe" not in registry.topology.axes:
+        optimizer.backward(criterion(model(x), y))
+        return
+    stage = registry.coordinate["pipe"]
+    other = registry.ranks("pipe")[1 - stage]
+    travelling = torch.empty(x.shape)
+    if stage == 0:
+        out = model(x)
+        dist.send(out.detach().float(), other)
+        dist.recv(travelling, other)
+        out.backward(travelling.to(out.dtype))
+    else:
+        dist.recv(travelling, other)
+        hidden = travelling.requires_grad_()
+        optimizer.scale_loss(criterion(model(hidden), y)).backward()
+        assert hidden.grad is not None
+        dist.send(hidden.grad, other)

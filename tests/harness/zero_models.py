@@ -1,0 +1,96 @@
+"""Models and helpers for the tests of sharded optimizer states."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+from meshstep.optim import ParallelOptimizer
+from meshstep.optim.states import sharded as zero
+from meshstep.optim.states.stepped_weights import Piece
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from scenarios import VOCAB
+from torch import Tensor, nn
+
+Axes = tuple[tuple[str, int], ...]
+DATA2: Axes = (("data", 2), ("tensor", 1))
+DATA4: Axes = (("data", 4), ("tensor", 1))
+BOTH: Axes = (("data", 2), ("tensor", 2))
+REPLICAS: Axes = (("replica", 2), ("data", 2), ("tensor", 1))
+ZERO1: dict[str, Any] = {"shard_states": "data"}
+ZERO2: dict[str, Any] = {"shard_states": "data", "shard_gradients": True}
+
+
+def rows(step: int, count: int = 8) -> Tensor:
+    return torch.randint(VOCAB, (count, 5), generator=torch.Generator().manual_seed(100 + step))
+
+
+def size_of(axes: Axes) -> int:
+    return Topology(roles=None, **dict(axes)).world_size
+
+
+def small_buckets(nbytes: int = 1024) -> Any:
+    """Many buckets, though the models are small; some parameters are then a bucket of their own."""
+    return mock.patch.object(zero, "BUCKET_BYTES", nbytes)
+
+
+def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    return max((float((found[k] - v).abs().max() / v.abs().max()) for k, v in expected.items()), default=0.0)
+
+
+class Odd(nn.Module):
+    """Parameters of all kinds: 0-dim, not contiguous, frozen, unused on some ranks, sharded over the axis already."""
+
+    def __init__(self, registry: ProcessGroupRegistry | None = None, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        data = 1 if registry is None or "data" not in registry.topology.axes else registry.size("data")
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.sometimes = nn.Parameter(torch.randn(33))
+        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
+        self.expert = nn.Parameter(torch.randn(4 // data, 6))
+        self.head = nn.Linear(45, 8)
+        self.to(dtype)
+        declare(self, {"*": P(), **({"expert": P("data", None)} if data > 1 else {})})
+
+    def forward(self, x: Tensor, use: bool = True) -> Tensor:
+        x = self.head(self.conv(x).flatten(1) * self.gain).square().mean() + self.expert.sum() ** 2 * 1e-3
+        return x + (self.sometimes.square().sum() * 0.1 if use else 0.0) + self.frozen.sum() * 0.1
+
+
+def inputs(step: int, rank: int) -> Tensor:
+    return torch.randn(6, 3, 5, 5, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, eps=1e-4, fused=True, **options)
+
+
+def odd_steps(
+    model: Odd, optimizer: ParallelOptimizer, registry: ProcessGroupRegistry, steps: range, first_rank_uses: bool = True
+) -> None:
+    dtype = model.gain.dtype
+    for step in steps:
+        optimizer.zero_grad()
+        x = inputs(step, registry.coordinate["data"]).to(dtype)
+        optimizer.backward(model(x, use=registry.coordinate["data"] == 0 or not first_rank_uses))
+        optimizer.step()
+
+
+def stepped(optimizer: ParallelOptimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def pieces(optimizer: ParallelOptimizer) -> list[Piece]:
+    return optimizer._weights.pieces()
+
+
+def wide_model() -> nn.Module:
+    torch.manual_seed(1)
+    layers = [nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 96), nn.GELU(), nn.Linear(96, 64), nn.LayerNorm(64)]
+    model = nn.Sequential(*layers)
+    declare(model, {"*": P()})
+    return model

@@ -1,0 +1,287 @@
+"""Windows of micro-batches: explicit ones, who averages them, weights, tails, and who may clear gradients."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from meshstep.amp import precision_of
+from meshstep.optim import ParallelOptimizer
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from meshstep.parallel.layout.pieces import shard
+from probes import collectives
+from scenarios import VOCAB, Scenario, build, dense_1d, full_tensors
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from world import World
+
+STEPS = 20
+ONE = (("data", 1), ("tensor", 1))
+TWO = (("data", 2), ("tensor", 1))
+# Relative to the largest parameter. Micro-batches of a half-precision model round otherwise than one batch does.
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
+
+
+def rows(step: int, count: int = 12) -> Tensor:
+    return torch.randint(VOCAB, (count, 5), generator=torch.Generator().manual_seed(100 + step))
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True)
+
+
+def train(axes: tuple[tuple[str, int], ...], micro: int, precision: str, how: str, options: dict[str, Any]) -> Any:
+    """20 windows of ``micro`` equal micro-batches of 12 rows in all; the full parameters, and the all-reduces a window."""
+    with ProcessGroupRegistry(Topology(roles=None, **dict(axes))) as registry:
+        scenario = Scenario(axes, "1d", dense_1d)
+        model = build(scenario, registry, torch.float32)
+        assert model is not None
+        mode = precision_of(precision)
+        mode.prepare(model, registry)
+        if how == "ddp":
+            options = {**options, "data_parallel": DistributedDataParallel(model, process_group=registry.group("data"))}
+        optimizer = ParallelOptimizer(
+            sgd(model.parameters()),
+            registry,
+            precision=mode,
+            max_norm=0.4,
+            accumulation_steps=None if how == "explicit" else micro,
+            **options,
+        )
+        run = options.get("data_parallel", model)
+        reduced = 0
+        for step in range(STEPS):
+            for index, part in enumerate(shard(rows(step), P("data"), registry).chunk(micro)):
+                optimizer.zero_grad() if how != "explicit" or index == 0 else None
+                with optimizer.no_sync() if how == "explicit" and index < micro - 1 else nullcontext():
+                    loss = run(part)
+                    optimizer.backward(loss / micro if how == "explicit" else loss)
+                with collectives() as seen:
+                    stats = optimizer.step() if how != "explicit" or index == micro - 1 else None
+                assert (stats is None) == (index < micro - 1)
+                reduced += seen["all_reduce"]
+        whole = full_tensors(scenario, model, registry, gradients=False)
+        return {name: tensor.float() for name, tensor in whole.items()}, reduced / STEPS
+
+
+def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    return max(float((one[name] - other[name]).abs().max() / other[name].abs().max()) for name in other)
+
+
+@pytest.mark.parametrize("how", ["explicit", "ddp"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_explicit_windows_and_ddp_equal_managed_ones(world: World, how: str, precision: str) -> None:
+    expected, _ = world.run(1, train, ONE, 1, precision, "managed", {})[0]
+    for found, reduced in world.run(2, train, TWO, 3, precision, how, {}):
+        # DDP averages in the parameters' dtype, so half-precision micro-batches are added in it.
+        assert difference(found, expected) <= TOLERANCE[precision] * (2 if how == "ddp" else 1)
+        assert reduced == (1 if how == "ddp" else 2)
+
+
+# Weights --------------------------------------------------------------------------------------------------------------
+
+
+class Bag(nn.Module):
+    """Mean of embeddings, classified; sums the loss over the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.table, self.head = nn.Embedding(VOCAB, 6, dtype=torch.float64), nn.Linear(6, VOCAB, dtype=torch.float64)
+        declare(self, {"*": P()})
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.table(ids[:, :-1]).mean(1)), ids[:, -1], reduction="sum")
+
+
+def window(counts: list[list[int]], weighted: bool, axes: tuple[tuple[str, int], ...]) -> tuple[float, Tensor]:
+    """One window of micro-batches of ``counts[data rank][micro-batch]`` rows: the norm and a gradient."""
+    with ProcessGroupRegistry(Topology(roles=None, **dict(axes))) as registry:
+        model = Bag()
+        optimizer = ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), registry, max_norm=1e6)
+        mine = registry.coordinate["data"]
+        ids = rows(0, sum(map(sum, counts)))
+        start = sum(map(sum, counts[:mine]))
+        for index, count in enumerate(counts[mine]):
+            part = ids[start : start + count]
+            start += count
+            if weighted:
+                # as a device tensor now and then: it must not be read
+                optimizer.backward(model(part), weight=torch.tensor(float(count)) if index % 2 else count)
+            else:
+                optimizer.backward(model(part) / max(count, 1) / len(counts[mine]))
+        stats = optimizer.step()
+        assert stats is not None
+        assert model.head.weight.grad is not None
+        return float(stats.total_norm), model.head.weight.grad
+
+
+def dense_window(total: int) -> tuple[float, Tensor]:
+    model = Bag()
+    (model(rows(0, total)) / total).backward()
+    norm = nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
+    assert model.head.weight.grad is not None
+    return float(norm), model.head.weight.grad
+
+
+UNEQUAL = [[5, 1, 2], [1, 1, 9]]
+
+
+@pytest.mark.parametrize("axes", [(("data", 2),), (("data", 2), ("tensor", 2)), (("pipe", 1), ("data", 2))])
+def test_weighted_windows_are_the_mean_over_all_tokens(world: World, axes: tuple[tuple[str, int], ...]) -> None:
+    norm, gradient = dense_window(19)
+    size = Topology(roles=None, **dict(axes)).world_size
+    for found, grad in world.run(size, window, UNEQUAL, True, axes):
+        assert found == pytest.approx(norm, rel=1e-10)
+        torch.testing.assert_close(grad, gradient, rtol=1e-6, atol=1e-9)  # SGD is not fused: a float64 factor
+
+
+def test_a_mean_of_means_is_something_else(world: World) -> None:
+    norm, gradient = dense_window(19)
+    for found, grad in world.run(2, window, UNEQUAL, False, (("data", 2),)):
+        assert abs(found / norm - 1) > 0.05
+        assert float((grad - gradient).norm() / gradient.norm()) > 0.05
+
+
+@settings(max_examples=60)
+@given(counts=st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4), min_size=2, max_size=2))
+def test_any_weights(world: World, counts: list[list[int]]) -> None:
+    total = sum(map(sum, counts))
+    if total:
+        norm, _ = dense_window(total)
+        for found, _ in world.run(2, window, counts, True, (("data", 2),)):
+            assert found == pytest.approx(norm, rel=1e-10)
+
+
+# Managed windows in one process ---------------------------------------------------------------------------------------
+
+
+def linear(**options: Any) -> tuple[nn.Linear, ParallelOptimizer]:
+    torch.manual_seed(7)
+    model = nn.Linear(4, 3, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5, fused=True)
+    return model, ParallelOptimizer(optimizer, ProcessGroupRegistry(Topology()), **options)
+
+
+def samples(count: int) -> Tensor:
+    return torch.randn(count, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    micro=st.integers(1, 5),
+    batches=st.integers(1, 12),
+    size=st.integers(1, 3),
+    order=st.sampled_from(["zero, backward, step", "backward, step, zero"]),
+)
+def test_windows_with_a_tail(micro: int, batches: int, size: int, order: str) -> None:
+    """Managed windows, the last one shorter, equal plain torch on the windows' whole batches."""
+    data = samples(batches * size)
+    model, optimizer = linear(accumulation_steps=micro, max_norm=0.8)
+    dense, _ = linear()
+    plain = torch.optim.SGD(dense.parameters(), lr=0.5, momentum=0.5)
+    for index, part in enumerate(data.split(size)):
+        if order.startswith("zero"):
+            optimizer.zero_grad()
+        optimizer.backward(model(part).square().mean())
+        stats = optimizer.step(last=index == batches - 1)
+        if order.endswith("zero"):
+            optimizer.zero_grad()
+        assert (stats is not None) == (index % micro == micro - 1 or index == batches - 1)
+    for part in data.split(size * micro):
+        plain.zero_grad()
+        dense(part).square().mean().backward()
+        nn.utils.clip_grad_norm_(dense.parameters(), 0.8)
+        plain.step()
+    torch.testing.assert_close(model.weight, dense.weight, rtol=1e-6, atol=1e-9)
+
+
+def test_a_window_over_which_a_parameter_is_used_once() -> None:
+    model, optimizer = linear(accumulation_steps=2)
+    data = samples(4)
+    model.bias.requires_grad_(False)
+    optimizer.backward(F.linear(data[:2], model.weight).square().mean())
+    model.bias.requires_grad_(True)
+    optimizer.backward(model(data[2:]).square().mean())
+    stats = optimizer.step()
+    dense, _ = linear()
+    (F.linear(data[:2], dense.weight).square().mean() / 2 + dense(data[2:]).square().mean() / 2).backward()
+    assert stats is not None
+    grads = [param.grad for param in dense.parameters() if param.grad is not None]
+    assert float(stats.total_norm) == pytest.approx(float(nn.utils.get_total_norm(grads)), rel=1e-12)
+
+
+class Forgetful(nn.Linear):
+    """Clears gradients in its forward, as a system did that therefore could not accumulate."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        for param in self.parameters():
+            param.grad = None
+        return super().forward(input)
+
+
+def test_a_forward_that_clears_gradients_is_caught() -> None:
+    torch.manual_seed(7)
+    model = Forgetful(4, 3)
+    optimizer = ParallelOptimizer(
+        torch.optim.SGD(model.parameters()), ProcessGroupRegistry(Topology()), accumulation_steps=2
+    )
+    optimizer.backward(model(torch.ones(1, 4)).sum())
+    optimizer.step()
+    loss = model(torch.ones(1, 4)).sum()
+    with pytest.raises(RuntimeError, match="after 1 micro-batches of this window gradients were cleared"):
+        optimizer.backward(loss)
+
+
+def test_who_may_clear_gradients_in_a_window() -> None:
+    model, optimizer = linear(accumulation_steps=2)
+    optimizer.backward(model(samples(1)).sum())
+    optimizer.zero_grad()  # waits for the end of the window
+    assert model.weight.grad is not None
+    model.zero_grad()  # does not: an error at the next micro-batch
+    with pytest.raises(RuntimeError, match="gradients were cleared"):
+        optimizer.backward(model(samples(1)).sum())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: linear(accumulation_steps=0), "accumulation_steps=0: give a whole number"),
+        (lambda: linear(accumulation_steps=1.5), "accumulation_steps=1.5"),
+        (lambda: linear()[1].backward(torch.ones((), requires_grad=True), weight=-1), "weight=-1"),
+    ],
+)
+def test_wrong_windows(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_sums_and_means_do_not_mix() -> None:
+    model, optimizer = linear()
+    optimizer.backward(model(samples(2)).sum(), weight=2)
+    with pytest.raises(ValueError, match="every micro-batch of a window a weight, or none"):
+        optimizer.backward(model(samples(2)).mean())
+
+
+def wrong_module() -> str:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        model = nn.Linear(2, 2)
+        declare(model, {"*": P()})
+        wrapped = DistributedDataParallel(model)
+        given: Any = model if dist.get_rank() == 1 else wrapped
+        try:
+            ParallelOptimizer(torch.optim.SGD(model.parameters()), registry, data_parallel=given)
+        except TypeError as error:
+            return str(error)
+        return "no error"
+
+
+def test_data_parallel_must_be_torchs(world: World) -> None:
+    for message in world.run(2, wrong_module):
+        assert "data_parallel=Linear: give the DistributedDataParallel module" in message

@@ -1,0 +1,85 @@
+"""K micro-batches equal one large batch: every mode, wherever the optimizer states are, on every layout."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from meshstep.optim import ParallelOptimizer
+from meshstep.parallel import P, ProcessGroupRegistry, Topology
+from meshstep.parallel.layout.pieces import shard
+from precision_modes import MODES
+from probes import collectives
+from scenarios import VOCAB, Scenario, build, dense_1d, full_tensors
+from torch import Tensor
+from world import World
+from zero_models import BOTH, DATA2, ZERO1, ZERO2, Axes, difference, size_of
+
+STEPS, ROWS = 20, 60
+ONE: Axes = (("data", 1), ("tensor", 1))
+LAYOUTS = {"one process": ONE, "data=2": DATA2, "data=2,tensor=2": BOTH}
+STATES: dict[str, dict[str, Any]] = {
+    "replicated": {},
+    "zero1": ZERO1,
+    "zero2": ZERO2,
+    "offloaded": {"offload": 0.5},
+}
+# Micro-batches in a window, and what accumulation_steps promised: the last ones are tails.
+WINDOWS = [(1, 1), (2, 2), (3, 3), (5, 5), (3, 5), (1, 2)]
+# Of the window's last micro-batch: gradients (2 buckets where they are sharded), the norm, and the new parameters.
+# Sharded gradients are scattered in every micro-batch, for there is no room for whole ones; else there is nothing before.
+SHARDED = {"reduce_scatter_single": 2, "all_reduce": 1, "all_gather_single": 2}
+COLLECTIVES = {"replicated": {"all_reduce": 2}, "offloaded": {"all_reduce": 2}, "zero1": SHARDED, "zero2": SHARDED}
+# Relative to the largest parameter. Micro-batches of a half-precision model round otherwise than one batch does.
+TOLERANCE = {"fp32": 2e-6, "fp16": 1e-3, "bf16": 2e-2, "fp16_naive": 3e-3}
+
+
+def train(axes: Axes, mode: str, options: dict[str, Any], micro: int, promised: int) -> tuple[dict[str, Tensor], Any]:
+    """The full parameters after 20 windows of the same 60 rows; the collectives of another and of the last micro-batch."""
+    with ProcessGroupRegistry(Topology(roles=None, **dict(axes))) as registry:
+        scenario = Scenario(axes, "1d", dense_1d)
+        model = build(scenario, registry, torch.float32)
+        assert model is not None
+        MODES[mode].prepare(model, registry)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+        precision = MODES[mode]
+        optimizer = ParallelOptimizer(
+            sgd, registry, precision=precision, max_norm=0.4, accumulation_steps=promised, **options
+        )
+        early: Counter[str] = Counter()
+        last: Counter[str] = Counter()
+        for step in range(STEPS):
+            ids = torch.randint(VOCAB, (ROWS, 5), generator=torch.Generator().manual_seed(step))
+            for index, part in enumerate(shard(ids, P("data"), registry).chunk(micro)):
+                optimizer.zero_grad()
+                loss = model(part)
+                with collectives() as seen:
+                    optimizer.backward(loss)
+                    stats = optimizer.step(last=index == micro - 1)
+                assert (stats is None) == (index < micro - 1)
+                early, last = (seen, last) if stats is None else (early, seen)
+        whole = full_tensors(scenario, model, registry, gradients=False)
+        return {name: tensor.float() for name, tensor in whole.items()}, (dict(early), dict(last))
+
+
+@cache
+def one_large_batch(world: World, mode: str) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = world.run(1, train, ONE, mode, {}, 1, 1)[0][0]
+    return found
+
+
+@pytest.mark.parametrize(("layout", "states", "mode"), list(product(LAYOUTS, STATES, TOLERANCE)))
+def test_micro_batches_equal_one_batch(world: World, layout: str, states: str, mode: str) -> None:
+    expected = one_large_batch(world, mode)
+    axes = LAYOUTS[layout]
+    for micro, promised in WINDOWS:
+        for found, (early, last) in world.run(size_of(axes), train, axes, mode, STATES[states], micro, promised):
+            assert difference(found, expected) <= TOLERANCE[mode], f"{micro} micro-batches"
+            if layout == "data=2":  # where the model itself does not communicate
+                assert last == COLLECTIVES[states]
+                scattered = {"reduce_scatter_single": 2} if states == "zero2" and micro > 1 else {}
+                assert early == scattered

@@ -1,0 +1,225 @@
+"""Checkpoints: training goes on, on the same mesh to the bit, on others with the same numbers; damage is found."""
+
+from __future__ import annotations
+
+import tempfile
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import slice_of, specs, topologies
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from layouts import Axes, Run
+from meshstep.optim import ParallelOptimizer, load_checkpoint, save_checkpoint
+from meshstep.optim.checkpoint.regions import boxes_of_run
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from scenarios import SCENARIOS, backward, batch, build
+from torch import Tensor, nn
+from world import World
+
+# Where parts are -----------------------------------------------------------------------------------------------------
+
+
+@given(shape=st.lists(st.integers(0, 4), max_size=4), data=st.data())
+def test_a_run_is_a_few_rectangles_in_order(shape: list[int], data: st.DataObject) -> None:
+    numel = prod(shape)
+    start = data.draw(st.integers(0, numel))
+    stop = data.draw(st.integers(start, numel))
+    index, found = torch.arange(numel).view(shape), []
+    for box in boxes_of_run(shape, start, stop):
+        part = index[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
+        found += part.flatten().tolist()
+    assert found == list(range(start, stop))
+    assert len(list(boxes_of_run(shape, start, stop))) <= max(1, 2 * len(shape) - 1)
+
+
+# Other layouts ---------------------------------------------------------------------------------------------------------
+
+
+def train_and_save(path: Path, axes: Axes, precision: str, options: dict[str, Any]) -> tuple[list[float], list[Tensor]]:
+    """Save after 10 steps, go on to 20: the losses, and the parameters."""
+    run = Run(axes, precision, **options)
+    losses = []
+    for step in range(20):
+        losses.append(run.step(step))
+        if step == 9:
+            save_checkpoint(path, run.model, run.optimizer, lr_scheduler=run.schedule, extra={"step": 10})
+    run.registry.close()
+    return losses[10:], [param.detach() for param in run.model.parameters()]
+
+
+def resume(path: Path, axes: Axes, precision: str, options: dict[str, Any]) -> tuple[list[float], list[Tensor]]:
+    run = Run(axes, precision, seed=6, **options)
+    extra = load_checkpoint(path, run.model, run.optimizer, lr_scheduler=run.schedule)
+    losses = [run.step(step) for step in range(extra["step"], 20)]
+    run.registry.close()
+    return losses, [param.detach() for param in run.model.parameters()]
+
+
+def ranks(axes: Axes) -> int:
+    return prod(size for _, size in axes)
+
+
+def mean_losses(results: list[tuple[list[float], list[Tensor]]]) -> list[float]:
+    return [sum(losses) / len(results) for losses in zip(*(losses for losses, _ in results), strict=True)]
+
+
+ONE, DATA, DATA4 = (), (("data", 2),), (("data", 4),)
+TENSOR, BOTH, GRID = (("tensor", 2),), (("data", 2), ("tensor", 2)), (("row", 2), ("col", 2))
+ZERO1, ZERO2 = {"shard_states": "data"}, {"shard_states": "data", "shard_gradients": True}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16_naive"])
+def test_tensor_parallel_runs_continue_in_other_layouts(world: World, tmp_path: Path, precision: str) -> None:
+    results = world.run(2, train_and_save, tmp_path, TENSOR, precision, {})
+    losses = mean_losses(results)
+    assert len(set(losses)) == 10
+    for axes in (TENSOR, GRID, ONE, BOTH):
+        continued = world.run(ranks(axes), resume, tmp_path, axes, precision, {})
+        split = axes == BOTH and precision != "fp32"  # half-precision gradients of half batches round otherwise
+        assert mean_losses(continued) == pytest.approx(losses, rel=1e-2 if split else 5e-5)
+        if axes == TENSOR:
+            for (_, found), (_, expected) in zip(continued, results, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_sharded_states_continue_on_other_sizes(world: World, tmp_path: Path, precision: str) -> None:
+    results = world.run(2, train_and_save, tmp_path, DATA, precision, ZERO1)
+    losses = mean_losses(results)
+    for axes, options in ((DATA, ZERO1), (DATA, {}), (DATA, ZERO2), (DATA4, ZERO2), (ONE, {}), (BOTH, ZERO1)):
+        continued = world.run(ranks(axes), resume, tmp_path, axes, precision, options)
+        assert mean_losses(continued) == pytest.approx(losses, rel=5e-5 if precision == "fp32" else 1e-2)
+        if axes == DATA and options == ZERO1:
+            for (_, found), (_, expected) in zip(continued, results, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_without_the_optimizers_state_the_curve_is_another(tmp_path: Path) -> None:
+    losses, _ = train_and_save(tmp_path, ONE, "fp32", {})
+    run = Run(ONE, "fp32", seed=6)
+    load_checkpoint(tmp_path, run.model, run.optimizer, lr_scheduler=run.schedule)
+    run.optimizer.state.clear()
+    assert [run.step(step) for step in range(10, 20)] != pytest.approx(losses, rel=1e-3)
+
+
+# Any layout to any other: pieces of known tensors, saved and loaded -----------------------------------------------------
+
+
+Specs = tuple[P, ...]
+SHAPES = ((12, 24), (12, 12, 12), (12,), (), (0, 12))
+
+
+def known(index: int) -> Tensor:
+    """The full value of a parameter."""
+    return torch.arange(prod(SHAPES[index]), dtype=torch.float32).view(SHAPES[index]) + 1000 * index
+
+
+class Pieces(nn.Module):
+    """Parameters that this rank holds pieces of."""
+
+    def __init__(self, specs: Specs, registry: ProcessGroupRegistry) -> None:
+        super().__init__()
+        topology, rank = registry.topology, registry.global_rank
+        for index, spec in enumerate(specs):
+            if spec.holds(registry.coordinate, topology):
+                param = nn.Parameter(slice_of(known(index), spec, topology, rank))
+                annotate(param, spec, f"p{index}")
+                self.register_parameter(f"p{index}", param)
+
+
+def state_of(piece: Tensor, param: Tensor, offset: int) -> dict[str, Tensor]:
+    part = param.detach().reshape(-1)[offset : offset + piece.numel()].view(piece.shape)
+    return {"exp_avg": part * 2, "exp_avg_sq": part * 3, "step": torch.tensor(7.0)}
+
+
+def build_pieces(axes: Axes, specs: Specs, zero: str | None) -> tuple[Pieces, ParallelOptimizer]:
+    registry = ProcessGroupRegistry(Topology(roles=None, **dict(axes)))
+    model = Pieces(specs, registry)
+    params: Any = list(model.parameters()) or [{"params": []}]
+    optimizer = ParallelOptimizer(torch.optim.Adam(params, lr=0.5), registry, shard_states=zero)
+    return model, optimizer
+
+
+def save_pieces(path: Path, axes: Axes, specs: Specs, zero: str | None) -> None:
+    model, optimizer = build_pieces(axes, specs, zero)
+    for piece in optimizer._weights.pieces():
+        optimizer.state[piece.piece] = state_of(piece.piece, piece.param, piece.offset)
+    save_checkpoint(path, model, optimizer)
+    optimizer.registry.close()
+
+
+def load_pieces(path: Path, axes: Axes, specs: Specs, zero: str | None) -> None:
+    model, optimizer = build_pieces(axes, specs, zero)
+    expected = {name: param.detach().clone() for name, param in model.named_parameters()}
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(-1)
+    load_checkpoint(path, model, optimizer)
+    for name, param in model.named_parameters():
+        assert torch.equal(param, expected[name]), name
+    for piece in optimizer._weights.pieces():
+        wanted = state_of(piece.piece, piece.param, piece.offset)
+        found = optimizer.state[piece.piece]
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[key], value) for key, value in wanted.items()), piece.name
+    optimizer.registry.close()
+
+
+@st.composite
+def any_layouts(draw: st.DrawFn) -> tuple[Axes, Specs, str | None]:
+    axes = tuple((axis, size) for axis, size in draw(topologies(4)) if axis != "pipe")
+    zero = draw(st.sampled_from([None, *(axis for axis, _ in axes)]))
+    return axes, tuple(draw(specs(axes, len(shape))) for shape in SHAPES), zero
+
+
+@settings(max_examples=20, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # shrinking takes minutes
+@given(saved=any_layouts(), loaded=any_layouts())
+def test_any_layout_continues_in_any_other(
+    world: World, saved: tuple[Axes, Specs, str | None], loaded: tuple[Axes, Specs, str | None]
+) -> None:
+    with tempfile.TemporaryDirectory() as path:
+        world.run(ranks(saved[0]), save_pieces, Path(path), *saved)
+        world.run(ranks(loaded[0]), load_pieces, Path(path), *loaded)
+
+
+# The scenarios of the step: owned, tied, on pipeline stages, nowhere ---------------------------------------------------
+
+
+def interrupted(path: Path, name: str, options: dict[str, Any]) -> None:
+    """Six steps, and the last three of them again from a checkpoint: the same bits."""
+    scenario = SCENARIOS[name]
+    runs = []
+    for resumed in (False, True):
+        registry = ProcessGroupRegistry(scenario.topology)
+        model = build(scenario, registry, torch.float32)
+        params: Any = list(model.parameters()) if model is not None else [{"params": []}]
+        optimizer = ParallelOptimizer(torch.optim.AdamW(params, lr=1e-2, fused=True), registry, max_norm=0.5, **options)
+        saved = nn.Module() if model is None else model
+        if resumed:
+            load_checkpoint(path, saved, optimizer)
+        for step in range(3 if resumed else 0, 6):
+            optimizer.zero_grad()
+            backward(scenario, model, optimizer, batch(step))
+            optimizer.step()
+            if step == 2 and not resumed:
+                save_checkpoint(path, saved, optimizer)
+        runs.append(list(saved.parameters()))
+        registry.close()
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("grid, bias on row 0", {"shard_states": "row"}),
+        ("data x pipe, tied", ZERO2),
+        ("a stage without parameters", {}),
+        ("pipe, tied", {"precision": "fp32", "offload": 0.5}),
+    ],
+)
+def test_scenarios_continue_to_the_bit(world: World, tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+    world.run(SCENARIOS[name].topology.world_size, interrupted, tmp_path, name, options)

@@ -1,0 +1,179 @@
+"""The global norm equals the dense float64 norm on every layout, with the same bits on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import NORM_TYPES, Case, Param, cases, parameters_on
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from meshstep.optim import clip_grad_norm_, global_norm
+from meshstep.parallel import P, ProcessGroupRegistry, spec_of
+from torch import Tensor, nn
+from world import World
+
+Named = list[tuple[str, nn.Parameter]]
+Measure = Callable[[Named, ProcessGroupRegistry, float], Tensor]
+
+
+def packed(params: Named, registry: ProcessGroupRegistry, p: float) -> Tensor:
+    return global_norm(params, registry, p).total_norm
+
+
+def per_group(params: Named, registry: ProcessGroupRegistry, p: float) -> Tensor:
+    return global_norm(params, registry, p, reduction="per_group").total_norm
+
+
+def measured(case: Case, measure: Measure, norm_types: tuple[float, ...] = NORM_TYPES) -> list[bytes]:
+    """On one rank: the norms as bytes, so that ranks are compared bit by bit."""
+    with ProcessGroupRegistry(case.topology) as registry:
+        params = parameters_on(case, registry)
+        return [measure(params, registry, p).double().view(1).numpy().tobytes() for p in norm_types]
+
+
+def assert_exact(world: World, case: Case, measure: Measure, norm_types: tuple[float, ...] = NORM_TYPES) -> None:
+    by_rank = world.run(case.topology.world_size, measured, case, measure, norm_types)
+    assert all(bits == by_rank[0] for bits in by_rank), "ranks disagree"
+    for p, bits in zip(norm_types, by_rank[0], strict=True):
+        value = torch.frombuffer(bytearray(bits), dtype=torch.float64).item()
+        assert value == pytest.approx(case.dense_norm(p), rel=1e-6, abs=1e-30), f"p={p}"
+
+
+@settings(max_examples=1000)
+@given(case=cases())
+def test_packed_equals_dense(world: World, case: Case) -> None:
+    assert_exact(world, case, packed)
+
+
+@settings(max_examples=200)
+@given(case=cases())
+def test_per_group_equals_dense(world: World, case: Case) -> None:
+    assert_exact(world, case, per_group)
+
+
+@settings(max_examples=50)
+@given(case=cases(), data=st.data())
+def test_relabelling_ranks_changes_nothing(world: World, case: Case, data: st.DataObject) -> None:
+    relabelled = Case(tuple(data.draw(st.permutations(case.axes))), case.params, case.seed, case.scale)
+    assert relabelled.dense_norm(2.0) == pytest.approx(case.dense_norm(2.0), rel=1e-12)
+    assert_exact(world, relabelled, packed, (2.0,))
+
+
+# Negative controls: the usual shortcuts, under the same assertion. ----------------------------------------------------
+
+
+def naive(params: Named, registry: ProcessGroupRegistry, p: float) -> Tensor:
+    """No groups at all: what torch.nn.utils.clip_grad_norm_ does with plain tensors."""
+    return torch.nn.utils.get_total_norm([q.grad for _, q in params if q.grad is not None], p)
+
+
+def one_boolean(params: Named, registry: ProcessGroupRegistry, p: float) -> Tensor:
+    """Sharded or not: what isn't counts on the first rank of the model axes only; one sum over all model axes."""
+    axes = [axis for axis in registry.topology.axes if axis not in registry.topology.data_axes]
+    first = registry.rank(*axes) == 0
+    total = torch.zeros((), dtype=torch.float64)
+    for _, q in params:
+        if q.grad is not None and (first or spec_of(q).sharded_axes):
+            total += q.grad.double().abs().pow(p).sum()
+    if registry.size(*axes) > 1:
+        dist.all_reduce(total, group=registry.group(*axes))
+    return total ** (1 / p)
+
+
+def every_replica(params: Named, registry: ProcessGroupRegistry, p: float) -> Tensor:
+    """Every rank adds what it has."""
+    total = torch.zeros((), dtype=torch.float64)
+    for _, q in params:
+        if q.grad is not None:
+            total += q.grad.double().abs().pow(p).sum()
+    dist.all_reduce(total)
+    return total ** (1 / p)
+
+
+TENSOR_LAYER = Case(
+    (("data", 2), ("tensor", 2)),
+    (Param((8, 6), P("tensor")), Param((8,), P("tensor")), Param((6, 8), P(None, "tensor")), Param((6,), P())),
+)
+GRID_LAYER = Case((("row", 2), ("col", 2)), (Param((8, 6), P("row", "col")), Param((6,), P("col"))))
+
+
+@pytest.mark.parametrize("case", [TENSOR_LAYER, GRID_LAYER])
+@pytest.mark.parametrize("wrong", [naive, every_replica])
+def test_shortcuts_are_wrong(world: World, case: Case, wrong: Measure) -> None:
+    assert_exact(world, case, packed, (1.0, 2.0, 3.0))
+    with pytest.raises(AssertionError):
+        assert_exact(world, case, wrong, (2.0,))
+
+
+def test_one_boolean_is_right_in_one_dimension_and_wrong_in_two(world: World) -> None:
+    one_dimension = Case((("tensor", 4),), TENSOR_LAYER.params)
+    assert_exact(world, one_dimension, one_boolean, (2.0,))
+    with pytest.raises(AssertionError):
+        assert_exact(world, GRID_LAYER, one_boolean, (2.0,))
+
+
+# Clipping -------------------------------------------------------------------------------------------------------------
+
+
+def clipped_twice(case: Case, max_norm: float, factor: float, p: float) -> list[float]:
+    with ProcessGroupRegistry(case.topology) as registry:
+        params = parameters_on(case, registry)
+        plain = global_norm(params, registry, p).total_norm
+        for _, q in params:
+            if q.grad is not None:
+                q.grad.mul_(factor)
+        from meshstep.optim.gradients.sync import mark_complete
+
+        for _, q in params:
+            mark_complete(q)
+        before = clip_grad_norm_(params, max_norm, registry, p)
+        once = [q.grad.clone() for _, q in params if q.grad is not None]
+        after = clip_grad_norm_(params, max_norm, registry, p)
+        twice = [q.grad for _, q in params if q.grad is not None]
+        moved = max((float((a - b).abs().max()) for a, b in zip(once, twice, strict=True) if a.numel()), default=0.0)
+        return [float(plain), float(before.total_norm), float(before.clip_coef), float(after.total_norm), moved]
+
+
+@settings(max_examples=100)
+@given(
+    case=cases(dtypes=(torch.float32,)),
+    max_norm=st.sampled_from([0.37, 5.0, 1e4]),
+    factor=st.sampled_from([4.0, 0.3]),
+    p=st.sampled_from(NORM_TYPES),
+)
+def test_clipping(world: World, case: Case, max_norm: float, factor: float, p: float) -> None:
+    for plain, before, coef, after, moved in world.run(
+        case.topology.world_size, clipped_twice, case, max_norm, factor, p
+    ):
+        assert before == pytest.approx(factor * plain, rel=1e-6)
+        assert coef == pytest.approx(min(1.0, max_norm / (before + 1e-6)), rel=1e-12)
+        assert after == pytest.approx(before * coef, rel=1e-6, abs=1e-12)
+        # max_norm / (max_norm + 1e-6) is what the second pass can multiply by: at most 1e-6 off, and rounding.
+        assert moved <= 1e-6 + 2e-7 * max_norm
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, inf])
+@pytest.mark.parametrize("shape", [(3_000_001,), (1025, 1030), (5, 7)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_local_powers_equal_the_reference(p: float, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    from meshstep.optim.norm.powers import local_powers, reference_powers
+
+    grads = [(torch.randn(shape, generator=torch.Generator().manual_seed(3)) + 0.3).to(dtype)]
+    grads += [grads[0].reshape(shape).t() if len(shape) == 2 else grads[0], torch.zeros(0, 4, dtype=dtype)]
+    torch.testing.assert_close(local_powers(grads, p), reference_powers(grads, p), rtol=2e-7, atol=0.0)
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, inf])
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("numel", [3, 2000])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_measuring_changes_no_gradient(p: float, count: int, numel: int, dtype: torch.dtype) -> None:
+    from meshstep.optim.norm.powers import local_powers
+
+    grads = [torch.full((numel,), -3.0, dtype=dtype) for _ in range(count)]
+    local_powers(grads, p)
+    assert all(bool((grad == -3.0).all()) for grad in grads)

@@ -1,0 +1,217 @@
+"""Optimizer states on the CPU: the same bits as on the device; here both sides are the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from meshstep.amp import precision_of
+from meshstep.optim import ParallelOptimizer
+from meshstep.optim.states.offloaded import OffloadedWeights, offloaded
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from precision_modes import MODES
+from torch import Tensor, nn
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@given(numels=st.lists(st.integers(1, 10**6), max_size=40), percent=st.integers(0, 100))
+def test_at_least_the_fraction_is_offloaded(numels: list[int], percent: int) -> None:
+    fraction = percent / 100
+    chosen = offloaded(numels, fraction)
+    on_cpu = sum(numels[index] for index in chosen)
+    assert on_cpu >= fraction * sum(numels) - 1e-6
+    # Nothing that is on the CPU would fit on the device.
+    room = (1 - fraction) * sum(numels) - (sum(numels) - on_cpu)
+    assert all(numels[index] > room - 1e-6 for index in chosen)
+
+
+def test_all_or_nothing() -> None:
+    assert offloaded([3, 1, 2], 0.0) == []
+    assert offloaded([3, 1, 2], 1.0) == [0, 1, 2]
+    assert offloaded([3, 1, 2], 0.5) == [1, 2]  # the largest stays
+    assert offloaded([10], 0.5) == [0]
+
+
+class Small(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.conv = nn.Conv2d(2, 6, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.GroupNorm(2, 6)
+        self.head = nn.Linear(54, 7)
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.to(device, dtype)
+        declare(self, {"*": P()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.norm(self.conv(x)).flatten(1)).square() + self.frozen.sum()
+        return y.mean()
+
+
+def data(step: int) -> Tensor:
+    return torch.randn(4, 2, 5, 5, generator=torch.Generator().manual_seed(step))
+
+
+def make(kind: str, params: Any) -> torch.optim.Optimizer:
+    if kind == "sgd":
+        return torch.optim.SGD(params, lr=0.05, momentum=0.9, fused=True)
+    return torch.optim.AdamW(params, lr=1e-2, eps=1e-4, fused=kind == "adamw")
+
+
+def build(mode: str, kind: str = "adamw", device: str = "cpu", **options: Any) -> tuple[nn.Module, ParallelOptimizer]:
+    model = MODES[mode].prepare(Small(device=device))
+    optimizer = make(kind, model.parameters())
+    registry = ProcessGroupRegistry(Topology())
+    return model, ParallelOptimizer(optimizer, registry, precision=MODES[mode], **options)
+
+
+def steps(model: nn.Module, optimizer: ParallelOptimizer, which: range) -> list[float]:
+    device = next(model.parameters()).device
+    norms = []
+    for step in which:
+        optimizer.zero_grad()
+        for part in data(step).to(device).chunk(2):
+            optimizer.backward(model(part))
+        stats = optimizer.step()
+        assert stats is not None
+        norms.append(float(stats.total_norm))
+    return norms
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [param.detach().clone().cpu() for param in model.parameters()]
+
+
+def assert_same(first: list[Tensor], second: list[Tensor]) -> None:
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw, not fused", "sgd"])
+@pytest.mark.parametrize("mode", MODES)
+def test_offloaded_steps_have_the_same_bits(mode: str, kind: str) -> None:
+    plain, optimizer = build(mode, kind, max_norm=0.5)
+    norms = steps(plain, optimizer, range(6))
+    for fraction in (0.3, 1.0):
+        model, offloading = build(mode, kind, max_norm=0.5, offload=fraction)
+        assert steps(model, offloading, range(6)) == pytest.approx(norms, rel=0, nan_ok=True)
+        assert_same(weights(model), weights(plain))
+
+
+@pytest.mark.parametrize("how", ["groups", "value", "explicit"])
+def test_clipping_in_place_is_done_before_the_copy(how: str) -> None:
+    found = []
+    for offload in (None, 1.0):
+        model = precision_of("bf16").prepare(Small())
+        params = [
+            {"params": [*model.conv.parameters(), *model.norm.parameters()], "max_norm": 0.2},  # type: ignore[union-attr]
+            {"params": model.head.parameters()},  # type: ignore[union-attr]
+        ]
+        inner = torch.optim.AdamW(params if how == "groups" else list(model.parameters()), lr=1e-2, fused=True)
+        options: dict[str, Any] = {"clip_value": 0.01} if how == "value" else {}
+        optimizer = ParallelOptimizer(
+            inner, ProcessGroupRegistry(Topology()), precision="bf16", offload=offload, **options
+        )
+        for step in range(3):
+            optimizer.backward(model(data(step)))
+            if how == "explicit":
+                optimizer.clip_grad_by_norm(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert all(param.grad is None for param in model.parameters())
+        found.append(weights(model))
+    assert_same(*found)
+
+
+def test_only_the_fraction_is_elsewhere() -> None:
+    model, optimizer = build("bf16", offload=0.5)
+    steps(model, optimizer, range(1))
+    trained = [param for param in model.parameters() if param.requires_grad]
+    measured = optimizer._weights.measured()
+    on_device = [param for param in trained if all(param is not other for other in measured)]
+    # Those whose master is measured, and stepped, on the device; the others' gradients stay with the parameter.
+    held = sum(param.numel() for param in on_device)
+    total = sum(param.numel() for param in trained)
+    assert 0 < held <= 0.5 * total
+    for piece in optimizer._weights.pieces():
+        if piece.param.requires_grad:
+            assert piece.piece.dtype == torch.float32
+            assert optimizer.state[piece.piece]["exp_avg"].device == piece.piece.device
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16_naive"])
+@pytest.mark.parametrize(("before", "after"), [(0.5, 0.5), (0.5, None), (None, 1.0)])
+def test_state_fits_any_fraction(mode: str, before: float | None, after: float | None) -> None:
+    model, optimizer = build(mode, offload=before)
+    steps(model, optimizer, range(3))
+    saved = {key: value.clone() for key, value in model.state_dict().items()}
+    state = torch.utils._pytree.tree_map(
+        lambda value: value.clone() if isinstance(value, Tensor) else value, optimizer.state_dict()
+    )
+    steps(model, optimizer, range(3, 6))
+    other, again = build(mode, offload=after)
+    steps(other, again, range(1))
+    other.load_state_dict(saved)
+    again.load_state_dict(state)
+    steps(other, again, range(3, 6))
+    assert_same(weights(other), weights(model))
+
+
+def test_overflow_changes_nothing() -> None:
+    model, optimizer = build("bf16", offload=1.0)
+    steps(model, optimizer, range(2))
+    before, held = weights(model), [piece.piece.detach().clone() for piece in optimizer._weights.pieces()]
+    optimizer.zero_grad()
+    optimizer.backward(model(data(5) * torch.inf))
+    stats = optimizer.step()
+    assert stats is not None
+    assert float(stats.found_inf) == 1
+    assert_same(weights(model), before)
+    assert_same([piece.piece.detach() for piece in optimizer._weights.pieces()], held)
+
+
+def test_weights_loaded_into_the_model_are_stepped_or_refused() -> None:
+    found = []
+    for offload in (None, 1.0):
+        model, optimizer = build("fp32", offload=offload)
+        steps(model, optimizer, range(2))
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(0.1)
+        steps(model, optimizer, range(2, 4))
+        found.append(weights(model))
+    assert_same(*found)
+    model, optimizer = build("bf16", offload=1.0)
+    with torch.no_grad():
+        list(model.parameters())[-1].add_(1)
+    with pytest.raises(RuntimeError, match="was changed since the last step"):
+        steps(model, optimizer, range(1))
+
+
+def test_bad_fraction() -> None:
+    for fraction in (-0.1, 1.01, float("nan")):
+        with pytest.raises(ValueError, match="offload="):
+            build("fp32", offload=fraction)
+
+
+@gpu
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16_naive"])
+def test_states_are_on_the_cpu_and_steps_the_same(mode: str) -> None:
+    plain, optimizer = build(mode, device="cuda", max_norm=0.5)
+    norms = steps(plain, optimizer, range(10))
+    model, offloading = build(mode, device="cuda", max_norm=0.5, offload=0.6)
+    assert steps(model, offloading, range(10)) == pytest.approx(norms, rel=1e-3)
+    for one, other in zip(weights(model), weights(plain), strict=True):
+        assert torch.allclose(one.float(), other.float(), rtol=1e-2, atol=1e-3)
+    inner = offloading._weights
+    assert isinstance(inner, OffloadedWeights)
+    assert all(copy.is_pinned() for copy in inner._copies.values())
+    sides = {piece.piece.device.type for piece in inner.pieces() if piece.param.requires_grad}
+    assert sides == {"cpu", "cuda"}
+    for piece in inner.pieces():
+        if piece.param.requires_grad:
+            assert offloading.state[piece.piece]["exp_avg"].device == piece.piece.device
+            assert piece.param.is_cuda

@@ -1,0 +1,91 @@
+"""The plan is pure: what it counts, how it reads, and that the same elements add up to the full model's."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import pytest
+from cases import Case, cases
+from hypothesis import given, settings
+from meshstep.optim import ParallelOptimizer
+from meshstep.optim.norm.plan import ParameterEntry, ReductionPlan
+from meshstep.parallel import P, ProcessGroupRegistry, Topology
+from scenarios import SCENARIOS, build
+from world import World
+
+GRID = Topology(data=2, row=2, col=2)
+LAYER = (
+    ParameterEntry("weight", P("row", "col"), (4, 3)),
+    ParameterEntry("bias", P("col"), (3,)),
+    ParameterEntry("norm", P(), (6,)),
+    ParameterEntry("shard", P(("col", "row")), (2,)),
+)
+
+
+def test_print() -> None:
+    text = str(ReductionPlan.of(LAYER, GRID, 5))
+    assert text.splitlines() == [
+        "ReductionPlan of rank 5 (data=1, row=0, col=1) over Topology(data=2, row=2, col=2)",
+        "  bucket      group ranks  weight  parameters  local numel  counted numel",
+        "  replicated  5               1/8           1            6              6",
+        "  col         4,5             1/4           1            3              6",
+        "  row x col   4,5,6,7         1/2           2           14             56",
+        "counts 68 elements, equal to the 68 of the full parameters",
+    ]
+
+
+def test_counted_elements_are_compared_with_the_dense_model() -> None:
+    plan = ReductionPlan.of(LAYER, GRID, 5)
+    plan.check_numel(68)
+    with pytest.raises(ValueError, match=r"counts 68 elements but the full model has 72.*(?s:.*)bias: local \(3,\)"):
+        plan.check_numel(72)
+
+
+@settings(max_examples=200)
+@given(case=cases())
+def test_weighted_pieces_of_all_ranks_add_up(case: Case) -> None:
+    """Sum over ranks of local elements / holders = elements of the full parameters, of all stages."""
+    topology = case.topology
+    weighted = 0.0
+    for rank in range(topology.world_size):
+        held = [index for index in range(len(case.params)) if case.holds(index, rank)]
+        entries = [ParameterEntry(f"p{i}", case.params[i].spec, tuple(case.piece(i, rank).shape)) for i in held]
+        plan = ReductionPlan.of(entries, topology, rank)
+        weighted += sum(e.numel * w for e, w in zip(plan.entries, plan.weights, strict=True))
+    full = 0
+    for param in case.params:
+        stages = prod(topology.size(axis) for axis in topology.pipe_axes if axis not in param.spec.named_axes)
+        full += prod(param.shape) * stages
+    assert weighted == pytest.approx(full)
+
+
+def agreed_plan(name: str) -> tuple[str, tuple[str, ...], int | None]:
+    import torch
+
+    scenario = SCENARIOS[name]
+    with ProcessGroupRegistry(scenario.topology) as registry:
+        model = build(scenario, registry, torch.float32)
+        params: Any = list(model.parameters()) if model is not None else [{"params": []}]
+        optimizer = ParallelOptimizer(torch.optim.SGD(params), registry, per_parameter_norms=True)
+        plan = optimizer.plan
+        return str(plan).splitlines()[-1], plan.parameter_names, plan.counted
+
+
+@pytest.mark.parametrize(
+    ("name", "numel", "names"),
+    [
+        ("grid, bias on row 0", 12 * 8 + 8 * 16 + 16 + 2 * 16 + 16 * 12 + 12, 7),
+        ("data x pipe, tied", 12 * 8 + 2 * 8 * 8, 3),
+        ("a stage without parameters", 12 * 8 + 2 * 8 + 16 * 8 + 16 + 8 * 16 + 8 + 12 * 8 + 12, 9),
+    ],
+)
+def test_all_ranks_agree_on_buckets_count_and_names(world: World, name: str, numel: int, names: int) -> None:
+    size = SCENARIOS[name].topology.world_size
+    reports = world.run(size, agreed_plan, name)
+    assert len(set(reports)) == 1
+    assert reports[0][0] == f"agreed by all {size} ranks, which count {numel} elements together"
+    assert reports[0][2] == numel
+    assert len(set(reports[0][1])) == names
+    if "tied" in name:
+        assert set(reports[0][1]) == {"layer@pipe=0", "layer@pipe=1", "tied"}

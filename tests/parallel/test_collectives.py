@@ -1,0 +1,184 @@
+"""The differentiable collectives: values by rank, gradients by the adjoint identity, dtypes, trivial groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from dense import collectives
+from meshstep.parallel.mesh.collectives import (
+    all_gather_to,
+    broadcast_from,
+    copy_to,
+    gather_from,
+    reduce_from,
+    reduce_scatter_to,
+    scatter_to,
+)
+from meshstep.parallel.mesh.registry import ProcessGroupRegistry
+from meshstep.parallel.mesh.topology import Topology
+from torch import Tensor
+from world import World
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+MAPS: dict[str, Callable[[Tensor, ProcessGroupRegistry], Tensor]] = {
+    "reduce_from": lambda x, r: reduce_from(x, r, "tensor"),
+    "all_gather_to 0": lambda x, r: all_gather_to(x, r, "tensor", dim=0),
+    "all_gather_to -1": lambda x, r: all_gather_to(x, r, "tensor", dim=-1),
+    "reduce_scatter_to 0": lambda x, r: reduce_scatter_to(x, r, "tensor", dim=0),
+    "reduce_scatter_to 1": lambda x, r: reduce_scatter_to(x, r, "tensor", dim=1),
+    "broadcast_from": lambda x, r: broadcast_from(x, r, "tensor", root=1),
+}
+
+
+def values(dtype: torch.dtype) -> dict[str, list[float]]:
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        mine = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=dtype) + 10 * registry.rank("tensor")
+        kept = mine.clone()
+        results = {name: function(mine, registry) for name, function in MAPS.items()}
+        results["copy_to"] = copy_to(mine, registry, "tensor")
+        results["gather_from 1"] = gather_from(mine, registry, "tensor", dim=1)
+        results["scatter_to 1"] = scatter_to(mine, registry, "tensor", dim=1)
+        assert torch.equal(mine, kept)
+        assert all(result.dtype is dtype for result in results.values())
+        return {name: result.flatten().tolist() for name, result in results.items()}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values(world: World, dtype: torch.dtype) -> None:
+    first, second = world.run(2, values, dtype)
+    assert first == {
+        "reduce_from": [12, 14, 16, 18],
+        "all_gather_to 0": [1, 2, 3, 4, 11, 12, 13, 14],
+        "all_gather_to -1": [1, 2, 11, 12, 3, 4, 13, 14],
+        "gather_from 1": [1, 2, 11, 12, 3, 4, 13, 14],
+        "reduce_scatter_to 0": [12, 14],
+        "reduce_scatter_to 1": [12, 16],
+        "scatter_to 1": [1, 3],
+        "broadcast_from": [11, 12, 13, 14],
+        "copy_to": [1, 2, 3, 4],
+    }
+    assert second["reduce_scatter_to 0"] == [16, 18]
+    assert second["reduce_scatter_to 1"] == [14, 18]
+    assert second["scatter_to 1"] == [12, 14]
+    assert second["broadcast_from"] == [11, 12, 13, 14]
+
+
+def adjoints(differentiate_again: bool) -> None:
+    """Over all ranks, <f(x), y> = <x, f*(y)>, where f* is what backward computes; and f** = f."""
+    with ProcessGroupRegistry(Topology(tensor=dist.get_world_size())) as registry:
+        torch.manual_seed(registry.global_rank)
+        for name, function in MAPS.items():
+            x = torch.randn(12, 8, dtype=torch.float64).t().requires_grad_()
+            output = function(x, registry)
+            y = torch.randn_like(output, requires_grad=True)
+            (grad,) = torch.autograd.grad(output, x, y, create_graph=differentiate_again)
+            if differentiate_again:
+                (again,) = torch.autograd.grad(grad, y, x.detach())
+                torch.testing.assert_close(again, output.detach(), rtol=1e-12, atol=1e-12)
+            elif name == "reduce_from":  # its result is one value, held by every rank: y counts once
+                assert torch.equal(grad, y)
+            else:
+                products = torch.stack([(output * y).sum(), (x * grad).sum()]).detach()
+                dist.all_reduce(products)
+                torch.testing.assert_close(products[0], products[1], rtol=1e-12, atol=1e-12)
+
+
+def test_backward_is_the_adjoint(world: World) -> None:
+    world.run(4, adjoints, False)
+
+
+def test_backward_can_be_differentiated(world: World) -> None:
+    world.run(2, adjoints, True)  # on two ranks: torch imports sympy for this, a second on each
+
+
+def replicated_gradients() -> None:
+    with ProcessGroupRegistry(Topology(tensor=4)) as registry:
+        rank = registry.rank("tensor")
+        x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)  # replicated: same seed
+        weight = torch.randn(4, 8, dtype=torch.float64)
+        (expected,) = torch.autograd.grad((x * weight).tanh().sum(), x)
+        # Split work between copy_to and reduce_from.
+        part = scatter_to(weight, registry, "tensor", dim=1)
+        shares = copy_to(x, registry, "tensor")[:, 2 * rank : 2 * rank + 2] * part
+        (grad,) = torch.autograd.grad(reduce_from(shares.tanh().sum(), registry, "tensor"), x)
+        torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-12)
+        # The same between scatter_to and gather_from.
+        pieces = (scatter_to(x, registry, "tensor", dim=-1) * part).tanh()
+        (grad,) = torch.autograd.grad(gather_from(pieces, registry, "tensor", dim=1).sum(), x)
+        torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-12)
+        # An expanded gradient (from sum) and one of a 0-dim tensor.
+        scale = torch.tensor(2.0, requires_grad=True)
+        torch.autograd.backward(copy_to(scale, registry, "tensor").expand(3).sum())
+        assert scale.grad == 12.0
+
+
+def test_gradients_of_replicated_tensors(world: World) -> None:
+    world.run(4, replicated_gradients)
+
+
+def over_two_axes() -> list[float]:
+    with ProcessGroupRegistry(Topology(row=2, col=2)) as registry:
+        mine = torch.tensor([float(registry.global_rank)])
+        joined: list[float] = all_gather_to(mine, registry, "col", "row", dim=0).tolist()
+        assert reduce_from(mine, registry, "row", "col").item() == 6.0
+        assert scatter_to(torch.arange(4.0), registry, "row", "col", dim=0).item() == registry.global_rank
+        return joined
+
+
+def test_several_axes_are_in_topology_order(world: World) -> None:
+    assert world.run(4, over_two_axes) == [[0.0, 1.0, 2.0, 3.0]] * 4
+
+
+def test_trivial_groups_cost_nothing() -> None:
+    registry = ProcessGroupRegistry(Topology(tensor=1))
+    x = torch.randn(3, 4, requires_grad=True)
+    functions = dict(MAPS)
+    functions["broadcast_from"] = lambda x, r: broadcast_from(x, r, "tensor")
+    functions["copy_to"] = lambda x, r: copy_to(x, r, "tensor")
+    functions["scatter_to"] = lambda x, r: scatter_to(x, r, "tensor", dim=1)
+    for function in functions.values():
+        assert function(x, registry) is x
+
+
+def rejected() -> None:
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        with pytest.raises(ValueError, match=r"dim 1 of a tensor of shape \(2, 3\) has length 3.*pad it to a multiple"):
+            reduce_scatter_to(torch.zeros(2, 3), registry, "tensor", dim=-1)
+        with pytest.raises(ValueError, match="doesn't divide over tensor of size 2"):
+            scatter_to(torch.zeros(3), registry, "tensor", dim=0)
+        with pytest.raises(ValueError, match="out of range"):
+            gather_from(torch.zeros(2), registry, "tensor", dim=1)
+        with pytest.raises(ValueError, match=r"root 2 is not in the group over tensor; give an index in 0\.\.1"):
+            broadcast_from(torch.zeros(2), registry, "tensor", root=2)
+
+
+def test_bad_input_fails_before_any_collective(world: World) -> None:
+    world.run(2, rejected)
+
+
+def counted() -> dict[str, dict[str, int]]:
+    result = {}
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        for name, function in MAPS.items():
+            x = torch.ones(4, 4, requires_grad=True)
+            with collectives() as seen:
+                torch.autograd.backward(function(x, registry).sum())
+            result[name] = dict(seen)
+    return result
+
+
+def test_one_collective_each_way(world: World) -> None:
+    counts = world.run(2, counted)[0]
+    both = {"all_gather_single": 1, "reduce_scatter_single": 1}
+    assert counts == {
+        "reduce_from": {"all_reduce": 1},
+        "all_gather_to 0": both,
+        "all_gather_to -1": both,
+        "reduce_scatter_to 0": both,
+        "reduce_scatter_to 1": both,
+        "broadcast_from": {"broadcast": 1, "reduce": 1},
+    }

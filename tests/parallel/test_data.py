@@ -1,0 +1,294 @@
+"""prepare_dataloader: each sample once, peers alike, and the same again by seed, on any topology and after a resume."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from meshstep.parallel import ProcessGroupRegistry, Topology
+from meshstep.parallel.data import ShardedDataLoader, prepare_dataloader
+from meshstep.parallel.data.batch_sampler import Batch, ShardedBatchSampler, step_bounds
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from world import World
+
+Indices = list[list[int]]
+
+
+class Numbers(Dataset[Tensor]):
+    """Sample i is [i, three random draws]."""
+
+    classes = ("even", "odd")
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([index, float(torch.rand(())), random.random(), numpy.random.rand()], dtype=torch.float64)
+
+
+class WholeBatches(Numbers):
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        return [self[index] for index in indices]
+
+
+def one_process(samples: int = 20, batch_size: int = 4, **options: Any) -> ShardedDataLoader[Tensor]:
+    return prepare_dataloader(Numbers(samples), ProcessGroupRegistry(Topology()), batch_size, **options)
+
+
+def indices(epoch: DataLoader[Any] | list[Tensor]) -> Indices:
+    return [[int(index) for index in batch[:, 0]] for batch in epoch]
+
+
+def jittered(samples: list[Tensor]) -> Tensor:
+    """A collate function that draws, as MixUp does."""
+    return torch.stack(samples) + torch.rand(())
+
+
+def numpy_state() -> list[int]:
+    state = numpy.random.get_state(legacy=False)["state"]
+    return [state["pos"], *state["key"].tolist()]
+
+
+# Who gets what -------------------------------------------------------------------------------------------------------
+
+
+@given(
+    samples=st.integers(1, 200),
+    batch_size=st.integers(1, 9),
+    ranks=st.integers(1, 7),
+    drop=st.booleans(),
+    shuffle=st.booleans(),
+)
+@example(samples=25, batch_size=3, ranks=4, drop=False, shuffle=True)  # 1 sample is left for 4 ranks
+def test_every_sample_once_in_equally_many_full_batches(
+    samples: int, batch_size: int, ranks: int, drop: bool, shuffle: bool
+) -> None:
+    options: dict[str, Any] = {"shuffle": shuffle, "drop_last": drop, "seed": 3}
+    whole = samples // (batch_size * ranks)
+    rest = samples - whole * batch_size * ranks
+    possible = whole > 0 if drop or not rest else rest >= ranks or (whole > 0 and batch_size > 1)
+    if not possible:
+        with pytest.raises(ValueError, match=rf"{samples} samples in batches of {batch_size} on {ranks} data coord"):
+            ShardedBatchSampler(samples, batch_size, 0, ranks, **options)
+        return
+    shares = [list(ShardedBatchSampler(samples, batch_size, rank, ranks, **options)) for rank in range(ranks)]
+    steps = list(zip(*shares, strict=True))  # strict: the same number of batches on all ranks
+    assert len(steps) == whole + bool(rest and not drop)
+    sizes = [[len(batch) for batch in step] for step in steps]
+    assert min(map(min, sizes)) >= 1
+    assert all(max(row) - min(row) <= 1 and max(row) <= batch_size for row in sizes)
+    assert all(row == [batch_size] * ranks for row in sizes[: max(whole - (0 < rest < ranks and not drop), 0)])
+    seen = [index for step in steps for batch in step for index in batch]
+    assert len(seen) == len(set(seen)) == (whole * batch_size * ranks if drop else samples)
+    if not shuffle:
+        assert seen == list(range(len(seen))), "in order, step by step, coordinate by coordinate"
+
+
+def test_on_one_coordinate_the_batches_are_torchs() -> None:
+    for samples, batch_size, drop in [(20, 4, False), (21, 4, False), (21, 4, True), (3, 8, False)]:
+        torchs: DataLoader[Tensor] = DataLoader(Numbers(samples), batch_size, drop_last=drop)
+        mine = one_process(samples, batch_size, drop_last=drop)
+        assert indices(mine) == indices(torchs)
+        assert len(mine) == len(torchs)
+
+
+def test_a_step_is_the_same_for_every_number_of_ranks() -> None:
+    def steps(batch_size: int, ranks: int) -> Indices:
+        shares = [
+            ShardedBatchSampler(103, batch_size, rank, ranks, shuffle=True, drop_last=False, seed=1)
+            for rank in range(ranks)
+        ]
+        return [list(chain.from_iterable(step)) for step in zip(*shares, strict=True)]
+
+    assert steps(12, 1) == steps(6, 2) == steps(4, 3) == steps(3, 4)
+
+
+def epochs_on_ranks(topology: Topology, samples: int, batch_size: int, options: dict[str, Any]) -> list[list[Tensor]]:
+    """Two epochs, after something has moved this rank's generators elsewhere than the others'."""
+    with ProcessGroupRegistry(topology) as registry:
+        torch.manual_seed(registry.global_rank)
+        random.seed(registry.global_rank)
+        loader = prepare_dataloader(Numbers(samples), registry, batch_size, **options)
+        return [list(loader), list(loader)]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_data_coordinates_share_and_tensor_peers_see_the_same(world: World, drop_last: bool) -> None:
+    topology = Topology(data=2, tensor=2)
+    options = {"shuffle": True, "drop_last": drop_last, "seed": 5, "collate_fn": jittered}
+    ranks = world.run(4, epochs_on_ranks, topology, 23, 4, options)
+    for left, right in ((0, 1), (2, 3)):
+        for epoch in (0, 1):
+            same = zip(ranks[left][epoch], ranks[right][epoch], strict=True)
+            assert all(torch.equal(*pair) for pair in same), "peers differ, in samples or in random draws"
+    whole = {}
+    for epoch in (0, 1):
+        shares = [indices(ranks[rank][epoch]) for rank in (0, 2)]
+        sizes = [[len(batch) for batch in share] for share in shares]
+        assert sizes == ([[4, 4], [4, 4]] if drop_last else [[4, 4, 4], [4, 4, 3]])
+        whole[epoch] = [index for step in zip(*shares, strict=True) for batch in step for index in batch]
+        assert len(set(whole[epoch])) == len(whole[epoch]) == (16 if drop_last else 23)
+    assert whole[0] != whole[1], "not reshuffled"
+    alone = one_process(23, 8, shuffle=True, drop_last=drop_last, seed=5)
+    assert whole[0] == list(chain.from_iterable(indices(alone))), "the order depends on the topology"
+
+
+def test_random_draws_do_not_depend_on_the_topology(world: World) -> None:
+    options = {"shuffle": True, "seed": 2}
+    split = world.run(4, epochs_on_ranks, Topology(replica=2, data=2), 18, 2, options)
+    alone = one_process(18, 8, shuffle=True, seed=2)
+    for epoch in (0, 1):
+        steps = [torch.cat(step) for step in zip(*(share[epoch] for share in split), strict=True)]
+        assert torch.equal(torch.cat(steps), torch.cat(list(alone)))
+
+
+# Again and again -----------------------------------------------------------------------------------------------------
+
+
+def test_epochs_differ_and_a_seed_repeats_them() -> None:
+    first, again, other = (one_process(shuffle=True, seed=seed) for seed in (7, 7, 8))
+    orders = [indices(first) for _ in range(3)]
+    assert orders == [indices(again) for _ in range(3)]
+    assert len({str(order) for order in orders} | {str(indices(other))}) == 4
+
+
+def test_draws_are_new_in_each_epoch_and_leave_the_generators_alone() -> None:
+    loader = one_process(collate_fn=jittered)
+    before = torch.get_rng_state(), random.getstate(), numpy_state()
+    first, second = torch.cat(list(loader)), torch.cat(list(loader))
+    assert not (first == second).any()
+    assert len(first[:, 1:].unique()) == first[:, 1:].numel(), "samples share their draws"
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert numpy_state() == before[2]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 on, in a process with threads
+def test_workers_load_the_same() -> None:
+    options: dict[str, Any] = {"shuffle": True, "collate_fn": jittered}
+    expected, workers = one_process(**options), one_process(**options, num_workers=2, persistent_workers=True)
+    for _ in range(2):
+        epoch = torch.cat(list(expected))
+        assert torch.equal(torch.cat(list(workers)), epoch)
+
+
+@pytest.mark.parametrize("batches", [0, 3, 5, 8, 10])
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_resume_continues_bit_for_bit(batches: int, num_workers: int) -> None:
+    if num_workers and batches != 8:
+        return
+
+    def endless(loader: ShardedDataLoader[Tensor]) -> Iterator[Tensor]:
+        while True:
+            yield from loader
+
+    loader = one_process(shuffle=True, num_workers=num_workers)
+    stream = endless(loader)
+    for _ in range(batches):
+        next(stream)
+    state = json.loads(json.dumps(loader.state_dict()))
+    assert state == {"epoch": batches // 5, "position": batches % 5}
+    resumed = one_process(shuffle=True)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    rest = endless(resumed)
+    for _ in range(9):
+        assert torch.equal(next(rest), next(stream))
+
+
+def test_an_epoch_left_early_is_over() -> None:
+    loader, reference = one_process(shuffle=True), one_process(shuffle=True)
+    next(iter(loader))
+    first, second = indices(reference), indices(reference)
+    assert loader.state_dict() == {"epoch": 0, "position": 1}
+    assert indices(loader) == second != first
+
+
+def test_whole_batch_datasets_and_subsets() -> None:
+    registry = ProcessGroupRegistry(Topology())
+    order = [7, 1, 4, 9, 2]
+    subset = prepare_dataloader(Subset(Numbers(10), order), registry, 2)
+    assert indices(subset) == [[7, 1], [4, 9], [2]]
+    by_five = prepare_dataloader(Subset(Numbers(10), order), registry, 5)
+    subset.load_state_dict({"epoch": 0, "position": 0})
+    assert torch.equal(torch.cat(list(subset)), torch.cat(list(by_five))), "draws depend on the batches"
+    for make in (lambda: WholeBatches(10), lambda: Subset(WholeBatches(10), range(10))):
+        first, again = (torch.cat(list(prepare_dataloader(make(), registry, 4))) for _ in range(2))
+        assert torch.equal(first, again)
+        assert first[:, 0].tolist() == list(range(10))
+
+
+def test_the_dataset_is_still_there() -> None:
+    dataset = one_process().dataset
+    assert len(dataset) == 20  # type: ignore[arg-type]
+    assert dataset.classes == ("even", "odd")  # type: ignore[attr-defined]
+    assert dataset[3][0] == 3
+    copy = pickle.loads(pickle.dumps(dataset))  # as a worker that is spawned gets it
+    batch = pickle.loads(pickle.dumps(Batch([3, 4], seed=1, epoch=2)))
+    assert torch.equal(torch.stack(copy.__getitems__(batch)), torch.stack(dataset.__getitems__(batch)))  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="targets"):
+        _ = dataset.targets  # type: ignore[attr-defined]
+
+
+# Errors --------------------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_batch_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"5 samples in batches of 1 on 2 data coord.*only 1 samples.*drop_last=True"):
+        step_bounds(5, 1, 2, False)
+    with pytest.raises(ValueError, match=r"3 samples in batches of 4 on 4 data coord.*only 3 samples"):
+        step_bounds(3, 4, 4, False)
+    with pytest.raises(ValueError, match=r"7 samples in batches of 4 on 2 data coord.*drop_last=True: that is no step"):
+        step_bounds(7, 4, 2, True)
+    with pytest.raises(ValueError, match="that is no step"):
+        one_process(0)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="batch_size=0"):
+        one_process(batch_size=0)
+    with pytest.raises(ValueError, match="seed=None: give a whole number, the same on every rank"):
+        one_process(seed=None)
+    with pytest.raises(ValueError, match="sampler is given, but prepare_dataloader chooses"):
+        one_process(sampler=[1, 2])
+    with pytest.raises(TypeError, match=r"Stream has no length to share out; .*registry\.rank"):
+        prepare_dataloader(Stream(), ProcessGroupRegistry(Topology()), 2)
+    with pytest.raises(ValueError, match="epoch 1, position 7 is not within an epoch of 5 batches"):
+        one_process().load_state_dict({"epoch": 1, "position": 7})
+
+
+def disagreeing(kind: str) -> str:
+    rank = torch.distributed.get_rank()
+    samples, batch_size = (20 + rank if kind == "samples" else 20), (4 - 4 * rank if kind == "batch" else 4)
+    with (
+        ProcessGroupRegistry(Topology(data=2)) as registry,
+        pytest.raises(ValueError, match=r"samples|batch_size") as error,
+    ):
+        prepare_dataloader(Numbers(samples), registry, batch_size)
+    return str(error.value)
+
+
+def test_ranks_that_disagree_are_an_error_on_all(world: World) -> None:
+    for message in world.run(2, disagreeing, "samples"):
+        assert "20 samples" in message
+        assert "21 samples" in message
+    assert all("batch_size=0" in message for message in world.run(2, disagreeing, "batch"))

@@ -1,0 +1,322 @@
+"""Starting from each launcher's environment, with real processes; what partial variables say; the logger."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from meshstep.parallel.launch import Launch, get_dist_logger, init_distributed
+from meshstep.parallel.launch.environment import LaunchEnvironment, first_host, read_environment
+from meshstep.parallel.mesh.registry import ProcessGroupRegistry
+from meshstep.parallel.mesh.topology import Topology
+from world import World
+
+PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "OMPI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Mapping[str, str]], None]]:
+    """An environment without launcher, to which a test adds its own; the default group is destroyed afterwards."""
+    for name in [name for name in os.environ if name.startswith(PREFIXES)]:
+        monkeypatch.delenv(name)
+
+    def add(variables: Mapping[str, str]) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    yield add
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def torchrun(rank: int, size: int = 2) -> dict[str, str]:
+    names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": 29411}
+    return {name: str(value) for name, value in names.items()}
+
+
+def openmpi(rank: int, size: int = 2) -> dict[str, str]:
+    ours = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size}
+    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in ours.items()}
+
+
+def slurm(rank: int, size: int = 2, nodes: str = "localhost") -> dict[str, str]:
+    ours = {"PROCID": rank, "NTASKS": size, "LOCALID": rank, "JOB_NODELIST": nodes, "JOB_ID": 4711}
+    return {f"SLURM_{name}": str(value) for name, value in ours.items()}
+
+
+def test_no_launcher_is_one_process(environment: object) -> None:
+    expected = Launch(0, 1, 0, torch.device("cpu"), "gloo", "none")
+    assert init_distributed(backend="gloo") == expected
+    value = torch.tensor([3.0])
+    dist.all_reduce(value)
+    assert value.item() == 3.0
+    world_group = dist.group.WORLD
+    assert init_distributed(backend="nccl") == expected  # there already: described, not changed
+    assert dist.group.WORLD is world_group
+    with ProcessGroupRegistry(Topology(tensor=1)) as registry:
+        assert registry.group("tensor") is world_group
+
+
+@pytest.mark.parametrize("variables", [torchrun(0, 1), openmpi(0, 1), slurm(0, 1)])
+def test_a_world_of_one_opens_no_port(
+    environment: Callable[[Mapping[str, str]], None], variables: dict[str, str]
+) -> None:
+    environment({**variables, "MASTER_ADDR": "no.such.host.invalid"})
+    launch = init_distributed(backend="gloo")
+    assert (launch.rank, launch.world_size) == (0, 1)
+
+
+PROGRAM = """
+import sys, torch, torch.distributed as dist
+from meshstep.parallel.launch import get_dist_logger, init_distributed
+from meshstep.parallel.mesh.registry import ProcessGroupRegistry
+from meshstep.parallel.mesh.topology import Topology
+launch = init_distributed(backend="gloo")
+with ProcessGroupRegistry(Topology(data=1, tensor=2)) as registry:
+    total = torch.tensor(1.0 + launch.rank)
+    dist.all_reduce(total, group=registry.group("tensor"))
+    alone = torch.tensor(1.0 + launch.rank)
+    dist.all_reduce(alone, group=registry.group("data"))
+get_dist_logger(ranks=[1]).info("spoken")
+dist.destroy_process_group()
+print(launch.launcher, launch.rank, launch.local_rank, launch.device, total.item(), alone.item())
+"""
+
+
+def run_two(variables: list[dict[str, str]]) -> list[subprocess.CompletedProcess[str]]:
+    base = {name: value for name, value in os.environ.items() if not name.startswith(PREFIXES)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            env={**base, **mine},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for mine in variables
+    ]
+    done = []
+    for process in processes:
+        try:
+            out, err = process.communicate(timeout=90)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+        done.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
+    return done
+
+
+def free_port(family: socket.AddressFamily = socket.AF_INET) -> str:
+    with socket.socket(family) as one:
+        one.bind(("::1" if family == socket.AF_INET6 else "127.0.0.1", 0))
+        return str(one.getsockname()[1])
+
+
+def has_ipv6() -> bool:
+    try:
+        free_port(socket.AF_INET6)
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("launcher", "variables", "address"),
+    [
+        ("slurm", slurm, None),
+        ("openmpi", openmpi, None),
+        pytest.param("torchrun", torchrun, "[::1]", marks=pytest.mark.skipif(not has_ipv6(), reason="needs IPv6")),
+    ],
+)
+def test_two_real_processes(launcher: str, variables: Callable[[int], dict[str, str]], address: str | None) -> None:
+    shared = {"MASTER_PORT": free_port(socket.AF_INET6 if address else socket.AF_INET)}
+    if address:
+        shared["MASTER_ADDR"] = address
+    done = run_two([{**variables(rank), **shared} for rank in range(2)])
+    for rank, result in enumerate(done):
+        assert result.returncode == 0, result.stderr
+        assert result.stdout == f"{launcher} {rank} {rank} cpu 3.0 {rank + 1.0}\n"
+        assert ("rank 1 INFO] spoken" in result.stderr) == (rank == 1)
+
+
+def test_torchrun_itself() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    result = subprocess.run(
+        [*command, sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == ["torchrun 0 0 cpu 3.0 1.0", "torchrun 1 1 cpu 3.0 2.0"]
+
+
+def without(variables: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, LaunchEnvironment("none")),
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "1", "SLURM_CONF": "x"}, LaunchEnvironment("none")),
+        (torchrun(1), LaunchEnvironment("torchrun", 1, 2, 1, "localhost", 29411)),
+        ({**slurm(1), **openmpi(0), **torchrun(1)}, LaunchEnvironment("torchrun", 1, 2, 1, "localhost", 29411)),
+        # A batch script that exports WORLD_SIZE and the address, and leaves the rank to Slurm.
+        (
+            {**slurm(1), "WORLD_SIZE": "2", "MASTER_ADDR": "fe80::2", "MASTER_PORT": "77"},
+            LaunchEnvironment("slurm", 1, 2, 1, "fe80::2", 77),
+        ),
+        (
+            {**slurm(3, 4, nodes="tux[07-09],gpu1"), "MASTER_PORT": "77"},
+            LaunchEnvironment("slurm", 3, 4, 3, "tux07", 77),
+        ),
+        (
+            {**slurm(0, nodes=""), "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1", "MASTER_PORT": "77"},
+            LaunchEnvironment("slurm", 0, 2, 0, "10.0.0.1", 77),
+        ),
+        (
+            {**slurm(0), "SLURM_STEP_NODELIST": "tux3", "MASTER_PORT": "77"},
+            LaunchEnvironment("slurm", 0, 2, 0, "tux3", 77),
+        ),
+        # mpirun inside of a Slurm job
+        ({**slurm(0, 1), **openmpi(1), "MASTER_PORT": "77"}, LaunchEnvironment("openmpi", 1, 2, 1, "127.0.0.1", 77)),
+    ],
+)
+def test_environments(variables: dict[str, str], expected: LaunchEnvironment) -> None:
+    assert read_environment(variables) == expected
+
+
+def test_two_jobs_on_a_machine_take_different_ports() -> None:
+    ports = {read_environment({**slurm(0), "SLURM_JOB_ID": str(job)}).port for job in range(50)}
+    assert len(ports) > 45
+    assert all(20_000 <= port < 30_000 for port in ports)
+    assert read_environment(slurm(0)).port == read_environment(slurm(1)).port
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_part_of_torchruns_variables(missing: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"torchrun needs {missing}\."):
+        read_environment(without(torchrun(0), missing))
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (without(slurm(0), "SLURM_PROCID"), r"slurm needs SLURM_PROCID\."),
+        (without(slurm(0), "SLURM_NTASKS", "SLURM_LOCALID"), r"slurm needs SLURM_NTASKS, SLURM_LOCALID\."),
+        (without(slurm(0), "SLURM_JOB_NODELIST"), r"slurm needs MASTER_ADDR"),
+        (without(openmpi(0), "OMPI_COMM_WORLD_SIZE"), r"openmpi needs OMPI_COMM_WORLD_SIZE\."),
+        (without(openmpi(0), "OMPI_COMM_WORLD_LOCAL_RANK"), r"openmpi needs OMPI_COMM_WORLD_LOCAL_RANK\."),
+        ({**openmpi(0, 4), "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, r"openmpi needs MASTER_ADDR \(the host of rank 0\)"),
+        ({"RANK": "0", "SLURM_PROCID": "0"}, r"torchrun needs WORLD_SIZE.*; slurm needs SLURM_NTASKS"),
+        ({**torchrun(0), "RANK": "2"}, "RANK=2 isn't below WORLD_SIZE=2"),
+        ({**slurm(0), "SLURM_PROCID": "7"}, "SLURM_PROCID=7 isn't below SLURM_NTASKS=2"),
+        ({**torchrun(0), "WORLD_SIZE": "two"}, "WORLD_SIZE='two' isn't a number"),
+        ({**torchrun(0), "RANK": "-1"}, "RANK='-1' isn't a number"),
+        ({**torchrun(0), "MASTER_PORT": "http"}, "MASTER_PORT='http'"),
+        ({**torchrun(0), "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is no port"),
+    ],
+)
+def test_bad_variables_are_named(
+    variables: dict[str, str], message: str, environment: Callable[[Mapping[str, str]], None]
+) -> None:
+    environment(variables)
+    with pytest.raises(RuntimeError, match=message):
+        init_distributed(backend="gloo")
+    assert not dist.is_initialized()
+    assert init_distributed(backend="gloo", launcher="none").world_size == 1
+
+
+def test_a_launcher_that_is_told() -> None:
+    assert read_environment({**torchrun(0), **slurm(1)}, "slurm").rank == 1
+    with pytest.raises(RuntimeError, match="openmpi needs"):
+        read_environment(torchrun(0), "openmpi")
+    with pytest.raises(ValueError, match="'srun' is unknown; write one of 'torchrun'"):
+        read_environment({}, "srun")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("", ""),
+        ("gpu1", "gpu1"),
+        ("gpu1,gpu2", "gpu1"),
+        ("tux[03-05,07],gpu1", "tux03"),
+        ("rack[2-3]n[01,05]-ib,x", "rack2n01-ib"),
+        ("a.b.example.org", "a.b.example.org"),
+    ],
+)
+def test_first_host_of_a_slurm_node_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_ranks_that_never_come(environment: Callable[[Mapping[str, str]], None]) -> None:
+    environment({**torchrun(0), "MASTER_PORT": free_port()})
+    with pytest.raises(RuntimeError, match=r"rank 0 of 2 .*didn't meet .*tcp://localhost:\d+; start all 2 ranks"):
+        init_distributed(backend="gloo", timeout=timedelta(seconds=1))
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch, environment: Callable[[Mapping[str, str]], None]) -> None:
+    chosen: list[torch.device] = []
+    joined: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: joined.append(backend))
+    environment(torchrun(3, 8))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert init_distributed().device == torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert init_distributed().device == torch.device("cuda", 0)
+    assert joined == ["nccl", "nccl"]
+    assert chosen == [torch.device("cuda", 3), torch.device("cuda", 0)]
+    assert init_distributed(backend="gloo").device == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(RuntimeError, match=r"local rank 3 has no device.*2 CUDA devices"):
+        init_distributed()
+
+
+def describe_existing() -> Launch:
+    return init_distributed()
+
+
+def test_a_group_that_somebody_else_made(world: World) -> None:
+    launches = world.run(2, describe_existing)
+    assert [(launch.rank, launch.world_size) for launch in launches] == [(0, 2), (1, 2)]
+    assert {(launch.launcher, launch.backend) for launch in launches} == {("other", "gloo")}
+
+
+def log_on_some(directory: str) -> bool:
+    logger = get_dist_logger("meshstep.test", ranks=[1, 2], file=f"{directory}/logs/{{rank}}.txt")
+    logger.info("hello")
+    logging.getLogger("meshstep.test.below").warning("there")
+    logger.debug("hidden")
+    get_dist_logger("meshstep.test", ranks=None, file=f"{directory}/all-{{rank}}.txt").info("everybody")
+    return len(logger.handlers) == 2
+
+
+def test_logger_speaks_on_its_ranks_only(world: World, tmp_path: Path) -> None:
+    assert world.run(3, log_on_some, str(tmp_path)) == [True] * 3
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["1.txt", "2.txt"]
+    lines = (tmp_path / "logs" / "2.txt").read_text().splitlines()
+    assert [line.split(" ", 1)[1] for line in lines] == ["rank 2 INFO] hello", "rank 2 WARNING] there"]
+    for rank in range(3):
+        assert (tmp_path / f"all-{rank}.txt").read_text().endswith(f"rank {rank} INFO] everybody\n")
+
+
+def test_logger_before_initialisation(
+    environment: Callable[[Mapping[str, str]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment(slurm(1))
+    get_dist_logger("meshstep.test", ranks=[1]).info("early")
+    get_dist_logger("meshstep.test").info("silent")
+    assert capsys.readouterr().err.endswith("rank 1 INFO] early\n")
+    for handler in logging.getLogger("meshstep.test").handlers[:]:
+        logging.getLogger("meshstep.test").removeHandler(handler)

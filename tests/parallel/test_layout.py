@@ -1,0 +1,136 @@
+"""Pieces and full tensors: which piece a spec gives to a rank, and the way back."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from meshstep.parallel.layout.pieces import full_shape, local_index, local_shape, shard, unshard
+from meshstep.parallel.layout.spec import P
+from meshstep.parallel.mesh.registry import ProcessGroupRegistry
+from meshstep.parallel.mesh.topology import Topology
+from world import World
+
+SPECS = [
+    P(),
+    P("row"),
+    P(None, "col"),
+    P("row", "col"),
+    P("col", "row"),
+    P(("col", "row")),
+    P(("row", "col"), None),
+    P(None, None, ("col", "row")),
+    P("data", None, "row"),
+    P("col", partial="row"),
+    P("col", tied={"row": (0, -1)}),
+    P("col", owned={"row": 0}),
+    P(None, owned={"row": 1, "col": 0}),
+    P(("col", "data"), owned={"row": 1}),
+]
+
+
+@pytest.mark.parametrize(
+    ("full", "spec", "local"),
+    [
+        ((12, 8), P("row", "col"), (6, 2)),
+        ((24,), P(("col", "row")), (3,)),
+        ((8, 3), P(None), (8, 3)),
+        ((0, 4), P("row", "col"), (0, 1)),
+        ((), P(), ()),
+        ((8,), P("col", owned={"row": 0}), (2,)),
+    ],
+)
+def test_shapes(full: tuple[int, ...], spec: P, local: tuple[int, ...]) -> None:
+    topology = Topology(row=2, col=4)
+    assert local_shape(full, spec, topology) == local
+    assert full_shape(local, spec, topology) == full
+
+
+def test_errors_say_what_to_do() -> None:
+    topology = Topology(row=2, col=4)
+    with pytest.raises(
+        ValueError, match=re.escape("dim 1 of shape (8, 6) has length 6, which doesn't divide over col=4")
+    ):
+        local_shape((8, 6), P("row", "col"), topology)
+    with pytest.raises(ValueError, match="row=2 x col=4; make it a multiple of 8"):
+        local_shape((12,), P(("row", "col")), topology)
+    with pytest.raises(ValueError, match="tensor"):
+        local_shape((8,), P("tensor"), topology)
+    with pytest.raises(ValueError, match="2 entries"):
+        full_shape((8,), P("row", "col"), topology)
+
+
+def test_one_process_needs_no_groups() -> None:
+    registry = ProcessGroupRegistry(Topology(row=1, col=1))
+    full = torch.randn(4, 6, requires_grad=True)
+    for spec in (P("row", "col"), P(("col", "row")), P(), P("col", owned={"row": 0})):
+        piece = shard(full, spec, registry)
+        assert torch.equal(piece, full)
+        assert not piece.requires_grad
+        assert piece.data_ptr() != full.data_ptr()
+        assert torch.equal(unshard(piece, spec, registry), full)
+
+
+def round_trips(topology: Topology, dtype: torch.dtype) -> None:
+    with ProcessGroupRegistry(topology) as registry:
+        for spec in SPECS:
+            for shape in ((8, 4, 12), (8, 0, 4)):
+                full = torch.randn(shape).to(dtype)
+                piece = shard(full, spec, registry)
+                owns = all(registry.coordinate[axis] == where for axis, where in spec.owned)
+                assert piece.dtype is dtype
+                if owns:
+                    assert piece.is_contiguous()
+                    assert tuple(piece.shape) == local_shape(shape, spec, topology)
+                else:
+                    assert piece.numel() == 0
+                back = unshard(piece if owns else None, spec, registry)
+                assert torch.equal(back, full), spec
+                assert back.dtype is dtype
+                assert back.is_contiguous()
+
+
+@pytest.mark.parametrize("topology", [Topology(data=1, row=2, col=2), Topology(col=2, data=1, row=2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_unshard_undoes_shard(world: World, topology: Topology, dtype: torch.dtype) -> None:
+    world.run(4, round_trips, topology, dtype)
+
+
+def pieces(spec: P) -> list[float]:
+    with ProcessGroupRegistry(Topology(row=2, col=2)) as registry:
+        piece: list[float] = shard(torch.arange(8.0), spec, registry).tolist()
+        return piece
+
+
+def test_the_axis_named_first_is_the_slowest(world: World) -> None:
+    # Ranks 0..3 are (row, col) = (0, 0), (0, 1), (1, 0), (1, 1).
+    assert world.run(4, pieces, P(("row", "col"))) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert world.run(4, pieces, P(("col", "row"))) == [[0, 1], [4, 5], [2, 3], [6, 7]]
+    assert world.run(4, pieces, P("col", owned={"row": 0})) == [[0, 1, 2, 3], [4, 5, 6, 7], [], []]
+
+
+def owner_gives_none() -> list[str]:
+    messages = []
+    with ProcessGroupRegistry(Topology(row=2, col=2)) as registry:
+        for spec in (P("col", owned={"row": 0}), P("col")):
+            with pytest.raises(ValueError, match="give this rank's instead of None") as error:
+                unshard(None, spec, registry)
+            messages.append(str(error.value))
+    return messages
+
+
+def test_a_missing_piece_is_an_error_on_every_rank(world: World) -> None:
+    assert all("every rank holds a piece" in text for texts in world.run(4, owner_gives_none) for text in texts)
+
+
+def found(index: list[int]) -> tuple[list[int], list[bool]]:
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        local, elsewhere = local_index(torch.tensor(index), 6, registry, "tensor")
+        return local.tolist(), elsewhere.tolist()
+
+
+def test_local_index(world: World) -> None:
+    first, second = world.run(2, found, [0, 2, 3, 5, 6, -1])
+    assert first == ([0, 2, 0, 0, 6, -1], [False, False, True, True, False, False])
+    assert second == ([0, 0, 0, 2, 3, -4], [True, True, False, False, False, False])

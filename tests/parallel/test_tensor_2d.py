@@ -1,0 +1,340 @@
+"""2-D (SUMMA) tensor parallelism over real ranks: outputs, gradients and initial weights are the dense model's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from dense import assert_near, assert_same_grads, assert_same_parameters, collectives, full_grad
+from meshstep.parallel.layers.cross_entropy import Reduction, cross_entropy_2d
+from meshstep.parallel.layers.embedding import Embedding2D
+from meshstep.parallel.layers.tensor_2d import BiasLayout, LayerNorm2D, Linear2D, bias_spec
+from meshstep.parallel.layout.pieces import shard, unshard
+from meshstep.parallel.layout.spec import P, spec_of
+from meshstep.parallel.mesh.collectives import copy_to, gather_from, scatter_to
+from meshstep.parallel.mesh.registry import ProcessGroupRegistry
+from meshstep.parallel.mesh.topology import Topology
+from torch import Tensor, nn
+from torch.nn import functional as F
+from world import World
+
+SEED = 99
+GRID = Topology(row=2, col=2)
+LAYOUTS: list[BiasLayout | None] = ["column", "all", "row0", None]
+
+
+def split(full: Tensor, registry: ProcessGroupRegistry) -> Tensor:
+    return scatter_to(scatter_to(full, registry, "row", dim=0), registry, "col", dim=-1)
+
+
+def join(local: Tensor, registry: ProcessGroupRegistry) -> Tensor:
+    return gather_from(gather_from(local, registry, "col", dim=-1), registry, "row", dim=0)
+
+
+def grad_of(param: Tensor) -> Tensor:
+    assert param.grad is not None
+    return param.grad
+
+
+def compare(
+    function: Callable[[Tensor], Tensor],
+    dense: Callable[[Tensor], Tensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    registry: ProcessGroupRegistry,
+) -> None:
+    """Output and input gradient of a layer on blocks against the dense layer on the full input; leaves both's grads."""
+    x = torch.randn(shape, dtype=dtype, requires_grad=True)
+    reference = x.detach().double().requires_grad_()
+    expected = dense(reference)
+    weight = torch.randn_like(expected)
+    torch.autograd.backward((expected * weight).sum())
+    output = join(function(split(x, registry)), registry)
+    torch.autograd.backward((output * weight.to(dtype)).sum())
+    assert output.dtype is dtype
+    assert_near(output, expected)
+    assert_near(grad_of(x), grad_of(reference))
+
+
+def linear_equals_dense(topology: Topology, layout: BiasLayout | None, dtype: torch.dtype) -> None:
+    q = topology.size("row")
+    with ProcessGroupRegistry(topology) as registry:
+        for shape in ((2 * q, 7, 3 * q), (4 * q, 3 * q)):
+            torch.manual_seed(SEED)
+            dense = nn.Linear(3 * q, 2 * q * q, bias=layout is not None, dtype=dtype)
+            random_state = torch.get_rng_state()
+            torch.manual_seed(SEED)
+            layer = Linear2D(3 * q, 2 * q * q, registry, bias=layout, dtype=dtype)
+            assert torch.equal(torch.get_rng_state(), random_state)
+            spec = P() if layout is None else bias_spec(layout)
+            assert torch.equal(unshard(layer.weight, P("row", "col"), registry), dense.weight.t())
+            if layout is not None:
+                assert torch.equal(unshard(layer.bias, spec, registry), dense.bias)
+            dense = dense.double()
+            compare(layer, dense, shape, dtype, registry)
+            assert_near(full_grad(layer.weight, P("row", "col"), registry), grad_of(dense.weight).t())
+            if layout is not None:
+                assert_near(full_grad(layer.bias, spec, registry), grad_of(dense.bias))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_linear(world: World, layout: BiasLayout | None, dtype: torch.dtype) -> None:
+    world.run(4, linear_equals_dense, GRID, layout, dtype)
+
+
+def test_linear_in_one_process() -> None:
+    for layout in LAYOUTS:
+        linear_equals_dense(Topology(row=1, col=1), layout, torch.float64)
+
+
+@pytest.mark.parametrize("layout", ["row0", "all"])
+def test_linear_on_nine_ranks(world: World, layout: BiasLayout) -> None:
+    world.run(9, linear_equals_dense, Topology(row=3, col=3), layout, torch.float64)
+
+
+def bias_holders(layout: BiasLayout) -> tuple[int, int]:
+    """(numbers in this rank's bias, how many parameters it has)."""
+    with ProcessGroupRegistry(GRID) as registry:
+        layer = Linear2D(4, 8, registry, bias=layout)
+        assert spec_of(layer.weight) == P("row", "col")
+        if layer.bias is None:
+            return 0, len(list(layer.parameters()))
+        assert (
+            spec_of(layer.bias)
+            == {
+                "column": P("col"),
+                "all": P(("col", "row")),
+                "row0": P("col", owned={"row": 0}),
+            }[layout]
+        )
+        return layer.bias.numel(), len(list(layer.parameters()))
+
+
+def test_who_holds_the_bias(world: World) -> None:
+    assert world.run(4, bias_holders, "column") == [(4, 2)] * 4
+    assert world.run(4, bias_holders, "all") == [(2, 2)] * 4
+    assert world.run(4, bias_holders, "row0") == [(4, 2), (4, 2), (0, 1), (0, 1)]
+
+
+def frozen_bias() -> None:
+    with ProcessGroupRegistry(GRID) as registry:
+        layer = Linear2D(4, 8, registry, bias="row0")
+        if layer.bias is not None:
+            layer.bias.requires_grad_(False)
+        torch.autograd.backward(layer(torch.randn(3, 2)).sum())
+        assert layer.weight.grad is not None
+        assert layer.bias is None or layer.bias.grad is None
+        layer.weight.requires_grad_(False)
+        if layer.bias is not None:
+            layer.bias.requires_grad_(True)
+        torch.autograd.backward(layer(torch.randn(3, 2)).sum())
+        if layer.bias is not None:
+            assert torch.equal(grad_of(layer.bias), torch.full((4,), 6.0))  # 3 samples on each of 2 rows
+        with torch.no_grad():
+            assert layer(torch.randn(3, 2)).shape == (3, 4)
+
+
+def test_frozen_parameters_hang_nobody(world: World) -> None:
+    world.run(4, frozen_bias)
+
+
+def layer_norm_equals_dense(topology: Topology, dtype: torch.dtype, bias: bool) -> None:
+    with ProcessGroupRegistry(topology) as registry:
+        dense = nn.LayerNorm(12, eps=1e-3, bias=bias, dtype=dtype)
+        layer = LayerNorm2D(12, registry, eps=1e-3, bias=bias, dtype=dtype)
+        assert_same_parameters(layer, dense, registry)
+        with torch.no_grad():
+            for name, param in dense.named_parameters():
+                param.normal_()
+                layer.get_parameter(name).copy_(shard(param, P("col"), registry))
+        dense = dense.double()
+        compare(layer, dense, (4, 5, 12), dtype, registry)
+        assert_same_grads(layer, dense, registry)
+        assert {spec_of(param) for param in layer.parameters()} == {P("col")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("bias", [True, False])
+def test_layer_norm(world: World, dtype: torch.dtype, bias: bool) -> None:
+    world.run(4, layer_norm_equals_dense, GRID, dtype, bias)
+    world.run(2, layer_norm_equals_dense, Topology(row=1, col=2), dtype, bias)
+    world.run(1, layer_norm_equals_dense, Topology(row=1, col=1), dtype, bias)
+
+
+def far_from_zero() -> None:
+    """A mean 10,000 times the deviation: sum and sum of squares in float32 would lose the variance."""
+    with ProcessGroupRegistry(GRID) as registry:
+        x = torch.randn(4, 12, dtype=torch.float64) + 1e4
+        x = x.float()
+        expected = F.layer_norm(x.double(), (12,))
+        output = join(LayerNorm2D(12, registry)(split(x, registry)), registry)
+        assert (output - expected).abs().max() < 2e-3
+
+
+def test_layer_norm_far_from_zero(world: World) -> None:
+    world.run(4, far_from_zero)
+
+
+def embedding_equals_dense(topology: Topology, dtype: torch.dtype) -> None:
+    with ProcessGroupRegistry(topology) as registry:
+        torch.manual_seed(SEED)
+        dense = nn.Embedding(14, 6, dtype=dtype)
+        torch.manual_seed(SEED)
+        table = Embedding2D(14, 6, registry, dtype=dtype)
+        assert_same_parameters(table, dense, registry)
+        positions = torch.randn(5, 6, dtype=dtype)
+        dense_positions = positions.clone().requires_grad_()
+        local_positions = shard(positions, P(None, "col"), registry).requires_grad_()
+        ids = torch.randint(14, (4, 5))
+        weight = torch.randn(4, 5, 6, dtype=dtype)
+        expected = dense(ids) + dense_positions
+        torch.autograd.backward((expected * weight).sum())
+        hidden = table(shard(ids, P("row"), registry)) + copy_to(local_positions, registry, "row")
+        output = join(hidden, registry)
+        torch.autograd.backward((output * weight).sum())
+        assert torch.equal(output, expected)
+        assert_same_grads(table, dense, registry)
+        assert_near(full_grad(local_positions, P(None, "col"), registry), grad_of(dense_positions))
+        assert spec_of(table.weight) == P("row", "col")
+        with pytest.raises(IndexError):
+            table(torch.full((2, 5), 14))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_embedding(world: World, dtype: torch.dtype) -> None:
+    world.run(4, embedding_equals_dense, GRID, dtype)
+    world.run(2, embedding_equals_dense, Topology(row=2, col=1), dtype)
+    world.run(1, embedding_equals_dense, Topology(row=1, col=1), dtype)
+
+
+def cross_entropy_equals_torch(topology: Topology, dtype: torch.dtype, reduction: Reduction) -> None:
+    with ProcessGroupRegistry(topology) as registry:
+        logits = (torch.randn(4, 3, 10) * 4).to(dtype)
+        target = torch.randint(10, (4, 3))
+        target[0, 0] = target[3] = -100  # rows of the grid with different numbers of targets
+        reference = logits.double().detach().requires_grad_()
+        expected = F.cross_entropy(reference.movedim(-1, 1), target, reduction=reduction)
+        torch.autograd.backward((expected.cos() if reduction == "none" else expected).sum())
+        local = shard(logits, P("row", None, "col"), registry).requires_grad_()
+        loss = cross_entropy_2d(local, shard(target, P("row"), registry), registry, reduction=reduction)
+        torch.autograd.backward((loss.cos() if reduction == "none" else loss).sum())
+        assert_near(gather_from(loss, registry, "row", dim=0) if reduction == "none" else loss, expected)
+        assert_near(unshard(local.grad, P("row", None, "col"), registry), grad_of(reference))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_cross_entropy(world: World, dtype: torch.dtype, reduction: Reduction) -> None:
+    world.run(4, cross_entropy_equals_torch, GRID, dtype, reduction)
+    world.run(1, cross_entropy_equals_torch, Topology(row=1, col=1), dtype, reduction)
+
+
+class Block(nn.Module):
+    """A transformer's MLP with a residual, in 2-D, on axes named otherwise."""
+
+    def __init__(self, registry: ProcessGroupRegistry, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.norm = LayerNorm2D(8, registry, row="y", col="x", dtype=dtype)
+        self.up = Linear2D(8, 16, registry, row="y", col="x", bias="all", dtype=dtype)
+        self.down = Linear2D(16, 8, registry, row="y", col="x", bias="row0", dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.down(F.gelu(self.up(self.norm(x))))
+        return x + hidden
+
+
+class DenseBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.down(F.gelu(self.up(self.norm(x))))
+        return x + hidden
+
+
+def low_precision() -> None:
+    with ProcessGroupRegistry(Topology(y=2, x=2)) as registry:
+        full = torch.randn(4, 3, 8)
+        local = shard(full, P("y", None, "x"), registry)
+        torch.manual_seed(SEED)
+        expected = unsharded_block(full)
+        torch.manual_seed(SEED)
+        block = Block(registry, torch.float32)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert block.up(local).dtype is torch.bfloat16
+            output = block(local)
+        torch.autograd.backward(output.float().square().sum())
+        assert all(grad_of(param).dtype is torch.float32 for param in block.parameters())
+        assert_near(unshard(output.float(), P("y", None, "x"), registry), expected, torch.bfloat16)
+        for dtype in (torch.bfloat16, torch.float16):
+            torch.manual_seed(SEED)
+            half = Block(registry, torch.float32).to(dtype)
+            output = half(local.to(dtype))
+            torch.autograd.backward(output.float().square().sum())
+            assert output.dtype is dtype
+            assert all(grad_of(param).dtype is dtype for param in half.parameters())
+            assert_near(unshard(output, P("y", None, "x"), registry), expected)
+            # The parameters kept their specs through .to().
+            assert spec_of(half.up.weight) == P("y", "x")
+
+
+def unsharded_block(full: Tensor) -> Tensor:
+    result: Tensor = DenseBlock()(full)
+    return result.detach()
+
+
+def test_autocast_half_types_and_axis_names(world: World) -> None:
+    world.run(4, low_precision)
+
+
+def rejected() -> None:
+    with ProcessGroupRegistry(GRID) as registry:
+        with pytest.raises(ValueError, match=r"dim 0 .* has length 5, which doesn't divide over row=2"):
+            Linear2D(5, 4, registry)
+        with pytest.raises(ValueError, match="has length 6, which doesn't divide over col=2 x row=2"):
+            Linear2D(4, 6, registry, bias="all")
+        with pytest.raises(ValueError, match="use 'column', 'all', 'row0', or None"):
+            Linear2D(4, 4, registry, bias="rows")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"takes 2 of them .* got shape \(3, 4\); split a full input"):
+            Linear2D(4, 4, registry)(torch.zeros(3, 4))
+        with pytest.raises(ValueError, match="doesn't divide over col=2"):
+            LayerNorm2D(5, registry)
+        with pytest.raises(ValueError, match=r"takes 2 of them in the last dim, got shape \(3, 4\)"):
+            LayerNorm2D(4, registry)(torch.zeros(3, 4))
+        with pytest.raises(ValueError, match="doesn't divide over row=2"):
+            Embedding2D(5, 4, registry)
+    with (
+        ProcessGroupRegistry(Topology(row=4, col=1)) as registry,
+        pytest.raises(ValueError, match="SUMMA needs a square grid, but row=4 and col=1"),
+    ):
+        Linear2D(4, 4, registry)
+
+
+def test_bad_input_fails_before_any_collective(world: World) -> None:
+    world.run(4, rejected)
+
+
+def counted() -> list[dict[str, int]]:
+    counts = []
+    with ProcessGroupRegistry(GRID) as registry:
+        layers = [Linear2D(4, 8, registry, bias=layout) for layout in LAYOUTS]
+        for layer in (*layers, LayerNorm2D(4, registry)):
+            with collectives() as seen:
+                torch.autograd.backward(layer(torch.randn(3, 2, requires_grad=True)).sum())
+            counts.append(dict(seen))
+    return counts
+
+
+def test_collectives_of_each_layer(world: World) -> None:
+    column, spread, row0, none, norm = world.run(4, counted)[0]
+    q = 2
+    assert none == {"broadcast": 4 * q, "reduce": 2 * q}
+    assert column == {**none, "all_reduce": 1}
+    assert spread == {**none, "all_gather_single": 1, "reduce_scatter_single": 1}
+    assert row0 == {"broadcast": 4 * q + 1, "reduce": 2 * q + 1}
+    assert norm == {"all_gather_single": 1, "all_reduce": 2}

@@ -1,0 +1,232 @@
+"""Rank <-> coordinate arithmetic, against torch's own row-major layout; its cost; its table; the command line."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+import time
+from collections.abc import Callable
+from itertools import combinations
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from meshstep.parallel.__main__ import main
+from meshstep.parallel.mesh.topology import Topology
+
+NAMES = ("pipe", "data", "expert", "tensor", "row")
+topologies = st.lists(st.integers(1, 4), max_size=5).map(
+    lambda sizes: Topology(roles=None, **dict(zip(NAMES, sizes, strict=False)))
+)
+BIG = Topology(pipe=8, data=512, row=16, col=16)
+
+
+@given(topologies)
+def test_ranks_and_coordinates_are_those_of_a_row_major_grid(topology: Topology) -> None:
+    grid = torch.arange(topology.world_size).reshape(topology.sizes)
+    seen = set()
+    for rank in range(topology.world_size):
+        coordinate = topology.coordinate(rank)
+        assert tuple(coordinate) == topology.axes
+        assert grid[tuple(coordinate.values())] == rank == topology.rank(**coordinate)
+        assert coordinate == {axis: topology.coordinate_of(rank, axis) for axis in topology.axes}
+        seen.add(tuple(coordinate.values()))
+    assert len(seen) == topology.world_size
+
+
+@given(topologies, st.data())
+def test_peers_are_the_grid_along_their_axes_and_partition_the_world(topology: Topology, data: st.DataObject) -> None:
+    axes = data.draw(st.lists(st.sampled_from(topology.axes), unique=True)) if topology.axes else []
+    dims = sorted(topology.axes.index(axis) for axis in axes)
+    others = [dim for dim in range(len(topology.axes)) if dim not in dims]
+    grid = torch.arange(topology.world_size).reshape(topology.sizes).permute(others + dims)
+    expected = grid.reshape(-1, topology.size(*axes)).tolist()
+    groups = list(topology.groups(*axes))
+    assert [list(group) for group in groups] == expected
+    assert sorted(rank for group in groups for rank in group) == list(range(topology.world_size))
+    for group in groups:
+        assert all(topology.peers(rank, *axes) == group for rank in group)
+
+
+@given(topologies, st.data())
+def test_filter_is_a_slice_of_the_grid(topology: Topology, data: st.DataObject) -> None:
+    fixed = {
+        axis: data.draw(st.integers(0, topology.size(axis) - 1)) for axis in topology.axes if data.draw(st.booleans())
+    }
+    index = tuple(fixed.get(axis, slice(None)) for axis in topology.axes)
+    grid = torch.arange(topology.world_size).reshape(topology.sizes)
+    assert list(topology.filter(**fixed)) == grid[index].flatten().tolist()
+
+
+@given(topologies)
+def test_a_topology_is_a_value(topology: Topology) -> None:
+    again = Topology(roles=None, **dict(zip(topology.axes, topology.sizes, strict=True)))
+    assert again == topology
+    assert hash(again) == hash(topology)
+    assert pickle.loads(pickle.dumps(topology)) == copy.deepcopy(topology) == topology
+    assert eval(repr(topology)) == topology
+    text = ", ".join(f"{axis}={size}" for axis, size in zip(topology.axes, topology.sizes, strict=True))
+    assert Topology.parse(text) == Topology.parse(text.replace(",", "")) == topology
+
+
+def test_order_and_roles_tell_topologies_apart() -> None:
+    assert Topology(row=2, col=3) != Topology(col=3, row=2)
+    assert Topology(dp=2, tp=2) != Topology(dp=2, tp=2, roles={"dp": "data"})
+    assert Topology(row=2) != object()
+    with pytest.raises(AttributeError, match="axes"):
+        Topology(row=2).axes = ("col",)  # type: ignore[misc]
+
+
+def test_roles() -> None:
+    topology = Topology(pipe=2, replica=2, data=1, row=2, dp=3, roles={"dp": "data", "row": "pipe"})
+    assert topology.pipe_axes == ("pipe", "row")
+    assert topology.data_axes == ("replica", "data", "dp")
+    assert topology.model_axes == ()
+    assert Topology(row=2, expert=2).model_axes == ("row", "expert")
+    assert [topology.role(axis) for axis in topology.axes] == ["pipe", "data", "data", "pipe", "data"]
+    assert eval(repr(topology)) == topology
+
+
+def test_no_axes_is_one_rank() -> None:
+    topology = Topology()
+    assert (topology.world_size, topology.coordinate(0), topology.rank(), topology.peers(0)) == (1, {}, 0, (0,))
+    assert list(topology.groups()) == list(topology.filter()) * 0 + [(0,)]
+    assert Topology.parse("") == topology
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: BIG.peers(0, "coll"), "unknown axis 'coll'; did you mean 'col'.*pipe, data, row, col"),
+        (lambda: BIG.size("tensor"), "unknown axis 'tensor'.*pipe, data, row, col"),
+        (lambda: BIG.role("x"), "unknown axis"),
+        (lambda: BIG.size("row", "row"), "twice in row, row"),
+        (lambda: BIG.coordinate(2**20), "rank 1048576 .*0..1048575"),
+        (lambda: BIG.peers(-1, "row"), "rank -1"),
+        (lambda: BIG.coordinate_of(2**20, "row"), "rank 1048576"),
+        (lambda: BIG.rank(pipe=0, row=1), "data, col is missing"),
+        (lambda: BIG.rank(pipe=0, data=0, row=16, col=0), "row=16 .* from 0 to 15"),
+        (lambda: BIG.filter(col=-1), "col=-1"),
+        (lambda: BIG.filter(cool=1), "did you mean 'col'"),
+        (lambda: Topology(row=0), "'row' has size 0"),
+        (lambda: Topology(row=True), "size True"),
+        (lambda: Topology(row=2.0), "size 2.0"),  # type: ignore[arg-type]
+        (lambda: Topology(roles=None, **{"a-b": 2}), "can't name an axis"),
+        (lambda: Topology(row=2, roles={"col": "data"}), "'col', which is no axis"),
+        (lambda: Topology(row=2, roles={"row": "dat"}), "'pipe', 'data', 'model'"),  # type: ignore[dict-item]
+        (lambda: Topology.parse("row"), "'row' doesn't say axis=size"),
+        (lambda: Topology.parse("row=x"), "row=x"),
+        (lambda: Topology.parse("row=2,row=2"), "given twice"),
+        (lambda: Topology.parse("self=2"), "'self' .*can't name an axis"),
+        (lambda: Topology.parse("roles=2"), "'roles' .*can't name an axis"),
+    ],
+)
+def test_bad_input_says_what_to_write(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def lines_executed(call: Callable[[], Any]) -> int:
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_an_answer_about_one_rank_does_not_grow_with_the_world() -> None:
+    small, rank = Topology(pipe=1, data=1, row=16, col=16), 2**20 - 77
+    assert BIG.world_size == 2**20
+    for axes in combinations(("row", "col"), 2):
+        assert len(BIG.peers(rank, *axes)) == 16 ** len(axes)
+        assert lines_executed(lambda axes=axes: BIG.peers(rank, *axes)) == lines_executed(  # type: ignore[misc]
+            lambda axes=axes: small.peers(200, *axes)  # type: ignore[misc]
+        )
+    assert lines_executed(lambda: BIG.coordinate(rank)) == lines_executed(lambda: small.coordinate(200)) < 20
+    assert lines_executed(lambda: Topology(data=2**20)) == lines_executed(lambda: Topology(data=2))
+    # Lazy: the first of half a million groups costs that group.
+    assert next(iter(BIG.groups("pipe", "row")))[:3] == (0, 16, 32)
+    start = time.perf_counter()
+    for _ in range(100):
+        BIG.coordinate(rank), BIG.peers(rank, "row")
+    print(f"coordinate + peers of 16 at world size 2**20: {(time.perf_counter() - start) * 1e4:.1f} us")
+
+
+def test_table() -> None:
+    assert Topology(data=2, row=2, col=2).table() == (
+        "Topology(data=2, row=2, col=2): 8 ranks\n"
+        "\n"
+        "data 0           data 1\n"
+        "      col 0 1          col 0 1\n"
+        "row 0     0 1    row 0     4 5\n"
+        "row 1     2 3    row 1     6 7\n"
+        "\n"
+        "axes       role   size  groups  ranks of each group\n"
+        "data       data      2       4  0 4 | 1 5 | 2 6 | 3 7\n"
+        "row        model     2       4  0 2 | 1 3 | 4 6 | 5 7\n"
+        "col        model     2       4  0 1 | 2 3 | 4 5 | 6 7\n"
+        "row x col  model     4       2  0 1 2 3 | 4 5 6 7"
+    )
+    marked = Topology(data=2, tensor=2).table(rank=3)
+    assert "[3]" in marked
+    assert marked.splitlines()[-2:] == [
+        "data    data      2       2  1 3",
+        "tensor  model     2       2  2 3",
+    ]
+    assert Topology().table() == "Topology(): 1 rank\n\nrank 0\n     0"
+
+
+@pytest.mark.parametrize(
+    "topology", [BIG, Topology(data=2**20), Topology(roles=None, **dict.fromkeys("abcdefghij", 4))]
+)
+@pytest.mark.parametrize("rank", [None, 77_777])
+def test_table_of_a_big_world_fits_a_screen(topology: Topology, rank: int | None) -> None:
+    lines = topology.table(rank).splitlines()
+    assert len(lines) <= 64
+    assert max(map(len, lines)) <= 110
+    assert rank is None or any(f"[{rank}]" in line for line in lines)
+
+
+@given(topologies, st.data())
+def test_table_of_a_small_world_shows_every_rank(topology: Topology, data: st.DataObject) -> None:
+    rank = data.draw(st.none() | st.integers(0, topology.world_size - 1))
+    grid = topology.table(rank).split("\n\naxes ")[0]
+    shown = {int(word.strip("[]")) for word in grid.split() if word.strip("[]").isdigit()}
+    assert topology.world_size > 64 or shown >= set(range(topology.world_size))
+
+
+def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["pipe=2", "data=2", "row=2", "col=2", "--rank", "5"])
+    assert capsys.readouterr().out == Topology(pipe=2, data=2, row=2, col=2).table(5) + "\n"
+    main(["row=2,col=2"])
+    assert capsys.readouterr().out == Topology(row=2, col=2).table() + "\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["row=2", "--rank", "2"], "rank 2 isn't in Topology(row=2)"),
+        (["row"], "'row' doesn't say axis=size"),
+        (["row=0"], "'row' has size 0"),
+        (["row=2", "--rank", "x"], "--rank"),
+        ([], "axis=size"),
+    ],
+)
+def test_command_line_errors(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err

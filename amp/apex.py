@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ..parallel.mesh.registry import ProcessGroupRegistry
-from .casting import is_half
+from .casting import autocast_criterion, autocast_model_, is_half, run_in_
 from .loss_scale import ConstantLossScale, DynamicLossScale, LossScale
-from .precision import Criterion, Precision, autocast_criterion, autocast_model_, run_in_
+from .precision import Criterion, Precision
 
 
 class _Level(NamedTuple):

@@ -129,3 +129,40 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _tensors(item)
+
+
+# Whole models ---------------------------------------------------------------------------------------------------------
+
+
+def run_in_(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool = False) -> None:
+    """Cast the model and its inputs to ``dtype`` and its outputs to float32, in place.
+
+    Batch norm kept in float32 takes and returns ``dtype`` all the same; torch computes it in float32 inside.
+    """
+
+    def wanted(module: nn.Module, tensor: Tensor) -> torch.dtype:
+        keep = keep_batchnorm_fp32 and isinstance(module, nn.modules.batchnorm._BatchNorm)
+        return torch.float32 if keep else dtype
+
+    cast_model_(model, wanted)
+    model.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
+    model.register_forward_hook(CastOutputs(torch.float32))
+
+
+def autocast_model_(model: nn.Module) -> None:
+    """Run the model under autocast to float16, in place; half-precision parameters and buffers become float32."""
+    lift_half_(model)
+    model.forward = Autocast(model.forward, torch.float16, model)
+
+
+def autocast_criterion(criterion: Callable[..., Any]) -> Callable[..., Any]:
+    """Run the criterion under autocast to float16: a module is changed in place, a function wrapped."""
+    if not isinstance(criterion, nn.Module):
+        return Autocast(criterion, torch.float16)
+    criterion.forward = Autocast(criterion.forward, torch.float16, criterion)
+    return criterion
+
+
+def lift_half_(model: nn.Module) -> bool:
+    """Make half-precision parameters and buffers float32, in place; whether there were any."""
+    return cast_model_(model, lambda module, tensor: torch.float32 if is_half(tensor) else tensor.dtype)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..parallel.layout.spec import annotation_of, copy_annotation
+from ..parallel.layout.annotation import annotation_of, copy_annotation
 from .casting import is_half
 
 _COLLECTED = "_meshstep_collected"

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..parallel.layout.spec import annotation_of, copy_annotation, spec_of
+from ..parallel.interop.local import spec_of
+from ..parallel.layout.annotation import annotation_of, copy_annotation
 from ..parallel.mesh.registry import ProcessGroupRegistry
 
 BUCKET_NUMEL = 2**22

@@ -23,8 +23,7 @@ import torch
 import torch.nn.functional as F
 from curve import Curve
 from einops import rearrange
-from meshstep.optim import CosineAnnealingLR, Monitor, ParallelOptimizer
-from meshstep.optim.monitor import Report
+from meshstep.optim import CosineAnnealingLR, Monitor, ParallelOptimizer, Report
 from meshstep.parallel import (
     ColumnParallelLinear,
     LayerNorm1D,

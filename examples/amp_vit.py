@@ -22,10 +22,8 @@ import torch.distributed as dist
 from curve import Curve
 from digits_model import PatchTransformer, layers_for
 from einops import rearrange
-from meshstep.optim import Booster, LinearWarmupLR, Monitor
-from meshstep.optim.monitor import Report
-from meshstep.parallel import P, ProcessGroupRegistry, Topology, init_distributed, reduce_from, shard
-from meshstep.parallel.data import ShardedDataLoader
+from meshstep.optim import Booster, LinearWarmupLR, Monitor, Report
+from meshstep.parallel import P, ProcessGroupRegistry, ShardedDataLoader, Topology, init_distributed, reduce_from, shard
 from sample_data import make_caltech101
 from torch import Tensor
 from torch.utils.data import Subset

@@ -26,9 +26,7 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 from curve import Curve
-from meshstep.optim import Booster, CosineAnnealingLR, Monitor
-from meshstep.optim.monitor import Report
-from meshstep.optim.recipe.data_parallel import DataParallel
+from meshstep.optim import Booster, CosineAnnealingLR, DataParallel, Monitor, Report
 from meshstep.parallel import ProcessGroupRegistry, Topology, init_distributed
 from resnet_model import make_resnet34
 from sample_data import SampleCIFAR10, make_cifar10

@@ -14,11 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from meshstep.optim import global_norm
-from meshstep.parallel import P, ProcessGroupRegistry, Topology
-from meshstep.parallel.launch import init_distributed
-from meshstep.parallel.layers.tensor_2d import Linear2D
-from meshstep.parallel.layout.pieces import shard
-from meshstep.parallel.mesh.agreement import gather_objects
+from meshstep.parallel import Linear2D, P, ProcessGroupRegistry, Topology, gather_objects, init_distributed, shard
 from torch import Tensor, nn
 
 FEATURES, BATCH = 64, 64

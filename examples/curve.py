@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshstep.optim.monitor import Report
+from meshstep.optim import Report
 from tqdm import tqdm
 
 

@@ -17,12 +17,22 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from meshstep.parallel import P, ProcessGroupRegistry, annotate, declare, spec_of
-from meshstep.parallel.layers.cross_entropy import cross_entropy_2d
-from meshstep.parallel.layers.tensor_1d import ColumnParallelLinear, LayerNorm1D, RowParallelLinear
-from meshstep.parallel.layers.tensor_2d import LayerNorm2D, Linear2D
-from meshstep.parallel.layout.pieces import shard, unshard
-from meshstep.parallel.mesh.collectives import gather_from
+from meshstep.parallel import (
+    ColumnParallelLinear,
+    LayerNorm1D,
+    LayerNorm2D,
+    Linear2D,
+    P,
+    ProcessGroupRegistry,
+    RowParallelLinear,
+    annotate,
+    cross_entropy_2d,
+    declare,
+    gather_from,
+    shard,
+    spec_of,
+    unshard,
+)
 from torch import Tensor, nn
 
 TOKENS, PIXELS, CLASSES = 16, 4, 10  # a digit is 8 x 8 pixels: 16 patches of 2 x 2

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import torch
-from meshstep.optim.norm.plan import Bucket, ParameterEntry, ReductionPlan
-from meshstep.parallel import Linear2D, P, ProcessGroupRegistry, Topology, local_shape, shard, spec_of
-from meshstep.parallel.layers.tensor_2d import BiasLayout
+from meshstep.optim import Bucket, ParameterEntry, ReductionPlan
+from meshstep.parallel import BiasLayout, Linear2D, P, ProcessGroupRegistry, Topology, local_shape, shard, spec_of
 
 GRID = Topology(row=2, col=2)
 IN, OUT = 4, 4

@@ -16,9 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from meshstep.parallel import P, ProcessGroupRegistry, annotate, declare
-from meshstep.parallel.layout.pieces import shard
-from meshstep.parallel.mesh.collectives import copy_to, reduce_from
+from meshstep.parallel import P, ProcessGroupRegistry, annotate, copy_to, declare, reduce_from, shard
 from torch import Tensor, nn
 from torchvision.models import resnet34
 from torchvision.models.resnet import BasicBlock

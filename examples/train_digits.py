@@ -23,10 +23,7 @@ from digits_model import DenseLayers, DenseReference, DigitsTransformer, full_pa
 from einops import rearrange
 from meshstep.amp import ApexFp16, precision_of
 from meshstep.optim import ParallelOptimizer, load_checkpoint, newest_checkpoint, save_checkpoint
-from meshstep.parallel import P, ProcessGroupRegistry, Topology
-from meshstep.parallel.launch import init_distributed
-from meshstep.parallel.layout.pieces import shard
-from meshstep.parallel.mesh.collectives import reduce_from
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, init_distributed, reduce_from, shard
 from sklearn.datasets import load_digits
 from torch import Tensor
 from tqdm import tqdm

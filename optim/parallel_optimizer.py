@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..amp.precision import Precision, precision_of
+from ..amp.by_name import precision_of
+from ..amp.precision import Precision
 from ..parallel.mesh.agreement import on_all_ranks
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .clip.decision import Decision, decide

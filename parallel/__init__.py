@@ -1,32 +1,67 @@
 """Process layout: topology, groups, parameter specs and parallel layers."""
 
-from .data.loader import prepare_dataloader as prepare_dataloader
-from .launch.logger import get_dist_logger as get_dist_logger
-from .launch.start import Launch as Launch
-from .launch.start import init_distributed as init_distributed
-from .layers.cross_entropy import cross_entropy_2d as cross_entropy_2d
-from .layers.cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
-from .layers.embedding import Embedding2D as Embedding2D
-from .layers.embedding import VocabParallelEmbedding as VocabParallelEmbedding
-from .layers.tensor_1d import ColumnParallelLinear as ColumnParallelLinear
-from .layers.tensor_1d import LayerNorm1D as LayerNorm1D
-from .layers.tensor_1d import RowParallelLinear as RowParallelLinear
-from .layers.tensor_2d import LayerNorm2D as LayerNorm2D
-from .layers.tensor_2d import Linear2D as Linear2D
-from .layout.pieces import full_shape as full_shape
-from .layout.pieces import local_shape as local_shape
-from .layout.pieces import shard as shard
-from .layout.pieces import unshard as unshard
-from .layout.spec import P as P
-from .layout.spec import annotate as annotate
-from .layout.spec import declare as declare
-from .layout.spec import spec_of as spec_of
-from .mesh.collectives import all_gather_to as all_gather_to
-from .mesh.collectives import broadcast_from as broadcast_from
-from .mesh.collectives import copy_to as copy_to
-from .mesh.collectives import gather_from as gather_from
-from .mesh.collectives import reduce_from as reduce_from
-from .mesh.collectives import reduce_scatter_to as reduce_scatter_to
-from .mesh.collectives import scatter_to as scatter_to
-from .mesh.registry import ProcessGroupRegistry as ProcessGroupRegistry
-from .mesh.topology import Topology as Topology
+from .data import ShardedDataLoader, prepare_dataloader
+from .interop.deepspeed import ModelParallelUnit, mark_model_parallel
+from .interop.local import spec_of
+from .launch import Launch, get_dist_logger, init_distributed
+from .layers.cross_entropy import cross_entropy_2d, vocab_parallel_cross_entropy
+from .layers.embedding import Embedding2D, VocabParallelEmbedding
+from .layers.tensor_1d import ColumnParallelLinear, LayerNorm1D, RowParallelLinear
+from .layers.tensor_2d import BiasLayout, LayerNorm2D, Linear2D
+from .layout.annotation import annotate, declare
+from .layout.pieces import Region
+from .layout.shard import full_shape, local_shape, shard, unshard
+from .layout.spec import P
+from .mesh.agreement import gather_objects, on_all_ranks
+from .mesh.collectives import (
+    all_gather_to,
+    broadcast_from,
+    copy_to,
+    gather_from,
+    reduce_from,
+    reduce_scatter_to,
+    scatter_to,
+)
+from .mesh.registry import ProcessGroupRegistry
+from .mesh.topology import Role, Topology
+
+__all__ = [
+    "BiasLayout",
+    "ColumnParallelLinear",
+    "Embedding2D",
+    "Launch",
+    "LayerNorm1D",
+    "LayerNorm2D",
+    "Linear2D",
+    "ModelParallelUnit",
+    "P",
+    "ProcessGroupRegistry",
+    "Region",
+    "Role",
+    "RowParallelLinear",
+    "ShardedDataLoader",
+    "Topology",
+    "VocabParallelEmbedding",
+    "all_gather_to",
+    "annotate",
+    "broadcast_from",
+    "copy_to",
+    "cross_entropy_2d",
+    "declare",
+    "full_shape",
+    "gather_from",
+    "gather_objects",
+    "get_dist_logger",
+    "init_distributed",
+    "local_shape",
+    "mark_model_parallel",
+    "on_all_ranks",
+    "prepare_dataloader",
+    "reduce_from",
+    "reduce_scatter_to",
+    "scatter_to",
+    "shard",
+    "spec_of",
+    "unshard",
+    "vocab_parallel_cross_entropy",
+]

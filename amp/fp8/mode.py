@@ -10,12 +10,15 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
+from ...parallel.interop.local import spec_of
 from ...parallel.layers.tensor_1d import ColumnParallelLinear, RowParallelLinear
 from ...parallel.layers.tensor_2d import Linear2D
-from ...parallel.layout.spec import P, annotation_of, spec_of
+from ...parallel.layout.annotation import annotation_of
+from ...parallel.layout.spec import P
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..loss_scale import LossScale
-from ..precision import Bf16, Criterion, Fp32, Precision
+from ..modes import Bf16, Fp32
+from ..precision import Criterion, Precision
 from .linear import Fp8Linear, Fp8Matmul
 from .summa import fp8_summa
 

@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ...parallel.layout.pieces import Region
 from ..parallel_optimizer import ParallelOptimizer
+from .logical import LogicalTensor, part_of
 from .parameters import LogicalParameters
-from .regions import LogicalTensor, Region
 
 _FIELDS = {"model": 1, "state": 2, "piece": 3, "master": 1, "buffer": 2}
 PORTABLE = ("stochastic_rounding",)  # state of the weights that is no tensor and does not depend on the layout
@@ -113,7 +114,7 @@ def collect(parameters: LogicalParameters, state: OptimizerState) -> tuple[dict[
 
     Collectives: none. Host reads: the undeclared buffers.
     """
-    tensors = {f"model/{name}": region.logical(tensor) for name, tensor, region in parameters.writes()}
+    tensors = {f"model/{name}": part_of(region, tensor) for name, tensor, region in parameters.writes()}
     record = RankRecord()
     for name, buffer in parameters.buffers.items():
         record.buffers[name] = digest(buffer)
@@ -126,7 +127,7 @@ def collect(parameters: LogicalParameters, state: OptimizerState) -> tuple[dict[
         if parameters.is_first(stepped.param):
             tensors.update(_state_tensors(stepped, state.tensors.get(position, {}), record))
             if position in state.masters:
-                tensors[f"master/{stepped.name}"] = stepped.region.logical(state.masters[position].detach())
+                tensors[f"master/{stepped.name}"] = part_of(stepped.region, state.masters[position].detach())
     return tensors, record
 
 
@@ -140,7 +141,7 @@ def _state_tensors(
         elif value.dim() == 0:
             yield f"state/{key}/{name}", whole(value)
         elif value.shape == stepped.piece.shape:
-            yield f"state/{key}/{name}", region.logical(value)
+            yield f"state/{key}/{name}", part_of(region, value)
         else:
             yield f"piece/{key}/{region}/{name}", whole(value)
 

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...parallel.interop.local import local_parameter
-from ...parallel.layout.spec import annotation_of
+from ...parallel.layout.annotation import annotation_of
+from ...parallel.layout.pieces import Region
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..norm.agreement import agree
 from ..norm.plan import ParameterEntry, ReductionPlan, entries_of
-from .regions import Region
 
 
 class LogicalParameters:
@@ -64,7 +64,7 @@ class LogicalParameters:
         full = []
         for dim, length in enumerate(tensor.shape):
             full.append(length * self.topology.size(*(a for a in entry.spec.dim_axes(dim) if a not in known)))
-        return Region.of_shard(full, local.shape, entry.spec, self.topology, plan.rank, entry.name)
+        return Region.of_shard(full, local.shape, entry.spec, self.topology, plan.coordinate, entry.name)
 
     def writes(self) -> Iterator[tuple[str, Tensor, Region]]:
         """Those of `regions` that this rank contributes to a checkpoint: of tied copies only the first stage's."""

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...parallel.layout.pieces import Region, Shape
 from ..states.stepped_weights import SCALAR_STATE
 from .contents import PORTABLE, OptimizerState, Stepped, parse_key, whole
+from .logical import LogicalTensor, Stored, part_of
 from .parameters import LogicalParameters
 from .record import SharedRecord
-from .regions import LogicalTensor, Region, Shape, Stored
 
 
 class Restoration:
@@ -86,7 +87,7 @@ class Restoration:
                 f"{key} has shape {found.shape}, {str(found.dtype)[6:]} in the checkpoint, but shape "
                 f"{region.full_shape}, {str(dtype)[6:]} here; build the model that was saved, in the same mode"
             )
-        self.tensors[key] = region.logical(room)
+        self.tensors[key] = part_of(region, room)
         return room
 
     def _room_for_all(self, key: str) -> Tensor:

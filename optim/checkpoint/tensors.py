@@ -41,8 +41,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from ...parallel.layout.pieces import Shape
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from .regions import LogicalTensor, Shape, Stored
+from .logical import LogicalTensor, Stored
 
 
 def write_tensors(directory: Path, tensors: Mapping[str, LogicalTensor], registry: ProcessGroupRegistry) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...parallel.interop.local import local_parameters
-from ...parallel.layout.spec import annotation_of
+from ...parallel.layout.annotation import annotation_of
 from ...parallel.mesh.agreement import on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..gradients.sync import is_complete, mark_complete, sync_axes

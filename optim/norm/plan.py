@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from ...parallel.interop.local import local_parameter
-from ...parallel.layout.spec import Annotation, P, annotation_of
+from ...parallel.layout.annotation import Annotation, annotation_of
+from ...parallel.layout.spec import P
 from ...parallel.mesh.topology import Topology
 
 

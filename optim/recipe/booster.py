@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from ...amp.precision import Precision, precision_of
+from ...amp.by_name import precision_of
+from ...amp.precision import Precision
 from ...parallel.data.loader import ShardedDataLoader, prepare_dataloader
 from ...parallel.mesh.agreement import on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry

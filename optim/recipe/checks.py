@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from ...parallel.data.loader import ShardedDataLoader
-from ...parallel.layout.spec import P, annotation_of, declare
+from ...parallel.layout.annotation import annotation_of, declare
+from ...parallel.layout.spec import P
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from ..norm.plan import entries_of

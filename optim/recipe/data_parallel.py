@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...parallel.layout.spec import annotation_of
+from ...parallel.layout.annotation import annotation_of
 from ...parallel.mesh.registry import ProcessGroupRegistry
 
 DataParallel = Literal["ddp", "zero1", "zero2", "fsdp"]

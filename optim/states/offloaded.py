@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...amp.casting import is_half
 from ...amp.weights import Weights
-from ...parallel.layout.spec import copy_annotation
+from ...parallel.layout.annotation import copy_annotation
 from .stepped_weights import SteppedWeights, move_state, origins_of, params_of, replaced
 
 

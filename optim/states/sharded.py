@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from ...amp.casting import is_half
-from ...parallel.layout.spec import P, annotate
+from ...parallel.layout.annotation import annotate
+from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology, default_role

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...amp.weights import Weights
-from ...parallel.layout.spec import annotation_of
+from ...parallel.layout.annotation import annotation_of
 from ..norm.plan import ReductionPlan
 
 SCALAR_STATE = ("step", "mu", "mu_product", "eta")  # one number a parameter in torch's optimizers, whatever its shape

@@ -20,7 +20,9 @@ from collections.abc import Iterable
 import torch.distributed as dist
 from torch import Tensor
 
-from ..layout.spec import P, annotation_of, spec_of
+from ..interop.local import spec_of
+from ..layout.annotation import annotation_of
+from ..layout.spec import P
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.topology import Topology
 from .local import has_dtensors

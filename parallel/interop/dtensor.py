@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor as DTensor
 
-from ..layout.spec import Annotation, P, annotation_of, attach
+from ..layout.annotation import Annotation, annotation_of, attach
+from ..layout.spec import P
 from ..mesh.topology import Topology
 
 _LOCAL, _SOURCE, _CHECKED, _VERSION = (f"_meshstep_{name}" for name in ("local", "source", "checked", "version"))

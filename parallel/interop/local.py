@@ -1,4 +1,4 @@
-"""Neighbours, one file each: `dtensor` (FSDP2, torch's tensor parallelism), `deepspeed` (an mpu).
+"""The plain local parameter and the spec of any parameter, be it a DTensor or not.
 
 What is here costs nothing where a neighbour is not used: importing DTensor takes most of a second.
 """
@@ -11,6 +11,8 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from ..layout.annotation import annotation_of
+from ..layout.spec import P
 from ..mesh.topology import Topology
 
 
@@ -33,6 +35,21 @@ def local_parameter(param: Tensor, topology: Topology | None = None) -> Tensor:
 
     assert isinstance(param, dtensor.DTensor)
     return dtensor.local_parameter(param, topology)
+
+
+def spec_of(param: Tensor) -> P:
+    """The declared spec of a parameter; of a DTensor the one of its local tensor, its placements included.
+
+    Raises:
+        ValueError: Nothing declared it; a DTensor's placements contradict what was declared.
+    """
+    annotation = annotation_of(local_parameter(param))
+    if annotation is None:
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} has no spec; say how it is laid out with declare(model, "
+            "{'name or pattern': P(...)}), P() meaning replicated (copy.deepcopy and wrappers drop specs: declare again)"
+        )
+    return annotation.spec
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..layout.pieces import local_index
+from ..layout.shard import local_index
 from ..mesh.registry import ProcessGroupRegistry
 
 Reduction = Literal["mean", "sum", "none"]

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..layout.pieces import local_index, shard
-from ..layout.spec import P, annotate
+from ..layout.annotation import annotate
+from ..layout.shard import local_index, shard
+from ..layout.spec import P
 from ..mesh.collectives import Over, all_gather, reduce_from, reduce_scatter_to
 from ..mesh.registry import ProcessGroupRegistry
 from .initialization import draw_embedding

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..layout.pieces import shard
-from ..layout.spec import P, annotate
+from ..layout.annotation import annotate
+from ..layout.shard import shard
+from ..layout.spec import P
 from ..mesh.collectives import all_gather_to, copy_to, gather_from, reduce_from, reduce_scatter_to, scatter_to
 from ..mesh.registry import ProcessGroupRegistry
 from .initialization import draw_linear

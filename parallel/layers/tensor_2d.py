@@ -26,8 +26,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..layout.pieces import local_shape, shard
-from ..layout.spec import P, annotate
+from ..layout.annotation import annotate
+from ..layout.shard import local_shape, shard
+from ..layout.spec import P
 from ..mesh.collectives import Over, all_gather, all_gather_to, broadcast_from, copy_to
 from ..mesh.registry import ProcessGroupRegistry
 from .initialization import draw_linear

@@ -1,150 +1,138 @@
-"""From a full tensor to this rank's piece and back, as a spec lays it out.
+"""Which part of a logical tensor a rank holds, as rectangles of it. Pure arithmetic, and views.
 
-The piece of a dim that is sharded over axes (a, b) is number ``coordinate[a] * size(b) + coordinate[b]`` of
-``size(a) * size(b)`` equal chunks: the axis named first is the slowest. `tied` and `partial` don't matter here: they
-say who else contributes to a gradient, not what a piece is.
+A rank holds one shard of a parameter: a rectangle. Of its optimizer state it may hold only a contiguous run of the
+flattened (row-major) shard, which is a stack of rectangles again: the rest of a row, whole rows, the start of a row.
+Rectangles of one tensor can be written and read whatever the layout of those who wrote them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 
-import torch
-import torch.distributed as dist
-from einops import rearrange
 from torch import Tensor
 
-from ..mesh.collectives import Over, all_gather, broadcast
-from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.topology import Topology
 from .spec import P
 
-
-def local_shape(full_shape: Sequence[int], spec: P, topology: Topology) -> tuple[int, ...]:
-    """The shape of a piece of a tensor of ``full_shape`` on a rank that holds one. Pure arithmetic.
-
-    Raises:
-        ValueError: A dim doesn't divide over its axes; the spec names an unknown axis or has too many entries.
-    """
-    spec.validate(len(full_shape), topology)
-    shape = []
-    for dim, length in enumerate(full_shape):
-        axes = spec.dim_axes(dim)
-        parts = topology.size(*axes)
-        if length % parts:
-            sizes = " x ".join(f"{axis}={topology.size(axis)}" for axis in axes)
-            raise ValueError(
-                f"{spec}: dim {dim} of shape {tuple(full_shape)} has length {length}, which doesn't divide over "
-                f"{sizes}; make it a multiple of {parts}"
-            )
-        shape.append(length // parts)
-    return tuple(shape)
+Shape = tuple[int, ...]
 
 
-def full_shape(local_shape: Sequence[int], spec: P, topology: Topology) -> tuple[int, ...]:
-    """The shape of the tensor whose pieces have ``local_shape``; the inverse of `local_shape`. Pure arithmetic.
+@dataclass(frozen=True)
+class Box:
+    """A rectangle: where it begins, and its size, by dim."""
 
-    Raises:
-        ValueError: The spec names an unknown axis or has too many entries.
-    """
-    spec.validate(len(local_shape), topology)
-    return tuple(length * topology.size(*spec.dim_axes(dim)) for dim, length in enumerate(local_shape))
+    offsets: Shape
+    sizes: Shape
 
 
-def shard(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> Tensor:
-    """This rank's piece of a full tensor, in memory of its own; not differentiable.
-
-    Where the spec is ``owned`` and this rank isn't an owner there is no piece: an empty tensor of shape (0,) comes
-    back, and a layer registers None there.
-
-    Raises:
-        ValueError: A dim doesn't divide over its axes; the spec names an unknown axis or has too many entries.
-    Collectives: none. Host reads: none.
-    """
-    shape = local_shape(full.shape, spec, registry.topology)
-    if not _owns(spec, registry):
-        return full.new_empty(0)
-    piece = full.detach()
-    for dim, length in enumerate(shape):
-        index = 0
-        for axis in spec.dim_axes(dim):
-            index = index * registry.size(axis) + registry.coordinate[axis]
-        piece = piece.narrow(dim, index * length, length)
-    return piece.clone(memory_format=torch.contiguous_format)
-
-
-@torch.no_grad()
-def unshard(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Tensor:
-    """The full tensor on every rank, from every rank's piece: a parameter, or its gradient. Not differentiable.
-
-    For checkpoints and checks, not for the training step. What a rank gives that doesn't own a piece is ignored; None
-    will do. All ranks of the world must call.
-
-    Raises:
-        ValueError: An owner gives None; the spec names an unknown axis or has too many entries.
-    Collectives: one all-gather over the sharded axes; where the spec is ``owned``, first a broadcast of shape and dtype
-    (which reads the host) and one of the piece, over the owned axes.
-    """
-    if spec.owned:
-        local = _from_owner(local, spec, registry)
-    if local is None:
-        raise ValueError(f"{spec}: every rank holds a piece; give this rank's instead of None")
-    spec.validate(local.dim(), registry.topology)
-    axes = tuple(axis for axis in registry.topology.axes if axis in spec.sharded_axes)
-    if not axes or registry.size(*axes) == 1:
-        return local.detach().clone(memory_format=torch.contiguous_format)
-    pieces = all_gather(local.detach().unsqueeze(0), Over(registry, axes))
-    return _join(pieces, axes, spec, registry)
-
-
-def local_index(index: Tensor, length: int, registry: ProcessGroupRegistry, axis: str) -> tuple[Tensor, Tensor]:
-    """Indices into a dim of ``length`` that is sharded over ``axis`` -> indices into this rank's piece of it.
+@dataclass(frozen=True)
+class Region:
+    """What a rank holds of a logical tensor: elements ``start`` to ``stop`` of one flattened shard.
 
     Args:
-        index: Integers in 0..length-1, any shape.
-    Returns:
-        The local indices, 0 where the element lies on another rank; and a bool mask of those elsewhere. An index that
-        is outside the full dim stays outside the piece, on every rank, so that the lookup fails as a dense one does.
+        full_shape: Of the logical tensor.
+        offsets, shape: Of the shard.
+        start, stop: Of the run, which is all of the shard or a part of it.
     """
-    piece = length // registry.size(axis)
-    start = piece * registry.rank(axis)
-    elsewhere = ((index >= 0) & (index < start)) | ((index >= start + piece) & (index < length))
-    return (index - start).masked_fill(elsewhere, 0), elsewhere
+
+    full_shape: Shape
+    offsets: Shape
+    shape: Shape
+    start: int
+    stop: int
+
+    @classmethod
+    def of_shard(
+        cls,
+        full: Sequence[int],
+        shape: Sequence[int],
+        spec: P,
+        topology: Topology,
+        coordinate: Mapping[str, int],
+        name: str = "a tensor",
+    ) -> Region:
+        """The region of the whole shard that the rank at ``coordinate`` holds.
+
+        A dim that doesn't divide is cut as `torch.chunk` does, axis by axis.
+
+        Raises:
+            ValueError: That would make a shard of another shape.
+        """
+        offsets, lengths = [], []
+        for dim, length in enumerate(full):
+            offset = 0
+            for axis in spec.dim_axes(dim):
+                chunk = -(-length // topology.size(axis))
+                start = min(coordinate[axis] * chunk, length)
+                offset, length = offset + start, min(chunk, length - start)
+            offsets.append(offset)
+            lengths.append(length)
+        if lengths != list(shape):
+            raise ValueError(
+                f"{name}: {spec} makes this rank's piece of {tuple(full)} {tuple(lengths)}, but it has {tuple(shape)}"
+            )
+        return cls(tuple(full), tuple(offsets), tuple(shape), 0, prod(shape))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    def of(self, full: Tensor) -> Tensor:
+        """The shard of the full tensor; a view. The run, if it is not all of the shard, is of its flattened elements."""
+        for dim, (offset, length) in enumerate(zip(self.offsets, self.shape, strict=True)):
+            full = full.narrow(dim, offset, length)
+        return full
+
+    def run(self, start: int, numel: int) -> Region:
+        """``numel`` elements of it from ``start`` on."""
+        return replace(self, start=self.start + start, stop=self.start + start + numel)
+
+    def parts(self, tensor: Tensor) -> dict[Shape, Tensor]:
+        """``tensor``, which has this region's elements in their order, as rectangles; views where it is contiguous."""
+        if tensor.shape == self.shape:
+            return {self.offsets: tensor} if self.numel or not prod(self.full_shape) else {}
+        found, flat, at = {}, tensor.reshape(-1), 0
+        for box in boxes_of_run(self.shape, self.start, self.stop):
+            offsets = tuple(a + b for a, b in zip(self.offsets, box.offsets, strict=True))
+            found[offsets] = flat[at : at + prod(box.sizes)].view(box.sizes)
+            at += prod(box.sizes)
+        return found
+
+    def __str__(self) -> str:
+        """Where it is, in a few characters: ``0,4+8,4`` for offsets and shape; a run has its ends added."""
+        run = "" if self.numel == prod(self.shape) else f":{self.start}-{self.stop}"
+        return f"{_joined(self.offsets)}+{_joined(self.shape)}{run}"
 
 
-def _owns(spec: P, registry: ProcessGroupRegistry) -> bool:
-    return all(registry.coordinate[axis] == where for axis, where in spec.owned)
+def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """The rectangles that elements ``start`` to ``stop`` of a flattened tensor make, in their order; 2 * dims - 1 at most.
 
-
-def _from_owner(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Tensor | None:
-    """The owner's piece, on every rank along the owned axes."""
-    spec.validate(len(spec.entries), registry.topology)
-    axes = tuple(axis for axis, _ in spec.owned)
-    if registry.size(*axes) == 1:
-        return local
-    owner = registry.topology.rank(**{**registry.coordinate, **dict(spec.owned)})
-    over = Over(registry, axes, root=registry.ranks(*axes).index(owner))
-    # None from the owner travels too: all ranks then raise, none waits.
-    header: list[Any] = [None if local is None else (local.shape, local.dtype)]
-    dist.broadcast_object_list(header, group_src=over.root, group=over.group, device=registry.device)
-    if header[0] is None:
-        return None
-    shape, dtype = header[0]
-    if not _owns(spec, registry) or local is None:
-        local = torch.empty(shape, dtype=dtype, device=registry.device)
-    return broadcast(local.detach(), over)
-
-
-def _join(pieces: Tensor, axes: tuple[str, ...], spec: P, registry: ProcessGroupRegistry) -> Tensor:
-    """[group, *local] -> full; the group is row-major over ``axes``.
-
-    For P(("col", "row"), None) over (row, col) the pattern reads ``(row col) d0 d1 -> (col row d0) d1``.
+    [3, 4] from 2 to 9: ``..XX / XXXX / X...``
     """
-    names = {axis: f"a{number}" for number, axis in enumerate(registry.topology.axes)}
-    dims = range(pieces.dim() - 1)
-    gathered = " ".join(names[axis] for axis in axes)
-    local = " ".join(f"d{dim}" for dim in dims)
-    full = " ".join("(" + " ".join([*(names[axis] for axis in spec.dim_axes(dim)), f"d{dim}"]) + ")" for dim in dims)
-    sizes = {names[axis]: registry.size(axis) for axis in axes}
-    return rearrange(pieces, f"({gathered}) {local} -> {full}", **sizes).contiguous()
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield Box((start,) if shape else (), (stop - start,) if shape else ())
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # it begins and ends within row `last`
+        yield from _rows(last, boxes_of_run(shape[1:], start - last * row, stop - last * row))
+        return
+    if start < first * row:
+        yield from _rows(first - 1, boxes_of_run(shape[1:], start - (first - 1) * row, row))
+    if first < last:
+        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+    yield from _rows(last, boxes_of_run(shape[1:], 0, stop - last * row))
+
+
+def _rows(index: int, boxes: Iterator[Box]) -> Iterator[Box]:
+    for box in boxes:
+        yield Box((index, *box.offsets), (1, *box.sizes))
+
+
+def _joined(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))

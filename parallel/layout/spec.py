@@ -1,4 +1,4 @@
-"""How one parameter is laid out over the mesh: `P`, and how a parameter comes to carry one.
+"""How one parameter is laid out over the mesh: `P`.
 
 `P` has one entry per tensor dim, as JAX's PartitionSpec: the mesh axis that shards the dim, a tuple of axes, or None.
 Axes that a spec does not name hold replicas. What the spec can't say by dims it says by keyword:
@@ -15,16 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from math import prod
-from typing import Any
 
-from torch import Tensor, nn
-
-from ..interop.local import local_parameter
 from ..mesh.topology import Topology
-
-_ATTRIBUTE = "_meshstep_annotation"
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -150,143 +143,3 @@ def _axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 def _entry_repr(axes: tuple[str, ...]) -> str:
     return repr(axes[0]) if len(axes) == 1 else repr(axes or None)
-
-
-@dataclass(frozen=True)
-class Annotation:
-    """What a parameter carries.
-
-    Args:
-        spec: Its layout.
-        name: What errors call it.
-        mesh_axes: Of a DTensor's local tensor, the axes of its device mesh: torch has reduced the gradient over them.
-        declared: False where only a DTensor's placements say the spec, which speak for ``mesh_axes`` alone.
-    """
-
-    spec: P
-    name: str | None = None
-    mesh_axes: tuple[str, ...] = ()
-    declared: bool = True
-
-    def silent_axes(self, topology: Topology) -> tuple[str, ...]:
-        """The model axes larger than 1 of which nobody has said whether they shard the parameter."""
-        silent = () if self.declared else (axis for axis in topology.model_axes if axis not in self.mesh_axes)
-        return tuple(axis for axis in silent if topology.size(axis) > 1)
-
-
-def annotate(param: Tensor, spec: P, name: str | None = None) -> None:
-    """Attach ``spec`` to one parameter; a layer calls it for its own parameters.
-
-    The annotation is an attribute of the tensor: ``copy.deepcopy`` and wrappers that make new parameters drop it, and
-    the parameter then counts as undeclared, which is an error where the spec is needed. Use `declare` again on the copy.
-
-    Raises:
-        ValueError: The spec has more entries than the parameter has dims.
-    """
-    if len(spec.entries) > param.dim():
-        label = name or f"parameter of shape {tuple(param.shape)}"
-        raise ValueError(
-            f"{label}: {spec} has {len(spec.entries)} entries but the tensor has {param.dim()} dims; "
-            "give one entry a dim"
-        )
-    setattr(param, _ATTRIBUTE, Annotation(spec, name))
-
-
-def attach(param: Tensor, annotation: Annotation) -> None:
-    """Let ``param`` carry ``annotation``, as it is."""
-    setattr(param, _ATTRIBUTE, annotation)
-
-
-def annotation_of(param: Tensor) -> Annotation | None:
-    """The annotation of a parameter, or None where nothing declared it."""
-    found: Any = getattr(param, _ATTRIBUTE, None)
-    return found if isinstance(found, Annotation) else None
-
-
-def spec_of(param: Tensor) -> P:
-    """The declared spec of a parameter; of a DTensor the one of its local tensor, its placements included.
-
-    Raises:
-        ValueError: Nothing declared it; a DTensor's placements contradict what was declared.
-    """
-    annotation = annotation_of(local_parameter(param))
-    if annotation is None:
-        raise ValueError(
-            f"a parameter of shape {tuple(param.shape)} has no spec; say how it is laid out with declare(model, "
-            "{'name or pattern': P(...)}), P() meaning replicated (copy.deepcopy and wrappers drop specs: declare again)"
-        )
-    return annotation.spec
-
-
-def declare(module: nn.Module, rules: Mapping[str, P] | None = None) -> None:
-    """Say how every parameter of ``module`` is laid out, and give each its qualified name.
-
-        declare(model, {"*": P(), "head.weight": P("tensor", None), "layers.*.mlp.bias": P("tensor")})
-
-    A rule is a parameter's name or a glob pattern (``*`` crosses dots). The most specific match wins: a full name before
-    any pattern, then the pattern with more literal characters. Parameters that their layer has declared already
-    (`annotate`) keep that spec unless a rule gives their full name. Either all of the rules take effect or none.
-
-    Raises:
-        ValueError: A rule matches no parameter; a parameter is matched by no rule and not declared; two equally specific
-            rules disagree; a spec has more entries than its parameter has dims.
-    """
-    rules = dict(rules or {})
-    params = dict(module.named_parameters())
-    for pattern in rules:
-        if not any(fnmatchcase(name, pattern) for name in params):
-            raise ValueError(
-                f"rule {pattern!r} matches no parameter of {type(module).__name__}; "
-                f"its parameters are {_some(params) or 'none'}"
-            )
-    decided: dict[str, Annotation] = {}
-    missing = []
-    for name, param in params.items():
-        existing = annotation_of(param)
-        spec = rules.get(name) or (existing.spec if existing else _most_specific(name, rules))
-        if spec is None:
-            missing.append(name)
-            continue
-        if len(spec.entries) > param.dim():
-            raise ValueError(
-                f"{name}: {spec} has {len(spec.entries)} entries but the parameter has shape {tuple(param.shape)}; "
-                "give one entry a dim"
-            )
-        decided[name] = Annotation(spec, name)
-    if missing:
-        raise ValueError(
-            f"no rule says how {_some(missing)} is laid out; add a rule for it, P() meaning replicated on purpose"
-        )
-    for name, annotation in decided.items():
-        setattr(params[name], _ATTRIBUTE, annotation)
-
-
-def _most_specific(name: str, rules: Mapping[str, P]) -> P | None:
-    matching = [pattern for pattern in rules if fnmatchcase(name, pattern)]
-    if not matching:
-        return None
-    best = max(map(_literal_characters, matching))
-    candidates = [pattern for pattern in matching if _literal_characters(pattern) == best]
-    if len({rules[pattern] for pattern in candidates}) > 1:
-        raise ValueError(
-            f"{name}: the rules {' and '.join(map(repr, candidates))} are equally specific and disagree; "
-            "make one longer or give the full name"
-        )
-    return rules[candidates[0]]
-
-
-def _literal_characters(pattern: str) -> int:
-    return sum(character not in "*?[]!" for character in pattern)
-
-
-def _some(names: Iterable[str], most: int = 5) -> str:
-    names = list(names)
-    shown = ", ".join(names[:most])
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def copy_annotation(source: Tensor, target: Tensor) -> None:
-    """Give ``target`` (a master copy, a slice) the annotation of ``source``, if it has one."""
-    annotation = annotation_of(source)
-    if annotation is not None:
-        setattr(target, _ATTRIBUTE, annotation)

@@ -11,19 +11,39 @@ are elided, so that the text stays on a screen and costs the same for a world of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .topology import Topology
+from typing import Protocol
 
 _WIDTH = 100
 _BLOCKS, _ROWS, _MEMBERS, _GROUPS = 16, 8, 8, 12
 _ELIDED = "..."  # ASCII, for terminals that can do no more
 
 
-def render(topology: Topology, rank: int | None = None) -> str:
+class Grid(Protocol):
+    """What a table shows of a topology."""
+
+    @property
+    def axes(self) -> tuple[str, ...]: ...
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def data_axes(self) -> tuple[str, ...]: ...
+    @property
+    def model_axes(self) -> tuple[str, ...]: ...
+    @property
+    def pipe_axes(self) -> tuple[str, ...]: ...
+    def size(self, *axes: str) -> int: ...
+    def role(self, axis: str) -> str: ...
+    def coordinate(self, rank: int) -> dict[str, int]: ...
+    def rank(self, **coordinate: int) -> int: ...
+    def peers(self, rank: int, *axes: str) -> tuple[int, ...]: ...
+    def groups(self, *axes: str) -> Iterator[tuple[int, ...]]: ...
+
+
+def render(topology: Grid, rank: int | None = None) -> str:
     """The text of `Topology.table`."""
     place = topology.coordinate(rank) if rank is not None else {}
     ranks = f"{topology.world_size:,} rank{'s' if topology.world_size > 1 else ''}"
@@ -33,7 +53,7 @@ def render(topology: Topology, rank: int | None = None) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _grid(topology: Topology, rank: int | None, place: dict[str, int]) -> list[str]:
+def _grid(topology: Grid, rank: int | None, place: dict[str, int]) -> list[str]:
     """All blocks; those that share the coordinates of all but the three fastest axes stand side by side."""
     axes = _grid_axes(topology)
     slow, fast = axes[:-2], axes[-2:]
@@ -51,11 +71,11 @@ def _grid(topology: Topology, rank: int | None, place: dict[str, int]) -> list[s
     return _flow(blocks, side_by_side)
 
 
-def _grid_axes(topology: Topology) -> tuple[str, ...]:
+def _grid_axes(topology: Grid) -> tuple[str, ...]:
     return tuple(axis for axis, size in zip(topology.axes, topology.sizes, strict=True) if size > 1)
 
 
-def _block(topology: Topology, where: dict[str, int], rank: int | None, place: dict[str, int]) -> list[str]:
+def _block(topology: Grid, where: dict[str, int], rank: int | None, place: dict[str, int]) -> list[str]:
     """One grid over the two fastest axes, at the given coordinate of the slower ones."""
     axes = _grid_axes(topology)
     column_axis = axes[-1] if axes else "rank"
@@ -86,7 +106,7 @@ def _block(topology: Topology, where: dict[str, int], rank: int | None, place: d
     ]
 
 
-def _groups(topology: Topology, rank: int | None) -> list[str]:
+def _groups(topology: Grid, rank: int | None) -> list[str]:
     """A line per axis, then for the sets of axes that gradients are reduced over."""
     together = [axes for axes in (topology.data_axes, topology.model_axes) if len(axes) > 1]
     if topology.pipe_axes and topology.model_axes:

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, get_args
 
+from .table import render
+
 Role = Literal["pipe", "data", "model"]
 
 _DEFAULT_ROLES: Mapping[str, Role] = {"pipe": "pipe", "data": "data", "replica": "data"}
@@ -189,8 +191,6 @@ class Topology:
         Args:
             rank: Mark this rank, and show its own groups only.
         """
-        from .table import render
-
         return render(self, rank)
 
     def check_axes(self, axes: tuple[str, ...]) -> None:

@@ -11,10 +11,9 @@ import torch
 from dense import TOLERANCE, assert_near
 from hypothesis import given
 from hypothesis import strategies as st
+from meshstep.amp import Fp8, precision_of
 from meshstep.amp.fp8.linear import Fp8Linear, Fp8Matmul, product, scaled_mm
-from meshstep.amp.fp8.mode import Fp8
 from meshstep.amp.fp8.tensor import E4M3, E5M2, Quantized, agreed_amax, quantize
-from meshstep.amp.precision import precision_of
 from probes import no_host_reads
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -5,14 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 from dense import assert_near, assert_same_grads, collectives
+from meshstep.amp import Fp8
 from meshstep.amp.fp8.linear import Fp8Matmul
-from meshstep.amp.fp8.mode import Fp8
-from meshstep.parallel.layers.tensor_1d import ColumnParallelLinear, RowParallelLinear
-from meshstep.parallel.layers.tensor_2d import BiasLayout, Linear2D
-from meshstep.parallel.layout.pieces import shard, unshard
-from meshstep.parallel.layout.spec import P, declare, spec_of
-from meshstep.parallel.mesh.registry import ProcessGroupRegistry
-from meshstep.parallel.mesh.topology import Topology
+from meshstep.parallel import (
+    BiasLayout,
+    ColumnParallelLinear,
+    Linear2D,
+    P,
+    ProcessGroupRegistry,
+    RowParallelLinear,
+    Topology,
+    declare,
+    shard,
+    spec_of,
+    unshard,
+)
 from test_fp8 import Base, small_model
 from torch import Tensor, nn
 from world import World

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from dense import collectives
-from meshstep.amp.grad_scaler import GradScaler
-from meshstep.parallel.mesh.registry import ProcessGroupRegistry
-from meshstep.parallel.mesh.topology import Topology
+from meshstep.amp import GradScaler
+from meshstep.parallel import ProcessGroupRegistry, Topology
 from probes import HostReadError, no_host_reads
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard

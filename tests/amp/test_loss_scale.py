@@ -13,7 +13,8 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from meshstep.amp.loss_scale import MAX_FLOAT32, ConstantLossScale, DynamicLossScale, LossScale
+from meshstep.amp import ConstantLossScale, DynamicLossScale, LossScale
+from meshstep.amp.loss_scale import MAX_FLOAT32
 from probes import no_host_reads
 
 SETTINGS = st.fixed_dictionaries(

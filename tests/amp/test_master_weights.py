@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from meshstep.amp.master_weights import MasterWeights
-from meshstep.parallel.layout.spec import P, annotate, spec_of
+from meshstep.amp import MasterWeights
+from meshstep.parallel import P, annotate, spec_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

@@ -11,12 +11,20 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
-from meshstep.amp.apex import ApexFp16
+from meshstep.amp import (
+    ApexFp16,
+    Bf16,
+    ConstantLossScale,
+    DynamicLossScale,
+    Fp32,
+    MasterWeights,
+    NaiveFp16,
+    Precision,
+    TorchFp16,
+    precision_of,
+)
 from meshstep.amp.casting import cast_floating
-from meshstep.amp.loss_scale import ConstantLossScale, DynamicLossScale
-from meshstep.amp.master_weights import MasterWeights
-from meshstep.amp.precision import Bf16, Fp32, NaiveFp16, Precision, TorchFp16, precision_of
-from meshstep.parallel.layout.spec import P, annotate, spec_of
+from meshstep.parallel import P, annotate, spec_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 

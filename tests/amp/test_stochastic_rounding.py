@@ -9,11 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from meshstep.amp.master_weights import MasterWeights
-from meshstep.amp.stochastic_rounding import StochasticRounding, stochastic_round_
-from meshstep.parallel.layout.spec import P, annotate
-from meshstep.parallel.mesh.registry import ProcessGroupRegistry
-from meshstep.parallel.mesh.topology import Topology
+from meshstep.amp import MasterWeights, StochasticRounding, stochastic_round_
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

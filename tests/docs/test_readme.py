@@ -16,10 +16,8 @@ from unittest import mock
 
 import pytest
 import torch
-from meshstep.parallel import P, ProcessGroupRegistry, Topology
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, copy_to, reduce_from, shard, unshard
 from meshstep.parallel.__main__ import main as print_topology
-from meshstep.parallel.layout.pieces import shard, unshard
-from meshstep.parallel.mesh.collectives import copy_to, reduce_from
 from run_example import example
 from torch import Tensor, nn
 from world import World

@@ -10,8 +10,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from meshstep.optim import ParallelOptimizer
-from meshstep.parallel import Linear2D, P, ProcessGroupRegistry, Topology, declare, shard, spec_of
-from meshstep.parallel.layers.tensor_2d import BiasLayout
+from meshstep.parallel import BiasLayout, Linear2D, P, ProcessGroupRegistry, Topology, declare, shard, spec_of
 from run_example import example
 from world import World
 

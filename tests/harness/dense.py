@@ -11,9 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from meshstep.parallel.layout.pieces import unshard
-from meshstep.parallel.layout.spec import P, spec_of
-from meshstep.parallel.mesh.registry import ProcessGroupRegistry
+from meshstep.parallel import P, ProcessGroupRegistry, spec_of, unshard
 from torch import Tensor, nn
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}

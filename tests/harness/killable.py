@@ -20,9 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from meshstep.amp import precision_of
 from meshstep.optim import CosineAnnealingLR, ParallelOptimizer, load_checkpoint, newest_checkpoint, save_checkpoint
-from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
-from meshstep.parallel.layers.tensor_1d import ColumnParallelLinear, RowParallelLinear
-from meshstep.parallel.layout.pieces import shard
+from meshstep.parallel import ColumnParallelLinear, P, ProcessGroupRegistry, RowParallelLinear, Topology, declare, shard
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 

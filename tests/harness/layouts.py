@@ -8,9 +8,7 @@ import torch
 import torch.nn.functional as F
 from meshstep.amp import precision_of
 from meshstep.optim import ParallelOptimizer
-from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
-from meshstep.parallel.layout.pieces import shard
-from meshstep.parallel.mesh.collectives import gather_from
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, gather_from, shard
 from torch import Tensor, nn
 
 IN, HIDDEN, OUT = 6, 8, 4

@@ -10,13 +10,25 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from meshstep.optim import GradStats, ParallelOptimizer
-from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, declare, spec_of
-from meshstep.parallel.layers.cross_entropy import cross_entropy_2d, vocab_parallel_cross_entropy
-from meshstep.parallel.layers.embedding import VocabParallelEmbedding
-from meshstep.parallel.layers.tensor_1d import ColumnParallelLinear, LayerNorm1D, RowParallelLinear
-from meshstep.parallel.layers.tensor_2d import LayerNorm2D, Linear2D
-from meshstep.parallel.layout.pieces import shard, unshard
-from meshstep.parallel.mesh.collectives import scatter_to
+from meshstep.parallel import (
+    ColumnParallelLinear,
+    LayerNorm1D,
+    LayerNorm2D,
+    Linear2D,
+    P,
+    ProcessGroupRegistry,
+    RowParallelLinear,
+    Topology,
+    VocabParallelEmbedding,
+    annotate,
+    cross_entropy_2d,
+    declare,
+    scatter_to,
+    shard,
+    spec_of,
+    unshard,
+    vocab_parallel_cross_entropy,
+)
 from torch import Tensor, nn
 
 VOCAB, WIDTH, HIDDEN = 12, 8, 16

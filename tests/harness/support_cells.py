@@ -13,11 +13,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from meshstep.amp import ApexFp16, Fp8
 from meshstep.optim import Booster, ParallelOptimizer
-from meshstep.parallel import P, ProcessGroupRegistry, Topology, cross_entropy_2d, declare
-from meshstep.parallel.layers.tensor_1d import ColumnParallelLinear, LayerNorm1D, RowParallelLinear
-from meshstep.parallel.layers.tensor_2d import LayerNorm2D, Linear2D
-from meshstep.parallel.layout.pieces import shard, unshard
-from meshstep.parallel.layout.spec import annotation_of
+from meshstep.parallel import (
+    ColumnParallelLinear,
+    LayerNorm1D,
+    LayerNorm2D,
+    Linear2D,
+    P,
+    ProcessGroupRegistry,
+    RowParallelLinear,
+    Topology,
+    cross_entropy_2d,
+    declare,
+    shard,
+    unshard,
+)
+from meshstep.parallel.layout.annotation import annotation_of
 from precision_modes import MODES as PLAIN_MODES
 from torch import Tensor, nn
 

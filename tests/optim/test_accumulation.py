@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshstep.amp import precision_of
 from meshstep.optim import ParallelOptimizer
-from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
-from meshstep.parallel.layout.pieces import shard
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare, shard
 from probes import collectives
 from scenarios import VOCAB, Scenario, build, dense_1d, full_tensors
 from torch import Tensor, nn

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from meshstep.optim import ParallelOptimizer
-from meshstep.parallel import P, ProcessGroupRegistry, Topology
-from meshstep.parallel.layout.pieces import shard
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, shard
 from precision_modes import MODES
 from probes import collectives
 from scenarios import VOCAB, Scenario, build, dense_1d, full_tensors

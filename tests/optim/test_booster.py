@@ -11,12 +11,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from meshstep.amp import ApexFp16
-from meshstep.optim.recipe.booster import Booster
-from meshstep.optim.schedule.lr_scheduler import LinearWarmupLR
-from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare, spec_of
+from meshstep.optim import Booster, LinearWarmupLR
+from meshstep.parallel import (
+    ColumnParallelLinear,
+    P,
+    ProcessGroupRegistry,
+    RowParallelLinear,
+    Topology,
+    declare,
+    spec_of,
+    unshard,
+)
 from meshstep.parallel.interop.local import local_parameter
-from meshstep.parallel.layers.tensor_1d import ColumnParallelLinear, RowParallelLinear
-from meshstep.parallel.layout.pieces import unshard
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as torch_lr
 from torch.utils.data import TensorDataset

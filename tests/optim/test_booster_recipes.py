@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from meshstep.amp import NaiveFp16
-from meshstep.optim import ParallelOptimizer
-from meshstep.optim.recipe.booster import Booster
-from meshstep.optim.schedule.lr_scheduler import CosineAnnealingLR, LinearWarmupLR
+from meshstep.optim import Booster, CosineAnnealingLR, LinearWarmupLR, ParallelOptimizer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as torch_lr

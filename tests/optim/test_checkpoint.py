@@ -14,8 +14,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from layouts import Axes, Run
 from meshstep.optim import ParallelOptimizer, load_checkpoint, save_checkpoint
-from meshstep.optim.checkpoint.regions import boxes_of_run
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from meshstep.parallel.layout.pieces import boxes_of_run
 from scenarios import SCENARIOS, backward, batch, build
 from torch import Tensor, nn
 from world import World

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from meshstep.optim import ParallelOptimizer, load_checkpoint, save_checkpoint
-from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, declare
-from meshstep.parallel.layout.pieces import shard
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, declare, shard
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor

@@ -12,10 +12,9 @@ import torch
 from dtensors import Axes, LocalOperations, local, registry_of
 from meshstep.amp import precision_of
 from meshstep.optim import GradStats, ParallelOptimizer
-from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare, spec_of
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare, shard, spec_of, unshard
 from meshstep.parallel.interop.dtensor import DTensor, keep_specs
-from meshstep.parallel.layout.pieces import shard, unshard
-from meshstep.parallel.layout.spec import annotation_of
+from meshstep.parallel.layout.annotation import annotation_of
 from probes import collectives, no_host_reads
 from scenarios import VOCAB, Tensor1D, dense_1d
 from torch import Tensor, nn

@@ -11,16 +11,16 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from meshstep.optim import ParallelOptimizer
-from meshstep.optim.schedule import taken_steps
-from meshstep.optim.schedule.lr_scheduler import (
+from meshstep.optim import (
     ConstantLR,
     CosineAnnealingLR,
     LinearWarmupLR,
     MultiStepLR,
+    ParallelOptimizer,
     PolynomialLR,
     WarmupLR,
 )
+from meshstep.optim.schedule import taken_steps
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from probes import no_host_reads
 from torch import Tensor, nn

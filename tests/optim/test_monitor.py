@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from meshstep.optim import GradStats, ParallelOptimizer
-from meshstep.optim.monitor import Monitor, Report, TensorBoardWriter
-from meshstep.parallel import ProcessGroupRegistry, Topology, declare
-from meshstep.parallel.layout.spec import P
+from meshstep.optim import GradStats, Monitor, ParallelOptimizer, Report, TensorBoardWriter
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from probes import no_host_reads
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -9,8 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from meshstep.optim import ParallelOptimizer
-from meshstep.parallel import ProcessGroupRegistry, spec_of
-from meshstep.parallel.layout.pieces import unshard
+from meshstep.parallel import ProcessGroupRegistry, spec_of, unshard
 from precision_modes import DYNAMIC, MODES, make, stepped
 from scenarios import SCENARIOS, Full, Scenario, batch, dense_loss
 from torch import Tensor, nn

@@ -10,8 +10,7 @@ import pytest
 import torch
 from meshstep.amp import ApexFp16, NaiveFp16, Precision, TorchFp16
 from meshstep.optim import GradStats, ParallelOptimizer, clip_grad_norm_
-from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
-from meshstep.parallel.layout.pieces import shard
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, shard
 from torch import Tensor, nn
 from world import World
 

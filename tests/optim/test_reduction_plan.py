@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from cases import Case, cases
 from hypothesis import given, settings
-from meshstep.optim import ParallelOptimizer
-from meshstep.optim.norm.plan import ParameterEntry, ReductionPlan
+from meshstep.optim import ParallelOptimizer, ParameterEntry, ReductionPlan
 from meshstep.parallel import P, ProcessGroupRegistry, Topology
 from scenarios import SCENARIOS, build
 from world import World

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from meshstep.optim import ParallelOptimizer
-from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
-from meshstep.parallel.layout.pieces import shard
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare, shard
 from precision_modes import MODES, OPTIMIZERS
 from scenarios import SCENARIOS, Scenario, backward, build, dense_1d, full_tensors
 from torch import Tensor, nn

@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense import collectives
-from meshstep.parallel.mesh.collectives import (
+from meshstep.parallel import (
+    ProcessGroupRegistry,
+    Topology,
     all_gather_to,
     broadcast_from,
     copy_to,
@@ -17,8 +19,6 @@ from meshstep.parallel.mesh.collectives import (
     reduce_scatter_to,
     scatter_to,
 )
-from meshstep.parallel.mesh.registry import ProcessGroupRegistry
-from meshstep.parallel.mesh.topology import Topology
 from torch import Tensor
 from world import World
 

@@ -14,8 +14,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from meshstep.parallel import ProcessGroupRegistry, Topology
-from meshstep.parallel.data import ShardedDataLoader, prepare_dataloader
+from meshstep.parallel import ProcessGroupRegistry, ShardedDataLoader, Topology, prepare_dataloader
 from meshstep.parallel.data.batch_sampler import Batch, ShardedBatchSampler, step_bounds
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset

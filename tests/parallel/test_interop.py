@@ -10,13 +10,8 @@ import torch
 import torch.distributed as dist
 from cases import Case, Param, cases, parameters_on
 from hypothesis import given, settings
-from meshstep.parallel import P, ProcessGroupRegistry, Topology
-from meshstep.parallel.interop.deepspeed import (
-    ModelParallelUnit,
-    counts_piece,
-    mark_model_parallel,
-    model_parallel_axes,
-)
+from meshstep.parallel import ModelParallelUnit, P, ProcessGroupRegistry, Topology, mark_model_parallel
+from meshstep.parallel.interop.deepspeed import counts_piece, model_parallel_axes
 from torch import Tensor, nn
 from world import World
 

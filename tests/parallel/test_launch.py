@@ -14,10 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from meshstep.parallel.launch import Launch, get_dist_logger, init_distributed
+from meshstep.parallel import Launch, ProcessGroupRegistry, Topology, get_dist_logger, init_distributed
 from meshstep.parallel.launch.environment import LaunchEnvironment, first_host, read_environment
-from meshstep.parallel.mesh.registry import ProcessGroupRegistry
-from meshstep.parallel.mesh.topology import Topology
 from world import World
 
 PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "OMPI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
@@ -77,9 +75,9 @@ def test_a_world_of_one_opens_no_port(
 
 PROGRAM = """
 import sys, torch, torch.distributed as dist
-from meshstep.parallel.launch import get_dist_logger, init_distributed
-from meshstep.parallel.mesh.registry import ProcessGroupRegistry
-from meshstep.parallel.mesh.topology import Topology
+from meshstep.parallel import get_dist_logger, init_distributed
+from meshstep.parallel import ProcessGroupRegistry
+from meshstep.parallel import Topology
 launch = init_distributed(backend="gloo")
 with ProcessGroupRegistry(Topology(data=1, tensor=2)) as registry:
     total = torch.tensor(1.0 + launch.rank)

@@ -6,10 +6,8 @@ import re
 
 import pytest
 import torch
-from meshstep.parallel.layout.pieces import full_shape, local_index, local_shape, shard, unshard
-from meshstep.parallel.layout.spec import P
-from meshstep.parallel.mesh.registry import ProcessGroupRegistry
-from meshstep.parallel.mesh.topology import Topology
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, full_shape, local_shape, shard, unshard
+from meshstep.parallel.layout.shard import local_index
 from world import World
 
 SPECS = [

@@ -15,8 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from meshstep.parallel.mesh.registry import ProcessGroupRegistry
-from meshstep.parallel.mesh.topology import Topology
+from meshstep.parallel import ProcessGroupRegistry, Topology
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard

@@ -5,13 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 from dense import assert_near, assert_same_grads, assert_same_parameters, collectives
-from meshstep.parallel.layers.cross_entropy import Reduction, vocab_parallel_cross_entropy
-from meshstep.parallel.layers.embedding import VocabParallelEmbedding
-from meshstep.parallel.layers.tensor_1d import ColumnParallelLinear, LayerNorm1D, RowParallelLinear
-from meshstep.parallel.layout.spec import P, spec_of
-from meshstep.parallel.mesh.collectives import gather_from, scatter_to
-from meshstep.parallel.mesh.registry import ProcessGroupRegistry
-from meshstep.parallel.mesh.topology import Topology
+from meshstep.parallel import (
+    ColumnParallelLinear,
+    LayerNorm1D,
+    P,
+    ProcessGroupRegistry,
+    RowParallelLinear,
+    Topology,
+    VocabParallelEmbedding,
+    gather_from,
+    scatter_to,
+    spec_of,
+    vocab_parallel_cross_entropy,
+)
+from meshstep.parallel.layers.cross_entropy import Reduction
 from torch import Tensor, nn
 from torch.nn import functional as F
 from world import World

@@ -7,14 +7,24 @@ from collections.abc import Callable
 import pytest
 import torch
 from dense import assert_near, assert_same_grads, assert_same_parameters, collectives, full_grad
-from meshstep.parallel.layers.cross_entropy import Reduction, cross_entropy_2d
-from meshstep.parallel.layers.embedding import Embedding2D
-from meshstep.parallel.layers.tensor_2d import BiasLayout, LayerNorm2D, Linear2D, bias_spec
-from meshstep.parallel.layout.pieces import shard, unshard
-from meshstep.parallel.layout.spec import P, spec_of
-from meshstep.parallel.mesh.collectives import copy_to, gather_from, scatter_to
-from meshstep.parallel.mesh.registry import ProcessGroupRegistry
-from meshstep.parallel.mesh.topology import Topology
+from meshstep.parallel import (
+    BiasLayout,
+    Embedding2D,
+    LayerNorm2D,
+    Linear2D,
+    P,
+    ProcessGroupRegistry,
+    Topology,
+    copy_to,
+    cross_entropy_2d,
+    gather_from,
+    scatter_to,
+    shard,
+    spec_of,
+    unshard,
+)
+from meshstep.parallel.layers.cross_entropy import Reduction
+from meshstep.parallel.layers.tensor_2d import bias_spec
 from torch import Tensor, nn
 from torch.nn import functional as F
 from world import World

@@ -15,8 +15,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from meshstep.parallel import Topology
 from meshstep.parallel.__main__ import main
-from meshstep.parallel.mesh.topology import Topology
 
 NAMES = ("pipe", "data", "expert", "tensor", "row")
 topologies = st.lists(st.integers(1, 4), max_size=5).map(

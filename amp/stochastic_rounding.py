@@ -121,6 +121,10 @@ class StochasticRounding:
                     keys[param] = self._key(param, given, f"{index}.{position}")
         return keys
 
+    def refresh(self) -> None:
+        """See the parameters that somebody else has added to the optimizer. Raises: as the constructor."""
+        self._keys = self._make_keys()
+
     def _key(self, param: Tensor, given: str | None, place: str) -> str:
         registry, annotation = self.registry, annotation_of(param)
         name = given or (annotation.name if annotation else None)
@@ -141,7 +145,7 @@ class StochasticRounding:
         """Add a param group to the optimizer. Raises: as the constructor; nothing is changed then."""
         self.optimizer.add_param_group(param_group)
         try:
-            self._keys = self._make_keys()
+            self.refresh()
         except ValueError:
             del self.optimizer.param_groups[-1]
             raise

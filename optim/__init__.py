@@ -2,34 +2,63 @@
 
 from .checkpoint.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from .clip.functional import clip_grad_norm_, clip_grad_value_, global_norm
+from .clip.policies import Adaptive, ByGroup, ByNorm, ByValue, Clip, PerParameter
+from .gradients.exchange import Exact, Exchange
+from .gradients.gradients import Measure
 from .gradients.sync import sync_gradients
 from .monitor import Monitor, Report, TensorBoardWriter
-from .norm.global_norm import GlobalNorm
-from .norm.plan import Bucket, ParameterEntry, ReductionPlan
+from .norm.entries import ParameterEntry
+from .norm.global_norm import GlobalNorm, Norms
+from .norm.plan import Bucket, ReductionPlan
 from .norm.replicas import ReplicaMismatchError
 from .norm.stats import GradStats
 from .parallel_optimizer import ParallelOptimizer
 from .recipe.booster import Booster
 from .recipe.data_parallel import DataParallel, share_weights
 from .schedule.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearWarmupLR, MultiStepLR, PolynomialLR, WarmupLR
+from .states.link import Binding, Link, Placement, Position
+from .states.offloaded import Offloaded
+from .states.pieces import Piece
+from .states.sharded import Sharded
+from .step.data_parallel import Reduce
+from .step.skips import Skip
 
 __all__ = [
+    "Adaptive",
+    "Binding",
     "Booster",
     "Bucket",
+    "ByGroup",
+    "ByNorm",
+    "ByValue",
+    "Clip",
     "ConstantLR",
     "CosineAnnealingLR",
     "DataParallel",
+    "Exact",
+    "Exchange",
     "GlobalNorm",
     "GradStats",
     "LinearWarmupLR",
+    "Link",
+    "Measure",
     "Monitor",
     "MultiStepLR",
+    "Norms",
+    "Offloaded",
     "ParallelOptimizer",
     "ParameterEntry",
+    "PerParameter",
+    "Piece",
+    "Placement",
     "PolynomialLR",
+    "Position",
+    "Reduce",
     "ReductionPlan",
     "ReplicaMismatchError",
     "Report",
+    "Sharded",
+    "Skip",
     "TensorBoardWriter",
     "WarmupLR",
     "clip_grad_norm_",

@@ -1,47 +1,36 @@
-"""The order of a step's stages: complete the gradients -> measure -> decide -> apply -> count."""
+"""The order of a step's stages: complete the gradients -> measure -> decide -> update -> count."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ..amp.by_name import precision_of
 from ..amp.precision import Precision
 from ..parallel.mesh.agreement import on_all_ranks
 from ..parallel.mesh.registry import ProcessGroupRegistry
-from .clip.decision import Decision, decide
-from .clip.functional import checked_threshold
-from .clip.thresholds import agreed_thresholds
-from .gradients.bound import BoundGradients
-from .gradients.checks import check_thresholds
-from .norm.agreement import agree
-from .norm.global_norm import Reduction, checked_norm_type, checked_reduction
-from .norm.plan import ReductionPlan, entries_of
+from .clip.decide import Verdict, decide
+from .clip.policies import ByNorm, ByValue, Clip, clip_of
+from .gradients.gradients import Measure, Needs
+from .norm.plan import ReductionPlan
 from .norm.stats import GradStats
-from .states.dtensors import DTensorParameters, check_update
+from .setup import Setup
 from .states.frozen import FrozenParameters
-from .states.make_weights import check_placement, make_stepped_weights
-from .states.saved import load_checked
-from .states.sharded import Sharding
-from .states.stepped_weights import named_params_of
+from .states.link import Placement
+from .states.pieces import Piece, named_params_of
+from .states.saved import Saved
+from .step.data_parallel import Overlap, Reduce
 from .step.facade import OptimizerFacade
-from .step.skips import SkipMonitor
+from .step.old_arguments import refuse_arguments
+from .step.skips import OnNonfinite, SkipMonitor, reason_to_stop
 from .step.update import apply_update
-from .step.window import DataParallelSwitch, Window, inverse_weight
-
-
-class _Clip(NamedTuple):
-    """What an explicit call asks for."""
-
-    norm_type: float
-    max_norm: float | None
-    clip_value: float | None
+from .step.window import Window, inverse_weight, weight_slots
 
 
 class ParallelOptimizer(OptimizerFacade):
@@ -66,33 +55,22 @@ class ParallelOptimizer(OptimizerFacade):
             In modes with master weights its param groups then hold the masters, and in the place of DTensor parameters
             (`fully_shard`, `parallelize_module`; see `meshstep.parallel.interop.dtensor`) their local tensors.
         registry: The groups of the mesh that the specs name.
-        max_norm: Clip the global norm to this; in unscaled gradient units, finite, > 0; None: measure only. A param group
-            with its own ``"max_norm"`` is clipped by its own norm, and the others by theirs together. Ranks agree on these
-            here; they may be changed later where all ranks have all groups.
-        norm_type: p >= 1, or inf.
-        clip_value: Clamp every gradient element to [-clip_value, clip_value] instead, after measuring.
+        max_norm: Clip the global norm to this; in unscaled gradient units, finite, > 0. Or another rule (`Clip`: `ByNorm`,
+            `ByValue`, `PerParameter`, `Adaptive`, your own). None: measure only. A param group with its own ``"max_norm"``
+            is clipped by its own norm, and the others by theirs together. Ranks agree on these here; they may be changed
+            later where all ranks have all groups.
         precision: The mode's name or object (`meshstep.amp`). ``precision.prepare(model)`` makes the model run in it;
             here it says whether there are master weights and a loss scale.
-        on_nonfinite: ``"skip"`` the step on every rank, or ``"raise"`` FloatingPointError on every rank with the
-            parameters' names (one host read a step).
         accumulation_steps: K: manage windows of K micro-batches, each a `backward`; `step` and `zero_grad` do nothing
             before the K-th, and the gradient is the mean over the window. None: gradients add up until you call `step`.
         data_parallel: The `DistributedDataParallel` or `fully_shard` module that averages gradients over the data axes;
             it synchronises in the last micro-batch of a window only. None: `step` averages, in a few collectives, as
-            it does for parameters that were left out of `fully_shard`.
-        average_data: False where something else than ``data_parallel`` averages gradients over the data axes.
-        shard_states: The axis over which optimizer states and master weights are sharded, usually ``"data"`` (ZeRO-1); see
-            `ShardedWeights`. The param groups then hold this rank's pieces.
-        shard_gradients: Shard the gradients as well (ZeRO-2): every backward reduces them into this rank's slice, and all
-            ranks must call `backward` for every micro-batch. Bucket by bucket while it runs; where the model itself uses
-            the axis (a spec names it, or it is no data axis by its name), only when it has ended.
-        offload: The fraction of the elements whose masters and optimizer states are kept and stepped on the CPU; see
-            `OffloadedWeights`. A step then waits for the device.
-        reduction: ``"packed"`` or ``"per_group"``; see `GlobalNorm`.
-        per_parameter_norms: Put the norm of every logical parameter into GradStats.
-        check_replicas: Compare the bits of all replicas before every step and raise `ReplicaMismatchError`, on every
-            rank, where they differ. For debugging: it reads everything once more and costs one host read a step.
-        max_skips_in_a_row: So many skipped steps in a row are an error on every rank, noticed at most 16 steps late.
+            it does for parameters that were left out of `fully_shard`. `Reduce` says how, or that something else does.
+        states: Where optimizer states and masters are kept: `Sharded`, `Offloaded`, both, or a `Placement` of your own.
+            The param groups then hold what is stepped; see `pieces`.
+        measure: What is measured, and how; see `Measure`.
+        on_nonfinite: ``"skip"`` the step on every rank (`Skip` says how many in a row are an error), or ``"raise"``
+            FloatingPointError on every rank with the parameters' names (one host read a step).
 
     Raises:
         ValueError, TypeError: On every rank, when an argument is out of range or when, on any rank, a parameter is
@@ -107,110 +85,51 @@ class ParallelOptimizer(OptimizerFacade):
         optimizer: torch.optim.Optimizer,
         registry: ProcessGroupRegistry,
         *,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        clip_value: float | None = None,
+        max_norm: float | Clip | None = None,
         precision: str | Precision = "fp32",
-        on_nonfinite: Literal["skip", "raise"] = "skip",
         accumulation_steps: int | None = None,
-        data_parallel: nn.Module | None = None,
-        average_data: bool = True,
-        shard_states: str | None = None,
-        shard_gradients: bool = False,
-        offload: float | None = None,
-        reduction: Reduction = "packed",
-        per_parameter_norms: bool = False,
-        check_replicas: bool = False,
-        max_skips_in_a_row: int = 50,
+        data_parallel: nn.Module | Reduce | None = None,
+        states: Placement | Sequence[Placement] = (),
+        measure: Measure = Measure(),  # noqa: B008 (frozen)
+        on_nonfinite: OnNonfinite = "skip",
+        **removed: object,
     ) -> None:
+        refuse_arguments(removed)
+        if isinstance(optimizer, ParallelOptimizer):
+            raise TypeError("the optimizer is a ParallelOptimizer already; wrap a plain torch optimizer")
         super().__init__(optimizer)
-        self.registry = registry
-        self.max_norm, self.clip_value, self.norm_type = max_norm, clip_value, norm_type
-        self.on_nonfinite, self.reduction = on_nonfinite, reduction
-        # What fully_shard averages are its DTensors; parameters left out of it are averaged here.
-        by_ddp = isinstance(data_parallel, DistributedDataParallel)
-        self.average_data, self.accumulation_steps = average_data and not by_ddp, accumulation_steps
-        self.per_parameter_norms, self.check_replicas = per_parameter_norms, check_replicas
-        self.max_skips_in_a_row = max_skips_in_a_row
-        self.shard_states, self.shard_gradients, self.offload = shard_states, shard_gradients, offload
-        self._model_groups = [named_params_of([group]) for group in self.param_groups]
-        plan = self._agreed_plan(precision, data_parallel)
-        self.precision = precision_of(precision)
-        self.window = Window(accumulation_steps)
-        self._switch = None if data_parallel is None else DataParallelSwitch(data_parallel)
-        self.loss_scale = self.precision.make_loss_scale(registry.device)
-        # Where backward leaves gradients; local tensors and masters take their place in the param groups below.
-        self._model_params = [param for group in self.param_groups for param in group["params"]]
-        self._frozen = FrozenParameters()
-        self._frozen.add(named for group in self._model_groups for named in group)
-        self._dtensors = DTensorParameters(optimizer, registry.topology)
-        # DDP reduces gradients in the parameters' dtype and breaks on main grads.
-        main_grads = self._switch is None or not self._switch.is_ddp
-        sharding = Sharding(shard_states, shard_gradients, self.average_data) if shard_states else None
-        self._weights = make_stepped_weights(
-            optimizer, self.precision, registry, main_grads=main_grads, sharding=sharding, offload=offload
+        self.registry, self.on_nonfinite = registry, on_nonfinite
+        self._measure = measure
+        self._setup = Setup(
+            optimizer,
+            registry,
+            max_norm,
+            precision,
+            accumulation_steps,
+            data_parallel,
+            states,
+            measure,
+            on_nonfinite,
         )
-        self._gradients = self._bind(plan)
+        self._groups = [named_params_of([group]) for group in self.param_groups]
+        self._plan, self._thresholds = self._setup.agreed_plan(self._groups)
+        self.clip, self.precision = clip_of(max_norm), precision_of(precision)
+        self.window: Window[Clip, Verdict] = Window(accumulation_steps)
+        self.loss_scale = self.precision.make_loss_scale(registry.device)
+        self._frozen = FrozenParameters()
+        self._frozen.add(named for group in self._groups for named in group)
+        self._states = self._setup.chain(self.precision)
+        self._bind()
         self._monitor = SkipMonitor(registry.device)
         self.last_stats: GradStats | None = None
-        self._synced = False
-        self._clipped: GradStats | None = None  # by an explicit call, in this window
-        self._clip_later: _Clip | None = None  # an explicit call before the end of the window
+
+    def _bind(self) -> None:
+        """What belongs to the plan as it is now."""
+        # Where backward leaves gradients.
+        self._model_params = [param for group in self._groups for _, param in group]
+        self._gradients = self._setup.gradients(self._plan, self._states)
+        self._switch = self._setup.switch(self._gradients)
         self._expect_next()
-
-    # Binding ---------------------------------------------------------------------------------------------------------
-
-    def _agreed_plan(self, precision: str | Precision, data_parallel: nn.Module | None = None) -> ReductionPlan:
-        """Check arguments and parameters together with all other ranks, before anything is changed."""
-
-        def plan_locally() -> ReductionPlan:
-            self._check_arguments(precision)
-            check_placement(
-                self.optimizer,
-                precision_of(precision),
-                self.registry,
-                shard_states=self.shard_states,
-                shard_gradients=self.shard_gradients,
-                offload=self.offload,
-                averages_data=self.average_data,
-                data_parallel=None if data_parallel is None else DataParallelSwitch(data_parallel),
-            )
-            topology = self.registry.topology
-            return ReductionPlan.of(entries_of(self._named_groups(), topology), topology, self.registry.global_rank)
-
-        names = self.per_parameter_norms or self.check_replicas
-        plan = agree(on_all_ranks(plan_locally, self.registry), self.registry, names)
-        self._agreed_thresholds = agreed_thresholds(self.param_groups, self.registry)
-        return plan
-
-    def _bind(self, plan: ReductionPlan) -> BoundGradients:
-        return BoundGradients(
-            self._weights.measured(),
-            self._weights.compared(),
-            self._weights.derive(plan),
-            self.registry,
-            average_data=self.average_data,
-            reduction=self.reduction,
-            per_parameter_norms=self.per_parameter_norms,
-            check_replicas=self.check_replicas,
-        )
-
-    def _check_arguments(self, precision: str | Precision) -> None:
-        if isinstance(self.optimizer, ParallelOptimizer):
-            raise TypeError("the optimizer is a ParallelOptimizer already; wrap a plain torch optimizer")
-        if self.on_nonfinite not in ("skip", "raise"):
-            raise ValueError(f"on_nonfinite={self.on_nonfinite!r}: give 'skip' or 'raise'")
-        if self.max_skips_in_a_row < 1:
-            raise ValueError(f"max_skips_in_a_row={self.max_skips_in_a_row}: give a number >= 1")
-        precision_of(precision)
-        Window(self.accumulation_steps)
-        check_update(self.optimizer)
-        checked_norm_type(self.norm_type)
-        checked_reduction(self.reduction)
-        check_thresholds(self.max_norm, self.clip_value, self.param_groups)
-
-    def _named_groups(self) -> list[list[Tensor | tuple[str, Tensor]]]:
-        return [[param if name is None else (name, param) for name, param in group] for group in self._model_groups]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group and plan anew; every rank must, at the same point. Nothing changes where it raises.
@@ -218,31 +137,29 @@ class ParallelOptimizer(OptimizerFacade):
         Raises, collectives: as the constructor.
         """
         before, given = len(self.param_groups), param_group["params"]
-        params = [given] if isinstance(given, Tensor) else list(given)
-        added = named_params_of([{**param_group, "params": params}])
+        group = {**param_group, "params": [given] if isinstance(given, Tensor) else list(given)}
+        added = named_params_of([group])
 
         def add_for_a_moment() -> None:
             # First as it is, so that nothing but the list of groups has to be undone.
-            self.optimizer.add_param_group({**param_group, "params": params})
-            known = {id(param) for group in self._model_groups for _, param in group}
+            self.optimizer.add_param_group({**group, "params": group["params"][:]})
+            known = {id(param) for params in self._groups for _, param in params}
             if any(id(param) in known for _, param in added):
                 raise ValueError("some parameters of the new group are in another group already; give each once")
-            self._model_groups.append(added)
 
         try:
             on_all_ranks(add_for_a_moment, self.registry)
-            plan = self._agreed_plan(self.precision)
-        except (ValueError, TypeError, RuntimeError):
-            del self._model_groups[before:]
-            raise
+            self._plan, self._thresholds = self._setup.agreed_plan([*self._groups, added])
         finally:
             del self.param_groups[before:]
-        self._model_params += [param for _, param in added]
+        self._groups.append(added)
         self._frozen.add(added)
-        self._weights.add_param_group({**param_group, "params": self._dtensors.localized(params)})
-        self._gradients = self._bind(plan)
+        self._states.add_param_group(group)
+        if isinstance(self._switch, Overlap):
+            self._switch.close()
+        self._bind()
 
-    # The step --------------------------------------------------------------------------------------------------------
+    # The window ------------------------------------------------------------------------------------------------------
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, for code that calls backward itself (a pipeline's last stage).
@@ -268,34 +185,25 @@ class ParallelOptimizer(OptimizerFacade):
             ValueError: Only some micro-batches of a window have a weight, or it is negative.
             RuntimeError: Gradients were cleared in the middle of a window by somebody else; the gradients have been clipped
                 already; an earlier backward of the window raised (`zero_grad` then gives the window up).
-        Collectives: none but those of the model's and data_parallel's backward. Host reads: none.
+        Collectives: none but those of the model's and data_parallel's backward, and of `Sharded` and `Reduce`. Host reads:
+        none.
         """
-        if self._clipped is not None:
-            raise RuntimeError(
-                "the gradients of this window have been clipped, and no more can be added to them: call step() or "
-                "zero_grad() before the next backward, and clip when the last micro-batch has come"
-            )
-        self._synced = False
-        self.window.check_whole()
-        self.window.check_gradients(self._model_params)
-        self.window.add(weight, empty=loss is None and weight is None)
+        self.window.begin(weight, self._model_params, empty=loss is None and weight is None)
         try:
-            with self._weights.micro_batch():
+            with self._states.micro_batch(self.window), self._switch.micro_batch(self.window):
                 if loss is not None:
                     self.scale_loss(loss).backward(**kwargs)
         except BaseException:
-            self.window.is_broken = True
+            self.window.phase = "broken"
             raise
-        self.window.note_gradients(self._model_params)
-        if self._switch is not None:
-            self._switch.note_backward()
+        self.window.end(self._model_params, left_out=not self._switch.on)
         self._expect_next()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Within it ``data_parallel`` does not synchronise: for all micro-batches of a window but the last, where you
-        decide when to step. Forward and backward both belong inside. Without ``data_parallel`` it changes nothing: the
-        optimizer synchronises once, in `step`."""
-        return nullcontext() if self._switch is None else self._switch.off()
+        """Within it nothing is reduced in backward, by ``data_parallel`` or with ``Reduce(overlap=True)``: for all
+        micro-batches of a window but the last, where you decide when to step. Forward and backward both belong inside.
+        Else it changes nothing: the optimizer synchronises once, in `step`."""
+        return self._switch.off()
 
     def window_ends(self) -> None:
         """Say before the forward of a micro-batch that it is the last one of its window, though it is not the K-th.
@@ -303,13 +211,28 @@ class ParallelOptimizer(OptimizerFacade):
         The window of the last few batches of an epoch is right without it (``step(last=True)``), but for `fully_shard`,
         which can't reduce its gradients later.
         """
-        if self._switch is not None:
-            self._switch.set(True)
+        self._switch.set(True)
 
     def _expect_next(self) -> None:
-        """Tell data parallelism whether the micro-batch that comes next is the last one of its window."""
-        if self._switch is not None and self.window.steps is not None:
-            self._switch.set(self.window.micro_batches % self.window.steps == self.window.steps - 1)
+        """Say whether the micro-batch that comes next is the last one of its window."""
+        if self.window.steps is not None:
+            self._switch.set(self.window.next_is_last)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, as torch's optimizers do, of the model's parameters too where there are masters.
+
+        Nothing happens in the middle of a window of managed accumulation, unless a backward of it raised.
+
+        Raises:
+            RuntimeError: `fully_shard` has gradients of the window that it has not reduced, and that can't be cleared.
+        """
+        if self.window.may_clear():
+            self._switch.check_clearing(self.window.left_out)
+            self._states.clear(set_to_none)
+            self.window.clear()
+            self._expect_next()
+
+    # The step --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -325,7 +248,7 @@ class ParallelOptimizer(OptimizerFacade):
             in the middle of a window, where nothing is done.
         Raises:
             FloatingPointError: With ``on_nonfinite="raise"``; or too many steps in a row were skipped. On every rank.
-            ReplicaMismatchError: With ``check_replicas=True``. On every rank.
+            ReplicaMismatchError: With ``Measure(check_replicas=True)``. On every rank.
             TypeError: A gradient is complex or sparse. On every rank in the first step; later on the rank that has it,
                 while all others skip.
             ValueError: A closure is given.
@@ -335,31 +258,74 @@ class ParallelOptimizer(OptimizerFacade):
         """
         if closure is not None:
             raise ValueError("step takes no closure: a skipped step can't be evaluated again; call backward, then step")
-        self.window.check_whole()
-        if not self.window.is_full and not (last and self.window.micro_batches):
+        if not self.window.ends(last):
             return None
-        problem = self._complete_gradients()
-        if self._clip_later is not None and self._clipped is None:
-            self._clip_now(self._clip_later)
-        if self._clipped is None:
-            decision = self._decide(self.norm_type, self.max_norm)
-            if self.clip_value is not None:
-                self._gradients.apply(decision, self.clip_value)
-            elif decision.group_factors is not None:
-                self._gradients.apply(decision)
-        else:
-            decision = Decision(self._clipped, None, None)
-        stats = decision.stats
-        self._stop_if_nonfinite(stats)
-        folded = None if self.clip_value is not None else decision.factor
-        self._weights.step(lambda: apply_update(self.optimizer, stats.found_inf, folded))
-        self._dtensors.return_gradients()
-        # Only now: the gradients were divided by the scale that backward used.
-        self._count(stats)
-        self._open_window()
+        problem = self._complete()
+        verdict = self._explicit() or self._decide(self.clip)
+        self._stop_if_nonfinite(verdict.stats)
+        self._states.step(partial(apply_update, self.optimizer, verdict.stats.found_inf, verdict.factor))
+        self._close(verdict.stats)
         if problem is not None:
             raise problem
-        return stats
+        return verdict.stats
+
+    def _complete(self) -> TypeError | None:
+        """Reduce the gradients, once a window. Returns what is wrong with this rank's, after all ranks have been served."""
+        if self.window.phase in ("complete", "clipped"):
+            return None
+        self._switch.check_reduced(self.window.left_out)
+        # DDP left the last micro-batch out; what it averaged before is the same on all ranks, and stays as it is.
+        averaged = not (self._switch.is_ddp and self.window.left_out)
+        frozen_since = self._frozen.since()
+        self._states.bring(self.window, averaged)
+        problem = self._gradients.complete(averaged, self.window.reduced)
+        self._states.forget(frozen_since)  # the zeros that the other ranks got for them are no gradients either
+        self.window.complete()
+        return problem
+
+    def _decide(self, clip: Clip | None, *, now: bool = False) -> Verdict:
+        """Measure, in one collective, and apply the rule."""
+        measure = self._measure
+        norm_type = measure.norm_type if clip is None or clip.norm_type is None else clip.norm_type
+        clip = self._thresholds.rule(clip, self.param_groups, norm_type)
+        needs = Needs(norm_type) if clip is None else Needs(norm_type, clip.level, clip.weights, clip.unit_dim)
+        norms = self._gradients.measure(needs, weight_slots(self.window.weight, self.registry))
+        scale = None if self.loss_scale is None else self.loss_scale.scale
+        names = self._gradients.plan.parameter_names if measure.per_parameter else ()
+        inverse = self._inverse(norms.extra, scale)
+        return decide(clip, norms, inverse, self._gradients, now=now, names=names, loss_scale=scale)
+
+    def _inverse(self, weights: Tensor, scale: Tensor | None) -> Tensor | None:
+        """What undoes the loss scale and divides by the window's weight; 0-dim, None for 1."""
+        if self.window.verdict is not None:
+            return None  # the gradients were clipped in place in this window, and have it in them already
+        inverse = None if scale is None else scale.to(weights).reciprocal()
+        if self.registry.topology.world_size == 1 and not self.window.has_weight:
+            return inverse
+        weight = inverse_weight(weights, self.registry)
+        return weight if inverse is None else weight * inverse
+
+    def _stop_if_nonfinite(self, stats: GradStats) -> None:
+        reason = reason_to_stop(self.on_nonfinite, self._monitor, stats)
+        if reason is None:
+            return
+        names = self._gradients.nonfinite_names()
+        self._close(stats)  # whoever catches the error goes on with a lower loss scale
+        raise FloatingPointError(
+            f"{reason}; gradients that are not finite now: {', '.join(names) or 'none (the norm itself overflowed)'}. "
+            "Nothing was stepped: look for a too large learning rate, a division by zero or a too large loss scale"
+        )
+
+    def _close(self, stats: GradStats) -> None:
+        """Count the step, only now: the gradients were divided by the scale that backward used."""
+        if self.loss_scale is not None:
+            self.loss_scale.update(stats.found_inf)
+        self._monitor.update(stats.found_inf)
+        self.last_stats = stats
+        self.window.close()
+        self._expect_next()
+
+    # Explicit clipping -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def clip_grad_by_norm(self, max_norm: float, norm_type: float | None = None) -> GradStats | None:
@@ -376,9 +342,7 @@ class ParallelOptimizer(OptimizerFacade):
             ValueError: An argument is out of range; nothing is changed.
         Collectives: those of a step. Host reads: none.
         """
-        max_norm = checked_threshold(max_norm, "max_norm")
-        p = self.norm_type if norm_type is None else checked_norm_type(norm_type)
-        return self._clip(_Clip(p, max_norm, None))
+        return self._clip_or_ask(ByNorm(max_norm, norm_type))
 
     @torch.no_grad()
     def clip_grad_by_value(self, clip_value: float) -> GradStats | None:
@@ -393,108 +357,42 @@ class ParallelOptimizer(OptimizerFacade):
             ValueError: clip_value is not finite and positive; nothing is changed.
         Collectives: those of a step. Host reads: none.
         """
-        return self._clip(_Clip(self.norm_type, None, checked_threshold(clip_value, "clip_value")))
+        return self._clip_or_ask(ByValue(clip_value))
 
-    def _clip(self, clip: _Clip) -> GradStats | None:
+    def _clip_or_ask(self, clip: Clip) -> GradStats | None:
+        clip_of(clip)
         if self.window.is_full:
-            return self._clip_now(clip)
-        self._clip_later = clip
+            return self._clip_now(clip).stats
+        self.window.asked = clip
         return None
 
-    def _clip_now(self, clip: _Clip) -> GradStats:
-        problem = self._complete_gradients()
-        decision = self._decide(clip.norm_type, clip.max_norm)
-        self._gradients.apply(decision, clip.clip_value)
-        stats = decision.stats
-        if self._clipped is not None:  # a second clip in one window must not hide what the first one found
-            stats = replace(stats, found_inf=torch.maximum(stats.found_inf, self._clipped.found_inf))
-        self._clipped = stats
+    def _explicit(self) -> Verdict | None:
+        """What an explicit call decided in this window, or what it asked for in the middle of it."""
+        if self.window.verdict is None and self.window.asked is not None:
+            self._clip_now(self.window.asked)
+        return self.window.verdict
+
+    def _clip_now(self, clip: Clip) -> Verdict:
+        problem = self._complete()
+        verdict = self._decide(clip, now=True)
+        if self.window.verdict is not None:  # a second clip in one window must not hide what the first one found
+            found_inf = torch.maximum(verdict.stats.found_inf, self.window.verdict.stats.found_inf)
+            verdict = Verdict(replace(verdict.stats, found_inf=found_inf), None)
+        self.window.clipped(verdict)
         if problem is not None:
             raise problem  # only now: `step` must do on this rank what it does on the others
-        return stats
-
-    def _open_window(self) -> None:
-        """What is known of the gradients no longer holds."""
-        self._synced, self._clipped, self._clip_later = False, None, None
-        self.window.open()
-        self._expect_next()
-
-    def _complete_gradients(self) -> TypeError | None:
-        """Reduce the gradients, once a window. Returns what is wrong with this rank's, after all ranks have been served."""
-        if self._synced:
-            return None
-        # False if DDP left the last micro-batch out; what it averaged before is the same on all ranks, and stays as it is.
-        averaged = self._switch is None or self._switch.synchronised()
-        frozen_since = self._frozen.since()
-        self._dtensors.share_gradients()
-        self._weights.collect(averaged)
-        problem = self._gradients.complete(averaged)
-        if frozen_since:  # the zeros that the other ranks got for it are no gradient either
-            for piece, param in zip(self._weights.pieces(), self._gradients.params, strict=True):
-                if id(piece.param) in frozen_since:
-                    param.grad = None
-        self._synced = True
-        return problem
-
-    def _decide(self, norm_type: float, max_norm: float | None) -> Decision:
-        norms = self._gradients.measure(norm_type, self.window.weight)
-        inverse = None if self._clipped is not None else self._inverse(norms.extra)
-        thresholds = self._agreed_thresholds.now(self.param_groups)
-        names = self._gradients.plan.parameter_names if self.per_parameter_norms else ()
-        decision = decide(norms, inverse, max_norm, thresholds, norm_type, names)
-        if self.loss_scale is None:
-            return decision
-        return decision._replace(stats=replace(decision.stats, loss_scale=self.loss_scale.scale.clone()))
-
-    def _inverse(self, weights: Tensor) -> Tensor | None:
-        """What undoes the loss scale and divides by the window's weight; 0-dim, None for 1.
-
-        Gradients that were clipped in place in this window have it in them already.
-        """
-        scale = None if self.loss_scale is None else self.loss_scale.scale.to(weights).reciprocal()
-        if self.registry.topology.world_size == 1 and not self.window.has_weight:
-            return scale
-        weight = inverse_weight(weights, self.registry)
-        return weight if scale is None else weight * scale
-
-    def _stop_if_nonfinite(self, stats: GradStats) -> None:
-        in_a_row = self._monitor.in_a_row_before()
-        if in_a_row >= self.max_skips_in_a_row:
-            reason = f"{in_a_row} steps in a row were skipped because the gradient norm was not finite"
-        elif self.on_nonfinite == "raise" and bool(stats.found_inf):
-            reason = f"the gradient norm is {float(stats.total_norm)}"
-        else:
-            return
-        names = self._gradients.nonfinite_names()
-        self._count(stats)  # whoever catches the error goes on with a lower loss scale
-        self._open_window()
-        raise FloatingPointError(
-            f"{reason}; gradients that are not finite now: {', '.join(names) or 'none (the norm itself overflowed)'}. "
-            "Nothing was stepped: look for a too large learning rate, a division by zero or a too large loss scale"
-        )
-
-    def _count(self, stats: GradStats) -> None:
-        if self.loss_scale is not None:
-            self.loss_scale.update(stats.found_inf)
-        self._monitor.update(stats.found_inf)
-        self.last_stats = stats
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, as torch's optimizers do, of the model's parameters too where there are masters.
-
-        Nothing happens in the middle of a window of managed accumulation, unless a backward of it raised.
-
-        Raises:
-            RuntimeError: `fully_shard` has gradients of the window that it has not reduced, and that can't be cleared.
-        """
-        if self.window.steps is None or not self.window.micro_batches or self.window.is_broken:
-            if self._switch is not None:
-                self._switch.check_clearing()
-            self._weights.zero_grad(set_to_none)
-            self._dtensors.zero_grad(set_to_none)
-            self._open_window()
+        return verdict
 
     # Reports and state -----------------------------------------------------------------------------------------------
+
+    @property
+    def max_norm(self) -> float | Clip | None:
+        """The threshold of `ByNorm`, or another rule; may be set between steps, on all ranks."""
+        return self.clip.max_norm if isinstance(self.clip, ByNorm) else self.clip
+
+    @max_norm.setter
+    def max_norm(self, value: float | Clip | None) -> None:
+        self.clip = clip_of(value)
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -511,16 +409,15 @@ class ParallelOptimizer(OptimizerFacade):
         """What the norm sums over which ranks, agreed by all ranks; print it."""
         return self._gradients.plan
 
+    def pieces(self) -> list[Piece]:
+        """Everything that the optimizer steps on this rank, with which part of which logical tensor it is; in the order of
+        the param groups."""
+        return self._states.pieces(self._plan.entries)
+
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state of this rank's pieces, and under ``"meshstep"`` all else a new process needs:
         precision mode, loss scale, master weights, count of skipped steps. Host reads: a few."""
-        own = {
-            "precision": self.precision.name,
-            "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
-            "weights": self._weights.state_dict(),
-            "skipped_steps": self.skipped_steps,
-        }
-        return {**self.optimizer.state_dict(), "meshstep": own}
+        return self._saved().state_dict(self.skipped_steps)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue, bit for bit, from what `state_dict` gave; every rank must call it, with the state of its own pieces.
@@ -532,12 +429,14 @@ class ParallelOptimizer(OptimizerFacade):
                 changed then.
         Collectives: two object all-gathers. Host reads: a few.
         """
-        load_checked(self, self._weights, state_dict)
-        self._weights.synchronize()
-        self._monitor.restore(int(state_dict.get("meshstep", {}).get("skipped_steps", 0)))
-        self._open_window()
+        self._monitor.restore(self._saved().load(state_dict))
+        self.window.close()
+        self._expect_next()
+
+    def _saved(self) -> Saved:
+        params = self._model_params
+        return Saved(self.optimizer, self._states, self.precision, self.loss_scale, params, self.registry)
 
     def __repr__(self) -> str:
-        clip = f"clip_value={self.clip_value}" if self.clip_value is not None else f"max_norm={self.max_norm}"
-        how = f"{clip}, norm_type={self.norm_type}, precision={self.precision.name!r}"
+        how = f"max_norm={self.max_norm}, norm_type={self._measure.norm_type}, precision={self.precision.name!r}"
         return f"ParallelOptimizer({how}, {self.registry.topology!r}, {self.optimizer!r})"

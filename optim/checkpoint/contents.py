@@ -82,7 +82,7 @@ def optimizer_state(optimizer: ParallelOptimizer, parameters: LogicalParameters)
     state = optimizer.state_dict()
     rest = state["meshstep"]
     stepped = []
-    for piece in optimizer._weights.pieces():
+    for piece in optimizer.pieces():
         name, region = parameters.of(piece.param)
         stepped.append(Stepped(piece.param, piece.piece, name, region.run(piece.offset, piece.piece.numel())))
     return OptimizerState(stepped, state["state"], masters_in(rest["weights"]), state["param_groups"], rest)

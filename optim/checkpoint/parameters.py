@@ -13,7 +13,8 @@ from ...parallel.layout.pieces import Region
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..norm.agreement import agree
-from ..norm.plan import ParameterEntry, ReductionPlan, entries_of
+from ..norm.entries import ParameterEntry, entries_of
+from ..norm.plan import ReductionPlan
 
 
 class LogicalParameters:

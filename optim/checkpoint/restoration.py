@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...parallel.layout.pieces import Region, Shape
-from ..states.stepped_weights import SCALAR_STATE
+from ..states.pieces import SCALAR_STATE
 from .contents import PORTABLE, OptimizerState, Stepped, parse_key, whole
 from .logical import LogicalTensor, Stored, part_of
 from .parameters import LogicalParameters

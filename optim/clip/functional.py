@@ -1,13 +1,9 @@
-"""Clip sharded gradients by their global norm or by value; usable alone, as torch's functions are.
-
-coef = min(1, max_norm / (total_norm + 1e-6))       Pascanu et al. 2013, arXiv:1211.5063
-"""
+"""Clip sharded gradients by their global norm or by value; usable alone, as torch's functions are."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from math import isfinite
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,33 +13,16 @@ from ...parallel.interop.local import local_parameters
 from ...parallel.layout.annotation import annotation_of
 from ...parallel.mesh.agreement import on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from ..gradients.sync import is_complete, mark_complete, sync_axes
+from ..gradients.axes import sync_axes
+from ..gradients.in_place import clamp_gradients, is_complete, scale_gradients
 from ..norm.agreement import agree
+from ..norm.entries import check_dense_real, entries_of
 from ..norm.global_norm import GlobalNorm, Norms, Reduction, checked_norm_type, checked_reduction
-from ..norm.plan import ReductionPlan, check_dense_real, entries_of
+from ..norm.plan import ReductionPlan
 from ..norm.stats import GradStats
+from .policies import ByNorm, checked_threshold
 
 Params = Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
-
-
-def clip_coefficient(total_norm: Tensor, max_norm: float | Tensor) -> Tensor:
-    """min(1, max_norm / (total_norm + 1e-6)), elementwise; 1 where the norm is not finite, never 0 or NaN for that."""
-    coef = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
-    return torch.where(total_norm.isfinite(), coef, torch.ones_like(coef))
-
-
-def checked_threshold(value: float, name: str) -> float:
-    """``value`` as a float.
-
-    Raises:
-        ValueError: It is not finite and positive.
-    """
-    value = float(value)
-    if not (isfinite(value) and value > 0):
-        raise ValueError(
-            f"{name}={value}: give a finite number > 0, in units of the unscaled gradient (None: no clipping)"
-        )
-    return value
 
 
 def global_norm(
@@ -99,9 +78,10 @@ def clip_grad_norm_(
     Collectives, host reads: as `global_norm`.
     Reference: Pascanu et al. 2013, arXiv:1211.5063.
     """
-    max_norm = checked_threshold(max_norm, "max_norm")
+    clip = ByNorm(max_norm)
+    clip.check()
     with _listed(params, registry) as named:
-        stats = _stats(_measure(named, registry, norm_type, reduction), max_norm)
+        stats = _stats(_measure(named, registry, norm_type, reduction), clip)
         scale_gradients([param for _, param in named], stats.clip_coef)
     return stats
 
@@ -125,30 +105,6 @@ def clip_grad_value_(params: Params, clip_value: float, registry: ProcessGroupRe
     with _listed(params, registry) as named:
         _check_gradients(named, registry)
         clamp_gradients([param for _, param in named], clip_value)
-
-
-def clamp_gradients(params: Sequence[Tensor], clip_value: float) -> None:
-    """Clamp the gradients that are there, in place."""
-    grads = [param.grad for param in params if param.grad is not None]
-    complete = [param for param in params if is_complete(param)]
-    if grads:
-        torch._foreach_clamp_min_(grads, -clip_value)
-        torch._foreach_clamp_max_(grads, clip_value)
-    for param in complete:
-        mark_complete(param)
-
-
-def scale_gradients(params: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply the gradients that are there by a 0-dim tensor, in place: one multi-tensor pass a device and dtype."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    complete = [param for param in params if is_complete(param)]
-    for param in params:
-        if param.grad is not None:
-            kinds.setdefault((param.grad.device, param.grad.dtype), []).append(param.grad)
-    for (device, _), grads in kinds.items():
-        torch._foreach_mul_(grads, factor.to(device, torch.float32 if grads[0].dtype != torch.float64 else None))
-    for param in complete:
-        mark_complete(param)
 
 
 @contextmanager
@@ -221,7 +177,7 @@ def _check_gradients(params: list[tuple[str | None, Tensor]], registry: ProcessG
                 )
 
 
-def _stats(norms: Norms, max_norm: float | None) -> GradStats:
-    coef = torch.ones_like(norms.total) if max_norm is None else clip_coefficient(norms.total, max_norm)
+def _stats(norms: Norms, clip: ByNorm | None) -> GradStats:
+    coef = torch.ones_like(norms.total) if clip is None else clip.factors(norms)
     found_inf = norms.total.isfinite().logical_not().float()
     return GradStats(norms.total, coef, found_inf, norms.groups)

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from .policies import ByGroup, ByNorm, ByValue, Clip, checked_threshold
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,30 @@ class AgreedThresholds:
                 "other pipeline stages have fewer groups and would clip by the old ones: make the optimizer anew"
             )
         return own + list(self.values[len(own) :])
+
+    def rule(self, clip: Clip | None, param_groups: Sequence[Mapping[str, Any]], norm_type: float) -> Clip | None:
+        """``clip``, with the thresholds of single groups in it; raises as `now`.
+
+        Args:
+            norm_type: The p of the norms.
+        """
+        thresholds = self.now(param_groups)
+        if not any(threshold is not None for threshold in thresholds):
+            return clip
+        others = clip.max_norm if isinstance(clip, ByNorm) else None
+        return ByGroup(tuple(thresholds), others, norm_type, clip.clip_value if isinstance(clip, ByValue) else None)
+
+
+def check_thresholds(clip: Clip | None, param_groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError for thresholds of param groups that are out of range, or don't go with the rule."""
+    for index, group in enumerate(param_groups):
+        if group.get("max_norm") is not None:
+            checked_threshold(group["max_norm"], f"max_norm of param group {index}")
+            if not isinstance(clip, ByNorm | ByValue | None):
+                raise ValueError(
+                    f"param group {index} has a max_norm of its own, and max_norm={clip!r} is a rule for all groups; give "
+                    "one of them"
+                )
 
 
 def agreed_thresholds(param_groups: Sequence[Mapping[str, Any]], registry: ProcessGroupRegistry) -> AgreedThresholds:

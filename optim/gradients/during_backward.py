@@ -1,14 +1,25 @@
-"""Reduce gradients bucket by bucket while backward makes more of them, and free them: what ZeRO-2 adds to ZeRO-1."""
+"""Reduce gradients bucket by bucket while backward makes more of them."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from torch import Tensor
 
-from ..states.bucket import Exchanges, ShardedBucket
+from .exchange import Finish, InFlight
+
+
+class Reducible(Protocol):
+    """A bucket that can be reduced when all of its parameters have their gradients."""
+
+    @property
+    def params(self) -> Sequence[Tensor]: ...
+
+    def start(self) -> Finish:
+        """Start to reduce the gradients that there are; the result finishes it."""
 
 
 class BackwardReducer:
@@ -19,14 +30,20 @@ class BackwardReducer:
     some parameter got no gradient here, is reduced then, zeros in the place of what is missing.
 
     Args:
-        names: Of all parameters, for errors.
+        name_of: The name of a parameter, for errors.
         eager: Buckets, in the order in which backward fills them.
         late: Buckets that are reduced after backward, in this order.
+        in_flight: As for `InFlight`.
     """
 
-    def __init__(self, names: dict[Tensor, str], eager: Sequence[ShardedBucket], late: Sequence[ShardedBucket]) -> None:
-        self.micro_batches = 0
-        self._names, self._eager, self._late = names, list(eager), list(late)
+    def __init__(
+        self,
+        name_of: Callable[[Tensor], str],
+        eager: Sequence[Reducible],
+        late: Sequence[Reducible],
+        in_flight: int | None = 2,
+    ) -> None:
+        self._name_of, self._eager, self._late, self._in_flight = name_of, list(eager), list(late), in_flight
         self._bucket_of = {param: index for index, bucket in enumerate(self._eager) for param in bucket.params}
         self._is_open = False
         # Weak, or the model would keep this optimizer alive after another has taken its place.
@@ -34,17 +51,16 @@ class BackwardReducer:
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Around one backward: all buckets have been reduced, and the parameters' gradients are gone, when it ends."""
+        """Around one backward: all buckets have been reduced when it ends."""
         self._waiting = [{param for param in bucket.params if param.requires_grad} for bucket in self._eager]
-        self._next, self._exchanges, self._is_open = 0, Exchanges(), True
+        self._next, self._exchanges, self._is_open = 0, InFlight(self._in_flight), True
         try:
             yield
             for bucket in (*self._eager[self._next :], *self._late):
-                self._exchanges.add(bucket.reduce(release=True))
+                self._exchanges.add(bucket.start())
             self._exchanges.finish()
         finally:
             self._is_open = False
-        self.micro_batches += 1
 
     def _arrived(self, param: Tensor) -> None:
         if not self._is_open:
@@ -52,32 +68,27 @@ class BackwardReducer:
         index = self._bucket_of[param]
         if index < self._next:
             raise RuntimeError(
-                f"{self._names[param]} got a second gradient in one backward, after the first had been reduced (re-entrant "
-                "activation checkpointing does that): use checkpoint(..., use_reentrant=False) or shard_gradients=False"
+                f"{self._name_of(param)} got a second gradient in one backward, after the first had been reduced "
+                "(re-entrant activation checkpointing does that): use checkpoint(..., use_reentrant=False), or reduce "
+                "after backward, without Sharded(gradients=True) and Reduce(overlap=True)"
             )
         self._waiting[index].discard(param)
         while self._next < len(self._eager) and not self._waiting[self._next]:
-            self._exchanges.add(self._eager[self._next].reduce(release=True))
+            self._exchanges.add(self._eager[self._next].start())
             self._next += 1
 
-    def reduce_rest(self) -> None:
-        """Reduce all buckets, if no micro-batch did since the window began.
+    def reduce_now(self) -> None:
+        """Reduce all buckets, where backward has not. Collectives: those of the buckets."""
+        InFlight.run((bucket.start for bucket in (*self._eager, *self._late)), self._in_flight)
 
-        Raises:
-            RuntimeError: One did, and a gradient came outside of it.
-        """
-        if not self.micro_batches:
-            Exchanges.run(
-                lambda bucket=bucket: bucket.reduce(release=True)  # type: ignore[misc]
-                for bucket in (*self._eager, *self._late)
-            )
-            return
+    def check_nothing_came(self) -> None:
+        """Raise RuntimeError if a parameter whose gradients have been reduced, and taken, has one again."""
         for bucket in (*self._eager, *self._late):
             for param in bucket.params:
                 if param.grad is not None:
                     raise RuntimeError(
-                        f"{self._names[param]} got a gradient outside of optimizer.backward, in a window that used it: "
-                        "with shard_gradients=True all micro-batches of a window go through optimizer.backward, or none"
+                        f"{self._name_of(param)} got a gradient outside of optimizer.backward, in a window that used it: "
+                        "with Sharded(gradients=True) all micro-batches of a window go through optimizer.backward, or none"
                     )
 
     def remove_hooks(self) -> None:

@@ -16,7 +16,8 @@ from typing import NamedTuple
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
-from .plan import Bucket, ParameterEntry, ReductionPlan
+from .entries import ParameterEntry
+from .plan import Bucket, ReductionPlan
 
 
 class Holders(NamedTuple):
@@ -100,16 +101,24 @@ def _with_names(plan: ReductionPlan, registry: ProcessGroupRegistry) -> Reductio
         position = sum(known == holders for known, _ in mine)
         mine.append((holders, position if holders.tied else entry.name))
     labels: dict[tuple[Holders, str | int], str] = {}
-    for keys, names in gather_objects((mine, [entry.name for entry in plan.entries]), registry):
-        for key, name in zip(keys, names, strict=True):
+    shapes: dict[tuple[Holders, str | int], tuple[int, ...] | None] = {}
+    own = (mine, [entry.name for entry in plan.entries], [entry.full_shape for entry in plan.entries])
+    for keys, names, full in gather_objects(own, registry):
+        for key, name, shape in zip(keys, names, full, strict=True):
             labels.setdefault(key, name)
+            shapes[key] = shape if shapes.setdefault(key, shape) == shape else None
     used = Counter(labels.values())
     unique = [
         name if used[name] == 1 else f"{name}@{','.join(f'{axis}={at[0]}' for axis, at in holders.where)}"
         for (holders, _), name in labels.items()
     ]
     slots = {key: slot for slot, key in enumerate(labels)}
-    return replace(plan, parameter_names=tuple(unique), parameter_slots=tuple(slots[key] for key in mine))
+    return replace(
+        plan,
+        parameter_names=tuple(unique),
+        parameter_slots=tuple(slots[key] for key in mine),
+        parameter_shapes=tuple(shapes[key] for key in labels),
+    )
 
 
 def _views(plan: ReductionPlan) -> dict[Holders, list[View]]:

@@ -2,10 +2,11 @@
 
     total_norm = (sum over buckets of sum over their groups of sum of |g|^p)^(1/p)
 
-The packed vector holds one power for each param group (and each parameter, where asked for), every piece divided by its
-number of holders; what ranks hold decides only what they write into it, never its length or who takes part. A NaN or inf
-in any gradient on any rank makes the sum NaN or inf, so the overflow flag costs no slot. For p = inf a MAX all-reduce
-would lose a NaN on some backends; there the vectors are gathered and reduced on every rank, again in one collective.
+The packed vector holds one power for each param group (where asked for, for each parameter or unit, and of the weights
+too), every piece divided by its number of holders; what ranks hold decides only what they write into it, never its length
+or who takes part. A NaN or inf in any gradient on any rank makes the sum NaN or inf, so the overflow flag costs no slot.
+For p = inf a MAX all-reduce would lose a NaN on some backends; there the vectors are gathered and reduced on every rank,
+again in one collective.
 """
 
 from __future__ import annotations
@@ -21,17 +22,44 @@ from torch import Tensor
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from .plan import ReductionPlan
 from .powers import accumulation_dtype, local_powers
+from .units import Units
 
 Reduction = Literal["packed", "per_group"]
 
 
+Level = Literal["total", "groups", "parameters", "units"]
+
+
 class Norms(NamedTuple):
-    """Global p-norms, device tensors of the accumulation dtype: 0-dim, [param groups], [parameters] (or empty)."""
+    """Global p-norms of gradients, device tensors of the accumulation dtype.
+
+    Args:
+        total: 0-dim.
+        groups: [param groups].
+        parameters: [logical parameters], or empty where they are not measured.
+        extra: What travelled along.
+        units: [units of all parameters], or empty.
+        weights: Norms of the weights themselves, shaped as the gradients' at the level that was asked for; or empty.
+    """
 
     total: Tensor
     groups: Tensor
     parameters: Tensor
     extra: Tensor
+    units: Tensor
+    weights: Tensor
+
+    def times(self, factor: Tensor | None) -> Norms:
+        """The norms of the gradients times a 0-dim factor (None: 1)."""
+        if factor is None:
+            return self
+        factor = factor.to(self.total)
+        return self._replace(
+            total=self.total * factor,
+            groups=self.groups * factor,
+            parameters=self.parameters * factor,
+            units=self.units * factor,
+        )
 
 
 class GlobalNorm:
@@ -45,8 +73,10 @@ class GlobalNorm:
         reduction: ``"packed"``: one all-reduce over the world (an all-gather for p = inf). ``"per_group"``: one
             all-reduce for each bucket over exactly its group, and one of the overflow flag over the world.
         per_parameter: Measure each logical parameter as well.
+        units: Measure these units as well; packed only.
+        weights_at: Measure the weights too, in total, by group, by parameter or by unit; packed only.
     Raises:
-        ValueError: norm_type or reduction is none of these.
+        ValueError: norm_type or reduction is none of these, or does not go with the rest.
     """
 
     def __init__(
@@ -56,16 +86,33 @@ class GlobalNorm:
         norm_type: float = 2.0,
         reduction: Reduction = "packed",
         per_parameter: bool = False,
+        units: Units | None = None,
+        weights_at: Level | None = None,
     ) -> None:
-        self.plan, self.registry, self.per_parameter = plan, registry, per_parameter
+        self.plan, self.registry, self.units, self.weights_at = plan, registry, units, weights_at
         self.norm_type, self.reduction = checked_norm_type(norm_type), checked_reduction(reduction)
-        self._slots = plan.num_groups + (len(plan.parameter_names) if per_parameter else 0)
+        if reduction != "packed" and (units is not None or weights_at is not None):
+            raise ValueError(
+                f"reduction={reduction!r} measures gradients, groups and parameters; take 'packed' for more"
+            )
+        self.per_parameter = per_parameter or weights_at == "parameters"
+        parameters = len(plan.parameter_names) if self.per_parameter else 0
+        sizes = {"total": 1, "groups": plan.num_groups, "parameters": parameters, "units": units.count if units else 0}
+        weights = 0 if weights_at is None else sizes[weights_at]
+        self._sizes = [plan.num_groups, parameters, sizes["units"], weights]
+        self._slots = sum(self._sizes)
         self._constants: dict[tuple[object, ...], Tensor] = {}
 
-    def __call__(self, gradients: Sequence[Tensor | None], extra: Tensor | None = None) -> Norms:
+    def __call__(
+        self,
+        gradients: Sequence[Tensor | None],
+        extra: Tensor | None = None,
+        weights: Sequence[Tensor] = (),
+    ) -> Norms:
         """The norms of ``gradients``, one for each entry of the plan, None counting as zero.
 
         Args:
+            weights: The tensors whose gradients they are; needed with ``weights_at``.
             extra: 1-dim tensor that is summed over all ranks in the same collective, and comes back as ``Norms.extra``.
         Collectives: one (packed), or one a bucket and one more (per group). Host reads: none.
         """
@@ -73,14 +120,36 @@ class GlobalNorm:
         powers = self._local_powers([gradient for gradient in gradients if gradient is not None])
         extra = powers.new_zeros(0) if extra is None else extra.to(powers)
         if self.reduction == "packed":
-            vector, extra = self._packed(powers, present, extra)
+            vector, extra = self._packed(powers, present, extra, self._more(gradients, weights, powers))
         else:
             vector, extra = self._per_group(powers, present, extra)
-        groups, parameters = vector[: self.plan.num_groups], vector[self.plan.num_groups :]
+        groups, parameters, units, of_weights = vector.split(self._sizes)
         if self.norm_type == inf:
-            return Norms(groups.amax(), groups, parameters, extra)
+            return Norms(groups.amax(), groups, parameters, extra, units, of_weights)
         root = 1 / self.norm_type
-        return Norms(groups.sum().pow(root), groups.pow(root), parameters.pow(root), extra)
+        powered = (x.pow(root) for x in (groups.sum(), groups, parameters, units, of_weights))
+        total, groups, parameters, units, of_weights = powered
+        return Norms(total, groups, parameters, extra, units, of_weights)
+
+    def _more(self, gradients: Sequence[Tensor | None], weights: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+        """This rank's weighted powers of units, and of the weights at their level."""
+        found = []
+        if self.units is not None:
+            found.append(self.units.powers(gradients, self.norm_type, self.plan.weights).to(like))
+        if self.weights_at == "units" and self.units is not None:
+            found.append(self.units.powers(weights, self.norm_type, self.plan.weights).to(like))
+        elif self.weights_at is not None:
+            everything = list(range(len(weights)))
+            powers = self._local_powers([weight.detach() for weight in weights]).to(like)
+            slots = self._fill_slots(self._weighted(powers, everything), everything)
+            groups, parameters = slots.split(self._sizes[:2])
+            whole = groups.amax() if self.norm_type == inf else groups.sum()
+            found.append({"total": whole.view(1), "groups": groups, "parameters": parameters}[self.weights_at])
+        return found
+
+    def _weighted(self, powers: Tensor, present: list[int]) -> Tensor:
+        """Each piece divided by its number of holders; for p = inf copies do no harm."""
+        return powers if self.norm_type == inf else powers * self._constant("weights", present, powers)
 
     def _local_powers(self, gradients: Sequence[Tensor]) -> Tensor:
         device = self.registry.device if not gradients else gradients[0].device
@@ -93,10 +162,8 @@ class GlobalNorm:
             powers[indices] = local_powers([gradients[i] for i in indices], self.norm_type).to(powers)
         return powers
 
-    def _packed(self, powers: Tensor, present: list[int], extra: Tensor) -> tuple[Tensor, Tensor]:
-        if self.norm_type != inf:
-            powers = powers * self._constant("weights", present, powers)
-        vector = torch.cat([self._fill_slots(powers, present), extra])
+    def _packed(self, powers: Tensor, present: list[int], extra: Tensor, more: list[Tensor]) -> tuple[Tensor, Tensor]:
+        vector = torch.cat([self._fill_slots(self._weighted(powers, present), present), *more, extra])
         axes = self.registry.topology.axes
         if self.registry.topology.world_size > 1:
             group = self.registry.group(*axes)
@@ -128,7 +195,7 @@ class GlobalNorm:
 
     def _fill_slots(self, powers: Tensor, present: list[int]) -> Tensor:
         """Combine each param group's powers into its slot, and copy each parameter's into its own."""
-        slots = powers.new_zeros(self._slots)
+        slots = powers.new_zeros(sum(self._sizes[:2]))
         if not present:
             return slots
         start = 0

@@ -15,34 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
-import torch
-from torch import Tensor
-
-from ...parallel.interop.local import local_parameter
-from ...parallel.layout.annotation import Annotation, annotation_of
 from ...parallel.layout.spec import P
 from ...parallel.mesh.topology import Topology
-
-
-@dataclass(frozen=True)
-class ParameterEntry:
-    """One parameter as this rank sees it: its name, spec, local shape, index of its param group, dtype, the axes over which
-    its gradient needs no averaging any more when it comes to be synchronised, and whether it is trained (not frozen)."""
-
-    name: str
-    spec: P
-    shape: tuple[int, ...]
-    group: int = 0
-    dtype: torch.dtype = torch.float32
-    averaged: tuple[str, ...] = ()
-    trained: bool = True
-
-    @property
-    def numel(self) -> int:
-        """Number of elements that this rank holds."""
-        return prod(self.shape)
+from .entries import ParameterEntry
 
 
 @dataclass(frozen=True, order=True)
@@ -97,6 +73,7 @@ class ReductionPlan:
         counted: Elements that all ranks count together, once agreed; None before.
         parameter_names: The names of all logical parameters of the model, once agreed with ``names=True``.
         parameter_slots: For each entry the index of its name in `parameter_names`.
+        parameter_shapes: Of each of those the logical tensor's shape; None where ranks' pieces are not of equal sizes.
         cut_over: The axis over which parameters are cut into the pieces that the entries are; pieces may be uneven.
     """
 
@@ -108,6 +85,7 @@ class ReductionPlan:
     counted: int | None = None
     parameter_names: tuple[str, ...] = ()
     parameter_slots: tuple[int, ...] = ()
+    parameter_shapes: tuple[tuple[int, ...] | None, ...] = ()
     cut_over: str | None = None
 
     @classmethod
@@ -209,65 +187,6 @@ class ReductionPlan:
         weight = f"1/{mine[0].spec.holders(self.topology)}" if mine else "-"
         counted = sum(map(self.counted_numel, mine))
         return str(bucket), shown, weight, f"{len(mine):,}", f"{sum(e.numel for e in mine):,}", f"{counted:,}"
-
-
-def entries_of(
-    param_groups: Iterable[Iterable[Tensor | tuple[str, Tensor]]], topology: Topology
-) -> list[ParameterEntry]:
-    """The entries of param groups, given as parameters or (name, parameter) pairs.
-
-    A parameter that nothing declared counts as replicated where no model axis is larger than 1, and is an error elsewhere.
-    The placements of a DTensor declare it for the axes of its mesh.
-
-    Raises:
-        ValueError: Undeclared parameters, all of them named; a DTensor whose layout has no spec.
-        TypeError: A complex or sparse parameter.
-    """
-    entries, undeclared = [], []
-    for group, params in enumerate(param_groups):
-        for position, item in enumerate(params):
-            given, param = item if isinstance(item, tuple) else (None, item)
-            param = local_parameter(param, topology)
-            annotation = annotation_of(param) or Annotation(P(), declared=False)
-            name = (
-                given or annotation.name or f"parameter {position} of group {group} ({_shape(param, annotation.spec)})"
-            )
-            check_dense_real(param, name)
-            if annotation.silent_axes(topology):
-                undeclared.append(name)
-            entries.append(
-                ParameterEntry(
-                    name,
-                    annotation.spec,
-                    tuple(param.shape),
-                    group,
-                    param.dtype,
-                    averaged=annotation.mesh_axes,
-                    trained=param.requires_grad,
-                )
-            )
-    if undeclared:
-        more = f" and {len(undeclared) - 5} more" if len(undeclared) > 5 else ""
-        raise ValueError(
-            f"no spec for {', '.join(undeclared[:5])}{more}, and {topology!r} has model axes: say how each parameter is "
-            "laid out with declare(model, {'name or pattern': P(...)}), P() meaning replicated (copy.deepcopy and "
-            "wrappers drop specs: declare again after them)"
-        )
-    return entries
-
-
-def _shape(param: Tensor, spec: P) -> str:
-    """The shape as far as it is the same on all ranks: pieces may be uneven."""
-    sizes = ("sharded" if spec.dim_axes(dim) else str(size) for dim, size in enumerate(param.shape))
-    return f"shape ({', '.join(sizes)})"
-
-
-def check_dense_real(tensor: Tensor, name: str) -> None:
-    """Raise TypeError for a complex or sparse tensor: its norm is not defined here."""
-    if tensor.is_complex():
-        raise TypeError(f"{name} is complex ({tensor.dtype}); give its real view (torch.view_as_real) to the optimizer")
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{name} is sparse ({tensor.layout}); build the layer with sparse=False")
 
 
 def _coordinate(coordinate: dict[str, int]) -> str:

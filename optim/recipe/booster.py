@@ -32,7 +32,7 @@ from ...amp.precision import Precision
 from ...parallel.data.loader import ShardedDataLoader, prepare_dataloader
 from ...parallel.mesh.agreement import on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from ..gradients.checks import check_thresholds
+from ..clip.policies import Clip, clip_of
 from ..parallel_optimizer import ParallelOptimizer
 from ..schedule.follow import follow, followers
 from ..step.window import Window
@@ -64,10 +64,10 @@ class Booster:
                 "zero2"   the same, and gradients are sharded too, while backward runs
                 "fsdp"    torch's fully_shard: parameters as well
 
-        max_norm: Clip the global norm in every step; see also the optimizer's ``clip_grad_by_norm``.
+        max_norm: Clip the global norm in every step, or another rule; see also the optimizer's ``clip_grad_by_norm``.
         accumulation_steps: K: windows of K micro-batches; `ParallelOptimizer` says what `step` and the tail of an epoch do
             then. 1: gradients add up until you call `step`, which may be after several micro-batches (see `no_sync`).
-        **options: Other arguments of `ParallelOptimizer`, such as ``norm_type`` or ``per_parameter_norms``.
+        **options: Other arguments of `ParallelOptimizer`, such as ``measure`` or ``states``.
     Raises:
         ValueError: No such mode; the mesh has no data axis for ``data_parallel``; an argument is out of range.
         TypeError: An option is none of `ParallelOptimizer`'s, or is decided here.
@@ -79,7 +79,7 @@ class Booster:
         mixed_precision: str | Precision = "fp32",
         registry: ProcessGroupRegistry | None = None,
         data_parallel: DataParallel | None = None,
-        max_norm: float | None = None,
+        max_norm: float | Clip | None = None,
         accumulation_steps: int = 1,
         **options: Any,
     ) -> None:
@@ -87,10 +87,10 @@ class Booster:
         self.registry = registry_of_replicas() if registry is None else registry
         check_data_parallel(data_parallel, self.registry)
         check_options(options)
-        check_thresholds(max_norm, options.get("clip_value"), ())
+        clip_of(max_norm)
         self.data_parallel = data_parallel
         # In managed windows of one a second backward before `step` is an error; here it is the caller's own window.
-        steps = None if Window(accumulation_steps).steps == 1 else accumulation_steps
+        steps = None if Window[Any, Any](accumulation_steps).steps == 1 else accumulation_steps
         self._options = {**options, "max_norm": max_norm, "accumulation_steps": steps}
         self._optimizers: dict[nn.Module, ParallelOptimizer] = {}
 
@@ -156,8 +156,7 @@ class Booster:
             optimizer,
             self.registry,
             precision=self.precision,
-            **optimizer_options(boosted, self.registry, self.data_parallel),
-            **self._options,
+            **{**self._options, **optimizer_options(boosted, self.registry, self.data_parallel, self._options)},
         )
         if lr_scheduler is not None:
             follow(lr_scheduler, stepped)

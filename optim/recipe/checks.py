@@ -16,8 +16,9 @@ from ...parallel.layout.annotation import annotation_of, declare
 from ...parallel.layout.spec import P
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
-from ..norm.plan import entries_of
+from ..norm.entries import entries_of
 from ..parallel_optimizer import ParallelOptimizer
+from ..step.old_arguments import refuse_renamed
 
 
 def registry_of_replicas() -> ProcessGroupRegistry:
@@ -39,11 +40,13 @@ def check_options(options: dict[str, Any]) -> None:
         "average_data": "data_parallel",
         "plugin": "data_parallel=",
     }
-    known = set(inspect.signature(ParallelOptimizer.__init__).parameters) - {"self", "optimizer"} - here.keys()
+    signature = inspect.signature(ParallelOptimizer.__init__)
+    known = set(signature.parameters) - {"self", "optimizer", "removed"} - here.keys()
     for name in options:
         if name in here:
             raise TypeError(f"{name}= is ParallelOptimizer's; here it is {here[name]}")
         if name not in known:
+            refuse_renamed(name)
             raise TypeError(
                 f"{name}= is no argument of Booster, and none of ParallelOptimizer: {', '.join(sorted(known))}"
             )

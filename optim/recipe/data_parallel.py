@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -13,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...parallel.layout.annotation import annotation_of
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from ..states.link import Placement
+from ..states.sharded import Sharded
 
 DataParallel = Literal["ddp", "zero1", "zero2", "fsdp"]
 
@@ -144,11 +146,21 @@ def parts_of_other_dtype(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if any(p.dtype != usual for p in module.parameters(recurse=False))]
 
 
-def optimizer_options(model: nn.Module, registry: ProcessGroupRegistry, mode: DataParallel | None) -> dict[str, Any]:
-    """The arguments of `ParallelOptimizer` that the mode comes to, with the model that `wrap` returned."""
+def optimizer_options(
+    model: nn.Module, registry: ProcessGroupRegistry, mode: DataParallel | None, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of `ParallelOptimizer` that the mode comes to, with the model that `wrap` returned.
+
+    Args:
+        options: Those that the user gave.
+    """
     if data_size(registry) == 1 or mode is None:
         return {}
     if mode in ("zero1", "zero2"):
         axis = next(axis for axis in reversed(registry.topology.data_axes) if registry.size(axis) > 1)
-        return {"shard_states": axis, "shard_gradients": mode == "zero2"}
-    return {"data_parallel": model if mode == "fsdp" or isinstance(model, DistributedDataParallel) else None}
+        given = options.get("states", ())
+        placements = [given] if isinstance(given, Placement) else given
+        return {"states": (Sharded(axis, gradients=mode == "zero2"), *placements)}
+    if mode == "fsdp" or isinstance(model, DistributedDataParallel):
+        return {"data_parallel": model}
+    return {}

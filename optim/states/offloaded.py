@@ -11,19 +11,22 @@ in the parameters' dtype: 6 bytes an element go over the bus in modes with maste
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ...amp.casting import is_half
-from ...amp.weights import Weights
 from ...parallel.layout.annotation import copy_annotation
-from .stepped_weights import SteppedWeights, move_state, origins_of, params_of, replaced
+from ..gradients.in_place import clear_gradients, main_gradient_
+from .link import AnyWindow, Binding, Link, Placement, Position
+from .pieces import Held, StandIns
 
 
-class OffloadedWeights(SteppedWeights):
-    """Puts copies on the CPU in the place of some of an optimizer's parameters.
+@dataclass(frozen=True)
+class Offloaded(Placement):
+    """Keep and step the masters and optimizer states of some parameters on the CPU.
 
     Memory on the device for each offloaded element: that of the parameter and its gradient; 8 bytes of AdamW's state less,
     and 4 of master. On a machine without a device the copies lie beside the parameters and everything else is the same.
@@ -31,81 +34,77 @@ class OffloadedWeights(SteppedWeights):
     waits for it: the CPU must have the gradients, and know whether to skip. So a step with offload can't be captured
     in a CUDA graph. And where two ranks hold copies of a parameter beside different others (pipeline stages with a tied
     embedding, owned parameters), one may step it on the CPU and one on the device, whose kernels may round differently;
-    ``offload=1.0`` or None avoids that.
+    a fraction of 1.0 avoids that.
 
     Args:
-        optimizer: It may have stepped already. Its param groups and state are changed in place.
         fraction: At least this fraction of the elements, counted over parameters that require gradients, is offloaded: as
             many whole parameters stay on the device, the largest first, as fit into the rest.
-        make_inner: Makes the precision mode's weights, from the optimizer that holds the copies.
-        main_grads: Half-precision parameters have float32 gradients.
     Collectives: none. Host reads: one wait a step where the parameters are on a device.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        fraction: float,
-        make_inner: Callable[[], Weights],
-        *,
-        main_grads: bool = False,
-    ) -> None:
+    position: ClassVar[Position] = Position.DEVICE
+    fraction: float = 1.0
+
+    def check(self, binding: Binding) -> None:
+        if not 0 <= self.fraction <= 1:
+            raise ValueError(
+                f"Offloaded({self.fraction}): give the fraction of the elements that goes to the CPU, between 0 and 1"
+            )
+        precision, switch = binding.precision, binding.data_parallel
+        if switch is not None and switch.is_ddp and precision.masters:
+            raise ValueError(
+                f"Offloaded with precision={precision.name!r} needs float32 gradients, which DistributedDataParallel does "
+                "not make: leave data_parallel out, and the optimizer averages over the data axes itself"
+            )
+
+    def link(self, binding: Binding) -> Link:
+        return Copies(self.fraction, binding.main_grads)
+
+
+class Copies(Link):
+    """Puts copies on the CPU in the place of some of an optimizer's parameters.
+
+    Args:
+        fraction: As for `Offloaded`.
+        main_grads: Half-precision parameters have float32 gradients.
+    """
+
+    differs = True
+
+    def __init__(self, fraction: float, main_grads: bool) -> None:
         self.fraction, self.main_grads = fraction, main_grads
-        self._copies: dict[Tensor, Tensor] = {}  # on the CPU, of the parameters that are offloaded
+        self._optimizer: torch.optim.Optimizer | None = None
+        self.copies: dict[Tensor, Tensor] = {}  # on the CPU, of the parameters that are offloaded
         self._buffers: dict[Tensor, Tensor] = {}  # on the CPU, for their gradients
         self._seen: dict[Tensor, tuple[int, int]] = {}
-        origins = origins_of(optimizer.param_groups)
-        copies = self._make_copies(params_of(optimizer.param_groups))
-        for param, copy in copies.items():
-            move_state(optimizer, param, [(copy, 0)])
-        for group in optimizer.param_groups:
-            group.update(_with_copies(group, copies))
-        super().__init__(optimizer, origins, make_inner())
+
+    def holds_back(self, tensor: Tensor) -> bool:
+        return tensor in self.copies
 
     @torch.no_grad()
-    def _make_copies(self, params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-        trained = [param for param in params if param.requires_grad]
-        chosen = offloaded([param.numel() for param in trained], self.fraction)
-        copies: dict[Tensor, Tensor] = {}
-        for param in (trained[index] for index in chosen):
-            copies[param] = nn.Parameter(_beside(param))
-            copy_annotation(param, copies[param])
-            if self.main_grads and is_half(param):
-                gradient, param.grad = param.grad, None
-                param.grad_dtype = torch.float32
-                param.grad = None if gradient is None else gradient.float()
-        self._copies |= copies
+    def install(self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]) -> StandIns:
+        trained = [tensor for tensor in tensors if tensor.requires_grad]
+        new: dict[Tensor, list[tuple[Tensor, int]]] = {}
+        for index in offloaded([tensor.numel() for tensor in trained], self.fraction):
+            tensor = trained[index]
+            self.copies[tensor] = nn.Parameter(_beside(tensor))
+            copy_annotation(tensor, self.copies[tensor])
+            if self.main_grads and is_half(tensor):
+                main_gradient_(tensor)
+            new[tensor] = [(self.copies[tensor], 0)]
         self._note_versions()
-        return copies
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, of which the fraction is offloaded."""
-        origins = origins_of([param_group], len(self._origins))
-        copies = self._make_copies([origin.param for origin in origins])
-        self.inner.add_param_group({**param_group, **_with_copies(param_group, copies)})
-        self._origins += origins
+        return new
 
     # The step --------------------------------------------------------------------------------------------------------
 
-    def measured(self) -> list[Tensor]:
-        """As everywhere; for offloaded parameters these themselves, whose gradients are on the device."""
-        pairs = zip(self._origins, super().measured(), strict=True)
-        return [origin.param if origin.param in self._copies else inner for origin, inner in pairs]
-
-    def compared(self) -> list[Tensor]:
-        """The parameters themselves: two ranks that hold copies of one may differ in what they offload."""
-        return [origin.param for origin in self._origins]
-
     @torch.no_grad()
-    def collect(self, averaged: bool = True) -> None:
+    def bring(self, window: AnyWindow, averaged: bool) -> None:
         """Nothing for offloaded parameters, but to notice weights that somebody else has changed. Host reads: none."""
         self._refresh()
-        self.inner.collect()
 
-    @torch.no_grad()
     def _refresh(self) -> None:
         """See what was written to the parameters since the last step."""
-        for param, copy in self._copies.items():
+        for param, copy in self.copies.items():
             if self._seen[param] != (param.data_ptr(), param._version):
                 copy.copy_(param)  # in modes with masters they compare, and refuse other values
         self._note_versions()
@@ -113,17 +112,12 @@ class OffloadedWeights(SteppedWeights):
     @torch.no_grad()
     def step(self, update: Callable[[], object]) -> None:
         """Copy the gradients to the CPU, step both sides, and copy the weights back. Host reads: a wait for the device."""
-        stepped = params_of(self.optimizer.param_groups)
-        sides = [(o.param, s) for o, s in zip(self._origins, stepped, strict=True) if o.param in self._copies]
-        for param, _ in sides:
-            self._copies[param].grad = self._fetch(param)
+        for param, copy in self.copies.items():
+            copy.grad = self._fetch(param)
         self._wait()
-        for param, inner in sides:
-            inner.grad = self._copies[param].grad  # where the precision has masters it is they who are stepped
-        self.inner.step(update)
-        for param, inner in sides:
-            self._copies[param].grad = inner.grad = None
-        self.synchronize()
+        update()
+        clear_gradients(list(self.copies.values()), set_to_none=True)
+        self.publish()
 
     def _fetch(self, param: Tensor) -> Tensor | None:
         """The gradient on the CPU, when the device gets there."""
@@ -138,33 +132,28 @@ class OffloadedWeights(SteppedWeights):
         return buffer.copy_(param.grad, non_blocking=True).view_as(buffer)
 
     def _wait(self) -> None:
-        for device in {param.device for param in self._copies if param.is_cuda}:
+        for device in {param.device for param in self.copies if param.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
 
     @torch.no_grad()
-    def synchronize(self) -> None:
+    def publish(self) -> None:
         """Copy the weights of the CPU to the device."""
-        for param, copy in self._copies.items():
+        for param, copy in self.copies.items():
             param.copy_(copy, non_blocking=True)
         self._note_versions()
 
     def _note_versions(self) -> None:
-        self._seen = {param: (param.data_ptr(), param._version) for param in self._copies}
+        self._seen = {param: (param.data_ptr(), param._version) for param in self.copies}
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients."""
-        self.inner.zero_grad(set_to_none)
-        for param in self._copies:
-            if set_to_none:
-                param.grad = None
-            elif param.grad is not None:
-                param.grad.zero_()
+    def clear(self, set_to_none: bool) -> None:
+        """Clear the gradients on both sides."""
+        clear_gradients([*self.copies, *self.copies.values()], set_to_none)
 
+    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As everywhere."""
+        """The model may have been loaded before; masters, if there are any, then have the last word."""
         self._wait()  # the copies may still be on their way to the device
-        self._refresh()  # the model may have been loaded before; masters, if there are any, then have the last word
-        super().load_state_dict(state)
+        self._refresh()
 
 
 def offloaded(numels: Sequence[int], fraction: float) -> list[int]:
@@ -179,10 +168,18 @@ def offloaded(numels: Sequence[int], fraction: float) -> list[int]:
     return sorted(chosen)
 
 
+def reference_offloaded_step(
+    params: Sequence[Tensor], gradients: Sequence[Tensor | None], optimizer: torch.optim.Optimizer
+) -> None:
+    """The same, plain: ``optimizer`` is over CPU copies of ``params``; whole tensors go there and back."""
+    copies = [param for group in optimizer.param_groups for param in group["params"]]
+    for copy, gradient in zip(copies, gradients, strict=True):
+        copy.grad = None if gradient is None else gradient.to("cpu", copy.dtype)
+    optimizer.step()
+    for param, copy in zip(params, copies, strict=True):
+        param.data.copy_(copy)
+
+
 def _beside(tensor: Tensor) -> Tensor:
     """A copy in the CPU's memory, pinned if the tensor is on a CUDA device."""
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor.detach())
-
-
-def _with_copies(group: Mapping[str, Any], copies: Mapping[Tensor, Tensor]) -> dict[str, Any]:
-    return replaced(group, lambda param: [copies.get(param, param)])

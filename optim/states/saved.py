@@ -2,68 +2,112 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from ...amp.loss_scale import LossScale
+from ...amp.precision import Precision
 from ...parallel.mesh.agreement import on_all_ranks
-from .stepped_weights import SteppedWeights
-
-if TYPE_CHECKING:
-    from ..parallel_optimizer import ParallelOptimizer
+from ...parallel.mesh.registry import ProcessGroupRegistry
+from .chain import Chain
 
 
-def load_checked(optimizer: ParallelOptimizer, weights: SteppedWeights, state: Mapping[str, Any]) -> None:
-    """Load ``state`` into the wrapped optimizer, the loss scale and the weights.
+@dataclass(frozen=True)
+class Saved:
+    """What an optimizer's state is made of, to be saved and loaded.
 
-    Raises:
-        ValueError: On every rank, when any rank's does not fit; everything is then as it was.
-    Collectives: two object all-gathers. Host reads: a few.
+    Args:
+        optimizer: The wrapped one.
+        chain: What stands in for its parameters.
+        model_params: What loading may change.
     """
-    inner, scale = optimizer.optimizer, optimizer.loss_scale
-    backup, scale_backup = (
-        {"state": inner.state, "param_groups": inner.param_groups},
-        scale.state_dict() if scale else {},
-    )
-    own = state.get("meshstep")
 
-    def load() -> None:
-        _check_mode(optimizer, own)
-        weights.check_layout({} if own is None else own["weights"])
-        inner.load_state_dict({key: value for key, value in state.items() if key != "meshstep"})
-        if own is not None and scale is not None:
-            scale.load_state_dict(own["loss_scale"])
+    optimizer: torch.optim.Optimizer
+    chain: Chain
+    precision: Precision
+    loss_scale: LossScale | None
+    model_params: Sequence[Tensor]
+    registry: ProcessGroupRegistry
 
-    try:
-        on_all_ranks(partial(_all_there, load), optimizer.registry)
-        _load_weights(optimizer, weights, own)
-    except (ValueError, TypeError, RuntimeError):
-        # torch put new containers in place of the old ones, which are therefore what they were.
-        inner.__setstate__(backup)
-        if scale is not None:
-            scale.load_state_dict(scale_backup)
-        raise
+    def state_dict(self, skipped_steps: int) -> dict[str, Any]:
+        """The wrapped optimizer's, and under ``"meshstep"`` all else. Host reads: a few."""
+        own = {
+            "precision": self.precision.name,
+            "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
+            "weights": self.chain.state_dict(),
+            "skipped_steps": skipped_steps,
+        }
+        return {**self.optimizer.state_dict(), "meshstep": own}
 
+    def load(self, state: Mapping[str, Any]) -> int:
+        """Load what `state_dict` gave; returns the count of skipped steps.
 
-def _load_weights(optimizer: ParallelOptimizer, weights: SteppedWeights, own: Mapping[str, Any] | None) -> None:
-    """The last to be loaded, because masters are rounded into the model, which may have been loaded already."""
-    model = [(param, param.detach().clone()) for param in optimizer._model_params if optimizer.precision.masters]
-    backup = _cloned(weights.state_dict())
+        Raises:
+            ValueError: On every rank, when any rank's does not fit; everything is then as it was.
+        Collectives: two object all-gathers. Host reads: a few.
+        """
+        inner, scale = self.optimizer, self.loss_scale
+        backup, scale_backup = (
+            {"state": inner.state, "param_groups": inner.param_groups},
+            scale.state_dict() if scale else {},
+        )
+        own = state.get("meshstep")
 
-    def load() -> None:
-        if own is not None:
-            weights.load_state_dict(own["weights"])
+        def load() -> None:
+            self._check_mode(own)
+            self.chain.check_state({} if own is None else own["weights"])
+            inner.load_state_dict({key: value for key, value in state.items() if key != "meshstep"})
+            if own is not None and scale is not None:
+                scale.load_state_dict(own["loss_scale"])
 
-    try:
-        on_all_ranks(partial(_all_there, load), optimizer.registry)
-    except (ValueError, TypeError, RuntimeError):
-        weights.load_state_dict(backup)
-        with torch.no_grad():
-            for param, value in model:
-                param.copy_(value)
-        raise
+        try:
+            on_all_ranks(partial(_all_there, load), self.registry)
+            self._load_weights(own)
+        except (ValueError, TypeError, RuntimeError):
+            # torch put new containers in place of the old ones, which are therefore what they were.
+            inner.__setstate__(backup)
+            if scale is not None:
+                scale.load_state_dict(scale_backup)
+            raise
+        self.chain.publish()
+        return int((own or {}).get("skipped_steps", 0))
+
+    def _load_weights(self, own: Mapping[str, Any] | None) -> None:
+        """The last to be loaded, because masters are rounded into the model, which may have been loaded already."""
+        model = [(param, param.detach().clone()) for param in self.model_params if self.precision.masters]
+        backup = _cloned(self.chain.state_dict())
+
+        def load() -> None:
+            if own is not None:
+                self.chain.load_state_dict(own["weights"])
+
+        try:
+            on_all_ranks(partial(_all_there, load), self.registry)
+        except (ValueError, TypeError, RuntimeError):
+            self.chain.load_state_dict(backup)
+            with torch.no_grad():
+                for param, value in model:
+                    param.copy_(value)
+            raise
+
+    def _check_mode(self, own: Mapping[str, Any] | None) -> None:
+        mode = self.precision
+        if own is None:
+            if mode.masters or self.loss_scale is not None:
+                raise ValueError(
+                    f"the state is a plain optimizer's, but precision={mode.name!r} also needs its loss scale or master "
+                    "weights; load a state that ParallelOptimizer saved in this mode"
+                )
+        elif own["precision"] != mode.name:
+            raise ValueError(
+                f"the state was saved with precision={own['precision']!r}, but this optimizer runs with {mode.name!r}; "
+                "continue in the mode it was saved in, or load only the model's weights and start the optimizer anew"
+            )
 
 
 def _all_there(load: Callable[[], None]) -> None:
@@ -74,21 +118,6 @@ def _all_there(load: Callable[[], None]) -> None:
         raise ValueError(
             f"the state is incomplete or something else ({type(error).__name__}: {error}); give what state_dict() returned"
         ) from error
-
-
-def _check_mode(optimizer: ParallelOptimizer, own: Mapping[str, Any] | None) -> None:
-    mode = optimizer.precision
-    if own is None:
-        if mode.masters or optimizer.loss_scale is not None:
-            raise ValueError(
-                f"the state is a plain optimizer's, but precision={mode.name!r} also needs its loss scale or master "
-                "weights; load a state that ParallelOptimizer saved in this mode"
-            )
-    elif own["precision"] != mode.name:
-        raise ValueError(
-            f"the state was saved with precision={own['precision']!r}, but this optimizer runs with {mode.name!r}; "
-            "continue in the mode it was saved in, or load only the model's weights and start the optimizer anew"
-        )
 
 
 def _cloned(state: dict[str, Any]) -> dict[str, Any]:

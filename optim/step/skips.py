@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+from ..norm.stats import GradStats
 
 LAG = 16
 
@@ -57,3 +61,42 @@ class SkipMonitor:
         """Start again from ``total`` skipped steps and none in a row."""
         self.counts[0], self.counts[1] = total, 0
         self._step = 0
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Skip a step whose gradient norm is not finite, on every rank; so many in a row are an error on every rank.
+
+    Args:
+        most_in_a_row: >= 1; noticed at most `LAG` steps late, because nobody waits for the device.
+    """
+
+    most_in_a_row: int = 50
+
+    def check(self) -> None:
+        """Raise ValueError if it is out of range."""
+        if self.most_in_a_row < 1:
+            raise ValueError(f"most_in_a_row={self.most_in_a_row}: give a number >= 1")
+
+
+OnNonfinite = Literal["skip", "raise"] | Skip
+
+
+def checked_nonfinite(on_nonfinite: OnNonfinite) -> OnNonfinite:
+    """``on_nonfinite``; ValueError where it is none of these."""
+    if isinstance(on_nonfinite, Skip):
+        on_nonfinite.check()
+    elif on_nonfinite not in ("skip", "raise"):
+        raise ValueError(f"on_nonfinite={on_nonfinite!r}: give 'skip', 'raise' or Skip(most_in_a_row=...)")
+    return on_nonfinite
+
+
+def reason_to_stop(on_nonfinite: OnNonfinite, monitor: SkipMonitor, stats: GradStats) -> str | None:
+    """Why training should end here, if it should; the same on every rank. Host reads: one with ``"raise"``, else none."""
+    most = (on_nonfinite if isinstance(on_nonfinite, Skip) else Skip()).most_in_a_row
+    in_a_row = monitor.in_a_row_before()
+    if in_a_row >= most:
+        return f"{in_a_row} steps in a row were skipped because the gradient norm was not finite"
+    if on_nonfinite == "raise" and bool(stats.found_inf):
+        return f"the gradient norm is {float(stats.total_norm)}"
+    return None

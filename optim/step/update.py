@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...amp.casting import is_half
-from ..clip.functional import scale_gradients
+from ..gradients.in_place import scale_gradients
 
 
 def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:

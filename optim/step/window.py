@@ -1,4 +1,7 @@
-"""Windows of micro-batches: what they weigh together, and when torch's data parallelism synchronises.
+"""Where the optimizer is between two steps, and what the micro-batches of the window weigh together.
+
+    open --begin--> accumulating --complete--> complete --clip--> clipped --close--> open
+                    a backward that raises --> broken --clear--> open
 
 The gradient of a window is the mean over everything in it, whatever the micro-batches and data ranks hold:
 
@@ -11,40 +14,64 @@ Means of micro-batch means are something else where micro-batches hold different
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from math import inf
+from typing import Generic, Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from ...parallel.mesh.registry import ProcessGroupRegistry
 
+Phase = Literal["open", "accumulating", "complete", "clipped", "broken"]
+Asked = TypeVar("Asked")
+Verdict = TypeVar("Verdict")
 
-class Window:
-    """The micro-batches since the last step: how many, and their weight on this rank.
+
+class Window(Generic[Asked, Verdict]):
+    """The micro-batches since the last step: how many, their weight here, and what has been done with the gradients.
+
+    Nobody else remembers any of it: who needs to know is told, or asks.
 
     Args:
         steps: Micro-batches a window in managed accumulation; None: the caller decides when to step.
     Raises:
         ValueError: steps is no whole number >= 1.
+
+    Attributes:
+        phase: Where it is.
+        micro_batches: How many have come.
+        weight: Of all of them on this rank; a number or a 0-dim tensor.
+        left_out: torch's data parallelism was told to leave the last micro-batch out.
+        reduced: A backward has reduced the gradients while it ran.
+        asked: What an explicit call in the middle of the window wants done at its end.
+        verdict: What was decided and done in this window by an explicit call.
+        holds_old: The gradients of the window before have been reduced and nobody has cleared them.
     """
 
     def __init__(self, steps: int | None) -> None:
         if steps is not None and (not isinstance(steps, int) or steps < 1):
             raise ValueError(f"accumulation_steps={steps!r}: give a whole number >= 1, or None to decide yourself")
         self.steps = steps
-        self._weighted: bool | None = None
-        self.open()
+        self.holds_old = False
+        self.left_out = False
+        self.close()
 
-    def open(self) -> None:
-        """Start an empty window."""
-        self.is_broken = False  # a backward of it raised: some gradients have it in them and some not
+    def close(self) -> None:
+        """The step is over, or the window was given up: start an empty one."""
+        self.phase: Phase = "open"
         self.micro_batches = 0
         self.weight: float | Tensor = 0.0
-        self._weighted = None
+        self.reduced = False
+        self.asked: Asked | None = None
+        self.verdict: Verdict | None = None
+        self._weighted: bool | None = None
         self._with_gradient: list[int] = []
+
+    def clear(self) -> None:
+        """The gradients are gone, and the window with them."""
+        self.holds_old = False
+        self.close()
 
     @property
     def has_weight(self) -> bool:
@@ -56,25 +83,50 @@ class Window:
         """Whether a step is due: always, where the caller decides."""
         return self.steps is None or self.micro_batches >= self.steps
 
-    def check_whole(self) -> None:
-        """Raise RuntimeError if a backward of this window raised."""
-        if self.is_broken:
-            raise RuntimeError(
-                "a backward of this window raised, so that some gradients have its part and some do not: call zero_grad() "
-                "of this optimizer and begin the window anew"
-            )
+    @property
+    def next_is_last(self) -> bool:
+        """Whether, in managed accumulation, the next micro-batch is the last one."""
+        return self.steps is not None and self.micro_batches % self.steps == self.steps - 1
 
-    def add(self, weight: float | Tensor | None, empty: bool = False) -> None:
-        """Count one micro-batch.
+    def ends(self, last: bool) -> bool:
+        """Whether `step` is to do anything; ``last``: the window is a short one, the tail of an epoch.
+
+        Raises:
+            RuntimeError: A backward of this window raised.
+        """
+        self._check_whole()
+        return self.is_full or (last and self.micro_batches > 0)
+
+    def may_clear(self) -> bool:
+        """Whether `zero_grad` is to do anything: not in the middle of a window of managed accumulation."""
+        return self.steps is None or not self.micro_batches or self.phase == "broken"
+
+    # Micro-batches ---------------------------------------------------------------------------------------------------
+
+    def begin(self, weight: float | Tensor | None, params: Sequence[Tensor], empty: bool = False) -> None:
+        """Count one micro-batch, before its backward.
 
         Args:
-            empty: This rank has nothing to compute in it and gives no weight: it counts 0, among weights and means alike.
             weight: What the summed loss is to be divided by, e.g. its number of tokens; a number or a 0-dim tensor. None:
                 the loss is a mean; it counts 1 in managed accumulation, and nothing is divided otherwise, as in torch.
+            params: Whose gradients add up.
+            empty: This rank has nothing to compute in it and gives no weight: it counts 0, among weights and means alike.
         Raises:
             ValueError: The window is full; some of its micro-batches have a weight and some have none; a number is
                 negative or infinite.
+            RuntimeError: The gradients have been clipped; an earlier backward raised; somebody has cleared gradients.
         """
+        if self.phase == "clipped":
+            raise RuntimeError(
+                "the gradients of this window have been clipped, and no more can be added to them: call step() or "
+                "zero_grad() before the next backward, and clip when the last micro-batch has come"
+            )
+        self._check_whole()
+        self._check_gradients(params)
+        self._count(weight, empty)
+        self.phase = "accumulating"
+
+    def _count(self, weight: float | Tensor | None, empty: bool) -> None:
         if self.steps is not None and self.micro_batches >= self.steps:
             raise ValueError(
                 f"the window of accumulation_steps={self.steps} micro-batches is full; call step() before the next backward"
@@ -91,15 +143,25 @@ class Window:
             weight = 0.0 if self.steps is None else 1.0
         self.weight = self.weight + weight
 
-    # Gradients that disappear in the middle ---------------------------------------------------------------------------
+    def end(self, params: Sequence[Tensor], *, left_out: bool) -> None:
+        """The backward of a micro-batch has ended: remember who has gradients, where more are to come.
 
-    def note_gradients(self, params: Sequence[Tensor]) -> None:
-        """Remember which parameters have gradients after a micro-batch, where more are to come."""
+        Args:
+            left_out: Nothing was reduced in it.
+        """
+        self.left_out = left_out
         if self.steps != 1:
             self._with_gradient = [index for index, param in enumerate(params) if param.grad is not None]
 
-    def check_gradients(self, params: Sequence[Tensor]) -> None:
-        """Raise RuntimeError if one of them is gone: somebody cleared it between the micro-batches of a window."""
+    def complete(self) -> None:
+        """The gradients have been reduced."""
+        self.phase, self.left_out = "complete", False
+
+    def clipped(self, verdict: Verdict) -> None:
+        """An explicit call has unscaled and clipped them."""
+        self.phase, self.verdict = "clipped", verdict
+
+    def _check_gradients(self, params: Sequence[Tensor]) -> None:
         for index in self._with_gradient:
             if params[index].grad is None:
                 raise RuntimeError(
@@ -107,6 +169,13 @@ class Window:
                     f"shape {tuple(params[index].shape)}): a forward, module.zero_grad() or another optimizer did it; "
                     "clear them with this optimizer's zero_grad(), which waits for the end of the window"
                 )
+
+    def _check_whole(self) -> None:
+        if self.phase == "broken":
+            raise RuntimeError(
+                "a backward of this window raised, so that some gradients have its part and some do not: call zero_grad() "
+                "of this optimizer and begin the window anew"
+            )
 
 
 def weight_slots(weight: float | Tensor, registry: ProcessGroupRegistry) -> Tensor:
@@ -131,68 +200,7 @@ def inverse_weight(totals: Tensor, registry: ProcessGroupRegistry) -> Tensor:
     return torch.where(total == 0, torch.ones_like(total), inverse)
 
 
-class DataParallelSwitch:
-    """Turns the gradient synchronisation of torch's data parallelism on for the last micro-batch of a window only.
-
-    Args:
-        module: A `DistributedDataParallel`, or a module that `fully_shard` was applied to.
-    Raises:
-        TypeError: It is neither.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.is_ddp = isinstance(module, DistributedDataParallel)
-        if not self.is_ddp and not hasattr(module, "set_requires_gradient_sync"):
-            raise TypeError(
-                f"data_parallel={type(module).__name__}: give the DistributedDataParallel module, or the root module that "
-                "fully_shard was applied to"
-            )
-        self.on = True
-        self._left_out = False  # whether the last micro-batch was not synchronised
-
-    def set(self, on: bool) -> None:
-        """Whether the next forward and backward synchronise."""
-        self.on = on
-        if isinstance(self.module, DistributedDataParallel):
-            self.module.require_backward_grad_sync = on
-        else:
-            self.module.set_requires_gradient_sync(on)  # type: ignore[operator]
-
-    def note_backward(self) -> None:
-        """A micro-batch has been run through, with or without synchronisation."""
-        self._left_out = not self.on
-
-    def synchronised(self) -> bool:
-        """Whether the gradients are averaged, as far as there are any; asked at the end of a window.
-
-        Raises:
-            RuntimeError: They are not, and only `fully_shard` could have done it, in backward.
-        """
-        if self._left_out and not self.is_ddp:
-            raise RuntimeError(
-                "fully_shard has not reduced the gradients of this window: it must know the last micro-batch of a window "
-                "before its backward. Call window_ends() before the forward of the last one where a window is shorter than "
-                "accumulation_steps, and leave it out of no_sync()"
-            )
-        left_out, self._left_out = self._left_out, False
-        return not left_out
-
-    def check_clearing(self) -> None:
-        """Raise RuntimeError if gradients are to be cleared that only `fully_shard` has: they would add to later ones."""
-        if self._left_out and not self.is_ddp:
-            raise RuntimeError(
-                "fully_shard keeps the gradients of micro-batches that it has not reduced, whoever clears the parameters' "
-                "gradients: finish the window with a micro-batch that it reduces, after window_ends() and outside of "
-                "no_sync(), before zero_grad()"
-            )
-
-    @contextmanager
-    def off(self) -> Iterator[None]:
-        """Don't synchronise within the context."""
-        before = self.on
-        self.set(False)
-        try:
-            yield
-        finally:
-            self.set(before)
+def reference_inverse_weight(weights: Sequence[Sequence[float]]) -> float:
+    """D / W in plain numbers: ``weights[d][k]`` is that of micro-batch k on data coordinate d."""
+    total = sum(sum(of_rank) for of_rank in weights)
+    return len(weights) / total if total else 1.0

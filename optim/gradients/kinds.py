@@ -1,32 +1,16 @@
-"""What can be wrong with an optimizer's arguments and gradients, found before anything is changed."""
+"""What can be wrong with gradients, found before anything is changed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from ..clip.functional import checked_threshold
-from ..norm.plan import ParameterEntry, check_dense_real
-from .sync import gradient_dtype
-
-
-def check_thresholds(
-    max_norm: float | None, clip_value: float | None, param_groups: Iterable[Mapping[str, Any]]
-) -> None:
-    """Raise ValueError for thresholds that are not finite and positive, or for two kinds of them."""
-    if max_norm is not None and clip_value is not None:
-        raise ValueError("max_norm and clip_value are both given; choose one, or call clip_grad_by_value yourself")
-    for value, name in ((max_norm, "max_norm"), (clip_value, "clip_value")):
-        if value is not None:
-            checked_threshold(value, name)
-    for index, group in enumerate(param_groups):
-        if group.get("max_norm") is not None:
-            checked_threshold(group["max_norm"], f"max_norm of param group {index}")
+from ..norm.entries import ParameterEntry, check_dense_real
+from .in_place import gradient_dtype
 
 
 def check_kinds(params: Sequence[Tensor], entries: Sequence[ParameterEntry]) -> None:

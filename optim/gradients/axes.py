@@ -1,0 +1,41 @@
+"""Over which ranks a gradient must be summed before it is whole, and what it is divided by.
+
+The loss is taken to be the mean over the data axes of what each rank computed. So every gradient is divided by the size
+of all data axes and summed over those that do not shard the parameter, over its partial axes and over its tied copies:
+
+    grad = 1/|data| * sum over (data axes not sharding it) x (partial axes) x (tied copies) of the local gradient
+
+Data axes over which a DTensor's gradient has been averaged already (`fully_shard` does) are left out of both.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from ...parallel.layout.spec import P
+from ...parallel.mesh.topology import Topology
+
+
+def sync_axes(spec: P, topology: Topology, average_data: bool, averaged: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """The axes over which a gradient must be summed before it is whole (a tied axis: over its tied coordinates)."""
+    done = {*spec.named_axes, *averaged}
+    data = [axis for axis in topology.data_axes if axis not in done] if average_data else []
+    named = {*data, *spec.partial, *dict(spec.tied)}
+    return tuple(axis for axis in topology.axes if axis in named)
+
+
+def sync_ranks(
+    spec: P, topology: Topology, rank: int, average_data: bool, averaged: tuple[str, ...] = ()
+) -> tuple[int, ...]:
+    """The ranks, ascending, whose gradients are summed into the one that ``rank`` has of a parameter laid out so."""
+    peers = topology.peers(rank, *sync_axes(spec, topology, average_data, averaged))
+    if not spec.tied:
+        return peers
+    where = {axis: spec.tied_coordinates(axis, topology) for axis, _ in spec.tied}
+    return tuple(peer for peer in peers if all(topology.coordinate_of(peer, axis) in where[axis] for axis in where))
+
+
+def sync_scale(topology: Topology, average_data: bool, averaged: tuple[str, ...] = ()) -> float:
+    """What the local gradient is multiplied by before it is summed."""
+    data = [axis for axis in topology.data_axes if axis not in averaged] if average_data else []
+    return 1 / prod(topology.size(axis) for axis in data)

@@ -1,0 +1,134 @@
+"""One flat bucket at run time: the gradients of parameters of one kind of layout, end to end, on their way to a sum.
+
+    replicated states   every rank needs the sum of the whole bucket        --all-reduce-->       the parameters' gradients
+    sharded states      every rank needs its slice of the sum               --reduce-scatter-->   a slice
+
+Only parameters of one kind (same distinct axes, owners, ties, dtype and device) share a bucket. All ranks that hold copies
+of one of them hold all of the others too, so that the same element lies at the same place of equally long buffers wherever
+it is summed, and copies get the same bits whatever order a backend sums in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .exchange import Exchange, Finish, Memory
+from .flat import FlatBucket
+from .in_place import gradient_dtype
+
+BUCKET_BYTES = 32 * 2**20
+
+
+class GradientBucket:
+    """The gradients of the parameters of one bucket, on one rank.
+
+    Args:
+        params: The tensors whose ``.grad`` is summed; one dtype and device.
+        layout: How they lie in the buffer; its slices are those of a `reduce_scatter`.
+        group: Whose gradients are summed.
+        exchange: How.
+        dtype: Of the buffer.
+        scale: What gradients are multiplied by before they are summed: half-precision sums then overflow no earlier than
+            one rank's gradient would.
+        adopt: Let gradients become views of the flat buffer after an all-reduce, which saves a copy. Not where a gradient
+            has another owner who would not see that.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        layout: FlatBucket,
+        group: dist.ProcessGroup,
+        exchange: Exchange,
+        dtype: torch.dtype,
+        scale: float = 1.0,
+        adopt: bool = False,
+    ) -> None:
+        self.params, self.layout, self.dtype, self.scale = list(params), layout, dtype, scale
+        self._group, self._exchange, self._adopt = group, exchange, adopt
+        self._memory: Memory = {}
+
+    def start(self) -> Finish:
+        """`all_reduce`, as buckets are reduced while backward runs."""
+        return self.all_reduce()
+
+    @torch.no_grad()
+    def all_reduce(self) -> Finish:
+        """Start to sum the gradients over the group; one that a rank lacks counts as zeros, and everybody gets the sum.
+
+        Collectives: one. Host reads: none.
+        """
+        flat = self._packed()
+        arrived = self._exchange.all_reduce(flat, self._group, self._memory)
+
+        @torch.no_grad()
+        def finish() -> None:
+            arrived()
+            self._unpack(flat)
+
+        return finish
+
+    @torch.no_grad()
+    def reduce_scatter(self, own: Tensor) -> Finish:
+        """Start to put this rank's slice of the sum into ``own``, [slice_numel] of the bucket's dtype.
+
+        The gradients are not needed any more when it returns, unless one is the whole buffer. Collectives: one. Host reads:
+        none.
+        """
+        first = dense(self.params[0].grad)
+        if first is not None and first.dtype == self.dtype and self.fits_exactly(first):
+            flat = first.view(-1) if self.scale == 1.0 else first.view(-1) * self.scale
+        else:
+            flat = self._packed()
+        return self._exchange.reduce_scatter(own, flat, self._group, self._memory)
+
+    def _packed(self) -> Tensor:
+        """[padded_numel]: the gradients times the scale, zeros where there are none."""
+        flat = self.params[0].new_empty(self.layout.padded_numel, dtype=self.dtype)
+        flat[self.layout.numel :].zero_()
+        views, gradients = [], []
+        for view, param in zip(self.views(flat), self.params, strict=True):
+            gradient = dense(param.grad)
+            if gradient is None:
+                view.zero_()
+            elif self.scale != 1.0 and gradient.dtype == self.dtype:
+                torch.mul(gradient, self.scale, out=view)
+            else:
+                views.append(view)
+                gradients.append(gradient)
+        if views:
+            torch._foreach_copy_(views, gradients)
+            if self.scale != 1.0:
+                torch._foreach_mul_(views, self.scale)
+        return flat
+
+    def _unpack(self, flat: Tensor) -> None:
+        targets, sources = [], []
+        for view, param in zip(self.views(flat), self.params, strict=True):
+            if self._adopt and param.is_contiguous() and gradient_dtype(param) == self.dtype:
+                param.grad = view
+                continue
+            if param.grad is None:
+                param.grad = torch.empty_like(param, dtype=gradient_dtype(param))
+            targets.append(param.grad)
+            sources.append(view)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def fits_exactly(self, tensor: Tensor) -> bool:
+        """Whether the flattened tensor is the whole buffer: a large parameter that needs no copy to travel."""
+        return len(self.params) == 1 and tensor.numel() == self.layout.padded_numel and tensor.is_contiguous()
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Where each parameter lies in the flat buffer, of its shape."""
+        places = zip(self.params, self.layout.offsets, self.layout.numels, strict=True)
+        return [flat[offset : offset + numel].view(param.shape) for param, offset, numel in places]
+
+
+def dense(gradient: Tensor | None) -> Tensor | None:
+    """An embedding's sparse gradient as a dense one, which it becomes in a buffer anyway."""
+    return gradient if gradient is None or gradient.layout == torch.strided else gradient.to_dense()

@@ -1,0 +1,105 @@
+"""What a plan knows of each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ...parallel.interop.local import local_parameter
+from ...parallel.layout.annotation import Annotation, annotation_of
+from ...parallel.layout.spec import P
+from ...parallel.mesh.topology import Topology
+
+
+@dataclass(frozen=True)
+class ParameterEntry:
+    """One parameter as this rank sees it: its name, spec, local shape, index of its param group, dtype, the axes over which
+    its gradient needs no averaging any more when it comes to be synchronised, whether it is trained (not frozen), and the
+    shape of the logical tensor, if every piece is as large as this rank's (None: not known)."""
+
+    name: str
+    spec: P
+    shape: tuple[int, ...]
+    group: int = 0
+    dtype: torch.dtype = torch.float32
+    averaged: tuple[str, ...] = ()
+    trained: bool = True
+    full_shape: tuple[int, ...] | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements that this rank holds."""
+        return prod(self.shape)
+
+
+def entries_of(
+    param_groups: Iterable[Iterable[Tensor | tuple[str, Tensor]]], topology: Topology
+) -> list[ParameterEntry]:
+    """The entries of param groups, given as parameters or (name, parameter) pairs.
+
+    A parameter that nothing declared counts as replicated where no model axis is larger than 1, and is an error elsewhere.
+    The placements of a DTensor declare it for the axes of its mesh.
+
+    Raises:
+        ValueError: Undeclared parameters, all of them named; a DTensor whose layout has no spec.
+        TypeError: A complex or sparse parameter.
+    """
+    entries, undeclared = [], []
+    for group, params in enumerate(param_groups):
+        for position, item in enumerate(params):
+            given, param = item if isinstance(item, tuple) else (None, item)
+            whole, param = param, local_parameter(param, topology)
+            annotation = annotation_of(param) or Annotation(P(), declared=False)
+            name = (
+                given or annotation.name or f"parameter {position} of group {group} ({_shape(param, annotation.spec)})"
+            )
+            check_dense_real(param, name)
+            if annotation.silent_axes(topology):
+                undeclared.append(name)
+            entries.append(
+                ParameterEntry(
+                    name,
+                    annotation.spec,
+                    tuple(param.shape),
+                    group,
+                    param.dtype,
+                    averaged=annotation.mesh_axes,
+                    trained=param.requires_grad,
+                    full_shape=_full_shape(whole, annotation, topology),
+                )
+            )
+    if undeclared:
+        more = f" and {len(undeclared) - 5} more" if len(undeclared) > 5 else ""
+        raise ValueError(
+            f"no spec for {', '.join(undeclared[:5])}{more}, and {topology!r} has model axes: say how each parameter is "
+            "laid out with declare(model, {'name or pattern': P(...)}), P() meaning replicated (copy.deepcopy and "
+            "wrappers drop specs: declare again after them)"
+        )
+    return entries
+
+
+def _full_shape(param: Tensor, annotation: Annotation, topology: Topology) -> tuple[int, ...]:
+    """Of the logical tensor; a DTensor knows its length along the axes of its mesh."""
+    spec, known = annotation.spec, annotation.mesh_axes
+    return tuple(
+        length * topology.size(*(axis for axis in spec.dim_axes(dim) if axis in topology.axes and axis not in known))
+        for dim, length in enumerate(param.shape)
+    )
+
+
+def _shape(param: Tensor, spec: P) -> str:
+    """The shape as far as it is the same on all ranks: pieces may be uneven."""
+    sizes = ("sharded" if spec.dim_axes(dim) else str(size) for dim, size in enumerate(param.shape))
+    return f"shape ({', '.join(sizes)})"
+
+
+def check_dense_real(tensor: Tensor, name: str) -> None:
+    """Raise TypeError for a complex or sparse tensor: its norm is not defined here."""
+    if tensor.is_complex():
+        raise TypeError(f"{name} is complex ({tensor.dtype}); give its real view (torch.view_as_real) to the optimizer")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} is sparse ({tensor.layout}); build the layer with sparse=False")

@@ -1,0 +1,119 @@
+"""Units of a parameter: the slices along one dim of the logical tensor, such as the rows of a linear layer's weight.
+
+A rank may hold parts of many units, and several ranks parts of one. Each rank adds the powers of its parts to the units'
+slots, and the packed collective adds the ranks'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import accumulate
+from math import inf
+
+import torch
+from torch import Tensor
+
+from ...parallel.layout.pieces import Region
+from .plan import ReductionPlan
+
+UnitDim = int | Mapping[str, int]
+"""The dim along which units lie, of all parameters or by glob over their names (0 for those that no pattern matches)."""
+
+
+@dataclass(frozen=True)
+class Units:
+    """The units of all logical parameters of a plan, and this rank's parts of them.
+
+    Args:
+        dims: For each logical parameter the dim of its units; None: it is one unit (it has fewer than two dims).
+        starts: For each logical parameter the slot of its first unit, and at the end the number of slots.
+        slots: For each entry of the plan the index of its logical parameter.
+        regions: For each entry which part of the logical tensor this rank has.
+    """
+
+    dims: tuple[int | None, ...]
+    starts: tuple[int, ...]
+    slots: tuple[int, ...]
+    regions: tuple[Region, ...]
+
+    @classmethod
+    def of(cls, plan: ReductionPlan, regions: Sequence[Region | None], unit_dim: UnitDim = 0) -> Units:
+        """The units of a plan that was agreed with ``names=True``.
+
+        Args:
+            regions: For each entry; None where pieces are of unequal sizes.
+        Raises:
+            ValueError: A parameter has pieces of unequal sizes, or lacks the dim.
+        """
+        dims = tuple(
+            _dim_of(name, shape, unit_dim)
+            for name, shape in zip(plan.parameter_names, plan.parameter_shapes, strict=True)
+        )
+        counts = [
+            1 if dim is None else shape[dim]
+            for dim, shape in zip(dims, plan.parameter_shapes, strict=True)
+            if shape is not None  # `_dim_of` has raised
+        ]
+        known = tuple(region for region in regions if region is not None)
+        return cls(dims, tuple(accumulate(counts, initial=0)), plan.parameter_slots, known)
+
+    @property
+    def count(self) -> int:
+        """Number of units of all parameters."""
+        return self.starts[-1]
+
+    def powers(self, tensors: Sequence[Tensor | None], norm_type: float, weights: Sequence[float]) -> Tensor:
+        """[count] float64: the sum of |x|^p of this rank's parts of each unit, times the entry's weight (p = inf: the
+        largest |x|, unweighted). Host reads: none."""
+        device = next((tensor.device for tensor in tensors if tensor is not None), torch.device("cpu"))
+        totals = torch.zeros(self.count, dtype=torch.float64, device=device)
+        for index, tensor in enumerate(tensors):
+            for first, dim, part in self._parts(index, tensor):
+                found = _powers_along(part.double(), dim, norm_type)
+                slots = totals[first : first + found.numel()]
+                if norm_type == inf:
+                    torch.maximum(slots, found, out=slots)
+                else:
+                    slots.add_(found, alpha=weights[index])
+        return totals
+
+    def multiply_(self, index: int, gradient: Tensor, factors: Tensor) -> None:
+        """Multiply this rank's part of every unit of entry ``index`` by its unit's factor, in place."""
+        for first, dim, part in self._parts(index, gradient):
+            if dim is None:
+                part.mul_(factors[first].to(part))
+                continue
+            shape = [-1 if d == dim else 1 for d in range(part.dim())]
+            part.mul_(factors[first : first + part.shape[dim]].to(part).view(shape))
+
+    def _parts(self, index: int, tensor: Tensor | None) -> list[tuple[int, int | None, Tensor]]:
+        """(slot of the first unit, dim of the units in the part, part) of what this rank has of entry ``index``."""
+        if tensor is None or not tensor.numel():
+            return []
+        slot, region = self.slots[index], self.regions[index]
+        dim, start = self.dims[slot], self.starts[slot]
+        parts = region.parts(tensor)
+        return [(start if dim is None else start + at[dim], dim, part) for at, part in parts.items()]
+
+
+def _dim_of(name: str, shape: tuple[int, ...] | None, unit_dim: UnitDim) -> int | None:
+    if shape is None:
+        raise ValueError(
+            f"{name} has pieces of unequal sizes, so that its units are not known: make dims divide over axes"
+        )
+    if len(shape) < 2:
+        return None
+    patterns = {"*": unit_dim} if isinstance(unit_dim, int) else unit_dim
+    dim = next((dim for pattern, dim in patterns.items() if fnmatchcase(name, pattern)), 0)
+    if not -len(shape) <= dim < len(shape):
+        raise ValueError(f"unit_dim={dim} is no dim of {name}, whose shape is {shape}")
+    return dim % len(shape)
+
+
+def _powers_along(part: Tensor, dim: int | None, norm_type: float) -> Tensor:
+    """1-dim: the sums of |x|^p of the slices along ``dim``."""
+    rows = part.reshape(1, -1) if dim is None else part.movedim(dim, 0).flatten(1)
+    powers = rows.abs()
+    return powers.amax(1) if norm_type == inf else powers.pow(norm_type).sum(1)

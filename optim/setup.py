@@ -1,0 +1,175 @@
+"""From the constructor's arguments to the parts of a step, checked and agreed by all ranks before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..amp.by_name import precision_of
+from ..amp.precision import Precision
+from ..parallel.mesh.agreement import on_all_ranks
+from ..parallel.mesh.registry import ProcessGroupRegistry
+from ..parallel.mesh.topology import default_role
+from .clip.policies import Clip, clip_of
+from .clip.thresholds import AgreedThresholds, agreed_thresholds, check_thresholds
+from .gradients.axes import sync_axes
+from .gradients.bucket import BUCKET_BYTES
+from .gradients.during_backward import BackwardReducer
+from .gradients.gradients import Gradients, Measure
+from .gradients.sync import GradientSync
+from .norm.agreement import agree
+from .norm.entries import ParameterEntry, entries_of
+from .norm.plan import ReductionPlan
+from .states.chain import Chain
+from .states.elementwise import check_update
+from .states.link import Binding, Placement
+from .states.local_tensors import LocalTensors
+from .states.masters import precision_link
+from .step.data_parallel import DataParallelSwitch, Overlap, Reduce, Switch
+from .step.skips import OnNonfinite, checked_nonfinite
+from .step.window import Window
+
+NamedGroups = Sequence[Sequence[tuple[str | None, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The arguments of `ParallelOptimizer`, as they were given."""
+
+    optimizer: torch.optim.Optimizer
+    registry: ProcessGroupRegistry
+    max_norm: float | Clip | None
+    precision: str | Precision
+    accumulation_steps: int | None
+    data_parallel: nn.Module | Reduce | None
+    states: Placement | Sequence[Placement]
+    measure: Measure
+    on_nonfinite: OnNonfinite
+
+    # Checking --------------------------------------------------------------------------------------------------------
+
+    def agreed_plan(self, groups: NamedGroups) -> tuple[ReductionPlan, AgreedThresholds]:
+        """Check arguments and parameters together with all other ranks.
+
+        Raises:
+            ValueError, TypeError: On every rank.
+        Collectives: object all-gathers.
+        """
+        topology = self.registry.topology
+
+        def plan_locally() -> tuple[ReductionPlan, bool]:
+            clip = self._check_arguments()
+            named = [[param if name is None else (name, param) for name, param in group] for group in groups]
+            plan = ReductionPlan.of(entries_of(named, topology), topology, self.registry.global_rank)
+            return plan, clip is not None and clip.level in ("parameters", "units")
+
+        plan, clip_needs_names = on_all_ranks(plan_locally, self.registry)
+        names = self.measure.per_parameter or self.measure.check_replicas or clip_needs_names
+        plan = agree(plan, self.registry, names)
+        return plan, agreed_thresholds(self.optimizer.param_groups, self.registry)
+
+    def _check_arguments(self) -> Clip | None:
+        precision = precision_of(self.precision)
+        self.measure.check()
+        checked_nonfinite(self.on_nonfinite)
+        Window[Any, Any](self.accumulation_steps)
+        clip = clip_of(self.max_norm)
+        check_thresholds(clip, self.optimizer.param_groups)
+        check_update(self.optimizer)
+        self.reduce.check()
+        if clip is not None and self.measure.reduction != "packed" and (clip.weights or clip.level == "units"):
+            raise ValueError(
+                f"max_norm={clip!r} needs measure=Measure(reduction='packed'), in which everything travels"
+            )
+        binding = self.binding(precision)
+        for placement in self.placements:
+            if not isinstance(placement, Placement):
+                raise TypeError(f"states={placement!r}: give placements, such as Sharded('data') or Offloaded(0.5)")
+            placement.check(binding)
+        return clip
+
+    # Parts -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def placements(self) -> list[Placement]:
+        """In the order of the chain."""
+        given = [self.states] if isinstance(self.states, Placement) else list(self.states)
+        return sorted(given, key=lambda placement: getattr(placement, "position", 0))
+
+    @property
+    def reduce(self) -> Reduce:
+        """How the optimizer itself reduces gradients."""
+        if isinstance(self.data_parallel, Reduce):
+            return self.data_parallel
+        # What fully_shard averages are its DTensors; parameters left out of it are averaged here.
+        by_ddp = self.data_parallel is not None and DataParallelSwitch(self.data_parallel).is_ddp
+        return Reduce(average_data=not by_ddp)
+
+    def binding(self, precision: Precision) -> Binding:
+        """What placements are to fit."""
+        module = None if isinstance(self.data_parallel, Reduce) else self.data_parallel
+        switch = None if module is None else DataParallelSwitch(module)
+        reduce = self.reduce
+        return Binding(self.optimizer, precision, self.registry, reduce.average_data, switch, reduce.overlap)
+
+    def chain(self, precision: Precision) -> Chain:
+        """What stands in for the optimizer's parameters, installed. Collectives: those of the links."""
+        binding = self.binding(precision)
+        precision_at = sum(placement.position < 3 for placement in self.placements)
+        links = [placement.link(binding) for placement in self.placements]
+        links.insert(precision_at, precision_link(binding))
+        return Chain(self.optimizer, [LocalTensors(self.registry.topology), *links], self.registry)
+
+    def gradients(self, plan: ReductionPlan, chain: Chain) -> Gradients:
+        """Those of what the chain steps; the first sync is the one that backward may do (`switch`)."""
+        regions = [piece.region for piece in chain.pieces(plan.entries)]
+        derived, measured, reduce = chain.derive(plan), chain.measured(), self.reduce
+        leaves = {id(param) for param in chain.model_params}
+        # A master's gradient is its parameter's too: nobody may put another tensor in its place.
+        adopt = all(id(tensor) in leaves for tensor in measured)
+        common: dict[str, Any] = {"average_data": reduce.average_data, "exchange": reduce.exchange}
+        if not reduce.overlap:
+            bucket_bytes = reduce.bucket_bytes
+            syncs = [GradientSync(measured, derived, self.registry, **common, adopt=adopt, bucket_bytes=bucket_bytes)]
+        else:
+            early = _Early(plan)
+            bucket_bytes = reduce.bucket_bytes or BUCKET_BYTES // 8
+            model, late = chain.model_params, lambda entry: not early(entry)
+            syncs = [
+                GradientSync(model, plan, self.registry, **common, adopt=True, only=early, bucket_bytes=bucket_bytes),
+                GradientSync(
+                    measured, derived, self.registry, **common, adopt=adopt, only=late, bucket_bytes=bucket_bytes
+                ),
+            ]
+        return Gradients(measured, chain.compared(), regions, derived, self.registry, self.measure, syncs)
+
+    def switch(self, gradients: Gradients) -> Switch:
+        """Who reduces gradients in backward."""
+        if self.reduce.overlap:
+            sync = gradients.syncs[0]
+            names = {id(p): e.name for p, e in zip(sync.params, gradients.plan.entries, strict=True)}
+            return Overlap(BackwardReducer(lambda param: names[id(param)], sync.buckets, (), in_flight=None))
+        module = self.binding(precision_of(self.precision)).data_parallel
+        return Switch() if module is None else module
+
+
+@dataclass(frozen=True)
+class _Early:
+    """Which gradients can be reduced while backward runs: those that only data axes average over which the model itself
+    issues no collectives, and that are no DTensors', which have theirs only in the step."""
+
+    plan: ReductionPlan
+
+    def __call__(self, entry: ParameterEntry) -> bool:
+        axes = sync_axes(entry.spec, self.plan.topology, True, entry.averaged)
+        return entry.trained and not entry.averaged and bool(axes) and all(map(self._is_free, axes))
+
+    def _is_free(self, axis: str) -> bool:
+        named: Iterable[str] = (
+            name for b in self.plan.buckets for name in (*b.distinct, *dict(b.owned), *dict(b.tied))
+        )
+        return default_role(axis) == "data" and axis not in named

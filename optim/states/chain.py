@@ -1,0 +1,195 @@
+"""The chain of what stands in for parameters: it alone knows the order, the nesting, and which piece is what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...parallel.layout.pieces import Region
+from ...parallel.mesh.registry import ProcessGroupRegistry
+from ..gradients.in_place import clear_gradients
+from ..norm.entries import ParameterEntry
+from ..norm.plan import ReductionPlan
+from .link import AnyWindow, Link
+from .pieces import Held, Piece, held_in, params_of, replaced
+
+
+class Chain:
+    """Links, installed over an optimizer's param groups, which are changed in place.
+
+    Args:
+        optimizer: It may have stepped already.
+        links: From the model's side on.
+        registry: The groups.
+    Collectives: those of the links.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, links: Sequence[Link], registry: ProcessGroupRegistry) -> None:
+        self.optimizer, self.links, self.registry = optimizer, list(links), registry
+        self._held: list[Held] = []
+        self._count = 0  # of the model's parameters, some of which this rank may have no piece of
+        self._add(optimizer.param_groups)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group to the optimizer, and the stand-ins of its parameters."""
+        self.optimizer.add_param_group(param_group)
+        self._add(self.optimizer.param_groups[-1:])
+
+    def _add(self, groups: list[dict[str, Any]]) -> None:
+        held = held_in(groups, first=self._count)
+        self._count += len(held)
+        for link in self.links:
+            held = self._install(link, groups, held)
+        self._held += held
+
+    def _install(self, link: Link, groups: list[dict[str, Any]], held: list[Held]) -> list[Held]:
+        tensors = params_of(groups)
+        stand_ins = link.install(self.optimizer, held, tensors)
+        for tensor, targets in stand_ins.items():
+            link.move_state(self.optimizer, tensor, targets)
+        for group in groups:
+            group.update(replaced(group, lambda tensor: [new for new, _ in stand_ins.get(tensor, [(tensor, 0)])]))
+        return [
+            replace(h, param=new if link.is_local else h.param, offset=h.offset + offset, path=(*h.path, tensor))
+            for h, tensor in zip(held, tensors, strict=True)
+            for new, offset in stand_ins.get(tensor, [(tensor, 0)])
+        ]
+
+    # What is stepped --------------------------------------------------------------------------------------------------
+
+    @property
+    def stepped(self) -> list[Tensor]:
+        """All that the optimizer steps, in the order of its param groups."""
+        return params_of(self.optimizer.param_groups)
+
+    @property
+    def model_params(self) -> list[Tensor]:
+        """The model's (local) parameter at each position."""
+        return [h.param for h in self._held]
+
+    def pieces(self, entries: Sequence[ParameterEntry]) -> list[Piece]:
+        """The same, with what each is of the model.
+
+        Args:
+            entries: Of the model's parameters, by index.
+        """
+        pairs = zip(self._held, self.stepped, strict=True)
+        return [
+            Piece(h.name, h.param, tensor, h.offset, self._region(h, tensor, entries[h.index])) for h, tensor in pairs
+        ]
+
+    def _region(self, held: Held, tensor: Tensor, entry: ParameterEntry) -> Region | None:
+        if entry.full_shape is None:
+            return None
+        where = self.registry.topology, self.registry.coordinate
+        try:
+            shard = Region.of_shard(entry.full_shape, entry.shape, entry.spec, *where, entry.name)
+        except ValueError:  # pieces of unequal sizes, of which nobody has said how they are cut
+            return None
+        return shard.run(held.offset, tensor.numel())
+
+    def measured(self) -> list[Tensor]:
+        """The tensors whose gradients are completed, measured, clipped and stepped with, in the optimizer's order."""
+        return [self._before(h, tensor, lambda link, given: link.holds_back(given)) for h, tensor in self._both()]
+
+    def compared(self) -> list[Tensor]:
+        """The tensors whose values must be equal on all ranks that hold copies, in the same order."""
+        return [self._before(h, tensor, lambda link, given: link.differs) for h, tensor in self._both()]
+
+    def _both(self) -> Iterator[tuple[Held, Tensor]]:
+        return zip(self._held, self.stepped, strict=True)
+
+    def _before(self, held: Held, tensor: Tensor, stops: Callable[[Link, Tensor], bool]) -> Tensor:
+        """What the first link was given at which to stop, else what is stepped."""
+        found = (given for link, given in zip(self.links, held.path, strict=True) if stops(link, given))
+        return next(found, tensor)
+
+    def derive(self, plan: ReductionPlan) -> ReductionPlan:
+        """The plan of what is `measured`, from that of the model's parameters; no collective."""
+        measured = self.measured()
+        entries = tuple(plan.entries[h.index] for h in self._held)
+        slots = tuple(plan.parameter_slots[h.index] for h in self._held) if plan.parameter_slots else ()
+        plan = replace(plan, entries=entries, parameter_slots=slots)
+        for link in self.links:
+            plan = link.derive(plan, self._held, measured)
+        return plan
+
+    # The step --------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def micro_batch(self, window: AnyWindow) -> Iterator[None]:
+        """Around the backward of one micro-batch."""
+        with ExitStack() as stack:
+            for link in self.links:
+                stack.enter_context(link.micro_batch(window))
+            yield
+
+    def bring(self, window: AnyWindow, averaged: bool = True) -> None:
+        """Give `measured` the gradients that backward made; see `Link.bring`."""
+        for link in self.links:
+            link.bring(window, averaged)
+        window.holds_old = True
+
+    def step(self, update: Callable[[], object]) -> None:
+        """Call ``update``, which steps the optimizer or skips, and bring the result into the model."""
+        for link in reversed(self.links):
+            update = partial(link.step, update)
+        update()
+
+    def clear(self, set_to_none: bool = True) -> None:
+        """Clear all gradients."""
+        self.optimizer.zero_grad(set_to_none)
+        for link in self.links:
+            link.clear(set_to_none)
+
+    def forget(self, params: set[int]) -> None:
+        """Clear the gradients of what stands for these of the model's parameters (by id)."""
+        for h, tensor in zip(self._held, self.measured(), strict=True):
+            if id(h.param) in params or id(h.path[0]) in params:
+                clear_gradients([tensor, *h.path], set_to_none=True)
+
+    # Saving ----------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be saved beside the optimizer's own state."""
+        return {key: value for link in self.links for key, value in link.state_dict().items()}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if it is of states that were sharded in another way."""
+        for link in self.links:
+            link.check_state(state)
+        if "shards" in state and "shards" not in self.state_dict():
+            raise other_layout(state["shards"], None)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore it on this rank; `publish` must follow, on all.
+
+        Raises:
+            ValueError: It does not fit; nothing is changed.
+        """
+        self.check_state(state)
+        for link in self.links:
+            link.load_state_dict(state)
+
+    def publish(self) -> None:
+        """Bring the stepped weights into the model on all ranks, after they were loaded."""
+        for link in reversed(self.links):
+            link.publish()
+
+
+def other_layout(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> ValueError:
+    """The error that optimizer states were saved in another layout than they have here (None: whole)."""
+    layouts = [
+        f"sharded over {cut['axis']}={cut['size']} in {len(cut['pieces'])} pieces" if cut else "whole"
+        for cut in (saved, own)
+    ]
+    return ValueError(
+        f"the state was saved with optimizer states {layouts[0]}, but here they are {layouts[1]}; a state fits the same "
+        "model, topology, rank and states= (save_checkpoint and load_checkpoint reshard)"
+    )

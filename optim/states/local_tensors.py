@@ -1,0 +1,83 @@
+"""Plain local parameters in the place of an optimizer's DTensor parameters (FSDP2, torch's tensor parallelism).
+
+The step then knows plain tensors only: lists may mix both kinds (torch's fused optimizers refuse that), nothing issues a
+collective of its own, and master weights and checks see what they always see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...parallel.interop.local import has_dtensors
+from ...parallel.mesh.topology import Topology
+from ..gradients.in_place import clear_gradients
+from .link import AnyWindow, Link
+from .pieces import Held, StandIns
+
+
+class LocalTensors(Link):
+    """Each DTensor is replaced by its local parameter, which has the same memory, name and spec; the optimizer's state is
+    local too then. Where there are no DTensors nothing is done, at no cost.
+
+    Args:
+        topology: Whose axes the dims of the DTensors' meshes are.
+    """
+
+    is_local = True
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._pairs: list[tuple[Any, nn.Parameter]] = []
+
+    def install(self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]) -> StandIns:
+        """Raises ValueError where a layout has no spec."""
+        if not has_dtensors(tensors):
+            return {}
+        from ...parallel.interop.dtensor import DTensor, local_parameter
+
+        new = [(param, local_parameter(param, self._topology)) for param in tensors if isinstance(param, DTensor)]
+        self._pairs += new
+        return {param: [(piece, 0)] for param, piece in new}
+
+    def move_state(
+        self, optimizer: torch.optim.Optimizer, tensor: Tensor, targets: Sequence[tuple[Tensor, int]]
+    ) -> None:
+        """The local parts of its state."""
+        state = optimizer.state.pop(tensor, None)
+        for target, _ in targets if state else ():
+            optimizer.state[target] = {key: _local(value) for key, value in (state or {}).items()}
+
+    def bring(self, window: AnyWindow, averaged: bool) -> None:
+        """Give every local parameter the local tensor of its DTensor's gradient; pending sums are made later.
+
+        Raises:
+            ValueError: A gradient is laid out otherwise than its parameter and what was declared of it.
+        """
+        if self._pairs:
+            from ...parallel.interop.dtensor import local_parameter, share_gradient
+
+            for param, _ in self._pairs:
+                share_gradient(param, local_parameter(param), to_sum=True)
+
+    def step(self, update: Callable[[], object]) -> None:
+        """Whoever clears the DTensors' gradients afterwards frees their memory."""
+        update()
+        if self._pairs:
+            from ...parallel.interop.dtensor import return_gradient
+
+            for param, piece in self._pairs:
+                return_gradient(param, piece)
+
+    def clear(self, set_to_none: bool) -> None:
+        """Clear the DTensors' gradients."""
+        clear_gradients([param for param, _ in self._pairs], set_to_none)
+
+
+def _local(value: object) -> object:
+    if isinstance(value, Tensor) and has_dtensors((value,)):
+        return value.to_local()  # type: ignore[attr-defined]
+    return value

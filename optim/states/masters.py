@@ -1,0 +1,133 @@
+"""What the optimizer steps by the precision mode: the model's own dtype, float32 masters, or bfloat16 rounded at random."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...amp.master_weights import MasterWeights
+from ...amp.stochastic_rounding import StochasticRounding
+from .link import AnyWindow, Binding, Link
+from .pieces import Held, StandIns
+
+
+def precision_link(binding: Binding) -> Link:
+    """The link that the precision mode needs."""
+    if binding.precision.masters:
+        return Masters(binding.main_grads)
+    if binding.precision.stochastic_rounding:
+        return Rounded(binding)
+    return AsTheyAre(binding.optimizer)
+
+
+class AsTheyAre(Link):
+    """The optimizer steps tensors of the model's own dtypes."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """``{"dtypes": names of the parameters' dtypes}``: the optimizer's own state says all else."""
+        params = (param for group in self.optimizer.param_groups for param in group["params"])
+        return {"dtypes": sorted({str(param.dtype) for param in params})}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Check that the state is of parameters of the same dtypes; torch would cast any other without a word.
+
+        Raises:
+            ValueError: It is not, or has masters: it was saved in another mode.
+        """
+        own, saved = self.state_dict(), {key: value for key, value in state.items() if key != "shards"}
+        if saved.get("dtypes") != own["dtypes"]:
+            given = ", ".join(saved.get("dtypes", ())) or f"what has {', '.join(saved) or 'nothing'}"
+            raise ValueError(
+                f"the state was saved for parameters of {given}, but the optimizer steps {', '.join(own['dtypes'])}, "
+                "without master weights; continue in the precision mode that it was saved in"
+            )
+
+
+class Masters(Link):
+    """Float32 masters of half-precision tensors; see `MasterWeights`.
+
+    Args:
+        main_grads: Half-precision tensors have float32 gradients, which the masters share.
+    """
+
+    def __init__(self, main_grads: bool) -> None:
+        self._main_grads = main_grads
+        self.masters: MasterWeights | None = None
+
+    def install(self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]) -> StandIns:
+        if self.masters is None:
+            self.masters = MasterWeights(optimizer, main_grads=self._main_grads)
+            new = self.masters.pairs
+        else:
+            before = len(self.masters.pairs)
+            self.masters.refresh()
+            new = self.masters.pairs[before:]
+        return {param: [(master, 0)] for param, master in new}
+
+    @property
+    def _made(self) -> MasterWeights:
+        assert self.masters is not None, "a link is installed before it is used"
+        return self.masters
+
+    def move_state(
+        self, optimizer: torch.optim.Optimizer, tensor: Tensor, targets: Sequence[tuple[Tensor, int]]
+    ) -> None:
+        """`MasterWeights` has done it, in float32."""
+
+    def bring(self, window: AnyWindow, averaged: bool) -> None:
+        self._made.collect()
+
+    def step(self, update: Callable[[], object]) -> None:
+        for tensor, master in self._made.pairs:
+            if master.grad is None and tensor.grad is not None:  # it came only now, to a copy on the CPU
+                master.grad = tensor.grad.float()
+        update()
+        self.publish()
+
+    def publish(self) -> None:
+        self._made.publish()
+
+    def clear(self, set_to_none: bool) -> None:
+        self._made.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._made.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._made.load_state_dict(state)
+
+
+class Rounded(Link):
+    """bfloat16 tensors, stepped in float32 and rounded stochastically; see `StochasticRounding`."""
+
+    def __init__(self, binding: Binding) -> None:
+        self._registry = binding.registry
+        self._rounding: StochasticRounding | None = None
+
+    def install(self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]) -> StandIns:
+        """Raises ValueError where on several ranks a parameter has no name."""
+        if self._rounding is None:
+            self._rounding = StochasticRounding(optimizer, self._registry)
+        else:
+            self._rounding.refresh()
+        return {}
+
+    @property
+    def _made(self) -> StochasticRounding:
+        assert self._rounding is not None, "a link is installed before it is used"
+        return self._rounding
+
+    def step(self, update: Callable[[], object]) -> None:
+        self._made.step(update)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._made.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._made.load_state_dict(state)

@@ -1,0 +1,149 @@
+"""Who reduces gradients over the data axes: the optimizer, or torch's data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..gradients.during_backward import BackwardReducer
+from ..gradients.exchange import Exchange
+from .window import Window
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """How the optimizer itself reduces gradients; given as ``data_parallel=``, in the place of a module that does.
+
+    Args:
+        overlap: Reduce each bucket of gradients over the data axes as soon as backward has filled it, in the last
+            micro-batch of a window (call the others under ``no_sync``, where you decide when to step). Over axes that the
+            model itself uses, and for DTensors, only when it has ended. False: all of it in `step`.
+        average_data: False where something else averages gradients over the data axes; pending sums are made all the same.
+        exchange: What goes over the wire; None: the gradients as they are.
+        bucket_bytes: Of a flat bucket; None: 32 MiB, and an eighth of it with ``overlap``.
+    """
+
+    overlap: bool = False
+    average_data: bool = True
+    exchange: Exchange | None = None
+    bucket_bytes: int | None = None
+
+    def check(self) -> None:
+        """Raise ValueError for arguments that are out of range, or don't go together."""
+        if self.overlap and not self.average_data:
+            raise ValueError("Reduce(overlap=True, average_data=False): there is nothing to reduce while backward runs")
+        if self.bucket_bytes is not None and self.bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes={self.bucket_bytes}: give a number of bytes >= 1")
+
+
+class Switch:
+    """Whether gradients are reduced in backward, which only the last micro-batch of a window does; this one: never.
+
+    Attributes:
+        on: Whether the next forward and backward reduce.
+        is_ddp: It is torch's `DistributedDataParallel` that does.
+    """
+
+    on = True
+    is_ddp = False
+
+    def set(self, on: bool) -> None:
+        """Whether the next forward and backward reduce."""
+        self.on = on
+
+    def check_reduced(self, left_out: bool) -> None:
+        """Raise RuntimeError if the last micro-batch was left out, and nobody can reduce it any more."""
+
+    def check_clearing(self, left_out: bool) -> None:
+        """Raise RuntimeError if gradients are to be cleared that can't be."""
+
+    @contextmanager
+    def micro_batch(self, window: Window[Any, Any]) -> Iterator[None]:
+        """Around the backward of one micro-batch."""
+        yield
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Don't reduce within the context."""
+        before = self.on
+        self.set(False)
+        try:
+            yield
+        finally:
+            self.set(before)
+
+
+class Overlap(Switch):
+    """The optimizer's own buckets are reduced while the backward of the last micro-batch of a window runs."""
+
+    def __init__(self, reducer: BackwardReducer) -> None:
+        self._reducer = reducer
+
+    @contextmanager
+    def micro_batch(self, window: Window[Any, Any]) -> Iterator[None]:
+        """Raises RuntimeError where a backward of the window has reduced already: what it summed would be summed again."""
+        if not self.on:
+            yield
+            return
+        if window.reduced:
+            raise RuntimeError(
+                "an earlier backward of this window has reduced the gradients already, as Reduce(overlap=True) does in the "
+                "last micro-batch: call the others within optimizer.no_sync(), or give accumulation_steps"
+            )
+        with self._reducer.micro_batch():
+            yield
+        window.reduced = True
+
+    def close(self) -> None:
+        """Leave the parameters alone from now on."""
+        self._reducer.remove_hooks()
+
+
+class DataParallelSwitch(Switch):
+    """Turns the gradient synchronisation of torch's data parallelism on and off.
+
+    Args:
+        module: A `DistributedDataParallel`, or a module that `fully_shard` was applied to.
+    Raises:
+        TypeError: It is neither.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.is_ddp = isinstance(module, DistributedDataParallel)
+        if not self.is_ddp and not hasattr(module, "set_requires_gradient_sync"):
+            raise TypeError(
+                f"data_parallel={type(module).__name__}: give the DistributedDataParallel module, or the root module that "
+                "fully_shard was applied to, or Reduce(...)"
+            )
+
+    def set(self, on: bool) -> None:
+        """Whether the next forward and backward synchronise."""
+        self.on = on
+        if isinstance(self.module, DistributedDataParallel):
+            self.module.require_backward_grad_sync = on
+        else:
+            self.module.set_requires_gradient_sync(on)  # type: ignore[operator]
+
+    def check_reduced(self, left_out: bool) -> None:
+        """DDP's buckets can be made up for in `step`; only `fully_shard` itself reduces what it has."""
+        if left_out and not self.is_ddp:
+            raise RuntimeError(
+                "fully_shard has not reduced the gradients of this window: it must know the last micro-batch of a window "
+                "before its backward. Call window_ends() before the forward of the last one where a window is shorter than "
+                "accumulation_steps, and leave it out of no_sync()"
+            )
+
+    def check_clearing(self, left_out: bool) -> None:
+        """What only `fully_shard` has would add to later gradients."""
+        if left_out and not self.is_ddp:
+            raise RuntimeError(
+                "fully_shard keeps the gradients of micro-batches that it has not reduced, whoever clears the parameters' "
+                "gradients: finish the window with a micro-batch that it reduces, after window_ends() and outside of "
+                "no_sync(), before zero_grad()"
+            )

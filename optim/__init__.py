@@ -1,6 +1,6 @@
 """The step: global gradient norm, clipping and the parallel optimizer."""
 
-from .checkpoint.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from .checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from .clip.functional import clip_grad_norm_, clip_grad_value_, global_norm
 from .gradients.sync import sync_gradients
 from .monitor import Monitor, Report, TensorBoardWriter

@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from ...parallel.layout.pieces import Shape
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from .logical import LogicalTensor, Stored
+from .logical_tensor import LogicalTensor, Stored
 
 
 def write_tensors(directory: Path, tensors: Mapping[str, LogicalTensor], registry: ProcessGroupRegistry) -> None:

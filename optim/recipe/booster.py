@@ -241,7 +241,7 @@ class Booster:
 
         Args, returns, raises, collectives: as there; all of them as `boost` returned them.
         """
-        from ..checkpoint.checkpoint import save_checkpoint
+        from ..checkpoint import save_checkpoint
 
         position = None if dataloader is None else dataloader.state_dict()
         own = {"extra": extra, "dataloader": position}
@@ -262,7 +262,7 @@ class Booster:
         Returns, raises, collectives: as there; and ValueError, once all else is loaded, where the loader's epoch has
             another length.
         """
-        from ..checkpoint.checkpoint import load_checkpoint
+        from ..checkpoint import load_checkpoint
 
         own = load_checkpoint(path, model, optimizer, lr_scheduler=lr_scheduler)
         if dataloader is not None and own["dataloader"] is not None:

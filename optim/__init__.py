@@ -11,7 +11,7 @@ from .norm.stats import GradStats
 from .parallel_optimizer import ParallelOptimizer
 from .recipe.booster import Booster
 from .recipe.data_parallel import DataParallel, share_weights
-from .schedule.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearWarmupLR, MultiStepLR, PolynomialLR, WarmupLR
+from .schedule import ConstantLR, CosineAnnealingLR, HoldOnSkip, LinearWarmupLR, MultiStepLR, PolynomialLR, WarmupLR
 
 __all__ = [
     "Booster",
@@ -21,6 +21,7 @@ __all__ = [
     "DataParallel",
     "GlobalNorm",
     "GradStats",
+    "HoldOnSkip",
     "LinearWarmupLR",
     "Monitor",
     "MultiStepLR",

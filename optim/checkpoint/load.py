@@ -21,7 +21,7 @@ from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from ..parallel_optimizer import ParallelOptimizer
-from .contents import optimizer_state
+from .contents import OptimizerState, optimizer_state
 from .directory import FileRecord, newest_checkpoint, read_manifest, verify
 from .files import SHARED_FILE, files_on_all_ranks, files_on_first_rank, rank_file
 from .logical_parameters import LogicalParameters
@@ -56,26 +56,15 @@ def load_checkpoint(
     Collectives: gathers of Python objects over the world, at all ranks' pace. Memory: once more this rank's parameters
     and states, on the CPU.
     """
-    from .tensors import read_tensors, stored_tensors
+    from .tensors import read_tensors
 
     registry = optimizer.registry
     directory, manifest = files_on_first_rank(lambda: _open(Path(path), optimizer), registry)
     files_on_all_ranks(lambda: _verify_share(directory, manifest, registry), registry)
-    parameters = LogicalParameters(model, registry)
     saved = Topology(roles=manifest["roles"], **manifest["axes"])
-
-    def plan() -> tuple[dict[str, Any], Any]:
-        content = torch.load(directory / SHARED_FILE, map_location="cpu", weights_only=True)
-        _check_kinds(content, optimizer, lr_scheduler)
-        return content, optimizer_state(optimizer, parameters)
-
-    content, own = files_on_all_ranks(plan, registry)
-    named = [[own.stepped[position].name for position in group["params"]] for group in own.groups]
-    shared = SharedRecord(content["record"], saved, registry.topology, registry.global_rank)
-    groups = _names_by_group(gather_objects(named, registry))
-    restoration = on_all_ranks(
-        lambda: Restoration(parameters, own, groups, stored_tensors(directory), shared), registry
-    )
+    parameters = LogicalParameters(model, registry)
+    content, own = files_on_all_ranks(lambda: _read(directory, optimizer, lr_scheduler, parameters), registry)
+    restoration = _restoration(directory, content, saved, parameters, own, registry)
     state = on_all_ranks(lambda: restoration.state_dict(content["rest"]), registry)
     random = files_on_all_ranks(lambda: _random_state_in(directory, saved, registry), registry)
     read_tensors(directory, restoration.tensors, registry)
@@ -107,6 +96,15 @@ def _verify_share(directory: Path, manifest: Mapping[str, Any], registry: Proces
     verify(directory, dict(islice(files.items(), registry.global_rank, None, registry.topology.world_size)))
 
 
+def _read(
+    directory: Path, optimizer: ParallelOptimizer, schedule: LRScheduler | None, parameters: LogicalParameters
+) -> tuple[dict[str, Any], OptimizerState]:
+    """What is there for all ranks, and the optimizer's state as it is now. Raises ValueError if they are not of a kind."""
+    content: dict[str, Any] = torch.load(directory / SHARED_FILE, map_location="cpu", weights_only=True)
+    _check_kinds(content, optimizer, schedule)
+    return content, optimizer_state(optimizer, parameters)
+
+
 def _check_kinds(content: Mapping[str, Any], optimizer: ParallelOptimizer, schedule: LRScheduler | None) -> None:
     kind = type(optimizer.optimizer).__name__
     if content["optimizer"] != kind:
@@ -121,6 +119,23 @@ def _check_kinds(content: Mapping[str, Any], optimizer: ParallelOptimizer, sched
         raise ValueError(
             f"the checkpoint was saved with a {content['schedule_kind']}, lr_scheduler= is a {type(schedule).__name__}"
         )
+
+
+def _restoration(
+    directory: Path,
+    content: Mapping[str, Any],
+    saved: Topology,
+    parameters: LogicalParameters,
+    own: OptimizerState,
+    registry: ProcessGroupRegistry,
+) -> Restoration:
+    """The plan of what this rank needs. Raises ValueError on every rank. Collectives: gathers of objects over the world."""
+    from .tensors import stored_tensors
+
+    names = [[own.stepped[position].name for position in group["params"]] for group in own.groups]
+    groups = _names_by_group(gather_objects(names, registry))
+    shared = SharedRecord(content["record"], saved, registry.topology, registry.global_rank)
+    return on_all_ranks(lambda: Restoration(parameters, own, groups, stored_tensors(directory), shared), registry)
 
 
 def _names_by_group(named: list[list[list[str]]]) -> list[set[str]]:

@@ -130,7 +130,7 @@ class Booster:
             criterion: A function or module, run as the precision mode wants it.
             dataloader: Returned as it is, once it is sure that data ranks share its samples.
             lr_scheduler: A torch or meshstep schedule that was made on ``optimizer``. torch's own move with every call of
-                their ``step``; meshstep's only when the optimizer has really stepped.
+                their ``step`` (but see `HoldOnSkip`); meshstep's only when the optimizer has really stepped.
         Returns:
             (model, optimizer, criterion, dataloader, lr_scheduler), None for what was not given. The optimizer is a
             `ParallelOptimizer`; the model is wrapped with ``"ddp"``.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from meshstep.optim import HoldOnSkip, ParallelOptimizer, load_checkpoint, save_checkpoint
+from meshstep.optim import Booster, HoldOnSkip, ParallelOptimizer, load_checkpoint, save_checkpoint
 from meshstep.optim.schedule import taken_steps
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, declare
 from torch import Tensor, nn
@@ -119,13 +119,37 @@ def test_a_checkpoint_continues_a_held_schedule(tmp_path: Any, verdict: str) -> 
         return run, model
 
     run, model = build()
-    run.run(GRADIENTS[:5])
+    run.run(GRADIENTS[:6])  # the last one is taken, and may not be known of yet
     save_checkpoint(tmp_path, model, run.optimizer, lr_scheduler=run.schedule)
-    rest = run.run(GRADIENTS[5:])
+    rest = run.run(GRADIENTS[6:])
     other, model = build()
     other.run([1.0])
     load_checkpoint(tmp_path, model, other.optimizer, lr_scheduler=other.schedule)
-    assert other.run(GRADIENTS[5:]) == rest
+    assert other.run(GRADIENTS[6:]) == rest
+
+
+def test_a_state_that_is_loaded_is_not_moved_by_a_verdict_from_before(verdict: str) -> None:
+    held = Training(SCHEDULES["LambdaLR"])
+    start = held.schedule.state_dict()
+    held.run([1.0])
+    held.schedule.load_state_dict(start)
+    assert held.schedule.state_dict()["last_epoch"] == 0
+
+
+def test_a_boosted_schedule_can_be_held(verdict: str) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
+    booster = Booster()
+    boosted, optimizer, _, _, schedule = booster.boost(model, sgd, lr_scheduler=SCHEDULES["SequentialLR"](sgd))
+    held = HoldOnSkip(schedule)
+    for gradient in GRADIENTS:
+        booster.backward(boosted(torch.full((1, 1), gradient)).sum(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        held.step()
+    reference = Training(SCHEDULES["SequentialLR"], held=False)
+    reference.run([1.0] * 5)
+    assert held.get_last_lr() == reference.schedule.get_last_lr()
 
 
 def overflow_on_one_rank() -> list[float]:

@@ -1,6 +1,6 @@
 """The step: global gradient norm, clipping and the parallel optimizer."""
 
-from .checkpoint.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from .checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from .clip.functional import clip_grad_norm_, clip_grad_value_, global_norm
 from .clip.policies import Adaptive, ByGroup, ByNorm, ByValue, Clip, PerParameter
 from .gradients.exchange import Exact, Exchange
@@ -15,7 +15,7 @@ from .norm.stats import GradStats
 from .parallel_optimizer import ParallelOptimizer
 from .recipe.booster import Booster
 from .recipe.data_parallel import DataParallel, share_weights
-from .schedule.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearWarmupLR, MultiStepLR, PolynomialLR, WarmupLR
+from .schedule import ConstantLR, CosineAnnealingLR, HoldOnSkip, LinearWarmupLR, MultiStepLR, PolynomialLR, WarmupLR
 from .states.link import Binding, Link, Placement, Position
 from .states.offloaded import Offloaded
 from .states.pieces import Piece
@@ -39,6 +39,7 @@ __all__ = [
     "Exchange",
     "GlobalNorm",
     "GradStats",
+    "HoldOnSkip",
     "LinearWarmupLR",
     "Link",
     "Measure",

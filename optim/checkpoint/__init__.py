@@ -1,1 +1,5 @@
 """A run on disk, complete or not at all, for any mesh."""
+
+from .directory import newest_checkpoint as newest_checkpoint
+from .load import load_checkpoint as load_checkpoint
+from .save import save_checkpoint as save_checkpoint

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ...parallel.layout.pieces import Region
 from ..parallel_optimizer import ParallelOptimizer
-from .logical import LogicalTensor, part_of
-from .parameters import LogicalParameters
+from .logical_parameters import LogicalParameters
+from .logical_tensor import LogicalTensor, part_of
 
 _FIELDS = {"model": 1, "state": 2, "piece": 3, "master": 1, "buffer": 2}
 PORTABLE = ("stochastic_rounding",)  # state of the weights that is no tensor and does not depend on the layout

@@ -11,9 +11,9 @@ from torch import Tensor
 from ...parallel.layout.pieces import Region, Shape
 from ..states.pieces import SCALAR_STATE
 from .contents import PORTABLE, OptimizerState, Stepped, parse_key, whole
-from .logical import LogicalTensor, Stored, part_of
-from .parameters import LogicalParameters
-from .record import SharedRecord
+from .logical_parameters import LogicalParameters
+from .logical_tensor import LogicalTensor, Stored, part_of
+from .shared_record import SharedRecord
 
 
 class Restoration:

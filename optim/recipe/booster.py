@@ -130,7 +130,7 @@ class Booster:
             criterion: A function or module, run as the precision mode wants it.
             dataloader: Returned as it is, once it is sure that data ranks share its samples.
             lr_scheduler: A torch or meshstep schedule that was made on ``optimizer``. torch's own move with every call of
-                their ``step``; meshstep's only when the optimizer has really stepped.
+                their ``step`` (but see `HoldOnSkip`); meshstep's only when the optimizer has really stepped.
         Returns:
             (model, optimizer, criterion, dataloader, lr_scheduler), None for what was not given. The optimizer is a
             `ParallelOptimizer`; the model is wrapped with ``"ddp"``.
@@ -240,7 +240,7 @@ class Booster:
 
         Args, returns, raises, collectives: as there; all of them as `boost` returned them.
         """
-        from ..checkpoint.checkpoint import save_checkpoint
+        from ..checkpoint import save_checkpoint
 
         position = None if dataloader is None else dataloader.state_dict()
         own = {"extra": extra, "dataloader": position}
@@ -261,7 +261,7 @@ class Booster:
         Returns, raises, collectives: as there; and ValueError, once all else is loaded, where the loader's epoch has
             another length.
         """
-        from ..checkpoint.checkpoint import load_checkpoint
+        from ..checkpoint import load_checkpoint
 
         own = load_checkpoint(path, model, optimizer, lr_scheduler=lr_scheduler)
         if dataloader is not None and own["dataloader"] is not None:

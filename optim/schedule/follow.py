@@ -6,7 +6,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..parallel_optimizer import ParallelOptimizer
-from .lr_scheduler import WarmupLR
+from .warmup_lr import WarmupLR
 
 
 def follow(scheduler: LRScheduler, optimizer: ParallelOptimizer) -> None:

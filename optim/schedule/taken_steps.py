@@ -14,6 +14,7 @@ class TakenSteps:
     Where `step` ran without its hook (a replayed CUDA graph) the last verdict tensor holds what the replay wrote.
 
     Attributes:
+        called: `step` was called since `start_over`.
         in_window: `step` was called since `start_over`, but only in the middle of accumulation windows, or it raised before
             it had measured anything.
         all_skipped: 0-dim float32 on the device: 1 when every window that ended since `start_over` was skipped (or, when
@@ -31,14 +32,14 @@ class TakenSteps:
     @property
     def in_window(self) -> bool:
         self._look()  # a call that raised has not come to its post hook
-        return self._called and not self._ended
+        return self.called and not self._ended
 
     def start_over(self) -> None:
         """Begin a new period: what is asked from now on is about calls from now on."""
-        self._called = self._ended = False
+        self.called = self._ended = False
 
     def _before_call(self, *_: object) -> None:
-        self._called = True
+        self.called = True
 
     def _look(self, *_: object) -> None:
         stats = self._optimizer.last_stats

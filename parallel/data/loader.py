@@ -11,10 +11,7 @@ The sum and its weight make the last step of an epoch exact, where batches are s
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from ..mesh.agreement import gather_objects, on_all_ranks
 from ..mesh.registry import ProcessGroupRegistry
 from .batch_sampler import Batch, ShardedBatchSampler, mixed
+from .random_state import cpu_random_state_kept, seed_cpu_generators
 
 T = TypeVar("T")
 
@@ -145,13 +143,13 @@ class SeededDataset(Dataset[T]):
 
     def __getitems__(self, batch: Batch) -> Fetched:
         whole_seed = mixed(batch.seed, batch.epoch, *batch)
-        with _generators_kept():
+        with cpu_random_state_kept():
             if _loads_whole_batches(self.wrapped):
-                _seed_generators(whole_seed)
+                seed_cpu_generators(whole_seed)
                 return Fetched(self.wrapped.__getitems__(list(batch)), whole_seed)  # type: ignore[attr-defined]
             samples = []
             for index in batch:
-                _seed_generators(mixed(batch.seed, batch.epoch, index))
+                seed_cpu_generators(mixed(batch.seed, batch.epoch, index))
                 samples.append(self.wrapped[index])
         return Fetched(samples, whole_seed)
 
@@ -168,8 +166,8 @@ class SeededCollate:
         self.wrapped = wrapped
 
     def __call__(self, fetched: Fetched) -> Any:
-        with _generators_kept():
-            _seed_generators(fetched.seed)
+        with cpu_random_state_kept():
+            seed_cpu_generators(fetched.seed)
             return self.wrapped(list(fetched))
 
 
@@ -186,24 +184,3 @@ def _loads_whole_batches(dataset: object) -> bool:
     while isinstance(dataset, Subset):  # has __getitems__ always, and passes it on to what has it
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Put the global CPU generators back as they were."""
-    numpy = sys.modules.get("numpy")  # nobody can draw from it who has not imported it
-    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        if numpy and states[2] is not None:
-            numpy.random.set_state(states[2])
-
-
-def _seed_generators(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed)

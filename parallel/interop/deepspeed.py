@@ -20,12 +20,11 @@ from collections.abc import Iterable
 import torch.distributed as dist
 from torch import Tensor
 
-from ..interop.local import spec_of
 from ..layout.annotation import annotation_of
 from ..layout.spec import P
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.topology import Topology
-from .local import has_dtensors
+from .local import has_dtensors, spec_of
 
 
 class ModelParallelUnit:

@@ -103,17 +103,17 @@ def annotation_for(param: DTensor) -> Annotation:
     declared, axes, inner = annotation_of(param), mesh_axes(param), placement_spec(param)
     if declared is None:
         return Annotation(inner, None, mesh_axes=axes, declared=False)
-    said = declared.spec
-    outer = [tuple(axis for axis in said.dim_axes(dim) if axis not in axes) for dim in range(param.dim())]
+    spec = declared.spec
+    outer = [tuple(axis for axis in spec.dim_axes(dim) if axis not in axes) for dim in range(param.dim())]
     dims = [outer[dim] + inner.dim_axes(dim) for dim in range(param.dim())]
-    owned, tied = dict(said.owned), dict(said.tied)
-    repeated = {*said.sharded_axes} & {*axes} and said.entries != P(*dims).entries
-    if repeated or {*owned, *tied} & {*axes} or {*said.partial} & {*inner.sharded_axes}:
+    owned, tied = dict(spec.owned), dict(spec.tied)
+    repeated = {*spec.sharded_axes} & {*axes} and spec.entries != P(*dims).entries
+    if repeated or {*owned, *tied} & {*axes} or {*spec.partial} & {*inner.sharded_axes}:
         raise ValueError(
-            f"{_label(param)} is declared {said}, but its placements over {', '.join(axes)} make it {P(*dims)}; declare "
+            f"{_label(param)} is declared {spec}, but its placements over {', '.join(axes)} make it {P(*dims)}; declare "
             f"only what the mesh doesn't say: {P(*outer)}"
         )
-    whole = P(*dims, partial=said.partial, owned=owned, tied=tied)
+    whole = P(*dims, partial=spec.partial, owned=owned, tied=tied)
     return Annotation(whole, declared.name, mesh_axes=axes)
 
 

@@ -48,7 +48,7 @@ class LaunchEnvironment:
 
 
 def read_environment(environ: Mapping[str, str], launcher: Launcher | None = None) -> LaunchEnvironment:
-    """The place that ``environ`` describes; of the first launcher whose variables are all there, if none is told.
+    """The place that ``environ`` describes; of the first launcher whose variables are all there, if none is given.
 
     Raises:
         ValueError: No such launcher.
@@ -58,12 +58,14 @@ def read_environment(environ: Mapping[str, str], launcher: Launcher | None = Non
         raise ValueError(f"launcher {launcher!r} is unknown; write one of {', '.join(map(repr, get_args(Launcher)))}")
     if launcher == "none":
         return LaunchEnvironment("none")
-    told = [launcher] if launcher else [name for name, numbers in _NUMBERS.items() if any(map(environ.get, numbers))]
-    missing = {name: _missing(environ, name) for name in told}
-    for name in told:
+    launchers = (
+        [launcher] if launcher else [name for name, numbers in _NUMBERS.items() if any(map(environ.get, numbers))]
+    )
+    missing = {name: _missing(environ, name) for name in launchers}
+    for name in launchers:
         if not missing[name]:
             return _place(environ, name)
-    if not told:
+    if not launchers:
         return LaunchEnvironment("none")
     problems = "; ".join(f"{name} needs {', '.join(variables)}" for name, variables in missing.items())
     raise RuntimeError(

@@ -110,7 +110,7 @@ class Region:
 def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """The rectangles that elements ``start`` to ``stop`` of a flattened tensor make, in their order; 2 * dims - 1 at most.
 
-    [3, 4] from 2 to 9: ``..XX / XXXX / X...``
+    [3, 4] from 2 to 9: ``..## / #### / #...``
     """
     if start >= stop:
         return

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
+from .text import aligned
+
 _WIDTH = 100
 _BLOCKS, _ROWS, _MEMBERS, _GROUPS = 16, 8, 8, 12
 _ELIDED = "..."  # ASCII, for terminals that can do no more
@@ -123,12 +125,10 @@ def _groups(topology: Grid, rank: int | None) -> list[str]:
         else:
             text = _members(topology.peers(rank, *axes), rank)
         table.append((" x ".join(axes), roles, f"{size:,}", f"{count:,}", text))
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for axes_text, role, size_text, count_text, text in table:
-        head = f"{axes_text:{widths[0]}}  {role:{widths[1]}}  {size_text:>{widths[2]}}  {count_text:>{widths[3]}}  "
-        lines.append(head + _cut(text, max(_WIDTH - len(head), 40)))
-    return lines
+    heads = aligned([row[:-1] for row in table], right=(2, 3))
+    return [
+        f"{head}  {_cut(text, max(_WIDTH - len(head) - 2, 40))}" for head, (*_, text) in zip(heads, table, strict=True)
+    ]
 
 
 def _members(group: Sequence[int], rank: int | None = None) -> str:

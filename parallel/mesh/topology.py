@@ -56,8 +56,8 @@ class Topology:
                 raise ValueError(f"{axis!r} can't name an axis; use an identifier such as 'data' or 'row'")
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"axis {axis!r} has size {size!r}; write an integer >= 1, such as {axis}=2")
-        told = dict(roles or {})
-        for axis, role in told.items():
+        given = dict(roles or {})
+        for axis, role in given.items():
             if axis not in axes:
                 raise ValueError(f"roles names {axis!r}, which is no axis here (axes: {_listed(axes)})")
             if role not in get_args(Role):
@@ -68,7 +68,7 @@ class Topology:
         values = {
             "axes": tuple(axes),
             "sizes": sizes,
-            "roles": tuple(told.get(axis, default_role(axis)) for axis in axes),
+            "roles": tuple(given.get(axis, default_role(axis)) for axis in axes),
             "world_size": prod(sizes),
             "_strides": tuple(prod(sizes[i + 1 :]) for i in range(len(sizes))),
         }
@@ -228,16 +228,16 @@ class Topology:
         return map(sum, itertools.product(*ordered))
 
     def _axes_with(self, role: Role) -> tuple[str, ...]:
-        return tuple(axis for axis, its in zip(self.axes, self.roles, strict=True) if its == role)
+        return tuple(axis for axis, found in zip(self.axes, self.roles, strict=True) if found == role)
 
     def __repr__(self) -> str:
         parts = [f"{axis}={size}" for axis, size in zip(self.axes, self.sizes, strict=True)]
-        told = {axis: role for axis, role in zip(self.axes, self.roles, strict=True) if role != default_role(axis)}
-        return f"Topology({', '.join(parts + ([f'roles={told}'] if told else []))})"
+        other = {axis: role for axis, role in zip(self.axes, self.roles, strict=True) if role != default_role(axis)}
+        return f"Topology({', '.join(parts + ([f'roles={other}'] if other else []))})"
 
 
 def default_role(axis: str) -> Role:
-    """The role that an axis of this name has unless it is told another."""
+    """The role that an axis of this name has unless it is given another."""
     return _DEFAULT_ROLES.get(axis, "model")
 
 

@@ -1,4 +1,4 @@
-"""Every snippet of the README, of MIGRATING.md and of parallel/README.md runs and prints what it says it prints; the
+"""Every snippet of the README, of MIGRATING.md and of the packages' pages runs and prints what it says it prints; the
 README's commands are those of the CI."""
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ from world import World
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
 MIGRATING = (ROOT / "MIGRATING.md").read_text()
-DERIVATION = (ROOT / "parallel" / "README.md").read_text()
+PAGES = {
+    package: page.read_text()
+    for package in ("parallel", "amp", "optim")
+    if (page := ROOT / package / "README.md").exists()
+}
 
 
 def blocks(language: str, document: str = README) -> list[tuple[str, str]]:
@@ -46,12 +50,20 @@ def test_python(code: str, output: str) -> None:
     assert printed_by(code, "README.md", {"__name__": "readme"}) == output
 
 
-def test_the_derivation_in_one_session() -> None:
-    session: dict[str, Any] = {"__name__": "derivation"}
-    snippets = blocks("python", DERIVATION)
-    assert len(snippets) > 8
+@pytest.mark.parametrize(("package", "least"), [("parallel", 9), ("amp", 3)])
+def test_a_packages_page_in_one_session(package: str, least: int) -> None:
+    session: dict[str, Any] = {"__name__": package}
+    snippets = blocks("python", PAGES[package])
+    assert len(snippets) >= least
     for code, output in snippets:
-        assert printed_by(code, "parallel/README.md", session) == output
+        assert printed_by(code, f"{package}/README.md", session) == output
+
+
+def test_a_packages_page_names_all_its_rooms() -> None:
+    for package, page in PAGES.items():
+        rooms = {path.name for path in (ROOT / package).iterdir() if path.is_dir() or path.suffix == ".py"}
+        named = {name.strip("/") for name in re.findall(r"`([\w./]+)`", page)}
+        assert rooms - named - {"__init__.py", "__pycache__"} == set(), package
 
 
 def test_console(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,12 +99,15 @@ def test_the_flags_of_the_main_job_exist(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_files_that_they_name_exist() -> None:
-    for name in re.findall(r"\b(?:examples|tests|optim)/[\w/.]+\w", README + MIGRATING + DERIVATION):
+    for name in re.findall(
+        r"\b(?:examples|tests|parallel|amp|optim)/[\w/.]+\w", "".join((README, MIGRATING, *PAGES.values()))
+    ):
         assert (ROOT / name).exists(), name
 
 
 def test_links_lead_somewhere() -> None:
-    for folder, document in ((ROOT, README), (ROOT, MIGRATING), (ROOT / "parallel", DERIVATION)):
+    pages = [(ROOT / package, page) for package, page in PAGES.items()]
+    for folder, document in ((ROOT, README), (ROOT, MIGRATING), *pages):
         for target in re.findall(r"\]\(([^)]+)\)", document):
             path, _, heading = target.partition("#")
             assert (folder / path).exists(), target

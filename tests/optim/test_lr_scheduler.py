@@ -194,7 +194,7 @@ def test_a_deferred_verdict_is_in_time_for_the_next_step(monkeypatch: pytest.Mon
             reads.append(super().read())
             return reads[-1]
 
-    monkeypatch.setattr("meshstep.optim.schedule.lr_scheduler.HostCopy", OnTheWay)
+    monkeypatch.setattr("meshstep.optim.schedule.hold.HostCopy", OnTheWay)
     run = Training()
     assert run.step(math.inf) == 0.0
     run.schedule.step()

@@ -32,10 +32,10 @@ class SharedRecord:
         """The content of a shared record, in plain containers, from all ranks' records."""
         groups = []
         for index in range(max(len(record.groups) for record in records)):
-            said = {rank: record.groups[index] for rank, record in enumerate(records) if index < len(record.groups)}
-            names = sorted({name for found, _ in said.values() for name in found})
+            found = {rank: record.groups[index] for rank, record in enumerate(records) if index < len(record.groups)}
+            names = sorted({name for own, _ in found.values() for name in own})
             # A rank without parameters has a group only because torch wants one.
-            groups.append((names, _variants({rank: hyper for rank, (own, hyper) in said.items() if own or not names})))
+            groups.append((names, _variants({rank: hyper for rank, (own, hyper) in found.items() if own or not names})))
         stepped = {name for record in records for name in record.values}
         return {
             "groups": groups,
@@ -54,7 +54,7 @@ class SharedRecord:
     def values(self, name: str) -> dict[str, Any]:
         """The optimizer's state of a parameter that is no tensor, for this rank."""
         found = self._values.get(name, {})
-        return {key: self._choose(said, f"the optimizer's {key} of {name}") for key, said in found.items()}
+        return {key: self._choose(variants, f"the optimizer's {key} of {name}") for key, variants in found.items()}
 
     def _choose(self, variants: Variants[T], what: str) -> T:
         alike = [value for value, ranks in variants if not self._ranks.isdisjoint(ranks)]
@@ -75,10 +75,10 @@ def _similar_ranks(saved: Topology, now: Topology, rank: int) -> set[int]:
     return set(saved.filter(**wanted))
 
 
-def _by_name(said: Sequence[Mapping[str, T]]) -> dict[str, Variants[T]]:
+def _by_name(by_rank: Sequence[Mapping[str, T]]) -> dict[str, Variants[T]]:
     """The variants of each name, from what each rank says of those it knows."""
-    names = sorted({name for own in said for name in own})
-    return {name: _variants({rank: own[name] for rank, own in enumerate(said) if name in own}) for name in names}
+    names = sorted({name for own in by_rank for name in own})
+    return {name: _variants({rank: own[name] for rank, own in enumerate(by_rank) if name in own}) for name in names}
 
 
 def _variants(values: Mapping[int, T]) -> Variants[T]:

@@ -1,0 +1,174 @@
+"""Save a training run so that it survives a crash at any moment, and continue it on the same mesh or on another one.
+
+    if newest_checkpoint(path):
+        extra = load_checkpoint(path, model, optimizer, lr_scheduler=schedule)
+        first = extra["step"]
+    for step in range(first, steps):
+        ...
+        optimizer.step()
+        if step % 100 == 99:
+            save_checkpoint(path, model, optimizer, lr_scheduler=schedule, extra={"step": step + 1})
+
+What is stored has no layout: parameters, masters and optimizer states are full logical tensors, of which each rank writes
+what it holds and reads what it needs. So a run that was saved on tensor=2 continues on row=2,col=2, with states sharded
+over another number of ranks, or in one process, wherever the model has the same logical parameters: the same names and
+full shapes, on all ranks together.
+
+Files are those of `torch.distributed.checkpoint`, with a manifest and checksums beside them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from ...parallel.data.random_state import random_state
+from ...parallel.mesh.agreement import gather_objects, on_all_ranks
+from ...parallel.mesh.registry import ProcessGroupRegistry
+from ..parallel_optimizer import ParallelOptimizer
+from .contents import RankRecord, collect, optimizer_state, portable_in
+from .directory import FileRecord, begin, publish, record_of
+from .files import SHARED_FILE, files_on_all_ranks, files_on_first_rank, rank_file
+from .logical_parameters import LogicalParameters
+from .logical_tensor import LogicalTensor
+from .shared_record import SharedRecord
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: ParallelOptimizer,
+    *,
+    lr_scheduler: LRScheduler | None = None,
+    extra: Any = None,
+) -> Path:
+    """Write a checkpoint under ``path``, and then remove the previous one there.
+
+    It is written beside the previous one, brought to the disk and then renamed. Whenever the ranks or the machine
+    crash, the newest complete checkpoint is either the previous one or this one.
+
+    Stored are the model's parameters and persistent buffers, the optimizer's state and hyper-parameters, float32
+    masters, loss scale, count of skipped steps, the schedule, and every rank's random number generators. Gradients
+    are not, so the position in an accumulation window is always its beginning: call it after `step`.
+
+    Args:
+        path: A directory for this run alone, in a file system that all ranks share; it is made if it isn't there. To keep
+            more than the newest, give each a path of its own.
+        model: This rank's part of the model (``nn.Module()`` where there is none), all of the optimizer's parameters in it;
+            may be wrapped in `DistributedDataParallel`. Buffers have no spec: they are stored for each rank, but only once
+            where they are equal. ``annotate(buffer, P(...))`` declares one that is sharded.
+        optimizer: The optimizer.
+        lr_scheduler: Any torch schedule.
+        extra: What else you want back: numbers, strings, tensors, in lists, tuples and dicts. Rank 0's is stored.
+    Returns:
+        The checkpoint's own directory, ``path/meshstep-<number>``.
+    Raises:
+        ValueError: On every rank: gradients have been accumulated that no `step` has used yet; the schedule's state or
+            ``extra`` holds something that could not be read back; ranks disagree on the parameters, don't hold equal
+            pieces of them, or don't share ``path``. The previous checkpoint stays.
+        RuntimeError: On every rank, when one could not write. The previous checkpoint stays.
+    Collectives: gathers of Python objects over the world, at all ranks' pace. Host reads: everything.
+    """
+    registry = optimizer.registry
+    parameters = LogicalParameters(model, registry)
+    snapshot = on_all_ranks(lambda: _snapshot(parameters, optimizer, lr_scheduler, extra), registry)
+    return _write(Path(path), snapshot, _facts(optimizer), registry)
+
+
+class _Snapshot(NamedTuple):
+    """What this rank has to write: its parts of the tensors, its record, and what is the same for all ranks."""
+
+    tensors: dict[str, LogicalTensor]
+    record: RankRecord
+    common: dict[str, Any]
+
+
+def _snapshot(
+    parameters: LogicalParameters, optimizer: ParallelOptimizer, lr_scheduler: LRScheduler | None, extra: Any
+) -> _Snapshot:
+    """Raises ValueError where there is something that can't be stored. Collectives: none."""
+    _check_window(optimizer)
+    # First: a schedule that has not seen yet whether the last step was skipped may correct the rates now.
+    schedule = None if lr_scheduler is None else lr_scheduler.state_dict()
+    state = optimizer_state(optimizer, parameters)
+    tensors, record = collect(parameters, state)
+    common = {
+        "rest": {**state.rest, "weights": portable_in(state.rest["weights"])},
+        "optimizer": type(optimizer.optimizer).__name__,
+        "schedule": _readable(schedule, "the schedule's state"),
+        "schedule_kind": type(lr_scheduler).__name__,
+        "extra": _readable(extra, "extra="),
+    }
+    return _Snapshot(tensors, record, common)
+
+
+def _write(path: Path, snapshot: _Snapshot, facts: dict[str, Any], registry: ProcessGroupRegistry) -> Path:
+    """The complete checkpoint's directory; nothing is left of it after an error. Collectives: as `save_checkpoint`."""
+    from .tensors import write_tensors
+
+    records = gather_objects(snapshot.record, registry)
+    directory = files_on_first_rank(lambda: begin(path), registry)
+    try:
+        write_tensors(directory, snapshot.tensors, registry)
+        own = files_on_all_ranks(
+            lambda: _write_own(directory, records, snapshot.common, registry.global_rank), registry
+        )
+        files = {name: record for found in gather_objects(own, registry) for name, record in found.items()}
+        return files_on_first_rank(lambda: publish(directory, files, facts), registry)
+    except (ValueError, RuntimeError):
+        if registry.global_rank == 0:
+            shutil.rmtree(directory, ignore_errors=True)
+        gather_objects(None, registry)  # nobody goes on before it is gone
+        raise
+
+
+def _check_window(optimizer: ParallelOptimizer) -> None:
+    pending = optimizer.window.micro_batches
+    if pending:
+        raise ValueError(
+            f"{pending} micro-batches have been accumulated since the last step, and their gradients would be lost: call "
+            "save_checkpoint after step()"
+        )
+
+
+def _readable(value: Any, what: str) -> Any:
+    """``value``, if it can be read back without executing anything."""
+    stream = BytesIO()
+    try:
+        torch.save(value, stream)
+        stream.seek(0)
+        torch.load(stream, weights_only=True)
+    except Exception as problem:
+        reason = str(problem).splitlines()[0]
+        raise ValueError(
+            f"{what} can't be stored ({reason}); give numbers, strings and tensors, in lists, tuples and dicts"
+        ) from problem
+    return value
+
+
+def _write_own(directory: Path, records: list[RankRecord], common: dict[str, Any], rank: int) -> dict[str, FileRecord]:
+    """Write what is no tensor, and bring all that this rank wrote to the disk. Raises OSError."""
+    torch.save(random_state(), directory / rank_file(rank))
+    files = [rank_file(rank), *(file.name for file in directory.glob(f"__{rank}_*"))]
+    if rank == 0:
+        torch.save({"record": SharedRecord.merge(records), **common}, directory / SHARED_FILE)
+        files += [SHARED_FILE, ".metadata"]
+    return {name: record_of(directory / name, synchronise=True) for name in files}
+
+
+def _facts(optimizer: ParallelOptimizer) -> dict[str, Any]:
+    """What the manifest says of a run."""
+    topology = optimizer.registry.topology
+    return {
+        "precision": optimizer.precision.name,
+        "axes": dict(zip(topology.axes, topology.sizes, strict=True)),
+        "roles": {axis: topology.role(axis) for axis in topology.axes},
+        "torch": torch.__version__,
+    }

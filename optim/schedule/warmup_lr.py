@@ -1,0 +1,161 @@
+"""The base of the schedules here, on torch's own scheduler class: warm-up and floor, moving when a step was taken."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..parallel_optimizer import ParallelOptimizer
+from .formulas import warmup
+from .hold import Hold
+
+
+class WarmupLR(LRScheduler):
+    """Base of the schedules here: the warm-up, the floor, and when to move.
+
+    Given a `ParallelOptimizer`, `step` moves only when the optimizer has stepped since it last moved: not in the middle of
+    an accumulation window, and not when the step was skipped because the norm was not finite. On a GPU it does not wait
+    for that verdict: it moves, and takes the move back before the optimizer's next `step` if there was none to count. So
+    the host can run ahead of the device by one step; `get_last_lr` and `state_dict` wait for the verdict, and in between
+    the ``"lr"`` of a param group is the one that holds if the step was taken. On the CPU nothing is deferred.
+    Any other optimizer is taken at its word: each call of `step` moves.
+
+    Args:
+        optimizer: A `ParallelOptimizer` (for the one it wraps: `watch`) or any torch optimizer. Base rates: param groups'
+            ``"lr"``, or ``"initial_lr"`` where a schedule has set it; numbers or 0-dim tensors.
+        warmup_steps: W >= 0.
+        floor: Absolute rate, >= 0, at which decay ends (the warm-up may begin below it).
+        hold_on_skip: False: count skipped steps too, and never read the host.
+    Raises:
+        ValueError: An argument is out of range, or floor is above a base rate; the optimizer is left as it was.
+        TypeError: The optimizer is none of torch's.
+    Collectives: none; all ranks find the same steps skipped, so their schedules agree. Host reads: one flag a step, as said
+    above, with ``hold_on_skip`` and a ParallelOptimizer.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, *, warmup_steps: int = 0, floor: float = 0.0, hold_on_skip: bool = True
+    ) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"{type(optimizer).__name__} is no torch optimizer; give the optimizer, not its parameters")
+        self.warmup_steps = whole_steps(warmup_steps, "warmup_steps", 0)
+        self.floor = _checked_floor(floor, optimizer)
+        self.hold_on_skip = hold_on_skip
+        self._hold: Hold | None = None
+        super().__init__(optimizer)
+        if isinstance(optimizer, ParallelOptimizer):
+            self.watch(optimizer)
+
+    def watch(self, optimizer: ParallelOptimizer) -> None:
+        """Move when this optimizer steps. For a schedule that was made before its torch optimizer was wrapped.
+
+        Raises:
+            ValueError: It does not wrap this schedule's optimizer.
+        """
+        if self.optimizer is not optimizer and self.optimizer is not optimizer.optimizer:
+            raise ValueError(
+                f"the schedule is of another {type(self.optimizer).__name__}; give the ParallelOptimizer that wraps it"
+            )
+        self._hold = Hold(optimizer, super().step, self._take_back, hold_on_skip=self.hold_on_skip)
+
+    @abstractmethod
+    def decay(self, step: int) -> float:
+        """What is left, in 0..1, of the way from the base rate down to the floor after ``step`` taken steps."""
+
+    def rate(self, base: float | Tensor, step: int) -> float | Tensor:
+        """The closed formula: the rate of a param group with this base rate after ``step`` taken steps."""
+        warm, left = warmup(step, self.warmup_steps), self.decay(step)
+        return warm * (base * left + self.floor * (1 - left))  # exactly the base rate where all is left
+
+    def get_lr(self) -> list[float | Tensor]:
+        """By param group: the rate for ``last_epoch`` taken steps."""
+        return [self.rate(base, self.last_epoch) for base in self.base_lrs]
+
+    def step(self, epoch: int | None = None) -> None:
+        """Move by one, if the optimizer has stepped since the last move; see the class.
+
+        Args:
+            epoch: As in torch: move there, whatever the optimizer did.
+        Collectives, host reads: as the class says.
+        """
+        if self._hold is None or epoch is not None:
+            super().step(epoch)
+        else:
+            self._hold.step()
+
+    def _settle(self) -> None:
+        if self._hold is not None:
+            self._hold.settle()
+
+    def _take_back(self) -> None:
+        self.last_epoch -= 1
+        self._write_rates()
+
+    def _write_rates(self) -> None:
+        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)  # the same object: a CUDA graph reads it
+            else:
+                group["lr"] = rate
+        self._last_lr = [_copied(group["lr"]) for group in self.optimizer.param_groups]
+
+    def get_last_lr(self) -> list[float | Tensor]:
+        """By param group: the rate that the next step has. Host reads: one flag, where it has not been read yet."""
+        self._settle()
+        return super().get_last_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Steps taken and base rates. The formula's other numbers are the constructor's, so that a run can be extended.
+
+        Host reads: one flag, where it has not been read yet.
+        """
+        self._settle()
+        return {
+            "last_epoch": self.last_epoch,
+            "base_lrs": [_copied(base) for base in self.base_lrs],
+            "_step_count": self._step_count,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from there; the rates are written into the optimizer, before or after it loads its own state.
+
+        Raises:
+            ValueError: It is of another number of param groups; nothing is changed.
+        """
+        bases = state_dict["base_lrs"]
+        if len(bases) != len(self.optimizer.param_groups):
+            raise ValueError(
+                f"the saved schedule has {len(bases)} param groups, the optimizer {len(self.optimizer.param_groups)}; "
+                "build the optimizer with the param groups it was saved with"
+            )
+        if self._hold is not None:
+            self._hold.forget()
+        self.last_epoch, self.base_lrs = state_dict["last_epoch"], [_copied(base) for base in bases]
+        self._step_count = state_dict["_step_count"]
+        self._write_rates()
+
+
+def whole_steps(value: int, name: str, least: int) -> int:
+    """``value``, checked. Raises ValueError where it is no whole number of steps >= ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r}: give a whole number of steps >= {least}")
+    return value
+
+
+def _checked_floor(floor: float, optimizer: Optimizer) -> float:
+    if not 0 <= floor < math.inf:
+        raise ValueError(f"eta_min={floor}: give a finite rate >= 0")
+    for index, group in enumerate(optimizer.param_groups):
+        base = float(group.get("initial_lr", group["lr"]))
+        if floor > base:
+            raise ValueError(f"eta_min={floor} is above the base rate {base} of param group {index}; give a lower one")
+    return float(floor)
+
+
+def _copied(rate: float | Tensor) -> float | Tensor:
+    return rate.clone() if isinstance(rate, Tensor) else rate

@@ -1,0 +1,28 @@
+"""Tables as plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """A line for each row: cells as wide as the widest of their column, two spaces between them, none at the end.
+
+        >>> aligned([("axis", "size"), ("data", "8"), ("tensor", "128")], right={1})
+        ['axis    size', 'data       8', 'tensor   128']
+
+    Args:
+        rows: The header is one of them; all of the same number of cells.
+        right: Columns, from 0, whose cells stand at the right of their column; all others stand at the left.
+    Raises:
+        ValueError: A row has another number of cells than the first.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(_padded(row, widths, right)).rstrip() for row in rows]
+
+
+def _padded(row: Sequence[str], widths: Sequence[int], right: Collection[int]) -> list[str]:
+    return [
+        cell.rjust(width) if column in right else cell.ljust(width)
+        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ]

@@ -1,0 +1,252 @@
+"""The house: which room may use which, what each package offers, and that what is offered is all that users need.
+
+Imports are read off the files, wherever in a file they stand: those within functions and under TYPE_CHECKING are arrows
+like any other, because they hide a circle and don't undo it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+PACKAGES = ("parallel", "amp", "optim")  # each uses those before it
+# Within a package, from the ground floor up: a room uses rooms of lower floors, not its neighbours. A room is a folder,
+# or a file directly in the package; "*" is all files there that no floor names. `__init__` is the front door, above all.
+FLOORS: Mapping[str, tuple[frozenset[str], ...]] = {
+    "parallel": (
+        frozenset({"mesh", "launch"}),
+        frozenset({"layout", "data"}),
+        frozenset({"interop", "layers"}),
+        frozenset({"__main__"}),
+    ),
+    "amp": (frozenset({"*"}), frozenset({"fp8"}), frozenset({"by_name"})),
+    "optim": (
+        frozenset({"norm"}),
+        frozenset({"gradients"}),
+        frozenset({"clip"}),
+        frozenset({"step"}),
+        frozenset({"states"}),
+        frozenset({"parallel_optimizer"}),
+        frozenset({"schedule", "monitor", "checkpoint"}),
+        frozenset({"recipe"}),
+    ),
+}
+# What examples and snippets import from.
+PUBLIC = {f"meshstep.{package}" for package in PACKAGES} | {"meshstep.parallel.launch"}
+LINES = 300
+
+Arrow = tuple[str, str]
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+def library(root: Path) -> list[str]:
+    """The library's files, as paths from the root."""
+    return sorted(str(path.relative_to(root)) for package in PACKAGES for path in (root / package).rglob("*.py"))
+
+
+def imported(tree: ast.AST) -> Iterator[tuple[int, str, tuple[str, ...]]]:
+    """(level, module, names) of every import statement, at whatever depth it stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield node.level, node.module or "", tuple(alias.name for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((0, alias.name, ()) for alias in node.names)
+
+
+def arrows(root: Path) -> set[Arrow]:
+    """(who imports, what is imported) among the library's files."""
+    files = library(root)
+    modules = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in files}
+    found = set()
+    for name in files:
+        for level, module, names in imported(ast.parse((root / name).read_text())):
+            above = Path(name).parts[:-level] if level else ()
+            whole = ".".join((*above, module) if module else above).removeprefix("meshstep.")
+            # `from .room import thing`: the thing is a file of the room, or a name in the room's __init__.
+            targets = {modules.get(f"{whole}.{thing}", modules.get(whole)) for thing in names or ("",)}
+            found |= {(name, target) for target in targets if target is not None and target != name}
+    return found
+
+
+def circles(found: set[Arrow]) -> list[tuple[str, ...]]:
+    """The sets of files that import each other in a loop."""
+    nexts: dict[str, set[str]] = {}
+    for source, target in found:
+        nexts.setdefault(source, set()).add(target)
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [start]
+        while waiting:
+            new = nexts.get(waiting.pop(), set()) - seen
+            seen |= new
+            waiting += new
+        return seen
+
+    reach = {name: reached(name) for name in nexts}
+    return sorted({tuple(sorted(b for b in reach[a] if a in reach.get(b, ()))) for a in reach if a in reach[a]})
+
+
+def place(name: str) -> tuple[str, str, int]:
+    """(package, room, floor) of a file.
+
+    Raises:
+        LookupError: FLOORS has no place for it.
+    """
+    package, *rest = name.removesuffix(".py").split("/")
+    if rest == ["__init__"]:
+        return package, "__init__", len(FLOORS[package])
+    for floor, rooms in enumerate(FLOORS[package]):
+        if rest[0] in rooms:
+            return package, rest[0], floor
+    if len(rest) == 1 and "*" in FLOORS[package][0]:
+        return package, "*", 0
+    raise LookupError(f"{name} is in a room of {package} that FLOORS does not name: give it a floor")
+
+
+def upward(found: set[Arrow], package: str) -> list[str]:
+    """The imports of a package's files that go up or sideways, or into a package above."""
+    bad = []
+    for source, target in sorted(found):
+        (own, room, floor), (other, other_room, other_floor) = place(source), place(target)
+        down = other_floor < floor if own == other else PACKAGES.index(other) < PACKAGES.index(own)
+        if own == package and not down and (own, room) != (other, other_room):
+            bad.append(f"{source} imports {target}")
+    return bad
+
+
+def too_deep(code: str) -> list[str]:
+    """What lines of Python import from inside of meshstep; read as text, because diffs don't parse."""
+    statement = r"^[ +-]*(?:from|import) +(meshstep[\w.]*)(?: +import +(?:\(([^)]*)\)|(.*)))?"
+    rooms = frozenset().union(*(floor for floors in FLOORS.values() for floor in floors)) - {"launch"}
+    found = set()
+    for module, within, beside in re.findall(statement, code, re.MULTILINE):
+        if module not in PUBLIC | {"meshstep"}:
+            found.add(module)
+        elif module != "meshstep":
+            found |= {f"{module}.{name}" for name in re.findall(r"\w+", within or beside) if name in rooms}
+    return sorted(found)
+
+
+# The house ------------------------------------------------------------------------------------------------------------
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert circles(arrows(ROOT)) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_rooms_use_what_is_below_them(package: str) -> None:
+    assert upward(arrows(ROOT), package) == []
+
+
+def test_every_floor_is_there() -> None:
+    for package, floors in FLOORS.items():
+        for room in frozenset().union(*floors) - {"*"}:
+            assert (ROOT / package / room).is_dir() or (ROOT / package / f"{room}.py").is_file(), f"{package}/{room}"
+
+
+def test_the_library_imports_itself_relatively() -> None:
+    for name in library(ROOT):
+        for level, module, _ in imported(ast.parse((ROOT / name).read_text())):
+            assert level or module.partition(".")[0] != "meshstep", f"{name} imports {module}"
+
+
+def test_no_file_is_long() -> None:
+    lengths = {name: (ROOT / name).read_text().count("\n") for name in library(ROOT)}
+    assert {name: length for name, length in lengths.items() if length > LINES} == {}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_offers_what_it_imports_and_nothing_else(package: str) -> None:
+    module = importlib.import_module(f"meshstep.{package}")
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+    tree = ast.parse((ROOT / package / "__init__.py").read_text())
+    assert sorted(module.__all__) == sorted(name for _, _, names in imported(tree) for name in names)
+
+
+def test_what_is_installed_is_every_folder_with_an_init() -> None:
+    folders = {str(path.parent.relative_to(ROOT)) for name in library(ROOT) if (path := ROOT / name).stem == "__init__"}
+    table = (ROOT / "pyproject.toml").read_text().partition("[tool.setuptools]")[2]
+    listed = re.search(r"^packages = (\[.*?\])$", table, re.MULTILINE | re.DOTALL)
+    assert listed is not None
+    packages = ast.literal_eval(listed[1])
+    assert sorted(packages) == sorted("meshstep." + folder.replace("/", ".") for folder in folders)
+    where = table.partition("[tool.setuptools.package-dir]")[2].partition("\n[")[0]
+    assert dict(re.findall(r'^"(.*)" = "(.*)"$', where, re.MULTILINE)) == {
+        "meshstep." + folder.replace("/", "."): folder for folder in folders
+    }
+
+
+def test_examples_and_readmes_need_no_more_than_what_is_offered() -> None:
+    readmes = [ROOT / "README.md", *(ROOT / package / "README.md" for package in PACKAGES)]
+    texts = [path for path in (*sorted((ROOT / "examples").glob("*.py")), *readmes) if path.is_file()]
+    assert sum("meshstep" in path.read_text() for path in texts) > 8
+    assert {str(path.relative_to(ROOT)): deep for path in texts if (deep := too_deep(path.read_text()))} == {}
+
+
+# What is planted is found ---------------------------------------------------------------------------------------------
+
+
+def plant(root: Path, files: Mapping[str, str]) -> set[Arrow]:
+    """The arrows of a tree that has these files too."""
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return arrows(root)
+
+
+@pytest.mark.parametrize(
+    "closing",
+    [
+        "from ..layout.spec import P\n",
+        "def f():\n    from ..layout import spec\n",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..layout.spec import P\n",
+        "def f():\n    import meshstep.parallel.layout.spec\n",
+        "from meshstep.parallel.layout.spec import P\n",
+    ],
+    ids=["plain", "lazy", "type checking", "by its full name", "from its full name"],
+)
+def test_a_circle_is_found(tmp_path: Path, closing: str) -> None:
+    spec, topology = "parallel/layout/spec.py", "parallel/mesh/topology.py"
+    assert circles(plant(tmp_path, {spec: "from ..mesh.topology import Topology\n", topology: ""})) == []
+    found = plant(tmp_path, {topology: closing})
+    assert circles(found) == [(spec, topology)]
+    assert upward(found, "parallel") == [f"{topology} imports {spec}"]
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "target"),
+    [
+        ("optim/norm/plan.py", "from ..gradients.sync import x\n", "optim/gradients/sync.py"),
+        ("optim/checkpoint/save.py", "def f():\n    from ..schedule import follow\n", "optim/schedule/follow.py"),
+        ("amp/casting.py", "from .fp8.mode import Fp8\n", "amp/fp8/mode.py"),
+        ("amp/fp8/linear.py", "from ...optim.norm import plan\n", "optim/norm/plan.py"),
+        ("parallel/launch/start.py", "from ..mesh.topology import Topology\n", "parallel/mesh/topology.py"),
+        ("parallel/layers/tensor_1d.py", "from .. import P\n", "parallel/__init__.py"),
+    ],
+)
+def test_an_import_upward_or_sideways_is_found(tmp_path: Path, source: str, text: str, target: str) -> None:
+    assert upward(plant(tmp_path, {source: "", target: ""}), source.partition("/")[0]) == []
+    assert upward(plant(tmp_path, {source: text}), source.partition("/")[0]) == [f"{source} imports {target}"]
+
+
+def test_a_room_without_a_floor_is_found(tmp_path: Path) -> None:
+    found = plant(tmp_path, {"optim/attic/box.py": "from ..norm import plan\n", "optim/norm/plan.py": ""})
+    with pytest.raises(LookupError, match=r"optim/attic/box.py is in a room of optim that FLOORS does not name"):
+        upward(found, "optim")
+
+
+def test_a_snippet_that_reaches_in_is_found() -> None:
+    assert too_deep("from meshstep.parallel import P\n+from meshstep.parallel.launch import init_distributed\n") == []
+    assert too_deep("+    from meshstep.optim.norm.plan import Bucket\n") == ["meshstep.optim.norm.plan"]
+    assert too_deep("from meshstep.optim import Booster, norm\nnorm(1)\n") == ["meshstep.optim.norm"]
+    assert too_deep("from meshstep.optim import (\n    Booster,\n    norm,\n)\n") == ["meshstep.optim.norm"]

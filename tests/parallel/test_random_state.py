@@ -1,0 +1,60 @@
+"""Random number generators come back to where they were, of whichever libraries are in use."""
+
+from __future__ import annotations
+
+import io
+import random
+import sys
+from typing import Any
+
+import pytest
+import torch
+from meshstep.parallel.data.random_state import (
+    cpu_random_state_kept,
+    random_state,
+    seed_cpu_generators,
+    set_random_state,
+)
+
+numpy = pytest.importorskip("numpy")
+
+
+def draws() -> list[float]:
+    return [random.random(), random.gauss(0, 1), float(torch.rand(())), float(numpy.random.rand())]
+
+
+def test_a_stored_state_gives_the_same_draws_again() -> None:
+    random.gauss(0, 1)  # it keeps its second number for the next call
+    stored = io.BytesIO()
+    torch.save(random_state(), stored)
+    first = draws()
+    assert draws() != first
+    stored.seek(0)
+    set_random_state(torch.load(stored, weights_only=True))
+    assert draws() == first
+
+
+def draw_and_fail() -> None:
+    with cpu_random_state_kept():
+        seed_cpu_generators(4)
+        draws()
+        raise KeyError("planted")
+
+
+def test_what_is_drawn_within_is_not_missed_outside_even_after_an_error() -> None:
+    seed_cpu_generators(3)
+    expected = draws()
+    seed_cpu_generators(3)
+    with pytest.raises(KeyError, match="planted"):
+        draw_and_fail()
+    assert draws() == expected
+
+
+def test_a_library_that_is_not_in_use_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_numpy = random_state()
+    monkeypatch.delitem(sys.modules, "numpy")
+    state: dict[str, Any] = random_state()
+    assert with_numpy.keys() - state.keys() == {"numpy"}
+    set_random_state(with_numpy)
+    seed_cpu_generators(0)
+    assert "numpy" not in sys.modules

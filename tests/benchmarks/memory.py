@@ -26,6 +26,7 @@ from meshstep.optim.states.offloaded import OffloadedWeights
 from meshstep.optim.states.sharded import ShardedWeights
 from meshstep.optim.states.stepped_weights import SteppedWeights
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from optimizers import arguments
 from torch import Tensor, nn
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -56,7 +57,9 @@ def measure(registry: ProcessGroupRegistry, mode: str, options: dict[str, Any], 
     declare(model, {"*": P()})
     model = precision_of(mode).prepare(model)
     optimizer = ParallelOptimizer(
-        torch.optim.AdamW(model.parameters(), fused=True), registry, precision=mode, max_norm=1.0, **options
+        torch.optim.AdamW(model.parameters(), fused=True),
+        registry,
+        **arguments(precision=mode, max_norm=1.0, **options),
     )
     most = [0]
 
@@ -74,7 +77,7 @@ def measure(registry: ProcessGroupRegistry, mode: str, options: dict[str, Any], 
         seconds = time.perf_counter() - start
         slices = _slices(optimizer._weights)
         optimizer.zero_grad()
-    pieces = optimizer._weights.pieces()
+    pieces = optimizer.pieces()
     masters = sum(piece.piece.nbytes for piece in pieces if piece.piece.dtype != piece.param.dtype)
     states = {piece: _state_bytes(optimizer, piece.piece) for piece in pieces}
     whole: Any = getattr(optimizer._weights, "_whole", optimizer._weights)

@@ -95,7 +95,7 @@ def slice_of(full: Tensor, spec: P, topology: Topology, rank: int) -> Tensor:
 
 def parameters_on(case: Case, registry: ProcessGroupRegistry) -> list[tuple[str, nn.Parameter]]:
     """The declared parameters that this rank holds, with their complete gradients."""
-    from meshstep.optim.gradients.sync import mark_complete
+    from meshstep.optim.gradients.in_place import mark_complete
 
     found = []
     for index, param in enumerate(case.params):

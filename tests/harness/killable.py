@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from meshstep.amp import precision_of
 from meshstep.optim import CosineAnnealingLR, ParallelOptimizer, load_checkpoint, newest_checkpoint, save_checkpoint
 from meshstep.parallel import ColumnParallelLinear, P, ProcessGroupRegistry, RowParallelLinear, Topology, declare, shard
+from optimizers import arguments
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
@@ -92,7 +93,7 @@ def train(plan: Plan) -> None:
     mode = precision_of(plan.precision)
     mode.prepare(model, registry)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    optimizer = ParallelOptimizer(adamw, registry, precision=mode, max_norm=0.5, **plan.options)
+    optimizer = ParallelOptimizer(adamw, registry, **arguments(precision=mode, max_norm=0.5, **plan.options))
     schedule = CosineAnnealingLR(optimizer, STEPS, warmup_steps=5)
     start = 0
     if newest_checkpoint(plan.checkpoints):

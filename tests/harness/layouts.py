@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from meshstep.amp import precision_of
 from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, gather_from, shard
+from optimizers import arguments
 from torch import Tensor, nn
 
 IN, HIDDEN, OUT = 6, 8, 4
@@ -70,7 +71,7 @@ class Run:
         mode = precision_of(precision)
         mode.prepare(self.model, self.registry)
         adamw = torch.optim.AdamW(self.model.parameters(), lr=2e-2, weight_decay=0.1, fused=True)
-        self.optimizer = ParallelOptimizer(adamw, self.registry, precision=mode, max_norm=0.5, **options)
+        self.optimizer = ParallelOptimizer(adamw, self.registry, **arguments(precision=mode, max_norm=0.5, **options))
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 40)
 
     def step(self, number: int) -> float:

@@ -9,6 +9,7 @@ import torch
 from meshstep.amp import ApexFp16, Bf16, Fp32, NaiveFp16, Precision, TorchFp16
 from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import ProcessGroupRegistry
+from optimizers import arguments
 from scenarios import Scenario, build
 from torch import Tensor, nn
 
@@ -41,7 +42,9 @@ def make(
     model = build(scenario, registry, torch.float32)
     assert model is not None
     mode.prepare(model, registry)
-    return model, ParallelOptimizer(OPTIMIZERS[kind](model.parameters()), registry, precision=mode, **options)
+    return model, ParallelOptimizer(
+        OPTIMIZERS[kind](model.parameters()), registry, **arguments(precision=mode, **options)
+    )
 
 
 def train_step(model: nn.Module, optimizer: ParallelOptimizer, ids: Tensor) -> float:

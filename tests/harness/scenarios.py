@@ -29,6 +29,7 @@ from meshstep.parallel import (
     unshard,
     vocab_parallel_cross_entropy,
 )
+from optimizers import arguments
 from torch import Tensor, nn
 
 VOCAB, WIDTH, HIDDEN = 12, 8, 16
@@ -239,7 +240,7 @@ def train(
         model = build(scenario, registry, dtype)
         start = full_tensors(scenario, model, registry, gradients=False)
         params: Any = list(model.parameters()) if model is not None else [{"params": []}]
-        optimizer = ParallelOptimizer(make(params), registry, **options)
+        optimizer = ParallelOptimizer(make(params), registry, **arguments(**options))
         stats: list[GradStats] = []
         for step in range(steps):
             optimizer.zero_grad()

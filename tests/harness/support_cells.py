@@ -28,6 +28,7 @@ from meshstep.parallel import (
     unshard,
 )
 from meshstep.parallel.layout.annotation import annotation_of
+from optimizers import arguments
 from precision_modes import MODES as PLAIN_MODES
 from torch import Tensor, nn
 
@@ -175,7 +176,7 @@ def run_cell(registry: ProcessGroupRegistry, form: str, mode: str) -> Run:
     model: nn.Module = Blocks(registry)
     sgd = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, fused=True)
     try:
-        booster = Booster(MODES[mode], registry, max_norm=MAX_NORM, **FORMS[form])
+        booster = Booster(MODES[mode], registry, **arguments(max_norm=MAX_NORM, **FORMS[form]))
         grid = "row" in registry.topology.axes
         criterion = (lambda x, y: cross_entropy_2d(x, y, registry)) if grid else F.cross_entropy
         model, optimizer, criterion, _, _ = booster.boost(model, sgd, criterion)

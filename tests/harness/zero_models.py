@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from meshstep.optim import ParallelOptimizer
 from meshstep.optim.states import sharded as zero
-from meshstep.optim.states.stepped_weights import Piece
+from meshstep.optim.states.pieces import Piece
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from scenarios import VOCAB
 from torch import Tensor, nn
@@ -85,7 +85,7 @@ def stepped(optimizer: ParallelOptimizer) -> list[Tensor]:
 
 
 def pieces(optimizer: ParallelOptimizer) -> list[Piece]:
-    return optimizer._weights.pieces()
+    return optimizer.pieces()
 
 
 def wide_model() -> nn.Module:

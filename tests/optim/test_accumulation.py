@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from meshstep.amp import precision_of
 from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare, shard
+from optimizers import arguments
 from probes import collectives
 from scenarios import VOCAB, Scenario, build, dense_1d, full_tensors
 from torch import Tensor, nn
@@ -48,10 +49,9 @@ def train(axes: tuple[tuple[str, int], ...], micro: int, precision: str, how: st
         optimizer = ParallelOptimizer(
             sgd(model.parameters()),
             registry,
-            precision=mode,
-            max_norm=0.4,
-            accumulation_steps=None if how == "explicit" else micro,
-            **options,
+            **arguments(
+                precision=mode, max_norm=0.4, accumulation_steps=None if how == "explicit" else micro, **options
+            ),
         )
         run = options.get("data_parallel", model)
         reduced = 0
@@ -165,7 +165,7 @@ def linear(**options: Any) -> tuple[nn.Linear, ParallelOptimizer]:
     torch.manual_seed(7)
     model = nn.Linear(4, 3, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5, fused=True)
-    return model, ParallelOptimizer(optimizer, ProcessGroupRegistry(Topology()), **options)
+    return model, ParallelOptimizer(optimizer, ProcessGroupRegistry(Topology()), **arguments(**options))
 
 
 def samples(count: int) -> Tensor:

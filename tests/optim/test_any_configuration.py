@@ -22,6 +22,7 @@ from meshstep.amp import NaiveFp16
 from meshstep.optim import ParallelOptimizer
 from meshstep.optim.gradients import sync as gradient_sync
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from optimizers import arguments
 from torch import Tensor, nn
 from world import World
 from zero_models import small_buckets
@@ -193,14 +194,16 @@ def problems_of(case: Case) -> list[str]:
         optimizer = ParallelOptimizer(
             torch.optim.SGD(groups_of(case, logicals, params), lr=0.05, momentum=0.9, fused=True),
             registry,
-            precision=precision,
-            max_norm=case.max_norm,
-            norm_type=case.norm_type,
-            accumulation_steps=case.micro if case.managed else None,
-            offload=case.offload,
-            reduction=case.reduction,
-            check_replicas=True,
-            **options,
+            **arguments(
+                precision=precision,
+                max_norm=case.max_norm,
+                norm_type=case.norm_type,
+                accumulation_steps=case.micro if case.managed else None,
+                offload=case.offload,
+                reduction=case.reduction,
+                check_replicas=True,
+                **options,
+            ),
         )
         reference = torch.optim.SGD(groups_of(case, logicals, expected), lr=0.05, momentum=0.9)
         found = []

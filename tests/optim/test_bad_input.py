@@ -9,8 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from meshstep.optim import ParallelOptimizer, clip_grad_norm_, clip_grad_value_, global_norm, sync_gradients
+from meshstep.optim import (
+    ParallelOptimizer,
+    PerParameter,
+    clip_grad_norm_,
+    clip_grad_value_,
+    global_norm,
+    sync_gradients,
+)
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from optimizers import arguments
 from torch import Tensor, nn
 from world import World
 
@@ -27,7 +35,7 @@ def on_last(usual: P, other: P | None) -> P | None:
 
 
 def wrap(*params: nn.Parameter, **options: Any) -> Callable[[ProcessGroupRegistry], object]:
-    return lambda registry: ParallelOptimizer(torch.optim.SGD(params, lr=1.0), registry, **options)
+    return lambda registry: ParallelOptimizer(torch.optim.SGD(params, lr=1.0), registry, **arguments(**options))
 
 
 # Each makes its parameters on its rank and returns what must raise there.
@@ -78,7 +86,16 @@ MISTAKES: dict[str, tuple[Callable[[], Callable[[ProcessGroupRegistry], object]]
         r"max_norm of param group 0=-2\.0",
     ),
     "clip_value": (lambda: wrap(parameter(P(), 4), clip_value=-0.5), "clip_value=-0.5"),
-    "two kinds of clipping": (lambda: wrap(parameter(P(), 4), clip_value=1.0, max_norm=1.0), "choose one"),
+    "two kinds of clipping": (
+        lambda: (
+            lambda registry: ParallelOptimizer(
+                torch.optim.SGD([{"params": [parameter(P(), 4)], "max_norm": 2.0}], lr=1.0),
+                registry,
+                max_norm=PerParameter(1.0),
+            )
+        ),
+        "give one of them",
+    ),
     "norm_type": (lambda: wrap(parameter(P(), 4), norm_type=0.5), "norm_type=0.5: give a number >= 1"),
     "on_nonfinite": (lambda: wrap(parameter(P(), 4), on_nonfinite="ignore"), "on_nonfinite='ignore'"),
     "reduction": (lambda: wrap(parameter(P(), 4), reduction="all"), "reduction='all'"),

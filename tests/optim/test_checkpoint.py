@@ -16,6 +16,7 @@ from layouts import Axes, Run
 from meshstep.optim import ParallelOptimizer, load_checkpoint, save_checkpoint
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.parallel.layout.pieces import boxes_of_run
+from optimizers import arguments
 from scenarios import SCENARIOS, backward, batch, build
 from torch import Tensor, nn
 from world import World
@@ -140,13 +141,13 @@ def build_pieces(axes: Axes, specs: Specs, zero: str | None) -> tuple[Pieces, Pa
     registry = ProcessGroupRegistry(Topology(roles=None, **dict(axes)))
     model = Pieces(specs, registry)
     params: Any = list(model.parameters()) or [{"params": []}]
-    optimizer = ParallelOptimizer(torch.optim.Adam(params, lr=0.5), registry, shard_states=zero)
+    optimizer = ParallelOptimizer(torch.optim.Adam(params, lr=0.5), registry, **arguments(shard_states=zero))
     return model, optimizer
 
 
 def save_pieces(path: Path, axes: Axes, specs: Specs, zero: str | None) -> None:
     model, optimizer = build_pieces(axes, specs, zero)
-    for piece in optimizer._weights.pieces():
+    for piece in optimizer.pieces():
         optimizer.state[piece.piece] = state_of(piece.piece, piece.param, piece.offset)
     save_checkpoint(path, model, optimizer)
     optimizer.registry.close()
@@ -161,7 +162,7 @@ def load_pieces(path: Path, axes: Axes, specs: Specs, zero: str | None) -> None:
     load_checkpoint(path, model, optimizer)
     for name, param in model.named_parameters():
         assert torch.equal(param, expected[name]), name
-    for piece in optimizer._weights.pieces():
+    for piece in optimizer.pieces():
         wanted = state_of(piece.piece, piece.param, piece.offset)
         found = optimizer.state[piece.piece]
         assert found.keys() == wanted.keys()
@@ -197,7 +198,9 @@ def interrupted(path: Path, name: str, options: dict[str, Any]) -> None:
         registry = ProcessGroupRegistry(scenario.topology)
         model = build(scenario, registry, torch.float32)
         params: Any = list(model.parameters()) if model is not None else [{"params": []}]
-        optimizer = ParallelOptimizer(torch.optim.AdamW(params, lr=1e-2, fused=True), registry, max_norm=0.5, **options)
+        optimizer = ParallelOptimizer(
+            torch.optim.AdamW(params, lr=1e-2, fused=True), registry, **arguments(max_norm=0.5, **options)
+        )
         saved = nn.Module() if model is None else model
         if resumed:
             load_checkpoint(path, saved, optimizer)

@@ -16,6 +16,7 @@ from layouts import Axes, Run
 from meshstep.amp import Bf16
 from meshstep.optim import ParallelOptimizer, load_checkpoint, newest_checkpoint, save_checkpoint
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from optimizers import arguments
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from world import World
@@ -133,7 +134,7 @@ def optimizer_of(
     if precision != "fp32":
         model.bfloat16()
     inner = kind(groups(model), lr=0.1)
-    return ParallelOptimizer(inner, ProcessGroupRegistry(Topology()), precision=precision, **options)
+    return ParallelOptimizer(inner, ProcessGroupRegistry(Topology()), **arguments(precision=precision, **options))
 
 
 def split_groups(model: nn.Module) -> Any:

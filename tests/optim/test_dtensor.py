@@ -13,6 +13,7 @@ from cases import slice_of
 from dtensors import Axes, LocalOperations, local, registry_of
 from meshstep.optim import ParallelOptimizer, clip_grad_norm_, clip_grad_value_, global_norm, sync_gradients
 from meshstep.parallel import P, ProcessGroupRegistry, annotate, declare, spec_of
+from optimizers import arguments
 from probes import no_host_reads
 from torch import Tensor, nn
 from world import World
@@ -289,7 +290,7 @@ def train_block(axes: Axes, functional: bool, options: dict[str, Any]) -> tuple[
         block = parallel_block(registry)
         declare(block, {"norm.*": P(partial="tensor"), "*": P()})
         inner = torch.optim.SGD(block.parameters(), lr=0.5, fused=True)
-        optimizer = ParallelOptimizer(inner, registry, max_norm=0.4, **options)
+        optimizer = ParallelOptimizer(inner, registry, **arguments(max_norm=0.4, **options))
         norms = []
         for step in range(5):
             x = randn(2, 4, 6, seed=step)

@@ -15,6 +15,7 @@ from meshstep.optim import GradStats, ParallelOptimizer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare, shard, spec_of, unshard
 from meshstep.parallel.interop.dtensor import DTensor, keep_specs
 from meshstep.parallel.layout.annotation import annotation_of
+from optimizers import arguments
 from probes import collectives, no_host_reads
 from scenarios import VOCAB, Tensor1D, dense_1d
 from torch import Tensor, nn
@@ -79,7 +80,7 @@ def train_net(axes: Axes, dtype: torch.dtype, norm_type: float, options: dict[st
     with registry_of(axes) as registry:
         net = sharded_net(registry, dtype, **options)
         optimizer = ParallelOptimizer(
-            adamw(net.parameters()), registry, max_norm=0.3, norm_type=norm_type, data_parallel=net
+            adamw(net.parameters()), registry, **arguments(max_norm=0.3, norm_type=norm_type, data_parallel=net)
         )
         norms = []
         for step in range(STEPS):
@@ -220,7 +221,9 @@ def train_half(how: str) -> tuple[list[float], Full, bool]:
             fully_shard(net.layers[0], mesh=registry.device_mesh("data"))
             fully_shard(net, mesh=registry.device_mesh("data"), ignored_params={net.scale})
         options: dict[str, Any] = {"data_parallel": net} if how == "fsdp" else {}
-        optimizer = ParallelOptimizer(adamw(net.parameters()), registry, precision=mode, max_norm=0.3, **options)
+        optimizer = ParallelOptimizer(
+            adamw(net.parameters()), registry, **arguments(precision=mode, max_norm=0.3, **options)
+        )
         norms = []
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -257,7 +260,7 @@ def train_windows(how: str, weighted: bool, explicit: bool) -> tuple[list[float]
         run: nn.Module = DistributedDataParallel(net, process_group=registry.group("data")) if how == "ddp" else net
         managed = {} if explicit else {"accumulation_steps": 3}
         options: dict[str, Any] = {**managed, **({} if how == "own" else {"data_parallel": run})}
-        optimizer = ParallelOptimizer(adamw(net.parameters()), registry, max_norm=0.3, **options)
+        optimizer = ParallelOptimizer(adamw(net.parameters()), registry, **arguments(max_norm=0.3, **options))
         rank, norms, counts = registry.coordinate["data"], [], []
         for indices in WINDOWS:
             with collectives() as seen:

@@ -11,6 +11,7 @@ import torch
 from meshstep.optim import Booster, HoldOnSkip, ParallelOptimizer, load_checkpoint, save_checkpoint
 from meshstep.optim.schedule import taken_steps
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, declare
+from optimizers import arguments
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ConstantLR, LambdaLR, LinearLR, LRScheduler, OneCycleLR, SequentialLR, StepLR
 from world import World
@@ -49,7 +50,7 @@ class Training:
     def __init__(self, make: Make, *, held: bool = True, fused: bool = True, **options: Any) -> None:
         self.weight = nn.Parameter(torch.ones(3))
         sgd = torch.optim.SGD([self.weight], lr=1.0, momentum=0.9, fused=fused)
-        self.optimizer = ParallelOptimizer(sgd, ProcessGroupRegistry(Topology()), **options)
+        self.optimizer = ParallelOptimizer(sgd, ProcessGroupRegistry(Topology()), **arguments(**options))
         plain = make(self.optimizer)
         self.schedule = HoldOnSkip(plain) if held else plain
         self.rates: list[tuple[float, float]] = []

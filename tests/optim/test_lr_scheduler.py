@@ -22,6 +22,7 @@ from meshstep.optim import (
 )
 from meshstep.optim.schedule import taken_steps
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from optimizers import arguments
 from probes import no_host_reads
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR as TorchCosine
@@ -142,7 +143,7 @@ class Training:
     def __init__(self, hold_on_skip: bool = True, **options: Any) -> None:
         self.weight = nn.Parameter(torch.ones(3))
         sgd = torch.optim.SGD([self.weight], lr=1.0, fused=True)
-        self.optimizer = ParallelOptimizer(sgd, ProcessGroupRegistry(Topology()), **options)
+        self.optimizer = ParallelOptimizer(sgd, ProcessGroupRegistry(Topology()), **arguments(**options))
         self.schedule = LinearWarmupLR(self.optimizer, 10, hold_on_skip=hold_on_skip)
 
     def step(self, gradient: float = 1.0) -> float:

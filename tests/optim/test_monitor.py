@@ -11,6 +11,7 @@ import pytest
 import torch
 from meshstep.optim import GradStats, Monitor, ParallelOptimizer, Report, TensorBoardWriter
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from optimizers import arguments
 from probes import no_host_reads
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -145,7 +146,7 @@ def train_on_ranks(topology: Topology) -> tuple[list[Report], float]:
         model = nn.Linear(4, 3)
         declare(model, {"*": P()})
         sgd = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-        optimizer = ParallelOptimizer(sgd, registry, precision="fp16", per_parameter_norms=True)
+        optimizer = ParallelOptimizer(sgd, registry, **arguments(precision="fp16", per_parameter_norms=True))
         now = 0.0
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("meshstep.optim.monitor.time.perf_counter", lambda: now)

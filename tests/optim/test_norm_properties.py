@@ -126,7 +126,7 @@ def clipped_twice(case: Case, max_norm: float, factor: float, p: float) -> list[
         for _, q in params:
             if q.grad is not None:
                 q.grad.mul_(factor)
-        from meshstep.optim.gradients.sync import mark_complete
+        from meshstep.optim.gradients.in_place import mark_complete
 
         for _, q in params:
             mark_complete(q)

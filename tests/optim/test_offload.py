@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from meshstep.amp import precision_of
 from meshstep.optim import ParallelOptimizer
-from meshstep.optim.states.offloaded import OffloadedWeights, offloaded
+from meshstep.optim.states.offloaded import Copies, offloaded
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from optimizers import arguments, link_of
 from precision_modes import MODES
 from torch import Tensor, nn
 
@@ -66,7 +67,7 @@ def build(mode: str, kind: str = "adamw", device: str = "cpu", **options: Any) -
     model = MODES[mode].prepare(Small(device=device))
     optimizer = make(kind, model.parameters())
     registry = ProcessGroupRegistry(Topology())
-    return model, ParallelOptimizer(optimizer, registry, precision=MODES[mode], **options)
+    return model, ParallelOptimizer(optimizer, registry, **arguments(precision=MODES[mode], **options))
 
 
 def steps(model: nn.Module, optimizer: ParallelOptimizer, which: range) -> list[float]:
@@ -113,7 +114,7 @@ def test_clipping_in_place_is_done_before_the_copy(how: str) -> None:
         inner = torch.optim.AdamW(params if how == "groups" else list(model.parameters()), lr=1e-2, fused=True)
         options: dict[str, Any] = {"clip_value": 0.01} if how == "value" else {}
         optimizer = ParallelOptimizer(
-            inner, ProcessGroupRegistry(Topology()), precision="bf16", offload=offload, **options
+            inner, ProcessGroupRegistry(Topology()), **arguments(precision="bf16", offload=offload, **options)
         )
         for step in range(3):
             optimizer.backward(model(data(step)))
@@ -130,13 +131,13 @@ def test_only_the_fraction_is_elsewhere() -> None:
     model, optimizer = build("bf16", offload=0.5)
     steps(model, optimizer, range(1))
     trained = [param for param in model.parameters() if param.requires_grad]
-    measured = optimizer._weights.measured()
+    measured = optimizer._states.measured()
     on_device = [param for param in trained if all(param is not other for other in measured)]
     # Those whose master is measured, and stepped, on the device; the others' gradients stay with the parameter.
     held = sum(param.numel() for param in on_device)
     total = sum(param.numel() for param in trained)
     assert 0 < held <= 0.5 * total
-    for piece in optimizer._weights.pieces():
+    for piece in optimizer.pieces():
         if piece.param.requires_grad:
             assert piece.piece.dtype == torch.float32
             assert optimizer.state[piece.piece]["exp_avg"].device == piece.piece.device
@@ -163,14 +164,14 @@ def test_state_fits_any_fraction(mode: str, before: float | None, after: float |
 def test_overflow_changes_nothing() -> None:
     model, optimizer = build("bf16", offload=1.0)
     steps(model, optimizer, range(2))
-    before, held = weights(model), [piece.piece.detach().clone() for piece in optimizer._weights.pieces()]
+    before, held = weights(model), [piece.piece.detach().clone() for piece in optimizer.pieces()]
     optimizer.zero_grad()
     optimizer.backward(model(data(5) * torch.inf))
     stats = optimizer.step()
     assert stats is not None
     assert float(stats.found_inf) == 1
     assert_same(weights(model), before)
-    assert_same([piece.piece.detach() for piece in optimizer._weights.pieces()], held)
+    assert_same([piece.piece.detach() for piece in optimizer.pieces()], held)
 
 
 def test_weights_loaded_into_the_model_are_stepped_or_refused() -> None:
@@ -206,12 +207,10 @@ def test_states_are_on_the_cpu_and_steps_the_same(mode: str) -> None:
     assert steps(model, offloading, range(10)) == pytest.approx(norms, rel=1e-3)
     for one, other in zip(weights(model), weights(plain), strict=True):
         assert torch.allclose(one.float(), other.float(), rtol=1e-2, atol=1e-3)
-    inner = offloading._weights
-    assert isinstance(inner, OffloadedWeights)
-    assert all(copy.is_pinned() for copy in inner._copies.values())
-    sides = {piece.piece.device.type for piece in inner.pieces() if piece.param.requires_grad}
+    assert all(copy.is_pinned() for copy in link_of(offloading, Copies).copies.values())
+    sides = {piece.piece.device.type for piece in offloading.pieces() if piece.param.requires_grad}
     assert sides == {"cpu", "cuda"}
-    for piece in inner.pieces():
+    for piece in offloading.pieces():
         if piece.param.requires_grad:
             assert offloading.state[piece.piece]["exp_avg"].device == piece.piece.device
             assert piece.param.is_cuda

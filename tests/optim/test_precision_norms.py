@@ -11,6 +11,7 @@ import torch
 from meshstep.amp import ApexFp16, NaiveFp16, Precision, TorchFp16
 from meshstep.optim import GradStats, ParallelOptimizer, clip_grad_norm_
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, shard
+from optimizers import arguments
 from torch import Tensor, nn
 from world import World
 
@@ -104,7 +105,7 @@ def check_one(mode: str, p: float, way: Way, registry: ProcessGroupRegistry, fus
     inner = torch.optim.SGD(groups, lr=1.0, fused=fused)
     options = dict(way.options)
     optimizer = ParallelOptimizer(
-        inner, registry, precision=MODES[mode], norm_type=p, per_parameter_norms=True, **options
+        inner, registry, **arguments(precision=MODES[mode], norm_type=p, per_parameter_norms=True, **options)
     )
     for name, param in params.items():  # as backward leaves them: scaled, and where there are masters in float32
         piece = shard(gradient(name) * SCALE, SPECS[name][1], registry)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from meshstep.amp import ApexFp16, TorchFp16
 from meshstep.optim import ParallelOptimizer, PolynomialLR
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from optimizers import arguments
 from torch import Tensor, nn
 from world import World
 from zero_models import ZERO1, ZERO2, small_buckets
@@ -41,7 +42,7 @@ def alone() -> ProcessGroupRegistry:
 def test_a_groups_own_threshold_and_a_clip_value(precision: Any) -> None:
     a, b = parameter("a"), parameter("b")
     groups = [{"params": [a]}, {"params": [b], "max_norm": 1.0}]
-    optimizer = ParallelOptimizer(sgd(groups), alone(), clip_value=2.0, precision=precision)
+    optimizer = ParallelOptimizer(sgd(groups), alone(), **arguments(clip_value=2.0, precision=precision))
     optimizer.backward((a * 3).sum() + (b * 3).sum())
     optimizer.step()
     assert a.tolist() == [-2.0] * 4  # clamped
@@ -148,7 +149,7 @@ def test_a_schedule_stays_where_a_step_raised() -> None:
 def thaw(options: dict[str, Any]) -> str:
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         w, b = parameter("w"), parameter("b", trained=False)
-        optimizer = ParallelOptimizer(sgd([w, b]), registry, **options)
+        optimizer = ParallelOptimizer(sgd([w, b]), registry, **arguments(**options))
         b.requires_grad_(True)
         optimizer.backward((w + b).sum())
         try:
@@ -171,7 +172,7 @@ def freeze(options: dict[str, Any], precision: str) -> tuple[bool, bool]:
         if precision == "bf16":
             w.data, b.data = w.data.bfloat16(), b.data.bfloat16()
         adamw = torch.optim.AdamW([w, b], lr=0.1, weight_decay=0.1)
-        optimizer = ParallelOptimizer(adamw, registry, precision=precision, **options)
+        optimizer = ParallelOptimizer(adamw, registry, **arguments(precision=precision, **options))
         for step in range(4):
             before = w.detach().clone(), b.detach().clone()
             optimizer.zero_grad()
@@ -216,14 +217,14 @@ def stages_with_different_groups(axes: dict[str, int], options: dict[str, Any]) 
             b = parameter("b", 16)
             groups.append({"params": [b], "max_norm": 1.0})
             loss = loss + (b * 100).sum()
-        optimizer = ParallelOptimizer(sgd(groups), registry, max_norm=2.0, **options)
+        optimizer = ParallelOptimizer(sgd(groups), registry, **arguments(max_norm=2.0, **options))
         optimizer.backward(loss)
         stats = optimizer.step()
         assert stats is not None
         if b is not None:
             optimizer.param_groups[1]["max_norm"] = 3.0
             with pytest.raises(ValueError, match="other pipeline stages have fewer groups"):
-                optimizer._agreed_thresholds.now(optimizer.param_groups)
+                optimizer._thresholds.now(optimizer.param_groups)
         return float(a[0]), None if b is None else float(b[0]), float(stats.clip_coef)
 
 
@@ -258,7 +259,7 @@ def float16_sum(options: dict[str, Any]) -> tuple[float, float]:
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         w = nn.Parameter(torch.zeros(16, dtype=torch.float16))
         annotate(w, P(), "w")
-        optimizer = ParallelOptimizer(sgd([w], lr=2**-14), registry, precision=ApexFp16("O3"), **options)
+        optimizer = ParallelOptimizer(sgd([w], lr=2**-14), registry, **arguments(precision=ApexFp16("O3"), **options))
         optimizer.backward((w.float() * 40000.0).sum())
         stats = optimizer.step()
         assert stats is not None
@@ -274,7 +275,9 @@ def late_sparse(precision: str, options: dict[str, Any], clip: bool) -> tuple[in
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         embedding = nn.Embedding(6, 4).to(torch.bfloat16 if precision == "bf16" else torch.float32)
         annotate(embedding.weight, P(), "e")
-        optimizer = ParallelOptimizer(sgd(embedding.parameters()), registry, precision=precision, **options)
+        optimizer = ParallelOptimizer(
+            sgd(embedding.parameters()), registry, **arguments(precision=precision, **options)
+        )
         errors = 0
         for step in range(3):
             optimizer.zero_grad()
@@ -308,7 +311,9 @@ def uneven_offload() -> list[list[float]]:
         annotate(params[0], P(), "shared")
         annotate(params[1], P(owned={"tensor": 0}), "own")
         mine = params if registry.rank("tensor") == 0 else params[:1]
-        optimizer = ParallelOptimizer(sgd(mine, lr=0.001), registry, precision="bf16", offload=0.5, check_replicas=True)
+        optimizer = ParallelOptimizer(
+            sgd(mine, lr=0.001), registry, **arguments(precision="bf16", offload=0.5, check_replicas=True)
+        )
         for _ in range(2):
             optimizer.zero_grad()
             optimizer.backward(sum((param.float().sum() for param in mine), torch.zeros(())))
@@ -344,7 +349,7 @@ def experts(named: bool, options: dict[str, Any]) -> list[float]:
         a, b, c = (parameter(name, 40, value=1.0) for name in "abc")
         params = [a, b, c, *([parameter("experts", 4, P("data"))] if named else [])]
         options = {**options, "shard_states": axis} if options else {}
-        optimizer = ParallelOptimizer(sgd(params), registry, **options)
+        optimizer = ParallelOptimizer(sgd(params), registry, **arguments(**options))
         x = Exchange.apply(a * 1.0, registry.group(axis)) * b
         x = x + c if registry.rank(axis) == 0 else x
         optimizer.backward((x * torch.arange(40.0)).sum())

@@ -10,6 +10,7 @@ from cases import Case, cases
 from hypothesis import given, settings
 from meshstep.optim import ParallelOptimizer, ParameterEntry, ReductionPlan
 from meshstep.parallel import P, ProcessGroupRegistry, Topology
+from optimizers import arguments
 from scenarios import SCENARIOS, build
 from world import World
 
@@ -66,7 +67,7 @@ def agreed_plan(name: str) -> tuple[str, tuple[str, ...], int | None]:
     with ProcessGroupRegistry(scenario.topology) as registry:
         model = build(scenario, registry, torch.float32)
         params: Any = list(model.parameters()) if model is not None else [{"params": []}]
-        optimizer = ParallelOptimizer(torch.optim.SGD(params), registry, per_parameter_norms=True)
+        optimizer = ParallelOptimizer(torch.optim.SGD(params), registry, **arguments(per_parameter_norms=True))
         plan = optimizer.plan
         return str(plan).splitlines()[-1], plan.parameter_names, plan.counted
 

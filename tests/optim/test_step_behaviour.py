@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from meshstep.optim import ParallelOptimizer, ReplicaMismatchError
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from optimizers import arguments
 from probes import HostReadError, collectives, no_host_reads
 from scenarios import SCENARIOS, backward, batch, build
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ def optimizer_for(
 ) -> tuple[nn.Module, ParallelOptimizer]:
     model = build(SCENARIOS[name], registry, torch.float32)
     assert model is not None
-    return model, ParallelOptimizer(OPTIMIZERS[kind](model.parameters(), fused), registry, **options)
+    return model, ParallelOptimizer(OPTIMIZERS[kind](model.parameters(), fused), registry, **arguments(**options))
 
 
 # Collectives and host reads -------------------------------------------------------------------------------------------
@@ -57,7 +58,11 @@ def count_collectives(name: str, options: dict[str, Any]) -> list[Counter[str]]:
         ("tensor", {"max_norm": 0.3, "per_parameter_norms": True}, {"all_reduce": 1}),
         ("tensor", {"norm_type": float("inf")}, {"all_gather_single": 1}),
         ("grid, bias on row 0", {"max_norm": 1.0}, {"all_reduce": 2}),  # the partial table's sum, and the norm
-        ("data x tensor", {"max_norm": 0.3, "check_replicas": True}, {"all_reduce": 2}),  # data average, and the norm
+        (
+            "data x tensor",
+            {"max_norm": 0.3, "check_replicas": True},
+            {"all_reduce": 3},
+        ),  # data average of split and of copied ones, and the norm
         ("data x sequence parallel", {}, {"all_reduce": 3}),  # data; data x tensor for partial ones; the norm
     ],
 )
@@ -269,7 +274,9 @@ def test_clip_by_value_reports_the_norm_before() -> None:
     assert stats is not None
     assert stats.total_norm == pytest.approx(float(true), rel=1e-6)
     assert all(param.grad is not None and param.grad.abs().max() <= 0.01 for param in model.parameters())
-    with_option = ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), registry, clip_value=0.005)
+    with_option = ParallelOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), registry, **arguments(clip_value=0.005)
+    )
     before = model.bias.detach().clone()
     with_option.step()
     assert float((before - model.bias.detach()).abs().max()) == pytest.approx(0.005, rel=1e-3)
@@ -283,7 +290,7 @@ def group_norms() -> tuple[list[float], dict[str, float], float, list[float]]:
             annotate(param, spec, name)
         groups: Any = [{"params": [first]}, {"params": [second], "max_norm": 2.0}]
         optimizer = ParallelOptimizer(
-            torch.optim.SGD(groups, lr=1.0, fused=True), registry, max_norm=2.5, per_parameter_norms=True
+            torch.optim.SGD(groups, lr=1.0, fused=True), registry, **arguments(max_norm=2.5, per_parameter_norms=True)
         )
         optimizer.add_param_group({"params": [third]})
         first.grad = torch.tensor([3.0, 0.0]) if registry.global_rank == 0 else torch.tensor([0.0, 4.0])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare, shard
+from optimizers import arguments
 from precision_modes import MODES, OPTIMIZERS
 from scenarios import SCENARIOS, Scenario, backward, build, dense_1d, full_tensors
 from torch import Tensor, nn
@@ -43,7 +44,9 @@ def train(
         if options.get("data_parallel"):
             options = {**options, "data_parallel": DistributedDataParallel(model, process_group=registry.group("data"))}
         optimizer = ParallelOptimizer(
-            OPTIMIZERS[kind](model.parameters()), registry, precision=MODES[mode], accumulation_steps=micro, **options
+            OPTIMIZERS[kind](model.parameters()),
+            registry,
+            **arguments(precision=MODES[mode], accumulation_steps=micro, **options),
         )
         run = options.get("data_parallel", model)
         norms = []
@@ -133,7 +136,9 @@ def train_scenario(name: str, options: dict[str, Any]) -> tuple[dict[str, Tensor
         model = build(scenario, registry, torch.float64)
         params: Any = list(model.parameters()) if model is not None else [{"params": []}]
         optimizer = ParallelOptimizer(
-            torch.optim.AdamW(params, lr=1e-2, fused=False), registry, max_norm=scenario.threshold, **options
+            torch.optim.AdamW(params, lr=1e-2, fused=False),
+            registry,
+            **arguments(max_norm=scenario.threshold, **options),
         )
         norms = []
         for step in range(6):
@@ -164,7 +169,7 @@ def train_dtensors(options: dict[str, Any]) -> list[Tensor]:
         model.weight = nn.Parameter(distribute_tensor(torch.randn(6, 5), mesh, [Shard(0)]))
         model.bias = nn.Parameter(torch.randn(3))
         declare(model, {"weight": P("tensor"), "bias": P("tensor")})
-        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, max_norm=0.1, **options)
+        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, **arguments(max_norm=0.1, **options))
         for step in range(4):
             assert isinstance(model.weight, DTensor)
             x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + registry.coordinate["data"]))
@@ -190,7 +195,7 @@ def train_tail(by_ddp: bool, options: dict[str, Any]) -> list[Tensor]:
         if by_ddp:
             options = {**options, "data_parallel": DistributedDataParallel(model)}
         optimizer = ParallelOptimizer(
-            adamw(model.parameters()), registry, max_norm=0.1, accumulation_steps=3, **options
+            adamw(model.parameters()), registry, **arguments(max_norm=0.1, accumulation_steps=3, **options)
         )
         for step in range(5):
             x = torch.randn(4, 64, generator=torch.Generator().manual_seed(2 * step + registry.coordinate["data"]))

@@ -13,8 +13,10 @@ import pytest
 import torch
 from meshstep.amp import NaiveFp16, precision_of
 from meshstep.optim import ParallelOptimizer
-from meshstep.optim.states.bucket import ShardedBucket
+from meshstep.optim.states.sharded import Shards
+from meshstep.optim.states.slices import Slices
 from meshstep.parallel import ProcessGroupRegistry, Topology
+from optimizers import arguments, link_of
 from precision_modes import MODES
 from probes import collectives, no_host_reads
 from torch import Tensor, nn
@@ -39,7 +41,7 @@ from zero_models import (
 def train_odd(options: dict[str, Any]) -> dict[str, Tensor]:
     with ProcessGroupRegistry(Topology(data=2)) as registry, small_buckets(256):
         model = Odd(registry)
-        optimizer = ParallelOptimizer(adamw(model.named_parameters()), registry, max_norm=1.0, **options)
+        optimizer = ParallelOptimizer(adamw(model.named_parameters()), registry, **arguments(max_norm=1.0, **options))
         odd_steps(model, optimizer, registry, range(8))
         names = [name for group in optimizer.param_groups for name in group["param_names"]]
         assert len(names) == len(stepped(optimizer))
@@ -61,7 +63,7 @@ def cover(options: dict[str, Any]) -> list[tuple[str, int, int]]:
     """Checks the pieces of this rank against the model, and tells what they cover."""
     with ProcessGroupRegistry(Topology(data=2)) as registry, small_buckets(256):
         model = Odd(registry, torch.bfloat16)
-        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, precision="bf16", **options)
+        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, **arguments(precision="bf16", **options))
         odd_steps(model, optimizer, registry, range(2))
         named = dict(model.named_parameters())
         found = []
@@ -96,7 +98,9 @@ def cost(shards: bool, gradients: bool, mode: str) -> dict[str, Any]:
         model = wide_model()
         precision_of(mode).prepare(model, registry)
         options: dict[str, Any] = {"shard_states": "data", "shard_gradients": gradients} if shards else {}
-        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, precision=mode, max_norm=1.0, **options)
+        optimizer = ParallelOptimizer(
+            adamw(model.parameters()), registry, **arguments(precision=mode, max_norm=1.0, **options)
+        )
         x = torch.randn(8, 64)
         for step in range(3):
             watched = step == 2  # after all that only a first step does
@@ -141,17 +145,17 @@ def backward_order(uses_all: bool) -> tuple[list[list[str]], int]:
     """The buckets that ZeRO-2 reduces, in order, by the names of their parameters; and how many of them in backward."""
     with ProcessGroupRegistry(Topology(data=2)) as registry, small_buckets(64 * 128 * 4):
         model = wide_model()
-        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, **ZERO2)
+        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, **arguments(**ZERO2))
         names = {id(param): name for name, param in model.named_parameters()}
         order: list[list[str]] = []
         in_backward: list[int] = []
-        original = ShardedBucket.reduce
+        original = Slices.reduce
 
-        def watched(bucket: Any, release: bool = False, summed: bool = False) -> Any:
+        def watched(bucket: Any, summed: bool = False) -> Any:
             order.append([names[id(param)] for param in bucket.params])
-            return original(bucket, release, summed)
+            return original(bucket, summed)
 
-        with mock.patch.object(ShardedBucket, "reduce", watched):
+        with mock.patch.object(Slices, "reduce", watched):
             x = torch.randn(8, 64, requires_grad=True)
             layers = list(model.children())
             hidden = nn.Sequential(*layers[:4])(x)
@@ -180,14 +184,14 @@ def overflow(options: dict[str, Any]) -> tuple[list[float], bool, int]:
     """Skips of three steps, in the second of which one element of one rank's slice is not finite."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model, mode = Odd(registry, torch.float16), NaiveFp16(init_scale=4.0)
-        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, precision=mode, **options)
+        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, **arguments(precision=mode, **options))
         found, unchanged = [], True
         for step in range(3):
             optimizer.zero_grad()
             optimizer.backward(model(inputs(step, registry.coordinate["data"]).half()))
             if step == 1 and registry.coordinate["data"] == 1:
                 mine = pieces(optimizer)[-1]
-                gradients = optimizer._weights._all_buckets[0].gradients  # type: ignore[attr-defined]
+                gradients = link_of(optimizer, Shards).buckets[0].gradients
                 target = gradients[-1] if options["shard_gradients"] else mine.param.grad
                 assert target is not None
                 target.view(-1)[-1] = inf
@@ -216,7 +220,9 @@ def resume(mode: str, options: dict[str, Any]) -> bool:
 
         def make() -> tuple[Odd, ParallelOptimizer]:
             model = Odd(registry, dtype)
-            return model, ParallelOptimizer(adamw(model.parameters()), registry, precision=MODES[mode], **options)
+            return model, ParallelOptimizer(
+                adamw(model.parameters()), registry, **arguments(precision=MODES[mode], **options)
+            )
 
         model, optimizer = make()
         odd_steps(model, optimizer, registry, range(3))
@@ -245,7 +251,7 @@ def restored_model(mode: str) -> bool:
     """Loading the optimizer's state alone brings the masters' weights back into the model, on all ranks."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model = Odd(registry, torch.bfloat16)
-        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, precision=mode, **ZERO1)
+        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, **arguments(precision=mode, **ZERO1))
         odd_steps(model, optimizer, registry, range(2))
         state = torch.utils._pytree.tree_map(
             lambda value: value.clone() if isinstance(value, Tensor) else value, optimizer.state_dict()
@@ -269,7 +275,7 @@ def late(options: dict[str, Any]) -> dict[str, Tensor]:
         model(inputs(0, 0)).backward()
         inner.step()
         inner.zero_grad()
-        optimizer = ParallelOptimizer(inner, registry, max_norm=1.0, per_parameter_norms=True, **options)
+        optimizer = ParallelOptimizer(inner, registry, **arguments(max_norm=1.0, per_parameter_norms=True, **options))
         odd_steps(model, optimizer, registry, range(2))
         optimizer.add_param_group({"params": list(model.head.parameters()), "lr": 1e-3, "max_norm": 0.5})
         with pytest.raises(ValueError, match="some parameters"):
@@ -294,7 +300,7 @@ def changed_from_outside(mode: str) -> str:
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         dtype = torch.float32 if mode == "fp32" else torch.bfloat16
         model = Odd(registry, dtype)
-        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, precision=mode, **ZERO1)
+        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, **arguments(precision=mode, **ZERO1))
         odd_steps(model, optimizer, registry, range(1))
         model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
         odd_steps(model, optimizer, registry, range(1, 2))
@@ -307,7 +313,7 @@ def changed_from_outside(mode: str) -> str:
         except RuntimeError as error:
             return str(error)
         held = [p.detach().clone() for p in model.parameters()]
-        optimizer._weights.synchronize()
+        optimizer._states.publish()
         assert all(torch.equal(one, other) for one, other in zip(held, model.parameters(), strict=True))
         return f"{float(model.gain.detach()):.1f}"
 
@@ -329,8 +335,6 @@ def refused(kind: str) -> str:
         make: Callable[[Any], torch.optim.Optimizer] = adamw
         if kind == "axis":
             options = {"shard_states": "tensor"}
-        elif kind == "gradients alone":
-            options = {"shard_gradients": True}
         elif kind == "ddp":
             options = {**ZERO2, "data_parallel": DistributedDataParallel(model)}
         elif kind == "averaged elsewhere":
@@ -344,11 +348,13 @@ def refused(kind: str) -> str:
         before = [id(param) for param in params]
         inner = make(params)
         try:
-            optimizer = ParallelOptimizer(inner, registry, **options)
+            optimizer = ParallelOptimizer(inner, registry, **arguments(**options))
         except ValueError as error:
             assert [id(param) for group in inner.param_groups for param in group["params"]] == before
             return str(error)
-        other = ParallelOptimizer(adamw(wide_model().parameters()), registry, **({} if kind == "whole" else ZERO1))
+        other = ParallelOptimizer(
+            adamw(wide_model().parameters()), registry, **arguments(**({} if kind == "whole" else ZERO1))
+        )
         state = other.state_dict()
         if kind == "cut":
             state["meshstep"]["weights"]["shards"]["pieces"] = []
@@ -361,11 +367,10 @@ def refused(kind: str) -> str:
     ("kind", "says"),
     [
         ("axis", "no axis of the mesh; its axes are data"),
-        ("gradients alone", "needs shard_states"),
         ("ddp", "leave data_parallel"),
-        ("averaged elsewhere", "average_data out"),
+        ("averaged elsewhere", "leave data_parallel out"),
         ("optimizer", "optimizer.elementwise = True"),
-        ("offload", "offload=1.5"),
+        ("offload", "Offloaded(1.5)"),
         ("frozen on one rank", "param group 0, frozen]"),
         ("whole", "with optimizer states whole"),
         ("cut", "in 0 pieces"),
@@ -379,7 +384,7 @@ def test_what_cannot_work_is_refused_on_all_ranks(world: World, kind: str, says:
 def misused(kind: str) -> None:
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model = wide_model()
-        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, **ZERO2)
+        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, **arguments(**ZERO2))
         x = torch.randn(8, 64, requires_grad=True)
         if kind == "not cleared":
             optimizer.backward(model(x).square().mean())

@@ -22,9 +22,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from meshstep.amp import precision_of
 from meshstep.optim import ParallelOptimizer
-from meshstep.optim.states.offloaded import OffloadedWeights
-from meshstep.optim.states.sharded import ShardedWeights
-from meshstep.optim.states.stepped_weights import SteppedWeights
+from meshstep.optim.states.offloaded import Copies
+from meshstep.optim.states.sharded import Shards
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from optimizers import arguments
 from torch import Tensor, nn
@@ -75,14 +74,14 @@ def measure(registry: ProcessGroupRegistry, mode: str, options: dict[str, Any], 
             optimizer.backward(model(x).float().square().mean())
         optimizer.step()
         seconds = time.perf_counter() - start
-        slices = _slices(optimizer._weights)
+        slices = _slices(optimizer)
         optimizer.zero_grad()
     pieces = optimizer.pieces()
     masters = sum(piece.piece.nbytes for piece in pieces if piece.piece.dtype != piece.param.dtype)
     states = {piece: _state_bytes(optimizer, piece.piece) for piece in pieces}
-    whole: Any = getattr(optimizer._weights, "_whole", optimizer._weights)
-    copies = whole._copies if isinstance(whole, OffloadedWeights) else {}
-    beside = [piece for piece in whole.pieces() if piece.param in copies]
+    # What is offloaded is a piece where states are sharded, else a parameter: both lie where the gradient is measured.
+    copies = next((link.copies for link in optimizer._states.links if isinstance(link, Copies)), {})
+    beside = [p for p, measured in zip(pieces, optimizer._states.measured(), strict=True) if measured in copies]
     offloaded = sum(_state_bytes(optimizer, piece.piece) + piece.piece.nbytes for piece in beside)
     parameters = sum(param.nbytes for param in model.parameters())
     return Usage(parameters, most[0], slices, masters, sum(states.values()), offloaded, seconds)
@@ -92,10 +91,9 @@ def _state_bytes(optimizer: ParallelOptimizer, stepped: Tensor) -> int:
     return sum(value.nbytes for value in optimizer.state[stepped].values() if isinstance(value, Tensor))
 
 
-def _slices(weights: SteppedWeights) -> int:
-    if not isinstance(weights, ShardedWeights):
-        return 0
-    gradients = [gradient for bucket in weights._all_buckets for gradient in bucket.gradients]
+def _slices(optimizer: ParallelOptimizer) -> int:
+    shards = (link for link in optimizer._states.links if isinstance(link, Shards))
+    gradients = [gradient for link in shards for bucket in link.buckets for gradient in bucket.gradients]
     return sum(gradient.nbytes for gradient in gradients if gradient is not None)
 
 

@@ -58,11 +58,8 @@ def count_collectives(name: str, options: dict[str, Any]) -> list[Counter[str]]:
         ("tensor", {"max_norm": 0.3, "per_parameter_norms": True}, {"all_reduce": 1}),
         ("tensor", {"norm_type": float("inf")}, {"all_gather_single": 1}),
         ("grid, bias on row 0", {"max_norm": 1.0}, {"all_reduce": 2}),  # the partial table's sum, and the norm
-        (
-            "data x tensor",
-            {"max_norm": 0.3, "check_replicas": True},
-            {"all_reduce": 3},
-        ),  # data average of split and of copied ones, and the norm
+        # The data average of split parameters and of copied ones, and the norm.
+        ("data x tensor", {"max_norm": 0.3, "check_replicas": True}, {"all_reduce": 3}),
         ("data x sequence parallel", {}, {"all_reduce": 3}),  # data; data x tensor for partial ones; the norm
     ],
 )

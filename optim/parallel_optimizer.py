@@ -15,13 +15,12 @@ from ..amp.by_name import precision_of
 from ..amp.precision import Precision
 from ..parallel.mesh.agreement import on_all_ranks
 from ..parallel.mesh.registry import ProcessGroupRegistry
-from .clip.decide import Verdict, decide
+from .clip.decide import Clipping, Verdict
 from .clip.policies import ByNorm, ByValue, Clip, clip_of
-from .gradients.gradients import Measure, Needs
+from .gradients.gradients import Measure
 from .norm.plan import ReductionPlan
 from .norm.stats import GradStats
 from .setup import Setup
-from .states.frozen import FrozenParameters
 from .states.link import Placement
 from .states.pieces import Piece, named_params_of
 from .states.saved import Saved
@@ -30,7 +29,7 @@ from .step.facade import OptimizerFacade
 from .step.old_arguments import refuse_arguments
 from .step.skips import OnNonfinite, SkipMonitor, reason_to_stop
 from .step.update import apply_update
-from .step.window import Window, inverse_weight, weight_slots
+from .step.window import Window, weight_slots
 
 
 class ParallelOptimizer(OptimizerFacade):
@@ -99,7 +98,6 @@ class ParallelOptimizer(OptimizerFacade):
             raise TypeError("the optimizer is a ParallelOptimizer already; wrap a plain torch optimizer")
         super().__init__(optimizer)
         self.registry, self.on_nonfinite = registry, on_nonfinite
-        self._measure = measure
         self._setup = Setup(
             optimizer,
             registry,
@@ -112,12 +110,11 @@ class ParallelOptimizer(OptimizerFacade):
             on_nonfinite,
         )
         self._groups = [named_params_of([group]) for group in self.param_groups]
-        self._plan, self._thresholds = self._setup.agreed_plan(self._groups)
+        self._plan, thresholds = self._setup.agreed_plan(self._groups)
+        self._clipping = Clipping(thresholds, measure)
         self.clip, self.precision = clip_of(max_norm), precision_of(precision)
         self.window: Window[Clip, Verdict] = Window(accumulation_steps)
         self.loss_scale = self.precision.make_loss_scale(registry.device)
-        self._frozen = FrozenParameters()
-        self._frozen.add(named for group in self._groups for named in group)
         self._states = self._setup.chain(self.precision)
         self._bind()
         self._monitor = SkipMonitor(registry.device)
@@ -149,11 +146,11 @@ class ParallelOptimizer(OptimizerFacade):
 
         try:
             on_all_ranks(add_for_a_moment, self.registry)
-            self._plan, self._thresholds = self._setup.agreed_plan([*self._groups, added])
+            self._plan, thresholds = self._setup.agreed_plan([*self._groups, added])
+            self._clipping = Clipping(thresholds, self._clipping.measure)
         finally:
             del self.param_groups[before:]
         self._groups.append(added)
-        self._frozen.add(added)
         self._states.add_param_group(group)
         if isinstance(self._switch, Overlap):
             self._switch.close()
@@ -276,34 +273,24 @@ class ParallelOptimizer(OptimizerFacade):
         self._switch.check_reduced(self.window.left_out)
         # DDP left the last micro-batch out; what it averaged before is the same on all ranks, and stays as it is.
         averaged = not (self._switch.is_ddp and self.window.left_out)
-        frozen_since = self._frozen.since()
         self._states.bring(self.window, averaged)
         problem = self._gradients.complete(averaged, self.window.reduced)
-        self._states.forget(frozen_since)  # the zeros that the other ranks got for them are no gradients either
+        self._states.forget_frozen()
         self.window.complete()
         return problem
 
     def _decide(self, clip: Clip | None, *, now: bool = False) -> Verdict:
         """Measure, in one collective, and apply the rule."""
-        measure = self._measure
-        norm_type = measure.norm_type if clip is None or clip.norm_type is None else clip.norm_type
-        clip = self._thresholds.rule(clip, self.param_groups, norm_type)
-        needs = Needs(norm_type) if clip is None else Needs(norm_type, clip.level, clip.weights, clip.unit_dim)
-        norms = self._gradients.measure(needs, weight_slots(self.window.weight, self.registry))
         scale = None if self.loss_scale is None else self.loss_scale.scale
-        names = self._gradients.plan.parameter_names if measure.per_parameter else ()
-        inverse = self._inverse(norms.extra, scale)
-        return decide(clip, norms, inverse, self._gradients, now=now, names=names, loss_scale=scale)
-
-    def _inverse(self, weights: Tensor, scale: Tensor | None) -> Tensor | None:
-        """What undoes the loss scale and divides by the window's weight; 0-dim, None for 1."""
-        if self.window.verdict is not None:
-            return None  # the gradients were clipped in place in this window, and have it in them already
-        inverse = None if scale is None else scale.to(weights).reciprocal()
-        if self.registry.topology.world_size == 1 and not self.window.has_weight:
-            return inverse
-        weight = inverse_weight(weights, self.registry)
-        return weight if inverse is None else weight * inverse
+        return self._clipping(
+            clip,
+            self._gradients,
+            self.optimizer.param_groups,
+            weight_slots(self.window.weight, self.registry),
+            lambda totals: self.window.inverse(totals, scale, self.registry),
+            loss_scale=scale,
+            now=now,
+        )
 
     def _stop_if_nonfinite(self, stats: GradStats) -> None:
         reason = reason_to_stop(self.on_nonfinite, self._monitor, stats)
@@ -438,5 +425,7 @@ class ParallelOptimizer(OptimizerFacade):
         return Saved(self.optimizer, self._states, self.precision, self.loss_scale, params, self.registry)
 
     def __repr__(self) -> str:
-        how = f"max_norm={self.max_norm}, norm_type={self._measure.norm_type}, precision={self.precision.name!r}"
+        how = (
+            f"max_norm={self.max_norm}, norm_type={self._clipping.measure.norm_type}, precision={self.precision.name!r}"
+        )
         return f"ParallelOptimizer({how}, {self.registry.topology!r}, {self.optimizer!r})"

@@ -8,16 +8,18 @@ sees the norms of the gradients as they will be stepped with, and so does whoeve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..gradients.gradients import Gradients
-from ..norm.global_norm import Norms
+from ..gradients.gradients import Gradients, Measure, Needs
+from ..norm.global_norm import Level, Norms
 from ..norm.stats import GradStats
 from .policies import Clip
+from .thresholds import AgreedThresholds
 
 
 class Verdict(NamedTuple):
@@ -28,49 +30,74 @@ class Verdict(NamedTuple):
     factor: Tensor | None
 
 
-def decide(
-    clip: Clip | None,
-    norms: Norms,
-    inverse: Tensor | None,
-    gradients: Gradients,
-    *,
-    now: bool = False,
-    names: Sequence[str] = (),
-    loss_scale: Tensor | None = None,
-) -> Verdict:
-    """Apply a rule to what was measured, in place where it is not one factor for all.
+@dataclass(frozen=True)
+class Clipping:
+    """Measures gradients, in one collective, and applies a rule to them.
 
     Args:
-        clip: None: measure only.
-        norms: Of the gradients as they are.
-        inverse: 0-dim; None for 1.
-        gradients: Those that were measured.
-        now: Unscale and clip in place, even where the factor could be folded into the update.
-        names: Of the parameters in ``norms.parameters``, where they are to be reported.
-        loss_scale: What was in the gradients, for the report.
-    Collectives: none. Host reads: none.
+        thresholds: Those of single param groups.
+        measure: What is measured besides what a rule needs.
     """
-    inverse = None if inverse is None else inverse.to(norms.total)
-    norms = norms.times(inverse)
-    one = torch.ones_like(norms.total)
-    finite = norms.total.isfinite()
-    factors = None if clip is None else clip.factors(norms)
-    stats = GradStats(
-        total_norm=norms.total,
-        clip_coef=one if clip is None or factors is None else torch.where(finite, clip.shown(factors, norms), one),
-        found_inf=finite.logical_not().float(),
-        group_norms=norms.groups,
-        loss_scale=None if loss_scale is None else loss_scale.clone(),
-        parameter_norms=dict(zip(names, norms.parameters.unbind(), strict=True)) if names else {},
-    )
-    if factors is None:
-        factor, level = inverse, "total"
-    else:
-        factors = torch.where(finite, factors, one)
-        factor, level = factors if inverse is None else factors * inverse, clip.level if clip else "total"
-    if factor is not None and (now or level != "total" or (clip is not None and clip.in_place)):
-        gradients.multiply_(level, factor)
-        factor = None
-    if clip is not None:
-        clip.finish_(gradients.params)
-    return Verdict(stats, factor)
+
+    thresholds: AgreedThresholds
+    measure: Measure
+
+    def __call__(
+        self,
+        clip: Clip | None,
+        gradients: Gradients,
+        param_groups: Sequence[Mapping[str, Any]],
+        slots: Tensor,
+        inverse_of: Callable[[Tensor], Tensor | None],
+        *,
+        loss_scale: Tensor | None = None,
+        now: bool = False,
+    ) -> Verdict:
+        """What is done with the gradients; it has been done where it is not one factor for all.
+
+        Args:
+            clip: None: measure only.
+            gradients: As they are.
+            param_groups: This rank's, which may have thresholds.
+            slots: 1-dim; summed over all ranks in the same collective.
+            inverse_of: From that sum what gradients and norms are multiplied by; 0-dim, None for 1.
+            loss_scale: What is in the gradients, for the report.
+            now: Unscale and clip in place, even where the factor could be folded into the update.
+        Raises:
+            ValueError: A group's threshold was changed, of which other ranks would not know.
+        Collectives: one. Host reads: none.
+        """
+        norm_type = self.measure.norm_type if clip is None or clip.norm_type is None else clip.norm_type
+        clip = self.thresholds.rule(clip, param_groups, norm_type)
+        needs = Needs(norm_type) if clip is None else Needs(norm_type, clip.level, clip.weights, clip.unit_dim)
+        norms = gradients.measure(needs, slots)
+        inverse = inverse_of(norms.extra)
+        inverse = None if inverse is None else inverse.to(norms.total)
+        norms = norms.times(inverse)
+        factors = None if clip is None else clip.factors(norms)
+        stats = self._stats(clip, factors, norms, gradients, loss_scale)
+        factor: Tensor | None = inverse
+        level: Level = "total"
+        if clip is not None and factors is not None:
+            factors = torch.where(norms.total.isfinite(), factors, torch.ones_like(norms.total))
+            factor, level = factors if inverse is None else factors * inverse, clip.level
+        if factor is not None and (now or level != "total" or (clip is not None and clip.in_place)):
+            gradients.multiply_(level, factor)
+            factor = None
+        if clip is not None and clip.in_place:
+            clip.finish_(gradients.params)
+        return Verdict(stats, factor)
+
+    def _stats(
+        self, clip: Clip | None, factors: Tensor | None, norms: Norms, gradients: Gradients, loss_scale: Tensor | None
+    ) -> GradStats:
+        finite, one = norms.total.isfinite(), torch.ones_like(norms.total)
+        names = gradients.plan.parameter_names if self.measure.per_parameter else ()
+        return GradStats(
+            total_norm=norms.total,
+            clip_coef=one if clip is None or factors is None else torch.where(finite, clip.shown(factors, norms), one),
+            found_inf=finite.logical_not().float(),
+            group_norms=norms.groups,
+            loss_scale=None if loss_scale is None else loss_scale.clone(),
+            parameter_norms=dict(zip(names, norms.parameters.unbind(), strict=True)) if names else {},
+        )

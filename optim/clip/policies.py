@@ -111,6 +111,7 @@ class ByGroup(Clip):
     """
 
     level: ClassVar[Level] = "groups"
+    in_place: ClassVar[bool] = True
     thresholds: tuple[float | None, ...]
     others: float | None = None
     norm_type: float | None = None

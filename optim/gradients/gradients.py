@@ -100,7 +100,9 @@ class Gradients:
         """
         problem = None
         if self._checked_kinds:
-            problem = poison_bad_kinds(self.params, self.plan.entries)
+            grads = [param.grad for param in self.params]
+            if any(grad is not None and (grad.layout is not torch.strided or grad.is_complex()) for grad in grads):
+                problem = poison_bad_kinds(self.params, self.plan.entries)
         else:
             on_all_ranks(lambda: check_kinds(self.params, self.plan.entries), self.registry)
             self._checked_kinds = True

@@ -102,6 +102,8 @@ class GlobalNorm:
         self._sizes = [plan.num_groups, parameters, sizes["units"], weights]
         self._slots = sum(self._sizes)
         self._constants: dict[tuple[object, ...], Tensor] = {}
+        alone = registry.topology.world_size == 1
+        self._world = None if alone else registry.group(*registry.topology.axes)
 
     def __call__(
         self,
@@ -164,11 +166,10 @@ class GlobalNorm:
 
     def _packed(self, powers: Tensor, present: list[int], extra: Tensor, more: list[Tensor]) -> tuple[Tensor, Tensor]:
         vector = torch.cat([self._fill_slots(self._weighted(powers, present), present), *more, extra])
-        axes = self.registry.topology.axes
-        if self.registry.topology.world_size > 1:
-            group = self.registry.group(*axes)
+        if self._world is not None:
+            group = self._world
             if self.norm_type == inf:
-                gathered = vector.new_empty(self.registry.topology.world_size * vector.numel())
+                gathered = vector.new_empty(self._world.size() * vector.numel())
                 dist.all_gather_single(gathered, vector, group=group)
                 rows = gathered.view(-1, vector.numel())
                 vector = torch.cat([rows[:, : self._slots].amax(0), rows[:, self._slots :].sum(0)])

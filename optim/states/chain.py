@@ -33,7 +33,9 @@ class Chain:
     def __init__(self, optimizer: torch.optim.Optimizer, links: Sequence[Link], registry: ProcessGroupRegistry) -> None:
         self.optimizer, self.links, self.registry = optimizer, list(links), registry
         self._held: list[Held] = []
-        self._count = 0  # of the model's parameters, some of which this rank may have no piece of
+        # The model's parameters, some of which this rank may have no piece of: name, parameter, whether it was trained.
+        self._given: list[tuple[str, Tensor, bool]] = []
+        self._frozen_since: set[int] = set()
         self._add(optimizer.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -42,11 +44,22 @@ class Chain:
         self._add(self.optimizer.param_groups[-1:])
 
     def _add(self, groups: list[dict[str, Any]]) -> None:
-        held = held_in(groups, first=self._count)
-        self._count += len(held)
+        held = held_in(groups, first=len(self._given))
+        self._given += [(h.name, h.param, h.param.requires_grad) for h in held]
         for link in self.links:
             held = self._install(link, groups, held)
         self._held += held
+        self._around = self._those_with("micro_batch")
+        self._bringing = self._those_with("bring")
+        self._stepping = self._those_with("step", "publish")
+
+    def _those_with(self, *methods: str) -> list[Link]:
+        """The links that do something there: a step should not pass through the others."""
+        return [
+            link
+            for link in self.links
+            if not link.idle and any(getattr(type(link), name) is not getattr(Link, name) for name in methods)
+        ]
 
     def _install(self, link: Link, groups: list[dict[str, Any]], held: list[Held]) -> list[Held]:
         tensors = params_of(groups)
@@ -126,19 +139,47 @@ class Chain:
     def micro_batch(self, window: AnyWindow) -> Iterator[None]:
         """Around the backward of one micro-batch."""
         with ExitStack() as stack:
-            for link in self.links:
+            for link in self._around:
                 stack.enter_context(link.micro_batch(window))
             yield
 
     def bring(self, window: AnyWindow, averaged: bool = True) -> None:
-        """Give `measured` the gradients that backward made; see `Link.bring`."""
-        for link in self.links:
+        """Give `measured` the gradients that backward made; see `Link.bring`.
+
+        Raises:
+            RuntimeError: A parameter was unfrozen that was frozen when it came: no rank would average its gradient.
+        """
+        self._frozen_since = self._look_at_frozen()
+        for link in self._bringing:
             link.bring(window, averaged)
         window.holds_old = True
 
+    def _look_at_frozen(self) -> set[int]:
+        """Ids of the parameters that have been frozen since they came, and have no gradient."""
+        found = set()
+        for name, param, trained in self._given:
+            if param.requires_grad == trained:
+                continue
+            if not trained:
+                raise RuntimeError(
+                    f"{name} was frozen when the optimizer was made, and is not now; whose gradients are averaged was "
+                    "agreed then: unfreeze before making ParallelOptimizer, or leave it out and add it later with "
+                    "add_param_group"
+                )
+            if param.grad is None:
+                found.add(id(param))
+        return found
+
+    def forget_frozen(self) -> None:
+        """Clear what other ranks gave for parameters that are frozen here: zeros, which are no gradients."""
+        if self._frozen_since:
+            for h, tensor in zip(self._held, self.measured(), strict=True):
+                if id(h.path[0]) in self._frozen_since:
+                    clear_gradients([tensor, *h.path], set_to_none=True)
+
     def step(self, update: Callable[[], object]) -> None:
         """Call ``update``, which steps the optimizer or skips, and bring the result into the model."""
-        for link in reversed(self.links):
+        for link in reversed(self._stepping):
             update = partial(link.step, update)
         update()
 
@@ -147,12 +188,6 @@ class Chain:
         self.optimizer.zero_grad(set_to_none)
         for link in self.links:
             link.clear(set_to_none)
-
-    def forget(self, params: set[int]) -> None:
-        """Clear the gradients of what stands for these of the model's parameters (by id)."""
-        for h, tensor in zip(self._held, self.measured(), strict=True):
-            if id(h.param) in params or id(h.path[0]) in params:
-                clear_gradients([tensor, *h.path], set_to_none=True)
 
     # Saving ----------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ class Binding:
 class Placement(ABC):
     """Where optimizer states and what they belong to are kept; an argument, frozen."""
 
-    position: Position
+    position: ClassVar[Position]
 
     @abstractmethod
     def check(self, binding: Binding) -> None:
@@ -93,6 +93,8 @@ class Link:
     ``update`` is what steps the optimizer, or skips; `step` is around it.
     """
 
+    idle = False
+    """There is nothing that it stands in for; asked after `install`."""
     is_local = False
     """Its stand-ins are what the library calls the model's parameters."""
     differs = False

@@ -33,6 +33,10 @@ class LocalTensors(Link):
         self._topology = topology
         self._pairs: list[tuple[Any, nn.Parameter]] = []
 
+    @property
+    def idle(self) -> bool:  # type: ignore[override]
+        return not self._pairs
+
     def install(self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]) -> StandIns:
         """Raises ValueError where a layout has no spec."""
         if not has_dtensors(tensors):
@@ -57,20 +61,18 @@ class LocalTensors(Link):
         Raises:
             ValueError: A gradient is laid out otherwise than its parameter and what was declared of it.
         """
-        if self._pairs:
-            from ...parallel.interop.dtensor import local_parameter, share_gradient
+        from ...parallel.interop.dtensor import local_parameter, share_gradient
 
-            for param, _ in self._pairs:
-                share_gradient(param, local_parameter(param), to_sum=True)
+        for param, _ in self._pairs:
+            share_gradient(param, local_parameter(param), to_sum=True)
 
     def step(self, update: Callable[[], object]) -> None:
         """Whoever clears the DTensors' gradients afterwards frees their memory."""
-        update()
-        if self._pairs:
-            from ...parallel.interop.dtensor import return_gradient
+        from ...parallel.interop.dtensor import return_gradient
 
-            for param, piece in self._pairs:
-                return_gradient(param, piece)
+        update()
+        for param, piece in self._pairs:
+            return_gradient(param, piece)
 
     def clear(self, set_to_none: bool) -> None:
         """Clear the DTensors' gradients."""

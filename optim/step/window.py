@@ -15,8 +15,10 @@ Means of micro-batch means are something else where micro-batches hold different
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Generic, Literal, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -101,6 +103,21 @@ class Window(Generic[Asked, Verdict]):
         """Whether `zero_grad` is to do anything: not in the middle of a window of managed accumulation."""
         return self.steps is None or not self.micro_batches or self.phase == "broken"
 
+    def inverse(self, totals: Tensor, scale: Tensor | None, registry: ProcessGroupRegistry) -> Tensor | None:
+        """What undoes the loss scale and divides by the window's weight; 0-dim, None for 1.
+
+        Args:
+            totals: Of all ranks' `weight_slots`.
+            scale: The loss scale, if there is one.
+        """
+        if self.verdict is not None:
+            return None  # the gradients were clipped in place in this window, and have it in them already
+        inverse = None if scale is None else scale.to(totals).reciprocal()
+        if registry.topology.world_size == 1 and not self.has_weight:
+            return inverse
+        weight = inverse_weight(totals, registry)
+        return weight if inverse is None else weight * inverse
+
     # Micro-batches ---------------------------------------------------------------------------------------------------
 
     def begin(self, weight: float | Tensor | None, params: Sequence[Tensor], empty: bool = False) -> None:
@@ -178,25 +195,50 @@ class Window(Generic[Asked, Verdict]):
             )
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a rank is, as far as weights ask."""
+
+    stages: int
+    stage: int
+    sharers: int
+    data_ranks: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, registry: ProcessGroupRegistry) -> _Place:
+        topology = registry.topology
+        stage = registry.rank(*topology.pipe_axes) if topology.pipe_axes else 0
+        stages, sharers = topology.size(*topology.pipe_axes), topology.size(*topology.model_axes)
+        return cls(stages, stage, sharers, topology.size(*topology.data_axes), registry.device)
+
+
+_PLACES: WeakKeyDictionary[ProcessGroupRegistry, _Place] = WeakKeyDictionary()
+
+
+def _place_of(registry: ProcessGroupRegistry) -> _Place:
+    place = _PLACES.get(registry)
+    if place is None:
+        place = _PLACES[registry] = _Place.of(registry)
+    return place
+
+
 def weight_slots(weight: float | Tensor, registry: ProcessGroupRegistry) -> Tensor:
     """[pipeline stages] float64: this rank's part of W, in its stage's slot; `inverse_weight` reads the sum over ranks.
 
     All ranks of a stage that share a data coordinate know the same weight, so each adds its part of it. Stages that know
     none (only the last one computes a loss) add 0.
     """
-    topology = registry.topology
-    stages = topology.size(*topology.pipe_axes)
-    slots = torch.zeros(stages, dtype=torch.float64, device=registry.device)
-    stage = registry.rank(*topology.pipe_axes) if topology.pipe_axes else 0
-    slots[stage] = weight / topology.size(*topology.model_axes)
+    place = _place_of(registry)
+    slots = torch.zeros(place.stages, dtype=torch.float64, device=place.device)
+    slots[place.stage] = weight / place.sharers
     return slots
 
 
 def inverse_weight(totals: Tensor, registry: ProcessGroupRegistry) -> Tensor:
     """0-dim: D / W; 1 where nobody gave a weight (or all gave 0), NaN where W is negative or NaN. Host reads: none."""
     total = totals.amax()
-    data_ranks = registry.topology.size(*registry.topology.data_axes)
-    inverse = torch.where(total > 0, data_ranks / total, torch.full_like(total, torch.nan))
+    inverse = torch.where(total > 0, _place_of(registry).data_ranks / total, torch.full_like(total, torch.nan))
     return torch.where(total == 0, torch.ones_like(total), inverse)
 
 

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from ...parallel.interop.local import local_parameters
+from ...parallel.layout.spec import P
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from ...parallel.mesh.topology import Topology
 from ..norm.entries import ParameterEntry, entries_of
 from ..norm.plan import Bucket, ReductionPlan
 from .axes import sync_axes, sync_ranks, sync_scale
@@ -64,7 +66,7 @@ class GradientSync:
             ranks = sync_ranks(entry.spec, topology, plan.rank, average_data, entry.averaged)
             scale = sync_scale(topology, average_data, entry.averaged)
             if entry.trained and len(ranks) > 1:
-                kind = Bucket.of(entry.spec, topology)
+                kind = kind_of(entry.spec, topology)
                 key = (ranks, kind, str(gradient_dtype(param)), str(param.device), scale)
                 together.setdefault(key, []).append(index)
             else:
@@ -101,6 +103,16 @@ class GradientSync:
                 torch._foreach_mul_(local, scale)
         for param in self._pending:
             mark_complete(param)
+
+
+def kind_of(spec: P, topology: Topology) -> Bucket:
+    """What makes parameters differ in who holds copies of their pieces: axes of one rank don't."""
+    kind = Bucket.of(spec, topology)
+    return Bucket(
+        tuple(axis for axis in kind.distinct if topology.size(axis) > 1),
+        tuple(pair for pair in kind.owned if topology.size(pair[0]) > 1),
+        tuple(pair for pair in kind.tied if topology.size(pair[0]) > 1),
+    )
 
 
 def sync_gradients(

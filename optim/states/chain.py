@@ -82,6 +82,11 @@ class Chain:
         return params_of(self.optimizer.param_groups)
 
     @property
+    def leaves(self) -> list[Tensor]:
+        """What the optimizer was given at each position, for which backward makes gradients."""
+        return [h.path[0] for h in self._held]
+
+    @property
     def model_params(self) -> list[Tensor]:
         """The model's (local) parameter at each position."""
         return [h.param for h in self._held]

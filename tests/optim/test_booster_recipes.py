@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from meshstep.amp import NaiveFp16
 from meshstep.optim import Booster, CosineAnnealingLR, LinearWarmupLR, ParallelOptimizer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
-from optimizers import arguments
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as torch_lr
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -292,7 +291,7 @@ def boost(*_: object, **changes: Any) -> Any:
     model = changes.pop("model", None) or build()
     optimizer = changes.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=0.1)
     given = {name: changes.pop(name) for name in ("criterion", "dataloader", "lr_scheduler") if name in changes}
-    return Booster(**arguments(**changes)).boost(model, optimizer, **given)
+    return Booster(**changes).boost(model, optimizer, **given)
 
 
 def boosted_optimizer() -> torch.optim.Optimizer:

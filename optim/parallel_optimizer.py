@@ -13,19 +13,16 @@ from torch import Tensor, nn
 
 from ..amp.by_name import precision_of
 from ..amp.precision import Precision
-from ..parallel.mesh.agreement import on_all_ranks
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .clip.decide import Clipping, Verdict
 from .clip.policies import ByNorm, ByValue, Clip, clip_of
+from .facade import OptimizerFacade
 from .gradients.gradients import Measure
-from .norm.plan import ReductionPlan
 from .norm.stats import GradStats
 from .setup import Setup
 from .states.link import Placement
-from .states.pieces import Piece, named_params_of
-from .states.saved import Saved
-from .step.data_parallel import Overlap, Reduce
-from .step.facade import OptimizerFacade
+from .states.pieces import named_params_of
+from .step.data_parallel import Reduce
 from .step.old_arguments import refuse_arguments
 from .step.skips import OnNonfinite, SkipMonitor, reason_to_stop
 from .step.update import apply_update
@@ -99,15 +96,7 @@ class ParallelOptimizer(OptimizerFacade):
         super().__init__(optimizer)
         self.registry, self.on_nonfinite = registry, on_nonfinite
         self._setup = Setup(
-            optimizer,
-            registry,
-            max_norm,
-            precision,
-            accumulation_steps,
-            data_parallel,
-            states,
-            measure,
-            on_nonfinite,
+            optimizer, registry, max_norm, precision, accumulation_steps, data_parallel, states, measure, on_nonfinite
         )
         self._groups = [named_params_of([group]) for group in self.param_groups]
         self._plan, thresholds = self._setup.agreed_plan(self._groups)
@@ -119,42 +108,6 @@ class ParallelOptimizer(OptimizerFacade):
         self._bind()
         self._monitor = SkipMonitor(registry.device)
         self.last_stats: GradStats | None = None
-
-    def _bind(self) -> None:
-        """What belongs to the plan as it is now."""
-        # Where backward leaves gradients.
-        self._model_params = [param for group in self._groups for _, param in group]
-        self._gradients = self._setup.gradients(self._plan, self._states)
-        self._switch = self._setup.switch(self._gradients)
-        self._expect_next()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group and plan anew; every rank must, at the same point. Nothing changes where it raises.
-
-        Raises, collectives: as the constructor.
-        """
-        before, given = len(self.param_groups), param_group["params"]
-        group = {**param_group, "params": [given] if isinstance(given, Tensor) else list(given)}
-        added = named_params_of([group])
-
-        def add_for_a_moment() -> None:
-            # First as it is, so that nothing but the list of groups has to be undone.
-            self.optimizer.add_param_group({**group, "params": group["params"][:]})
-            known = {id(param) for params in self._groups for _, param in params}
-            if any(id(param) in known for _, param in added):
-                raise ValueError("some parameters of the new group are in another group already; give each once")
-
-        try:
-            on_all_ranks(add_for_a_moment, self.registry)
-            self._plan, thresholds = self._setup.agreed_plan([*self._groups, added])
-            self._clipping = Clipping(thresholds, self._clipping.measure)
-        finally:
-            del self.param_groups[before:]
-        self._groups.append(added)
-        self._states.add_param_group(group)
-        if isinstance(self._switch, Overlap):
-            self._switch.close()
-        self._bind()
 
     # The window ------------------------------------------------------------------------------------------------------
 
@@ -182,8 +135,7 @@ class ParallelOptimizer(OptimizerFacade):
             ValueError: Only some micro-batches of a window have a weight, or it is negative.
             RuntimeError: Gradients were cleared in the middle of a window by somebody else; the gradients have been clipped
                 already; an earlier backward of the window raised (`zero_grad` then gives the window up).
-        Collectives: none but those of the model's and data_parallel's backward, and of `Sharded` and `Reduce`. Host reads:
-        none.
+        Collectives: those of the model's and data_parallel's backward, of `Sharded` and `Reduce`. Host reads: none.
         """
         self.window.begin(weight, self._model_params, empty=loss is None and weight is None)
         try:
@@ -194,7 +146,7 @@ class ParallelOptimizer(OptimizerFacade):
             self.window.phase = "broken"
             raise
         self.window.end(self._model_params, left_out=not self._switch.on)
-        self._expect_next()
+        self._switch.expect(self.window)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it nothing is reduced in backward, by ``data_parallel`` or with ``Reduce(overlap=True)``: for all
@@ -203,22 +155,13 @@ class ParallelOptimizer(OptimizerFacade):
         return self._switch.off()
 
     def window_ends(self) -> None:
-        """Say before the forward of a micro-batch that it is the last one of its window, though it is not the K-th.
-
-        The window of the last few batches of an epoch is right without it (``step(last=True)``), but for `fully_shard`,
-        which can't reduce its gradients later.
-        """
+        """Say before the forward of a micro-batch that it is the last one of its window, though it is not the K-th. Without
+        it ``step(last=True)`` is right too, but for `fully_shard`, which can't reduce its gradients later."""
         self._switch.set(True)
 
-    def _expect_next(self) -> None:
-        """Say whether the micro-batch that comes next is the last one of its window."""
-        if self.window.steps is not None:
-            self._switch.set(self.window.next_is_last)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, as torch's optimizers do, of the model's parameters too where there are masters.
-
-        Nothing happens in the middle of a window of managed accumulation, unless a backward of it raised.
+        """Forget the gradients, of the model's parameters too where there are masters. Nothing happens in the middle of a
+        window of managed accumulation, unless a backward of it raised.
 
         Raises:
             RuntimeError: `fully_shard` has gradients of the window that it has not reduced, and that can't be cleared.
@@ -227,7 +170,7 @@ class ParallelOptimizer(OptimizerFacade):
             self._switch.check_clearing(self.window.left_out)
             self._states.clear(set_to_none)
             self.window.clear()
-            self._expect_next()
+            self._switch.expect(self.window)
 
     # The step --------------------------------------------------------------------------------------------------------
 
@@ -244,10 +187,9 @@ class ParallelOptimizer(OptimizerFacade):
             GradStats: the norm before clipping, the coefficient, and whether the step was skipped. Device tensors. None
             in the middle of a window, where nothing is done.
         Raises:
-            FloatingPointError: With ``on_nonfinite="raise"``; or too many steps in a row were skipped. On every rank.
-            ReplicaMismatchError: With ``Measure(check_replicas=True)``. On every rank.
-            TypeError: A gradient is complex or sparse. On every rank in the first step; later on the rank that has it,
-                while all others skip.
+            FloatingPointError: On every rank: with ``on_nonfinite="raise"``; or too many steps in a row were skipped.
+            ReplicaMismatchError: On every rank, with ``Measure(check_replicas=True)``.
+            TypeError: A gradient is complex or sparse; later than in the first step only on the rank that has it.
             ValueError: A closure is given.
             RuntimeError: `fully_shard` has not reduced the window's gradients (see `window_ends`); a backward of the window
                 raised; a parameter was unfrozen that was frozen when the optimizer was made.
@@ -310,19 +252,17 @@ class ParallelOptimizer(OptimizerFacade):
         self._monitor.update(stats.found_inf)
         self.last_stats = stats
         self.window.close()
-        self._expect_next()
+        self._switch.expect(self.window)
 
     # Explicit clipping -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def clip_grad_by_norm(self, max_norm: float, norm_type: float | None = None) -> GradStats | None:
-        """Complete, measure, unscale and clip the gradients now, in place; `step` then does none of it again.
-
-        In the middle of a window of managed accumulation `step` does it when the window ends.
+        """Complete, measure, unscale and clip the gradients now, in place, by this rule in the place of the constructor's;
+        `step` then does none of it again. In the middle of a window of managed accumulation `step` does it at its end.
 
         Args:
-            max_norm: Threshold in unscaled gradient units, finite, > 0; replaces the constructor's for this step.
-            norm_type: p >= 1 or inf; None: the constructor's.
+            max_norm, norm_type: As for `ByNorm`.
         Returns:
             GradStats with the norm before clipping; None in the middle of a window.
         Raises:
@@ -333,17 +273,7 @@ class ParallelOptimizer(OptimizerFacade):
 
     @torch.no_grad()
     def clip_grad_by_value(self, clip_value: float) -> GradStats | None:
-        """Complete, measure and unscale the gradients now, and clamp every element to [-clip_value, clip_value].
-
-        In the middle of a window of managed accumulation `step` does it when the window ends.
-
-        Returns:
-            GradStats with the norm before clamping, None in the middle of a window; `step` then neither measures nor clips
-            again.
-        Raises:
-            ValueError: clip_value is not finite and positive; nothing is changed.
-        Collectives: those of a step. Host reads: none.
-        """
+        """The same with `ByValue`: clamp every element to [-clip_value, clip_value], after measuring."""
         return self._clip_or_ask(ByValue(clip_value))
 
     def _clip_or_ask(self, clip: Clip) -> GradStats | None:
@@ -369,63 +299,3 @@ class ParallelOptimizer(OptimizerFacade):
         if problem is not None:
             raise problem  # only now: `step` must do on this rank what it does on the others
         return verdict
-
-    # Reports and state -----------------------------------------------------------------------------------------------
-
-    @property
-    def max_norm(self) -> float | Clip | None:
-        """The threshold of `ByNorm`, or another rule; may be set between steps, on all ranks."""
-        return self.clip.max_norm if isinstance(self.clip, ByNorm) else self.clip
-
-    @max_norm.setter
-    def max_norm(self, value: float | Clip | None) -> None:
-        self.clip = clip_of(value)
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """The global norm that the last step measured, unscaled, before clipping; None before the first step."""
-        return None if self.last_stats is None else self.last_stats.total_norm
-
-    @property
-    def skipped_steps(self) -> int:
-        """How many steps were skipped so far. Host reads: one."""
-        return self._monitor.total()
-
-    @property
-    def plan(self) -> ReductionPlan:
-        """What the norm sums over which ranks, agreed by all ranks; print it."""
-        return self._gradients.plan
-
-    def pieces(self) -> list[Piece]:
-        """Everything that the optimizer steps on this rank, with which part of which logical tensor it is; in the order of
-        the param groups."""
-        return self._states.pieces(self._plan.entries)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state of this rank's pieces, and under ``"meshstep"`` all else a new process needs:
-        precision mode, loss scale, master weights, count of skipped steps. Host reads: a few."""
-        return self._saved().state_dict(self.skipped_steps)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue, bit for bit, from what `state_dict` gave; every rank must call it, with the state of its own pieces.
-
-        In a mode without master weights and loss scale a plain dict of the wrapped optimizer loads too.
-
-        Raises:
-            ValueError: On every rank, when on any rank it comes from another precision mode or does not fit; nothing is
-                changed then.
-        Collectives: two object all-gathers. Host reads: a few.
-        """
-        self._monitor.restore(self._saved().load(state_dict))
-        self.window.close()
-        self._expect_next()
-
-    def _saved(self) -> Saved:
-        params = self._model_params
-        return Saved(self.optimizer, self._states, self.precision, self.loss_scale, params, self.registry)
-
-    def __repr__(self) -> str:
-        how = (
-            f"max_norm={self.max_norm}, norm_type={self._clipping.measure.norm_type}, precision={self.precision.name!r}"
-        )
-        return f"ParallelOptimizer({how}, {self.registry.topology!r}, {self.optimizer!r})"

@@ -56,6 +56,11 @@ class Switch:
         """Whether the next forward and backward reduce."""
         self.on = on
 
+    def expect(self, window: Window[Any, Any]) -> None:
+        """In managed accumulation the micro-batch that comes next reduces if it is the last one of its window."""
+        if window.steps is not None:
+            self.set(window.next_is_last)
+
     def check_reduced(self, left_out: bool) -> None:
         """Raise RuntimeError if the last micro-batch was left out, and nobody can reduce it any more."""
 

@@ -1,0 +1,174 @@
+"""What other code expects of a torch optimizer: param groups, state, reports. The step itself is not here."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..amp.loss_scale import LossScale
+from ..amp.precision import Precision
+from ..parallel.mesh.agreement import on_all_ranks
+from ..parallel.mesh.registry import ProcessGroupRegistry
+from .clip.decide import Clipping, Verdict
+from .clip.policies import ByNorm, Clip, clip_of
+from .gradients.gradients import Gradients
+from .norm.plan import ReductionPlan
+from .norm.stats import GradStats
+from .setup import Setup
+from .states.chain import Chain
+from .states.pieces import Piece, named_params_of
+from .states.saved import Saved
+from .step.data_parallel import Overlap, Switch
+from .step.skips import SkipMonitor
+from .step.window import Window
+
+
+class OptimizerFacade(torch.optim.Optimizer):
+    """A `torch.optim.Optimizer` whose param groups, state and defaults are those of ``self.optimizer``.
+
+    Schedulers, ``isinstance`` checks and step hooks work on it; hooks run around the whole `step`.
+    """
+
+    registry: ProcessGroupRegistry
+    precision: Precision
+    loss_scale: LossScale | None
+    window: Window[Clip, Verdict]
+    clip: Clip | None
+    last_stats: GradStats | None
+    _setup: Setup
+    _groups: list[list[tuple[str | None, Tensor]]]
+    _plan: ReductionPlan
+    _clipping: Clipping
+    _states: Chain
+    _gradients: Gradients
+    _switch: Switch
+    _monitor: SkipMonitor
+    _model_params: Sequence[Tensor]
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        # Not super().__init__: the wrapped optimizer has the parameters and the state.
+        self.optimizer = optimizer
+        self._optimizer_step_pre_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._optimizer_step_post_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._optimizer_state_dict_pre_hooks = optimizer._optimizer_state_dict_pre_hooks
+        self._optimizer_state_dict_post_hooks = optimizer._optimizer_state_dict_post_hooks
+        self._optimizer_load_state_dict_pre_hooks = optimizer._optimizer_load_state_dict_pre_hooks
+        self._optimizer_load_state_dict_post_hooks = optimizer._optimizer_load_state_dict_post_hooks
+        self._patch_step_function()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's param groups."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's state."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's defaults."""
+        return self.optimizer.defaults
+
+    # Binding ---------------------------------------------------------------------------------------------------------
+
+    def _bind(self) -> None:
+        """What belongs to the plan as it is now."""
+        # Where backward leaves gradients.
+        self._model_params = [param for group in self._groups for _, param in group]
+        self._gradients = self._setup.gradients(self._plan, self._states)
+        self._switch = self._setup.switch(self._gradients)
+        self._switch.expect(self.window)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group and plan anew; every rank must, at the same point. Nothing changes where it raises.
+
+        Raises, collectives: as the constructor.
+        """
+        before, given = len(self.param_groups), param_group["params"]
+        group = {**param_group, "params": [given] if isinstance(given, Tensor) else list(given)}
+        added = named_params_of([group])
+
+        def add_for_a_moment() -> None:
+            # First as it is, so that nothing but the list of groups has to be undone.
+            self.optimizer.add_param_group({**group, "params": group["params"][:]})
+            known = {id(param) for params in self._groups for _, param in params}
+            if any(id(param) in known for _, param in added):
+                raise ValueError("some parameters of the new group are in another group already; give each once")
+
+        try:
+            on_all_ranks(add_for_a_moment, self.registry)
+            self._plan, thresholds = self._setup.agreed_plan([*self._groups, added])
+            self._clipping = Clipping(thresholds, self._clipping.measure)
+        finally:
+            del self.param_groups[before:]
+        self._groups.append(added)
+        self._states.add_param_group(group)
+        if isinstance(self._switch, Overlap):
+            self._switch.close()
+        self._bind()
+
+    # Reports and state -----------------------------------------------------------------------------------------------
+
+    @property
+    def max_norm(self) -> float | Clip | None:
+        """The threshold of `ByNorm`, or another rule; may be set between steps, on all ranks."""
+        return self.clip.max_norm if isinstance(self.clip, ByNorm) else self.clip
+
+    @max_norm.setter
+    def max_norm(self, value: float | Clip | None) -> None:
+        self.clip = clip_of(value)
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The global norm that the last step measured, unscaled, before clipping; None before the first step."""
+        return None if self.last_stats is None else self.last_stats.total_norm
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped so far. Host reads: one."""
+        return self._monitor.total()
+
+    @property
+    def plan(self) -> ReductionPlan:
+        """What the norm sums over which ranks, agreed by all ranks; print it."""
+        return self._gradients.plan
+
+    def pieces(self) -> list[Piece]:
+        """Everything that the optimizer steps on this rank, with which part of which logical tensor it is; in the order of
+        the param groups."""
+        return self._states.pieces(self._plan.entries)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state of this rank's pieces, and under ``"meshstep"`` all else a new process needs:
+        precision mode, loss scale, master weights, count of skipped steps. Host reads: a few."""
+        return self._saved().state_dict(self.skipped_steps)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue, bit for bit, from what `state_dict` gave; every rank must call it, with the state of its own pieces.
+
+        In a mode without master weights and loss scale a plain dict of the wrapped optimizer loads too.
+
+        Raises:
+            ValueError: On every rank, when on any rank it comes from another precision mode or does not fit; nothing is
+                changed then.
+        Collectives: two object all-gathers. Host reads: a few.
+        """
+        self._monitor.restore(self._saved().load(state_dict))
+        self.window.close()
+        self._switch.expect(self.window)
+
+    def _saved(self) -> Saved:
+        params = self._model_params
+        return Saved(self.optimizer, self._states, self.precision, self.loss_scale, params, self.registry)
+
+    def __repr__(self) -> str:
+        how = (
+            f"max_norm={self.max_norm}, norm_type={self._clipping.measure.norm_type}, precision={self.precision.name!r}"
+        )
+        return f"ParallelOptimizer({how}, {self.registry.topology!r}, {self.optimizer!r})"

@@ -7,7 +7,7 @@
             assert by_rank == ...
 
 A hypothesis test that calls `World.run` for each example pays for each a round trip to all workers, and a new default
-group whenever the world size changes: most of its time. What hypothesis draws doesn't depend on how a test that passes
+group whenever the world size changes. What hypothesis draws doesn't depend on how a test that passes
 goes on, so all examples can be drawn before the first one is run. If the property then fails, the same cases are drawn
 again, from the same seed, and run one by one: so hypothesis finds the one that fails, shrinks it, prints it and keeps it
 for the next run, as ever.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from math import inf, prod
 
@@ -35,7 +36,7 @@ class Case:
     seed: int = 0
     scale: float = 1.0
 
-    @property
+    @cached_property
     def topology(self) -> Topology:
         return Topology(roles=None, **dict(self.axes))
 

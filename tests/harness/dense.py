@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -52,6 +51,9 @@ def assert_same_grads(module: nn.Module, dense: nn.Module, registry: ProcessGrou
         assert_near(full_grad(param, spec_of(param), registry), grad)
 
 
+COUNTED = ("all_reduce", "broadcast", "reduce", "all_gather_single", "reduce_scatter_single")
+
+
 @contextmanager
 def collectives() -> Iterator[Counter[str]]:
     """Counts the collectives that are issued meanwhile, by the name of the torch.distributed function.
@@ -59,11 +61,14 @@ def collectives() -> Iterator[Counter[str]]:
     A dispatch mode would see them too, but its first use imports the compiler: seconds on each rank.
     """
     seen: Counter[str] = Counter()
-    with ExitStack() as stack:
-        for name in ("all_reduce", "broadcast", "reduce", "all_gather_single", "reduce_scatter_single"):
-            counted = partial(_count, seen, name, getattr(dist, name))
-            stack.enter_context(mock.patch.object(dist, name, counted))
+    before = {name: getattr(dist, name) for name in COUNTED}
+    for name, function in before.items():
+        setattr(dist, name, partial(_count, seen, name, function))
+    try:
         yield seen
+    finally:
+        for name, function in before.items():
+            setattr(dist, name, function)
 
 
 def _count(seen: Counter[str], name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
 """A training run of 50 steps in processes of its own, which stops where it is told to, to be killed there, and resumes.
 
-RANK=0 WORLD_SIZE=2 python tests/killable.py '{"directory": "/tmp/run", "attempt": 0, "axes": {"data": 2}, ...}'
+RANK=0 WORLD_SIZE=2 python tests/harness/killable.py '{"directory": "/tmp/run", "attempt": 0, "axes": {"data": 2}, ...}'
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
@@ -25,9 +25,25 @@ T = TypeVar("T")
 GROUP_TIMEOUT = timedelta(seconds=60)
 RUN_TIMEOUT = 180.0
 
-# The last two are imported on first use, by optimizers and checkpoints: seconds, if each worker does it.
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.distributed.checkpoint"]
+# All that each worker would else import for itself; some of it only on first use, by optimizers and checkpoints: seconds.
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "meshstep.parallel",
+    "meshstep.amp",
+    "meshstep.optim",
+    "hypothesis.strategies",
+    "pytest",
+    "unittest.mock",
+]
 
+# Of `World.run_each`: a call comes to an end well within RUN_TIMEOUT.
+CASES_A_CALL = 25
+
+# Of `World.run_each`: a call comes to an end well within RUN_TIMEOUT.
+CASES_A_CALL = 25
 
 # Each group that is left alive keeps three threads, which wake up a hundred times a second: torch caches those of device
 # meshes for good. A few hundred of them in each worker would take most of the machine.
@@ -70,6 +86,20 @@ def _worker(connection: Connection) -> None:
             finally:
                 faulthandler.cancel_dump_traceback_later()
         connection.send_bytes(data)
+
+
+def _each(function: Callable[..., T], cases: Sequence[tuple[Any, ...]]) -> list[T]:
+    """On one rank: the function of each case, as if it were called alone."""
+    import torch
+
+    results = []
+    for args in cases:
+        torch.manual_seed(0)
+        try:
+            results.append(function(*args))
+        except Exception as error:
+            raise RuntimeError(f"in the case {', '.join(map(repr, args))}") from error
+    return results
 
 
 def _threads(pid: int) -> int:
@@ -117,6 +147,21 @@ class World:
         if max(_threads(process.pid) for process, _ in self._workers) > MOST_THREADS:
             self.close()
         return [replies[rank][1] for rank in ranks]
+
+    def run_each(self, function: Callable[..., T], cases: Sequence[tuple[int, tuple[Any, ...]]]) -> list[list[T]]:
+        """For each ``(world_size, args)`` what ``run(world_size, function, *args)`` returns, in the order of the cases.
+
+        Those of one world size run together, a few dozen a call: another size costs a new default group, and each call
+        a round trip to all workers. The traceback of a rank that raises names the case.
+        """
+        results: dict[int, list[T]] = {}
+        for size in sorted({size for size, _ in cases}):
+            indices = [index for index, (of_case, _) in enumerate(cases) if of_case == size]
+            for start in range(0, len(indices), CASES_A_CALL):
+                chunk = indices[start : start + CASES_A_CALL]
+                by_rank = self.run(size, _each, function, [cases[index][1] for index in chunk])
+                results.update(zip(chunk, map(list, zip(*by_rank, strict=True)), strict=True))
+        return [results[index] for index in range(len(cases))]
 
     def _collect(self, pending: dict[Any, int]) -> dict[int, tuple[bool, Any]]:
         replies: dict[int, tuple[bool, Any]] = {}

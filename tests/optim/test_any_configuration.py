@@ -16,13 +16,13 @@ from unittest import mock
 
 import torch
 from cases import slice_of
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshstep.amp import NaiveFp16
 from meshstep.optim import ParallelOptimizer
 from meshstep.optim.gradients import sync as gradient_sync
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from optimizers import arguments
+from properties import random_cases
 from torch import Tensor, nn
 from world import World
 from zero_models import small_buckets
@@ -232,25 +232,25 @@ def problems_of(case: Case) -> list[str]:
         return found
 
 
-@settings(max_examples=120)
-@given(
-    case=st.builds(
-        Case,
-        layout=st.sampled_from(sorted(LAYOUTS)),
-        precision=st.sampled_from(sorted(PRECISIONS)),
-        sharding=st.sampled_from(["whole", "zero1", "zero2"]),
-        offload=st.sampled_from([None, 0.5, 1.0]),
-        micro=st.integers(1, 3),
-        managed=st.booleans(),
-        weighted=st.booleans(),
-        norm_type=st.sampled_from([1.0, 2.0, 3.0, inf]),
-        max_norm=st.sampled_from([None, 0.7, 30.0]),
-        group_max_norm=st.sampled_from([None, 0.3]),
-        reduction=st.sampled_from(["packed", "per_group"]),
-        bucket=st.sampled_from([64, 200, 2**25]),
-        seed=st.integers(0, 1000),
-    )
+CASES = st.builds(
+    Case,
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    precision=st.sampled_from(sorted(PRECISIONS)),
+    sharding=st.sampled_from(["whole", "zero1", "zero2"]),
+    offload=st.sampled_from([None, 0.5, 1.0]),
+    micro=st.integers(1, 3),
+    managed=st.booleans(),
+    weighted=st.booleans(),
+    norm_type=st.sampled_from([1.0, 2.0, 3.0, inf]),
+    max_norm=st.sampled_from([None, 0.7, 30.0]),
+    group_max_norm=st.sampled_from([None, 0.3]),
+    reduction=st.sampled_from(["packed", "per_group"]),
+    bucket=st.sampled_from([64, 200, 2**25]),
+    seed=st.integers(0, 1000),
 )
-def test_any_configuration(world: World, case: Case) -> None:
-    for found in world.run(case.topology.world_size, problems_of, case):
-        assert found == []
+
+
+@random_cases(CASES, 120)
+def test_any_configuration(world: World, drawn: list[Case]) -> None:
+    for by_rank in world.run_each(problems_of, [(case.topology.world_size, (case,)) for case in drawn]):
+        assert not any(by_rank)

@@ -16,6 +16,7 @@ from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare, shard
 from optimizers import arguments
 from probes import collectives
+from properties import random_cases
 from scenarios import VOCAB, Scenario, build, dense_1d, full_tensors
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -148,13 +149,13 @@ def test_a_mean_of_means_is_something_else(world: World) -> None:
         assert float((grad - gradient).norm() / gradient.norm()) > 0.05
 
 
-@settings(max_examples=60)
-@given(counts=st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4), min_size=2, max_size=2))
-def test_any_weights(world: World, counts: list[list[int]]) -> None:
-    total = sum(map(sum, counts))
-    if total:
-        norm, _ = dense_window(total)
-        for found, _ in world.run(2, window, counts, True, (("data", 2),)):
+@random_cases(st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4), min_size=2, max_size=2), 60)
+def test_any_weights(world: World, drawn: list[list[list[int]]]) -> None:
+    drawn = [counts for counts in drawn if any(map(any, counts))]
+    results = world.run_each(window, [(2, (counts, True, (("data", 2),))) for counts in drawn])
+    for counts, by_rank in zip(drawn, results, strict=True):
+        norm, _ = dense_window(sum(map(sum, counts)))
+        for found, _ in by_rank:
             assert found == pytest.approx(norm, rel=1e-10)
 
 

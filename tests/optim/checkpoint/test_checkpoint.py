@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from cases import slice_of, specs, topologies
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from layouts import Axes, Run
 from meshstep.optim import ParallelOptimizer, load_checkpoint, save_checkpoint
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.parallel.layout.pieces import boxes_of_run
 from optimizers import arguments
+from properties import WITHOUT_SHRINKING, random_cases
 from scenarios import SCENARIOS, backward, batch, build
 from torch import Tensor, nn
 from world import World
@@ -170,21 +171,23 @@ def load_pieces(path: Path, axes: Axes, specs: Specs, zero: str | None) -> None:
     optimizer.registry.close()
 
 
+Layout = tuple[Axes, Specs, "str | None"]
+
+
 @st.composite
-def any_layouts(draw: st.DrawFn) -> tuple[Axes, Specs, str | None]:
+def any_layouts(draw: st.DrawFn) -> Layout:
     axes = tuple((axis, size) for axis, size in draw(topologies(4)) if axis != "pipe")
     zero = draw(st.sampled_from([None, *(axis for axis, _ in axes)]))
     return axes, tuple(draw(specs(axes, len(shape))) for shape in SHAPES), zero
 
 
-@settings(max_examples=20, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # shrinking takes minutes
-@given(saved=any_layouts(), loaded=any_layouts())
-def test_any_layout_continues_in_any_other(
-    world: World, saved: tuple[Axes, Specs, str | None], loaded: tuple[Axes, Specs, str | None]
-) -> None:
-    with tempfile.TemporaryDirectory() as path:
-        world.run(ranks(saved[0]), save_pieces, Path(path), *saved)
-        world.run(ranks(loaded[0]), load_pieces, Path(path), *loaded)
+@random_cases(st.tuples(any_layouts(), any_layouts()), 20, phases=WITHOUT_SHRINKING)  # it would take minutes
+def test_any_layout_continues_in_any_other(world: World, drawn: list[tuple[Layout, Layout]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / str(index) for index in range(len(drawn))]
+        for which, function in enumerate((save_pieces, load_pieces)):
+            layouts = [pair[which] for pair in drawn]
+            world.run_each(function, [(ranks(one[0]), (path, *one)) for path, one in zip(paths, layouts, strict=True)])
 
 
 # The scenarios of the step: owned, tied, on pipeline stages, nowhere ---------------------------------------------------

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import NORM_TYPES, Case, Param, cases, parameters_on
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshstep.optim import clip_grad_norm_, global_norm
 from meshstep.parallel import P, ProcessGroupRegistry, spec_of
+from properties import random_cases
 from torch import Tensor, nn
 from world import World
 
@@ -35,32 +35,39 @@ def measured(case: Case, measure: Measure, norm_types: tuple[float, ...] = NORM_
         return [measure(params, registry, p).double().view(1).numpy().tobytes() for p in norm_types]
 
 
-def assert_exact(world: World, case: Case, measure: Measure, norm_types: tuple[float, ...] = NORM_TYPES) -> None:
-    by_rank = world.run(case.topology.world_size, measured, case, measure, norm_types)
-    assert all(bits == by_rank[0] for bits in by_rank), "ranks disagree"
-    for p, bits in zip(norm_types, by_rank[0], strict=True):
-        value = torch.frombuffer(bytearray(bits), dtype=torch.float64).item()
-        assert value == pytest.approx(case.dense_norm(p), rel=1e-6, abs=1e-30), f"p={p}"
+def assert_exact(
+    world: World, drawn: Sequence[Case], measure: Measure, norm_types: tuple[float, ...] = NORM_TYPES
+) -> None:
+    results = world.run_each(measured, [(case.topology.world_size, (case, measure, norm_types)) for case in drawn])
+    for case, by_rank in zip(drawn, results, strict=True):
+        assert all(bits == by_rank[0] for bits in by_rank), "ranks disagree"
+        for p, bits in zip(norm_types, by_rank[0], strict=True):
+            value = torch.frombuffer(bytearray(bits), dtype=torch.float64).item()
+            assert value == pytest.approx(case.dense_norm(p), rel=1e-6, abs=1e-30), f"p={p}"
 
 
-@settings(max_examples=1000)
-@given(case=cases())
-def test_packed_equals_dense(world: World, case: Case) -> None:
-    assert_exact(world, case, packed)
+@random_cases(cases(), 1000)
+def test_packed_equals_dense(world: World, drawn: list[Case]) -> None:
+    assert_exact(world, drawn, packed)
 
 
-@settings(max_examples=200)
-@given(case=cases())
-def test_per_group_equals_dense(world: World, case: Case) -> None:
-    assert_exact(world, case, per_group)
+@random_cases(cases(), 200)
+def test_per_group_equals_dense(world: World, drawn: list[Case]) -> None:
+    assert_exact(world, drawn, per_group)
 
 
-@settings(max_examples=50)
-@given(case=cases(), data=st.data())
-def test_relabelling_ranks_changes_nothing(world: World, case: Case, data: st.DataObject) -> None:
-    relabelled = Case(tuple(data.draw(st.permutations(case.axes))), case.params, case.seed, case.scale)
-    assert relabelled.dense_norm(2.0) == pytest.approx(case.dense_norm(2.0), rel=1e-12)
-    assert_exact(world, relabelled, packed, (2.0,))
+@st.composite
+def relabelled_cases(draw: st.DrawFn) -> tuple[Case, Case]:
+    """A case, and the same with its axes in another order."""
+    case = draw(cases())
+    return case, Case(tuple(draw(st.permutations(case.axes))), case.params, case.seed, case.scale)
+
+
+@random_cases(relabelled_cases(), 50)
+def test_relabelling_ranks_changes_nothing(world: World, drawn: list[tuple[Case, Case]]) -> None:
+    for case, relabelled in drawn:
+        assert relabelled.dense_norm(2.0) == pytest.approx(case.dense_norm(2.0), rel=1e-12)
+    assert_exact(world, [relabelled for _, relabelled in drawn], packed, (2.0,))
 
 
 # Negative controls: the usual shortcuts, under the same assertion. ----------------------------------------------------
@@ -104,16 +111,16 @@ GRID_LAYER = Case((("row", 2), ("col", 2)), (Param((8, 6), P("row", "col")), Par
 @pytest.mark.parametrize("case", [TENSOR_LAYER, GRID_LAYER])
 @pytest.mark.parametrize("wrong", [naive, every_replica])
 def test_shortcuts_are_wrong(world: World, case: Case, wrong: Measure) -> None:
-    assert_exact(world, case, packed, (1.0, 2.0, 3.0))
+    assert_exact(world, [case], packed, (1.0, 2.0, 3.0))
     with pytest.raises(AssertionError):
-        assert_exact(world, case, wrong, (2.0,))
+        assert_exact(world, [case], wrong, (2.0,))
 
 
 def test_one_boolean_is_right_in_one_dimension_and_wrong_in_two(world: World) -> None:
     one_dimension = Case((("tensor", 4),), TENSOR_LAYER.params)
-    assert_exact(world, one_dimension, one_boolean, (2.0,))
+    assert_exact(world, [one_dimension], one_boolean, (2.0,))
     with pytest.raises(AssertionError):
-        assert_exact(world, GRID_LAYER, one_boolean, (2.0,))
+        assert_exact(world, [GRID_LAYER], one_boolean, (2.0,))
 
 
 # Clipping -------------------------------------------------------------------------------------------------------------
@@ -138,22 +145,24 @@ def clipped_twice(case: Case, max_norm: float, factor: float, p: float) -> list[
         return [float(plain), float(before.total_norm), float(before.clip_coef), float(after.total_norm), moved]
 
 
-@settings(max_examples=100)
-@given(
-    case=cases(dtypes=(torch.float32,)),
-    max_norm=st.sampled_from([0.37, 5.0, 1e4]),
-    factor=st.sampled_from([4.0, 0.3]),
-    p=st.sampled_from(NORM_TYPES),
+@random_cases(
+    st.tuples(
+        cases(dtypes=(torch.float32,)),
+        st.sampled_from([0.37, 5.0, 1e4]),
+        st.sampled_from([4.0, 0.3]),
+        st.sampled_from(NORM_TYPES),
+    ),
+    100,
 )
-def test_clipping(world: World, case: Case, max_norm: float, factor: float, p: float) -> None:
-    for plain, before, coef, after, moved in world.run(
-        case.topology.world_size, clipped_twice, case, max_norm, factor, p
-    ):
-        assert before == pytest.approx(factor * plain, rel=1e-6)
-        assert coef == pytest.approx(min(1.0, max_norm / (before + 1e-6)), rel=1e-12)
-        assert after == pytest.approx(before * coef, rel=1e-6, abs=1e-12)
-        # max_norm / (max_norm + 1e-6) is what the second pass can multiply by: at most 1e-6 off, and rounding.
-        assert moved <= 1e-6 + 2e-7 * max_norm
+def test_clipping(world: World, drawn: list[tuple[Case, float, float, float]]) -> None:
+    results = world.run_each(clipped_twice, [(args[0].topology.world_size, args) for args in drawn])
+    for (_, max_norm, factor, _), by_rank in zip(drawn, results, strict=True):
+        for plain, before, coef, after, moved in by_rank:
+            assert before == pytest.approx(factor * plain, rel=1e-6)
+            assert coef == pytest.approx(min(1.0, max_norm / (before + 1e-6)), rel=1e-12)
+            assert after == pytest.approx(before * coef, rel=1e-6, abs=1e-12)
+            # max_norm / (max_norm + 1e-6) is what the second pass can multiply by: at most 1e-6 off, and rounding.
+            assert moved <= 1e-6 + 2e-7 * max_norm
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, inf])

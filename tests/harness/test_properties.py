@@ -1,0 +1,84 @@
+"""The harness itself: what a property of random cases draws, and what it says of one that fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import properties
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from properties import number_of_cases, random_cases
+from world import World, WorldError
+
+NUMBERS = st.lists(st.integers(0, 1000), max_size=4)
+
+
+def total(numbers: list[int]) -> int:
+    assert sum(numbers) < 900, "planted"
+    return sum(numbers)
+
+
+def test_as_many_cases_as_hypothesis_would_draw(world: World) -> None:
+    ours: list[list[int]] = []
+    calls: list[int] = []
+    theirs: list[list[int]] = []
+
+    @random_cases(NUMBERS, 200)
+    def together(world: World, drawn: list[list[int]]) -> None:
+        calls.append(len(drawn))
+        ours.extend(drawn)
+
+    @settings(max_examples=number_of_cases(200), database=None)
+    @given(NUMBERS)
+    def alone(numbers: list[int]) -> None:
+        theirs.append(numbers)
+
+    together(world)
+    alone()
+    assert len(calls) == 1
+    assert len(ours) == len(theirs)
+
+
+def test_the_case_that_fails_is_found_shrunk_and_kept(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(properties, "FAILURES", tmp_path)
+    seen: list[list[list[int]]] = []
+    limit = 900
+
+    @random_cases(NUMBERS, 200)
+    def fails(world: World, drawn: list[list[int]]) -> None:
+        seen.append(drawn)
+        for numbers in drawn:
+            assert sum(numbers) < limit, "planted"
+
+    with pytest.raises(AssertionError, match="planted") as error:
+        fails(world)
+    assert seen[-1] == [[900]]
+    assert "case=[900]" in "".join(getattr(error.value, "__notes__", []))
+    limit = 10**6
+    fails(world)
+    assert [900] in seen[-1], "in the next run"
+
+
+def test_what_fails_only_together_fails(world: World) -> None:
+    @random_cases(NUMBERS, 200)
+    def fails(world: World, drawn: list[list[int]]) -> None:
+        assert len(drawn) == 1, "together"
+
+    with pytest.raises(AssertionError, match="together"):
+        fails(world)
+
+
+def test_each_is_run_on_its_world_size_and_results_are_in_order(world: World) -> None:
+    drawn = [[1], [2, 3], [], [4, 5], [6]]
+    results = world.run_each(total, [(len(numbers) + 1, (numbers,)) for numbers in drawn])
+    assert results == [[sum(numbers)] * (len(numbers) + 1) for numbers in drawn]
+
+
+def test_the_case_in_which_a_rank_raises_is_named() -> None:
+    world = World()
+    with pytest.raises(WorldError, match=r"(?s)planted.*in the case \[901\]"):
+        world.run_each(total, [(2, ([1],)), (2, ([901],)), (2, ([2],))])
+    world.close()

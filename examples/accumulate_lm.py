@@ -81,8 +81,8 @@ class Trainer:
         self.loader = prepare_dataloader(train, registry, size, shuffle=True, seed=options.seed, collate_fn=collate)
         self.test_loader = prepare_dataloader(test, registry, size, collate_fn=collate)
         torch.manual_seed(options.seed)
-        model = GPT(registry, options.width, options.heads, options.depth)
-        adamw = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.05, fused=True)
+        self.gpt = GPT(registry, options.width, options.heads, options.depth)
+        adamw = torch.optim.AdamW(self.gpt.parameters(), lr=options.lr, weight_decay=0.05, fused=True)
         self.booster = booster = Booster(
             precision_asked(options),
             registry,
@@ -92,7 +92,7 @@ class Trainer:
         )
         steps = steps_asked(options, -(-len(self.loader) // options.accumulate))
         schedule = CosineAnnealingLR(adamw, steps, warmup_steps=steps // 10)
-        self.model, self.optimizer, _, _, self.schedule = booster.boost(model, adamw, lr_scheduler=schedule)
+        self.model, self.optimizer, _, _, self.schedule = booster.boost(self.gpt, adamw, lr_scheduler=schedule)
         boosted = self.model, self.optimizer, self.schedule
         self.run = Run(options, booster, *boosted, steps=steps, every=1, unit="tokens")
 
@@ -133,7 +133,7 @@ def run(trainer: Trainer) -> None:
     trainer.train()
     after, steps = trainer.test(), trainer.run
     generator = torch.Generator().manual_seed(trainer.options.seed)
-    samples = [trainer.model.write(beginning, generator) for beginning in ("The ", "If ", "A class ")]
+    samples = [trainer.gpt.write(beginning, generator) for beginning in ("The ", "If ", "A class ")]
     if not steps.is_first:
         return
     how = f"{trainer.registry.topology!r}, {trainer.options.precision}"
@@ -165,7 +165,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     check_training(options)
     topology: Topology = options.topology
     if "tensor" not in topology.axes:  # the layers want one, if only of size 1
-        options.topology = Topology(**dict(zip(topology.axes, topology.sizes, strict=True)), tensor=1)
+        options.topology = Topology(roles=None, **dict(zip(topology.axes, topology.sizes, strict=True)), tensor=1)
     return options
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from meshstep.parallel import ProcessGroupRegistry, Topology
-from run_example import example, read_curve, run_example
+from run_example import example, printed_by_example, read_curve, run_example
+from world import World
 
 STEPS = 12
 COLUMNS = ("loss", "accuracy", "norm", "clip_coef")
@@ -34,21 +35,24 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
     [("row=2,col=2", []), ("data=2,tensor=2", []), ("data=2,tensor=2", ["--accumulate", "4", "--zero", "2"])],
 )
 def test_a_topology_has_the_curve_of_one_process(
-    topology: str, flags: list[str], one_process: torch.Tensor, tmp_path: Path
+    world: World, topology: str, flags: list[str], one_process: torch.Tensor, tmp_path: Path
 ) -> None:
     path = tmp_path / "curve.csv"
-    printed = run_example("train_digits", "--topology", topology, "--curve", str(path), *FLAGS, *flags, processes=4)
+    given = ["--curve", str(path), *FLAGS, *flags]
+    printed, *others = world.run(4, printed_by_example, "train_digits", given, topology)
     assert "right" in printed
-    assert printed.count("test:") == 1, "only rank 0 reports"
+    assert others == ["", "", ""], "only rank 0 reports"
     torch.testing.assert_close(read_curve(path, COLUMNS), one_process, rtol=2e-5, atol=0)
 
 
-def test_a_run_is_resumed_on_another_topology(one_process: torch.Tensor, tmp_path: Path) -> None:
-    folder, path = str(tmp_path / "checkpoints"), tmp_path / "curve.csv"
+def test_a_run_is_resumed_on_another_topology(world: World, one_process: torch.Tensor, tmp_path: Path) -> None:
+    path = tmp_path / "curve.csv"
+    flags = ["--resume", str(tmp_path / "checkpoints"), "--save-every", "5", *FLAGS]
     # The schedule needs the whole length; the first run saves after step 5 and 10 and is then as good as lost.
-    run_example("train_digits", "--resume", folder, "--save-every", "5", *FLAGS)
-    flags = ["--resume", folder, "--accumulate", "4", "--zero", "2", "--curve", str(path), *FLAGS]
-    run_example("train_digits", "--topology", "data=2,tensor=2", *flags, processes=4)
+    world.run(1, printed_by_example, "train_digits", flags, "data=1")
+    flags += ["--accumulate", "4", "--zero", "2", "--curve", str(path)]
+    printed, *_ = world.run(4, printed_by_example, "train_digits", flags, "data=2,tensor=2")
+    assert f"{STEPS} steps" in printed
     torch.testing.assert_close(read_curve(path, COLUMNS), one_process, rtol=2e-5, atol=0)
 
 

@@ -119,3 +119,18 @@ def test_batch_norm_and_accumulation_do_not_mix() -> None:
             assert max(parameters, gradient) < 1e-14
         else:
             assert min(parameters, gradient) > 1e-3
+
+
+def compare_norms(topology: str) -> tuple[float, list[tuple[str, float]]]:
+    script, options = example("compare_norms"), argparse.Namespace(topology=Topology.parse(topology))
+    with ProcessGroupRegistry(options.topology) as registry:
+        return script.dense_norm(script.layer_input()), script.measure(*script.prepare(options, registry))
+
+
+@pytest.mark.parametrize("topology", ["data=4", "tensor=4", "data=2,tensor=2"])
+def test_norms_are_compared_on_other_topologies_too(world: World, topology: str) -> None:
+    for truth, rows in world.run(4, compare_norms, topology):
+        *others, (method, norm) = rows
+        assert method.startswith("meshstep, bias declared P(")
+        assert norm == pytest.approx(truth, rel=1e-6)
+        assert all(other == pytest.approx(truth, rel=1e-6) for _, other in others) == (topology == "data=4")

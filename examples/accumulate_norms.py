@@ -1,6 +1,7 @@
 """Why batch norm and gradient accumulation don't mix: batch norm's statistics are those of a micro-batch.
 
     python examples/accumulate_norms.py
+    torchrun --standalone --nproc-per-node 2 examples/accumulate_norms.py
 
 A small convolutional network learns scikit-learn's digits in float64, from batches of 64 that are cut into K
 micro-batches. With group norm the gradient is that of the whole batch, to the last digits; with batch norm it is another
@@ -9,34 +10,56 @@ one, the more so the smaller the micro-batches. Nothing that an optimizer does c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import cycle, islice
 
 import torch
 import torch.nn.functional as F
+from command_line import CommandLine, add_steps, main
 from einops import rearrange
 from meshstep.optim import ParallelOptimizer
-from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from meshstep.parallel import P, ProcessGroupRegistry, declare, shard
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 BATCH, STEPS, CHANNELS = 64, 20, 16
+COUNTS = (2, 4, 8)  # micro-batches of a batch
 NORMS: dict[str, Callable[[], nn.Module]] = {
     "batch norm": partial(nn.BatchNorm2d, CHANNELS),
     "group norm": partial(nn.GroupNorm, 4, CHANNELS),
 }
 
 
-def train(norm: str, micro_batches: int, steps: int) -> tuple[Tensor, Tensor]:
+class Experiment:
+    """How long to train, on which ranks.
+
+    Raises:
+        ValueError: The topology has other axes than data axes, or more coordinates than the batch can be cut into.
+    """
+
+    def __init__(self, options: argparse.Namespace, registry: ProcessGroupRegistry) -> None:
+        self.steps, self.registry = options.steps, registry
+        axes = registry.topology.data_axes
+        if axes != registry.topology.axes:
+            raise ValueError(f"{registry.topology!r} would split the model, which is whole here: give data alone")
+        self.local_batch, rest = divmod(BATCH, registry.topology.size(*axes))
+        if rest or self.local_batch % max(COUNTS):
+            raise ValueError(
+                f"a batch of {BATCH} can't be cut into {max(COUNTS)} micro-batches on each rank of {registry.topology!r}"
+            )
+
+
+def train(norm: str, micro_batches: int, steps: int, registry: ProcessGroupRegistry) -> tuple[Tensor, Tensor]:
     """All parameters after the steps, and the last gradient, as vectors."""
     torch.manual_seed(0)
     layers = [nn.Conv2d(1, CHANNELS, 3), NORMS[norm](), nn.ReLU(), nn.Flatten(), nn.Linear(36 * CHANNELS, 10)]
     model = nn.Sequential(*layers).double()
     declare(model, {"*": P()})
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    registry = ProcessGroupRegistry(Topology())
     optimizer = ParallelOptimizer(sgd, registry, max_norm=1.0, accumulation_steps=micro_batches)
-    for images, labels in batches(steps):
+    for images, labels in batches(steps, registry):
         for part, its_labels in zip(images.chunk(micro_batches), labels.chunk(micro_batches), strict=True):
             optimizer.zero_grad()
             optimizer.backward(F.cross_entropy(model(part), its_labels))
@@ -45,26 +68,43 @@ def train(norm: str, micro_batches: int, steps: int) -> tuple[Tensor, Tensor]:
     return nn.utils.parameters_to_vector(model.parameters()).detach(), nn.utils.parameters_to_vector(gradients)
 
 
-def batches(steps: int) -> zip[tuple[Tensor, Tensor]]:
-    digits = load_digits()
+def batches(steps: int, registry: ProcessGroupRegistry) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's part of every step's batch."""
+    digits, spec = load_digits(), P(registry.topology.data_axes)
     images = rearrange(torch.from_numpy(digits.images) / 8 - 1, "n row col -> n 1 row col")
-    return zip(images.split(BATCH)[:steps], torch.from_numpy(digits.target).split(BATCH)[:steps], strict=True)
+    labels = torch.from_numpy(digits.target)
+    whole = len(labels) - len(labels) % BATCH
+    pairs = list(zip(images[:whole].split(BATCH), labels[:whole].split(BATCH), strict=True))
+    for batch in islice(cycle(pairs), steps):
+        its_images, its_labels = (shard(part, spec, registry) for part in batch)
+        yield its_images, its_labels
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def main() -> None:
-    print(f"K micro-batches against one batch of {BATCH}, relative difference of")
-    print(f"                   the first gradient   the parameters after {STEPS} steps")
+def run(experiment: Experiment) -> None:
+    """Compare, and print on rank 0."""
+    steps, registry = experiment.steps, experiment.registry
+    say: Callable[[str], None] = print if registry.global_rank == 0 else lambda line: None
+    where = "" if registry.topology.world_size == 1 else f" on each rank of {registry.topology!r}"
+    say(f"K micro-batches against one batch of {experiment.local_batch}{where}, relative difference of")
+    say(f"                   the first gradient   the parameters after {steps} steps")
     for norm in NORMS:
-        (_, gradient), (parameters, _) = train(norm, 1, 1), train(norm, 1, STEPS)
-        for count in (2, 4, 8):
-            first = difference(train(norm, count, 1)[1], gradient)
-            after = difference(train(norm, count, STEPS)[0], parameters)
-            print(f"{norm}   K = {count}   {first:18.1e}   {after:.1e}")
+        (_, gradient), (parameters, _) = train(norm, 1, 1, registry), train(norm, 1, steps, registry)
+        for count in COUNTS:
+            first = difference(train(norm, count, 1, registry)[1], gradient)
+            after = difference(train(norm, count, steps, registry)[0], parameters)
+            say(f"{norm}   K = {count}   {first:18.1e}   {after:.1e}")
+
+
+def read_options(processes: int, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; ValueError where it is wrong."""
+    parser = CommandLine(__doc__, "data: every coordinate trains on its part of the batch")
+    add_steps(parser, STEPS)
+    return parser.read(processes, arguments)
 
 
 if __name__ == "__main__":
-    main()
+    main(read_options, Experiment, run)

@@ -2,7 +2,7 @@
 
     python examples/clip_resnet34.py --sample
     torchrun --standalone --nproc-per-node 2 examples/clip_resnet34.py --sample --data-parallel ddp
-    torchrun --standalone --nproc-per-node 4 examples/clip_resnet34.py --sample --data-parallel zero2 --topology data=4
+    torchrun --standalone --nproc-per-node 4 examples/clip_resnet34.py --sample --zero 2
     torchrun --standalone --nproc-per-node 4 examples/clip_resnet34.py --sample --topology data=2,tensor=2
 
 Every topology computes the same function: the batch is the same, and so are its statistics and the norm that its gradient
@@ -10,30 +10,35 @@ is clipped by. `--float64` shows it: the loss curves are then equal to 12 digits
 turns a ReLU on or off, after 5 to 15 steps; from there on they part as two runs in one process do that start a last digit
 apart, and end alike, not equal.
 
-`--sample` makes a small data set in CIFAR-10's format from images that come with scikit-learn; the real one is read from
-`--data`.
+`--accumulate` computes a similar function, not the same one: batch norm sees each micro-batch alone. `--sample` makes a
+small data set in CIFAR-10's format from images that come with scikit-learn; the real one is read from `--data`.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from curve import Curve
-from meshstep.optim import Booster, CosineAnnealingLR, DataParallel, Monitor, Report
-from meshstep.parallel import ProcessGroupRegistry, Topology, init_distributed
-from resnet_model import make_resnet34
+from command_line import (
+    CommandLine,
+    add_training_flags,
+    check_training,
+    data_parallel_asked,
+    main,
+    precision_asked,
+)
+from meshstep.optim import Booster, CosineAnnealingLR
+from meshstep.parallel import ProcessGroupRegistry
+from models.resnet import make_resnet34
 from sample_data import SampleCIFAR10, make_cifar10
 from torch import Tensor, nn
 from torchvision.datasets import CIFAR10
 from torchvision.transforms import v2
-from tqdm import tqdm
+from training import Run, once_on_each_machine, steps_asked
 
 
 def open_dataset(options: argparse.Namespace, train: bool) -> CIFAR10:
@@ -47,58 +52,68 @@ def open_dataset(options: argparse.Namespace, train: bool) -> CIFAR10:
     return kind(root, train=train, transform=v2.Compose([*augment, *to_tensor] if train else to_tensor))
 
 
-def prepare_files(options: argparse.Namespace, local_rank: int) -> None:
-    """Make or download the files, once on each machine."""
-    if local_rank == 0 and options.sample:
-        make_cifar10(options.data / "sample")
-    elif local_rank == 0 and options.download:
-        CIFAR10(options.data, download=True)
-    dist.barrier()
+def prepare_files(options: argparse.Namespace) -> None:
+    """Make or download the files.
+
+    Raises:
+        ValueError: There are none, and none were asked for.
+    """
+    if options.sample:
+        once_on_each_machine(lambda: make_cifar10(options.data / "sample"))
+    elif options.download:
+        once_on_each_machine(lambda: CIFAR10(options.data, download=True))
+    elif not (options.data / CIFAR10.base_folder).exists():
+        raise ValueError(
+            f"there is no {options.data / CIFAR10.base_folder}: give --sample, --download, or another --data"
+        )
 
 
 class Trainer:
-    """Everything that one run needs; `train` is the loop."""
+    """Everything that one run needs; `train` is the loop.
+
+    Raises:
+        ValueError: The model can't be split so; there are no images, or a checkpoint that does not fit.
+    """
 
     def __init__(self, options: argparse.Namespace, registry: ProcessGroupRegistry) -> None:
         self.options, self.registry = options, registry
         self.dtype = torch.float64 if options.float64 else torch.float32
         torch.manual_seed(options.seed)
         model = make_resnet34(10, registry, self.dtype)
-        criterion = nn.CrossEntropyLoss()
+        prepare_files(options)
         sgd = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, weight_decay=5e-4, fused=True)
-
-        booster = Booster(options.precision, registry, options.data_parallel)
+        data_parallel = options.data_parallel or data_parallel_asked(options)
+        booster = Booster(precision_asked(options), registry, data_parallel, accumulation_steps=options.accumulate)
         batch_size = options.batch_size // registry.topology.size(*registry.topology.data_axes)
-        loader = booster.prepare_dataloader(
+        self.loader = booster.prepare_dataloader(
             open_dataset(options, train=True), batch_size, shuffle=True, drop_last=True, seed=options.seed
         )
         self.test_loader = booster.prepare_dataloader(open_dataset(options, train=False), batch_size)
-        self.steps = min(options.steps or options.epochs * len(loader), options.epochs * len(loader))
-        schedule = CosineAnnealingLR(sgd, total_steps=self.steps)
+        steps = steps_asked(options, len(self.loader))
         self.booster = booster
-        self.model, self.optimizer, self.criterion, self.loader, self.schedule = booster.boost(
-            model, sgd, criterion, loader, schedule
+        self.model, self.optimizer, self.criterion, _, self.schedule = booster.boost(
+            model, sgd, nn.CrossEntropyLoss(), self.loader, CosineAnnealingLR(sgd, total_steps=steps)
         )
+        boosted = self.model, self.optimizer, self.schedule
+        self.run = Run(options, booster, *boosted, steps=steps, every=min(5, steps), unit="images")
 
-    def train(self, bar: tqdm, report: Callable[[Report], object]) -> None:
-        """All steps, with a report every 5 of them."""
-        monitor = Monitor(self.registry, report, every=min(5, self.steps), unit="images")
+    def train(self) -> None:
+        """All steps that are left."""
         self.model.train()
-        for images, labels in self.batches():
+        for images, labels in self.micro_batches():
             self.optimizer.zero_grad()
             loss = self.criterion(self.model(images), labels)
             self.booster.backward(loss, self.optimizer)
             self.optimizer.clip_grad_by_norm(max_norm=self.options.max_norm)
             stats = self.optimizer.step()
             self.schedule.step()
-            monitor(stats, loss.detach(), count=len(images))
-            bar.update()
+            self.run.note(stats, loss.detach(), count=len(images))
 
-    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """This data coordinate's part of each step's batch, on its device."""
-        epochs = (batch for _ in range(self.options.epochs) for batch in self.loader)
-        for images, labels in islice(epochs, self.steps):
-            yield self.to_device(images, labels)
+    def micro_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The parts of a data coordinate's batches; before the last of each, clipping waits and `step` does nothing."""
+        for batch in self.run.batches(self.loader):
+            images, labels = self.to_device(*batch)
+            yield from zip(images.chunk(self.options.accumulate), labels.chunk(self.options.accumulate), strict=True)
 
     def to_device(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return images.to(self.registry.device, self.dtype), labels.to(self.registry.device)
@@ -120,70 +135,50 @@ class Trainer:
         return loss, accuracy
 
 
-def run(options: argparse.Namespace, registry: ProcessGroupRegistry) -> None:
+def run(trainer: Trainer) -> None:
     """Train and test, with a progress bar and results on rank 0."""
-    first = registry.global_rank == 0
-    trainer = Trainer(options, registry)
-    before, start = trainer.test(), time.perf_counter()
-    with tqdm(total=trainer.steps, unit="step", disable=not first) as bar:
-        curve = Curve(bar)
-        trainer.train(bar, curve)
-    seconds, after = time.perf_counter() - start, trainer.test()
-    skipped = trainer.optimizer.skipped_steps
-    if not first:
+    before = trainer.test()
+    trainer.train()
+    after, skipped, steps, options = trainer.test(), trainer.optimizer.skipped_steps, trainer.run, trainer.options
+    if not steps.is_first:
         return
     precision = "float64" if options.float64 else options.precision
-    how = f"{registry.topology!r}, {precision}, {options.data_parallel or 'plain'} data parallelism"
-    print(f"{how}: {trainer.steps} steps in {seconds:.1f} s, {skipped} of them skipped")
-    print(f"loss in training: {curve.reports[0].loss:.4f} in the first steps, {curve.reports[-1].loss:.4f} in the last")
+    how = f"{trainer.registry.topology!r}, {precision}, {trainer.booster.data_parallel or 'plain'} data parallelism"
+    print(f"{how}: {steps.done} steps in {steps.seconds:.1f} s, {skipped} of them skipped")
+    if steps.rows:
+        print(f"loss in training: {steps.rows[0][1]:.4f} in the first steps, {steps.rows[-1][1]:.4f} in the last")
     print(f"test before: loss {before[0]:.4f}, accuracy {before[1]:.1%}")
     print(f"test after:  loss {after[0]:.4f}, accuracy {after[1]:.1%}")
-    if options.curve is not None:
-        curve.write(options.curve)
+    steps.write()
 
 
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    files = parser.add_mutually_exclusive_group()
+def read_options(processes: int, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line.
+
+    Raises:
+        ValueError: It is wrong.
+    """
+    parser = CommandLine(
+        __doc__,
+        "data (and replica, a second one): every coordinate trains on its part of the batch; tensor: residual blocks are "
+        "split",
+    )
+    add_training_flags(parser, batch_size=48, lr=0.3, epochs=2)
+    add, files = parser.add_argument, parser.add_mutually_exclusive_group()
     add("--data", type=Path, default=Path("data"), metavar="DIR", help="where the files are (default: %(default)s)")
     files.add_argument("--download", action="store_true", help="download the real data set into DIR, 170 MB, first")
     files.add_argument("--sample", action="store_true", help="make and use DIR/sample, which needs no network")
-    add(
-        "--topology",
-        type=Topology.parse,
-        metavar="AXIS=SIZE,...",
-        help="process axes, slowest first; the sizes must multiply to the number of processes. data (and replica, a second "
-        "one): every coordinate trains on its part of the batch; tensor: residual blocks are split (default: all on data)",
-    )
-    modes = ("fp32", "fp16", "bf16", "fp16_naive", "fp16_apex", "fp8")
-    add("--precision", choices=modes, default="fp32", help="see meshstep.amp (default: %(default)s)")
     add("--float64", action="store_true", help="compute in double precision, about 5 times slower on a CPU")
-    add(
-        "--data-parallel",
-        choices=get_args(DataParallel),
-        help="see Booster (default: the optimizer averages gradients)",
-    )
-    add("--epochs", type=int, default=2, help="times over the training images (default: %(default)s)")
-    add("--steps", type=int, metavar="N", help="stop after N steps if that is sooner")
-    add("--batch-size", type=int, default=48, help="images in a step (default: %(default)s)")
-    add("--lr", type=float, default=0.3, help="learning rate at the start (default: %(default)s)")
-    add("--max-norm", type=float, default=1.0, help="clip the gradient norm to it (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of weights, batches and random crops (default: %(default)s)")
-    add("--curve", type=Path, metavar="FILE", help="write loss and gradient norm of every 5 steps there, as CSV")
-    options = parser.parse_args()
+    how = "average gradients by torch's DistributedDataParallel or fully_shard (default: the optimizer does it)"
+    add("--data-parallel", choices=("ddp", "fsdp"), help=how)
+    options = parser.read(processes, arguments)
+    check_training(options)
     if options.float64 and options.precision != "fp32":
-        parser.error(f"--float64 is no mixed precision: leave out --precision {options.precision}")
+        raise ValueError(f"--float64 is no mixed precision: leave out --precision {options.precision}")
+    if options.data_parallel and options.zero:
+        raise ValueError("--zero is the optimizer's own data parallelism: leave out --data-parallel, or --zero")
     return options
 
 
-def main() -> None:
-    options = parse_options()
-    launch = init_distributed()
-    prepare_files(options, launch.local_rank)
-    with ProcessGroupRegistry(options.topology or Topology(data=launch.world_size)) as registry:
-        run(options, registry)
-
-
 if __name__ == "__main__":
-    main()
+    main(read_options, Trainer, run)

@@ -1,20 +1,25 @@
-"""The gradient norm of one 2-D linear layer on a 2 x 2 grid of processes, measured in the ways that are in use.
+"""The gradient norm of one linear layer, split over processes, measured in the ways that are in use.
 
-    torchrun --standalone --nproc-per-node 4 examples/compare_norms.py
+    torchrun --standalone --nproc-per-node 4 examples/compare_norms.py --topology row=2,col=2
 
-Each process holds a quarter of the weight. The bias is split over `col` and copied over `row`: half of it is on each
-process. The layer and its input are random; the dense layer in float64 says what is right.
+There each process holds a quarter of the weight. The bias is split over `col` and copied over `row`: half of it is on each
+process. The layer and its input are random; the dense layer in float64 says what is right. Over `data` gradients are
+averaged first, as all these ways want it: then only the ranks that share a model can be wrong about its norm.
 """
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from math import sqrt
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from meshstep.optim import global_norm
-from meshstep.parallel import Linear2D, P, ProcessGroupRegistry, Topology, gather_objects, init_distributed, shard
+from command_line import CommandLine, main
+from meshstep.optim import global_norm, sync_gradients
+from meshstep.parallel import P, ProcessGroupRegistry, declare, gather_objects, shard, spec_of
+from models.layers import DenseLayers, layers_for
 from torch import Tensor, nn
 
 FEATURES, BATCH = 64, 64
@@ -40,34 +45,65 @@ def dense_norm(input: Tensor) -> float:
     return sqrt(squares(layer.weight) + squares(layer.bias))
 
 
-def measure(input: Tensor, registry: ProcessGroupRegistry) -> list[tuple[str, float]]:
-    """(method, norm) of each method."""
+class Comparison(NamedTuple):
+    """A layer with a gradient, on some of the ranks that share it."""
+
+    layer: nn.Module
+    registry: ProcessGroupRegistry
+
+
+def prepare(options: argparse.Namespace, registry: ProcessGroupRegistry) -> Comparison:
+    """The layer, split over the topology, with the gradient of its whole input.
+
+    Raises:
+        ValueError: No layer is split so, or the batch is not.
+    """
+    family = layers_for(registry)
     torch.manual_seed(0)
-    layer = Linear2D(FEATURES, FEATURES, registry, bias="column")
-    layer(shard(input, P("row", "col"), registry)).square().sum().backward()
-    weights = gather_objects(squares(layer.weight), registry)
-    biases = gather_objects(squares(layer.bias), registry)
-    local = [sqrt(weight + bias) for weight, bias in zip(weights, biases, strict=True)]
-    return [
-        *((f"each rank its own gradients: rank {rank}", norm) for rank, norm in enumerate(local)),
-        ("one boolean, bias marked as split: all ranks count it", sqrt(sum(weights) + sum(biases))),
-        ("one boolean, bias marked as copied: rank 0 counts it", sqrt(sum(weights) + biases[0])),
-        ("meshstep, bias declared P('col')", float(global_norm(layer.parameters(), registry).total_norm)),
-    ]
+    layer = family.first_linear(FEATURES, FEATURES)
+    if type(family) is DenseLayers:
+        declare(layer, {"*": P()})
+    data_axes = registry.topology.data_axes
+    part = shard(layer_input(), P((*data_axes, *family.batch_axes), family.feature_axes), registry)
+    # What is averaged over the data axes is to be the whole sum.
+    loss = layer(part).square().sum() * registry.topology.size(*data_axes)
+    loss.backward()
+    sync_gradients(layer.parameters(), registry)
+    return Comparison(layer, registry)
 
 
-def main() -> None:
-    init_distributed()
-    with ProcessGroupRegistry(Topology(row=2, col=2)) as registry:
-        input = layer_input()
-        truth = dense_norm(input)
-        rows = measure(input, registry)
-        if registry.global_rank == 0:
-            print(f"{'dense layer, float64':55}{truth:10.3f}")
-            for method, norm in rows:
-                print(f"{method:55}{norm:10.3f}{round(norm / truth - 1, 6) + 0.0:+10.2%}")
-    dist.destroy_process_group()
+def measure(layer: nn.Module, registry: ProcessGroupRegistry) -> list[tuple[str, float]]:
+    """(method, norm) of each method."""
+    weight, bias = layer.get_parameter("weight"), layer.get_parameter("bias")
+    everywhere = gather_objects((squares(weight), squares(bias)), registry)
+    model_axes = registry.topology.model_axes
+    ranks = registry.ranks(*model_axes) if model_axes else (registry.global_rank,)
+    weights, biases = zip(*(everywhere[rank] for rank in ranks), strict=True)
+    local = [(rank, sqrt(sum(everywhere[rank]))) for rank in ranks]
+    rows = [(f"each rank its own gradients: rank {rank}", norm) for rank, norm in local]
+    if model_axes:
+        rows += [
+            ("one boolean, bias marked as split: all ranks count it", sqrt(sum(weights) + sum(biases))),
+            ("one boolean, bias marked as copied: rank 0 counts it", sqrt(sum(weights) + biases[0])),
+        ]
+    found = float(global_norm(layer.parameters(), registry).total_norm)
+    return [*rows, (f"meshstep, bias declared {spec_of(bias)}", found)]
+
+
+def run(comparison: Comparison) -> None:
+    """Print the norms on rank 0."""
+    truth, rows = dense_norm(layer_input()), measure(*comparison)
+    if comparison.registry.global_rank == 0:
+        print(f"{'dense layer, float64':55}{truth:10.3f}")
+        for method, norm in rows:
+            print(f"{method:55}{norm:10.3f}{round(norm / truth - 1, 6) + 0.0:+10.2%}")
+
+
+def read_options(processes: int, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; ValueError where it is wrong."""
+    axes = "data: copies that see parts of the batch; tensor: 1-D layer; row and col, equally large: 2-D layer"
+    return CommandLine(__doc__, axes).read(processes, arguments)
 
 
 if __name__ == "__main__":
-    main()
+    main(read_options, prepare, run)

@@ -7,29 +7,36 @@
     torchrun --standalone --nproc-per-node 2 examples/train_digits.py --topology tensor=2 --precision bf16 --accumulate 4
 
 The seed decides the full weights and the batches; the topology only decides who holds which part of them. So the same
-seed gives the same loss curve on every topology. The model is in digits_model.py.
+seed gives the same loss curve on every topology. The model is in models/.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-from digits_model import DenseLayers, DenseReference, DigitsTransformer, full_parameters, layers_for
+from command_line import (
+    CommandLine,
+    add_training_flags,
+    check_training,
+    data_parallel_asked,
+    main,
+    precision_asked,
+)
 from einops import rearrange
-from meshstep.amp import ApexFp16, precision_of
-from meshstep.optim import ParallelOptimizer, load_checkpoint, newest_checkpoint, save_checkpoint
-from meshstep.parallel import P, ProcessGroupRegistry, Topology, init_distributed, reduce_from, shard
+from meshstep.optim import Booster, newest_checkpoint
+from meshstep.parallel import P, ProcessGroupRegistry, reduce_from, shard
+from models.digits import DenseReference, DigitsTransformer, full_parameters
+from models.layers import DenseLayers, layers_for
 from sklearn.datasets import load_digits
 from torch import Tensor
 from tqdm import tqdm
+from training import write_csv, write_plot
 
 TEST_SAMPLES = 360
-PRECISIONS = ("fp32", "fp16", "bf16", "fp16_naive", "O0", "O1", "O2", "O3", "fp8")
 # The reference computes in float64, the model in float32: what is left is the rounding of its forward and backward.
 LARGEST_DIFFERENCE = 1e-5
 
@@ -69,6 +76,11 @@ class Split:
         self.batch_axes = (*registry.topology.data_axes, *layers.batch_axes)
         self.patch_spec = P(self.batch_axes, None, layers.feature_axes)
         self.label_spec = P(self.batch_axes)
+        parts = registry.topology.size(*self.batch_axes)
+        if TEST_SAMPLES % parts:
+            raise ValueError(
+                f"the {TEST_SAMPLES} test samples don't divide over {' x '.join(self.batch_axes)}, {parts}"
+            )
 
     def local(self, batch: Samples) -> Samples:
         """This rank's part of a full batch."""
@@ -83,7 +95,12 @@ class Split:
 
 
 class Trainer:
-    """Model, optimizer and schedule of one run, and a record of its steps."""
+    """Model, optimizer and schedule of one run, and a record of its steps.
+
+    Raises:
+        ValueError: The topology has no layers, or does not divide the samples or the model; there is a checkpoint that
+            does not fit.
+    """
 
     def __init__(self, options: argparse.Namespace, registry: ProcessGroupRegistry) -> None:
         self.options, self.registry = options, registry
@@ -91,35 +108,32 @@ class Trainer:
         self.split = Split(self.layers, registry)
         self.train_samples, self.test_samples = load_samples(registry.device)
         torch.manual_seed(options.seed)
-        mode = options.precision
-        precision = ApexFp16(opt_level=mode) if mode.startswith("O") else precision_of(mode)
-        self.model = precision.prepare(DigitsTransformer(self.layers).to(registry.device), registry)
-        self.loss = precision.prepare_criterion(self.layers.loss)
         # Without masters Adam's second moments are float16: most squares underflow to 0, and 1e-8 does not hold them up.
-        eps = 1e-3 if mode == "O3" else 1e-8
-        adamw = torch.optim.AdamW(self.model.parameters(), lr=options.lr, weight_decay=0.05, eps=eps, fused=True)
-        self.optimizer = ParallelOptimizer(
-            adamw,
-            registry,
-            max_norm=options.max_norm,
-            precision=precision,
-            accumulation_steps=options.accumulate,
-            shard_states="data" if options.zero else None,
-            shard_gradients=options.zero == 2,
+        eps = 1e-3 if options.precision == "O3" else 1e-8
+        model = DigitsTransformer(self.layers)
+        adamw = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.05, eps=eps, fused=True)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            adamw, options.lr, total_steps=options.steps, cycle_momentum=False
         )
-        self.schedule = torch.optim.lr_scheduler.OneCycleLR(
-            self.optimizer, options.lr, total_steps=options.steps, cycle_momentum=False
+        self.booster = Booster(
+            precision_asked(options),
+            registry,
+            data_parallel_asked(options),
+            max_norm=options.max_norm,
+            accumulation_steps=options.accumulate,
+        )
+        self.model, self.optimizer, self.loss, _, self.schedule = self.booster.boost(
+            model, adamw, self.layers.loss, lr_scheduler=schedule
         )
         self.reference = DenseReference() if options.verify else None
         self.history: list[Tensor] = []  # of each step: loss, accuracy, gradient norm, clip coefficient
         self.differences: list[float] = []
+        if options.resume is not None and newest_checkpoint(options.resume) is not None:
+            saved = self.booster.load(options.resume, self.model, self.optimizer, self.schedule)
+            self.history = list(saved["history"].to(registry.device))
 
     def run(self) -> None:
-        """All steps, with a progress bar on rank 0."""
-        folder = self.options.resume
-        if folder is not None and newest_checkpoint(folder) is not None:
-            saved = load_checkpoint(folder, self.model, self.optimizer, lr_scheduler=self.schedule)
-            self.history = list(saved["history"].to(self.registry.device))
+        """All steps that are left, with a progress bar on rank 0."""
         start, last = len(self.history), self.options.steps
         steps = tqdm(range(start, last), unit="step", initial=start, total=last, disable=self.registry.global_rank != 0)
         for step in steps:
@@ -127,9 +141,9 @@ class Trainer:
             if step % 10 == 9 or step == self.options.steps - 1:  # reading numbers waits for the device
                 loss, accuracy, norm, _ = self.history[-1].tolist()
                 steps.set_postfix_str(f"loss {loss:.4f}, gradient norm {norm:.3f}, accuracy {accuracy:.0%}")
-            if folder is not None and (step + 1) % self.options.save_every == 0:
+            if self.options.resume is not None and (step + 1) % self.options.save_every == 0:
                 record = {"history": torch.stack(self.history)}
-                save_checkpoint(folder, self.model, self.optimizer, lr_scheduler=self.schedule, extra=record)
+                self.booster.save(self.options.resume, self.model, self.optimizer, self.schedule, extra=record)
 
     def step(self, batch: Samples) -> None:
         """One training step on a full batch."""
@@ -138,7 +152,7 @@ class Trainer:
         measured = []
         for patches, labels in zip(batch.patches.chunk(count), batch.labels.chunk(count), strict=True):
             loss, accuracy = self.forward(Samples(patches, labels))
-            self.optimizer.backward(loss)
+            self.booster.backward(loss, self.optimizer)
             measured.append(torch.stack([loss.detach(), accuracy]))
         expected = self.dense_norm(batch) if self.reference is not None else None
         stats = self.optimizer.step()
@@ -177,8 +191,10 @@ def report(trainer: Trainer, seconds: float) -> bool:
         return True
     options, history = trainer.options, torch.stack(trainer.history).cpu()
     if options.curve is not None:
-        rows = (",".join(map(repr, row)) for row in history.tolist())
-        options.curve.write_text("\n".join(["loss,accuracy,norm,clip_coef", *rows, ""]))
+        write_csv(options.curve, "loss,accuracy,norm,clip_coef", history.tolist())
+    if options.plot is not None:
+        rows = [(step, row[0], row[2]) for step, row in enumerate(history.tolist(), start=1)]
+        write_plot(options.plot, repr(trainer.booster), rows)
     clipped = int((history[:, 3] < 1).sum())
     print(f"{trainer.registry.topology!r}: {len(history)} steps in {seconds:.1f} s, {clipped} of them clipped")
     print(f"last batch:  loss {history[-1, 0]:.6f}, gradient norm {history[-1, 2]:.6f}")
@@ -194,78 +210,37 @@ def report(trainer: Trainer, seconds: float) -> bool:
     return right
 
 
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--topology",
-        type=Topology.parse,
-        default=Topology(),
-        metavar="AXIS=SIZE,...",
-        help="process axes, slowest first; the sizes must multiply to the number of processes. data: every coordinate "
-        "trains on its part of the batch; tensor: 1-D layers; row and col, equally large: 2-D layers (default: none)",
+def read_options(processes: int, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line.
+
+    Raises:
+        ValueError: It is wrong.
+    """
+    parser = CommandLine(
+        __doc__,
+        "data: every coordinate trains on its part of the batch; tensor: 1-D layers; row and col, equally large: 2-D",
     )
-    parser.add_argument("--steps", type=int, default=200, help="training steps (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=64, help="samples in a full batch (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default: %(default)s)")
-    parser.add_argument(
-        "--max-norm", type=float, default=1.0, help="clip the gradient norm to it (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--precision", choices=PRECISIONS, default="fp32", help="mixed-precision mode (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--accumulate", type=int, default=1, metavar="K", help="split each batch into K micro-batches (default: 1)"
-    )
-    parser.add_argument(
-        "--zero",
-        type=int,
-        choices=(0, 1, 2),
-        default=0,
-        help="shard optimizer states over data (1), and gradients as well (2) (default: 0)",
-    )
-    parser.add_argument(
-        "--resume",
-        type=Path,
-        metavar="DIR",
-        help="save checkpoints there, and continue from the newest one, which may be of another topology or --zero",
-    )
-    parser.add_argument(
-        "--save-every", type=int, default=25, metavar="N", help="steps between checkpoints (default: %(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and batches (default: %(default)s)")
-    parser.add_argument(
-        "--curve", type=Path, metavar="FILE", help="write loss, norm and so on of each step there, as CSV"
-    )
+    add_training_flags(parser, batch_size=64, lr=3e-3, steps=200)
     parser.add_argument(
         "--verify",
         action="store_true",
         help=f"compare the gradient norm of every step with the dense model's in float64, computed beside it; "
         f"exit with 1 if they differ by more than {LARGEST_DIFFERENCE:.0e}, relative",
     )
-    options = parser.parse_args()
+    options = parser.read(processes, arguments)
+    check_training(options)
     if options.verify and options.precision != "fp32":
-        parser.error("--verify compares with float64 to 1e-5, which only fp32 can meet; leave one of the two out")
-    if options.zero and "data" not in options.topology.axes:
-        parser.error(
-            "--zero shards over the axis data, which --topology does not have; e.g. --topology data=2,tensor=2"
-        )
-    if options.batch_size % options.accumulate:
-        parser.error(f"--accumulate {options.accumulate} does not divide --batch-size {options.batch_size}")
+        raise ValueError("--verify compares with float64 to 1e-5, which only fp32 can meet; leave one of the two out")
     return options
 
 
-def main() -> None:
-    options = parse_options()
-    init_distributed()
-    with ProcessGroupRegistry(options.topology) as registry:
-        trainer = Trainer(options, registry)
-        start = time.perf_counter()
-        trainer.run()
-        right = report(trainer, time.perf_counter() - start)
-    dist.destroy_process_group()
-    if not right:
+def run(trainer: Trainer) -> None:
+    """Train and report; exits with 1 where ``--verify`` found wrong norms."""
+    start = time.perf_counter()
+    trainer.run()
+    if not report(trainer, time.perf_counter() - start):
         raise SystemExit(1)
 
 
 if __name__ == "__main__":
-    main()
+    main(read_options, Trainer, run)

@@ -47,7 +47,17 @@ def printed_by(code: str, name: str, namespace: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(("code", "output"), blocks("python"), ids=lambda text: text.split("\n")[0])
 def test_python(code: str, output: str) -> None:
-    assert printed_by(code, "README.md", {"__name__": "readme"}) == output
+    try:
+        assert printed_by(code, "README.md", {"__name__": "readme"}) == output
+    finally:
+        if torch.distributed.is_initialized():  # the quickstart joins the processes, even if it is one
+            torch.distributed.destroy_process_group()
+
+
+def test_the_quickstart_is_the_first_that_is_shown_after_the_diff() -> None:
+    kinds_and_texts = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    after_the_diff = [kind for kind, _ in kinds_and_texts].index("diff") + 1
+    assert kinds_and_texts[after_the_diff] == ("python", (ROOT / "examples" / "quickstart.py").read_text())
 
 
 @pytest.mark.parametrize(("package", "least"), [("parallel", 9), ("amp", 3)])
@@ -93,7 +103,7 @@ def test_the_flags_of_the_main_job_exist(monkeypatch: pytest.MonkeyPatch) -> Non
     command = next(text for text, _ in blocks("bash") if "train_digits" in text)
     words = shlex.split(command)
     monkeypatch.setattr(sys, "argv", words[words.index("examples/train_digits.py") :])
-    options = example("train_digits").parse_options()
+    options = example("train_digits").read_options(4)
     assert options.topology == Topology(row=2, col=2)
     assert options.verify
 
@@ -120,9 +130,10 @@ def test_links_lead_somewhere() -> None:
 
 def compare_norms() -> list[tuple[str, float]]:
     script = example("compare_norms")
-    with ProcessGroupRegistry(Topology(row=2, col=2)) as registry:
-        input = script.layer_input()
-        return [("dense layer, float64", script.dense_norm(input)), *script.measure(input, registry)]
+    options = script.read_options(4, ["--topology", "row=2,col=2"])
+    with ProcessGroupRegistry(options.topology) as registry:
+        truth = ("dense layer, float64", script.dense_norm(script.layer_input()))
+        return [truth, *script.measure(*script.prepare(options, registry))]
 
 
 def test_the_norms_are_as_printed(world: World) -> None:

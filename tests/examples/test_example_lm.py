@@ -6,18 +6,20 @@ import re
 from pathlib import Path
 
 import torch
-from run_example import read_curve, run_example
+from run_example import printed_by_example, read_curve, run_example
+from world import World
 
 # 104 paragraphs to train: 6 batches of 16 and one of 8 in an epoch, which is half a window where a window has 2 parts.
 FLAGS = ["--paragraphs", "232", "--batch-size", "16", "--epochs", "3", "--width", "32", "--seed", "3"]
 STEPS = 21
 
 
-def test_accumulated_over_data_and_tensor_it_is_the_run_of_one_process(tmp_path: Path) -> None:
+def test_accumulated_over_data_and_tensor_it_is_the_run_of_one_process(world: World, tmp_path: Path) -> None:
     one, split = tmp_path / "one.csv", tmp_path / "split.csv"
     printed = run_example("accumulate_lm", "--curve", str(one), *FLAGS)
-    how = ["--topology", "data=2,tensor=2", "--accumulate", "2"]
-    also_printed = run_example("accumulate_lm", "--curve", str(split), *how, *FLAGS, processes=4)
+    how = ["--curve", str(split), "--accumulate", "2", *FLAGS]
+    also_printed, *others = world.run(4, printed_by_example, "accumulate_lm", how, "data=2,tensor=2")
+    assert others == ["", "", ""]
 
     curve = read_curve(one)
     assert curve.shape == (STEPS, 3)

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_example import read_curve, run_example
+from meshstep.parallel import Topology
+from run_example import read_curve, run_example, train_example
+from world import World
 
 pytest.importorskip("torchvision", reason="the example's model and data set are torchvision's")
 
@@ -15,7 +17,7 @@ TOPOLOGIES = {
     "data=2": ["--data-parallel", "ddp"],
     "tensor=2": [],
     "data=2,tensor=2": [],
-    "data=4": ["--data-parallel", "zero2"],
+    "data=4": ["--zero", "2"],
 }
 
 
@@ -24,35 +26,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("data")
 
 
-def run(folder: Path, *flags: str, processes: int = 1) -> tuple[torch.Tensor, str]:
-    """The curve and what was printed."""
-    curve = folder / "curve.csv"
-    flags = ("--sample", "--data", str(folder), "--curve", str(curve), *flags)
-    printed = run_example("clip_resnet34", *flags, processes=processes)
-    return read_curve(curve), printed
-
-
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> torch.Tensor:
+def alone(world: World, folder: Path) -> torch.Tensor:
     """The curve of one process."""
-    return exact_curve(folder)
+    return exact_curve(world, folder, "data=1")
 
 
-def exact_curve(folder: Path, *flags: str, processes: int = 1) -> torch.Tensor:
-    curve, _ = run(folder, "--float64", "--steps", "10", "--batch-size", "16", *flags, processes=processes)
+def exact_curve(world: World, folder: Path, topology: str, *more: str) -> torch.Tensor:
+    path = folder / "curve.csv"
+    flags = ["--sample", "--data", str(folder), "--float64", "--steps", "10", "--batch-size", "16", *more]
+    ranks = Topology.parse(topology).world_size
+    world.run(ranks, train_example, "clip_resnet34", [*flags, "--curve", str(path)], topology)
+    curve = read_curve(path)
     assert curve[:, 0].tolist() == [5, 10]
     return curve
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_every_topology_has_the_curve_of_one_process(folder: Path, alone: torch.Tensor, topology: str) -> None:
-    processes = 4 if topology in ("data=2,tensor=2", "data=4") else 2
-    found = exact_curve(folder, "--topology", topology, *TOPOLOGIES[topology], processes=processes)
+def test_every_topology_has_the_curve_of_one_process(
+    world: World, folder: Path, alone: torch.Tensor, topology: str
+) -> None:
+    found = exact_curve(world, folder, topology, *TOPOLOGIES[topology])
     torch.testing.assert_close(found, alone, rtol=1e-10, atol=0)
 
 
 def test_it_learns(folder: Path) -> None:
-    _, printed = run(folder)
+    printed = run_example("clip_resnet34", "--sample", "--data", str(folder))
     (before, wrong), (after, right) = re.findall(r"test \w+: +loss ([\d.]+), accuracy ([\d.]+)%", printed)
     assert float(after) < float(before) / 2
     assert float(wrong) < 20 < 60 < float(right)

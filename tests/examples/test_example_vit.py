@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_example import example, read_curve, run_example
+from run_example import example, read_curve, run_example, train_example
 from sklearn.datasets import load_digits
+from world import World
 
 pytest.importorskip("torchvision", reason="the example and its sample data are read by torchvision's dataset classes")
 
@@ -23,15 +24,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("data")
 
 
-def run(data: Path, curve: Path, *flags: str, processes: int = 1) -> tuple[torch.Tensor, str]:
-    printed = run_example("amp_vit", "--data", str(data), "--curve", str(curve), *FLAGS, *flags, processes=processes)
-    return read_curve(curve), printed
-
-
-def test_split_it_has_the_curve_of_one_process_and_in_half_precision_nearly_so(data: Path, tmp_path: Path) -> None:
-    one, printed = run(data, tmp_path / "one.csv", "--precision", "fp32")
-    split, _ = run(data, tmp_path / "split.csv", "--precision", "fp32", "--topology", "tensor=2", processes=2)
-    half, _ = run(data, tmp_path / "half.csv", "--precision", "bf16")
+def test_split_it_has_the_curve_of_one_process_and_in_half_precision_nearly_so(
+    world: World, data: Path, tmp_path: Path
+) -> None:
+    paths = {name: tmp_path / f"{name}.csv" for name in ("one", "split", "half")}
+    flags = {name: [*FLAGS, "--data", str(data), "--curve", str(path)] for name, path in paths.items()}
+    printed = run_example("amp_vit", *flags["one"], "--precision", "fp32")
+    world.run(2, train_example, "amp_vit", [*flags["split"], "--precision", "fp32"], "tensor=2")
+    world.run(1, train_example, "amp_vit", [*flags["half"], "--precision", "bf16"])
+    one, split, half = (read_curve(paths[name]) for name in ("one", "split", "half"))
 
     assert one.shape == (STEPS // 5, 3)
     torch.testing.assert_close(split, one, rtol=1e-5, atol=0)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from meshstep.parallel import ProcessGroupRegistry, Topology
-from run_example import example, read_curve, run_example
+from run_example import example, printed_by_example, read_curve, run_example
+from world import World
 
 STEPS = 12
 COLUMNS = ("loss", "accuracy", "norm", "clip_coef")
@@ -34,21 +35,24 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
     [("row=2,col=2", []), ("data=2,tensor=2", []), ("data=2,tensor=2", ["--accumulate", "4", "--zero", "2"])],
 )
 def test_a_topology_has_the_curve_of_one_process(
-    topology: str, flags: list[str], one_process: torch.Tensor, tmp_path: Path
+    world: World, topology: str, flags: list[str], one_process: torch.Tensor, tmp_path: Path
 ) -> None:
     path = tmp_path / "curve.csv"
-    printed = run_example("train_digits", "--topology", topology, "--curve", str(path), *FLAGS, *flags, processes=4)
+    given = ["--curve", str(path), *FLAGS, *flags]
+    printed, *others = world.run(4, printed_by_example, "train_digits", given, topology)
     assert "right" in printed
-    assert printed.count("test:") == 1, "only rank 0 reports"
+    assert others == ["", "", ""], "only rank 0 reports"
     torch.testing.assert_close(read_curve(path, COLUMNS), one_process, rtol=2e-5, atol=0)
 
 
-def test_a_run_is_resumed_on_another_topology(one_process: torch.Tensor, tmp_path: Path) -> None:
-    folder, path = str(tmp_path / "checkpoints"), tmp_path / "curve.csv"
+def test_a_run_is_resumed_on_another_topology(world: World, one_process: torch.Tensor, tmp_path: Path) -> None:
+    path = tmp_path / "curve.csv"
+    flags = ["--resume", str(tmp_path / "checkpoints"), "--save-every", "5", *FLAGS]
     # The schedule needs the whole length; the first run saves after step 5 and 10 and is then as good as lost.
-    run_example("train_digits", "--resume", folder, "--save-every", "5", *FLAGS)
-    flags = ["--resume", folder, "--accumulate", "4", "--zero", "2", "--curve", str(path), *FLAGS]
-    run_example("train_digits", "--topology", "data=2,tensor=2", *flags, processes=4)
+    world.run(1, printed_by_example, "train_digits", flags, "data=1")
+    flags += ["--accumulate", "4", "--zero", "2", "--curve", str(path)]
+    printed, *_ = world.run(4, printed_by_example, "train_digits", flags, "data=2,tensor=2")
+    assert f"{STEPS} steps" in printed
     torch.testing.assert_close(read_curve(path, COLUMNS), one_process, rtol=2e-5, atol=0)
 
 
@@ -61,6 +65,7 @@ def options(**changes: Any) -> argparse.Namespace:
             "max_norm": 1.0,
             "seed": 5,
             "curve": None,
+            "plot": None,
             "verify": True,
             "precision": "fp32",
             "accumulate": 1,
@@ -106,10 +111,26 @@ def test_every_epoch_uses_each_sample_once_and_in_another_order() -> None:
 
 
 def test_batch_norm_and_accumulation_do_not_mix() -> None:
-    script = example("accumulate_norms")
+    script, registry = example("accumulate_norms"), ProcessGroupRegistry(Topology(data=1))
     for norm in script.NORMS:
-        parameters, gradient = map(script.difference, script.train(norm, 4, 5), script.train(norm, 1, 5))
+        found, expected = (script.train(norm, micro_batches, 5, registry) for micro_batches in (4, 1))
+        parameters, gradient = map(script.difference, found, expected)
         if norm == "group norm":
             assert max(parameters, gradient) < 1e-14
         else:
             assert min(parameters, gradient) > 1e-3
+
+
+def compare_norms(topology: str) -> tuple[float, list[tuple[str, float]]]:
+    script, options = example("compare_norms"), argparse.Namespace(topology=Topology.parse(topology))
+    with ProcessGroupRegistry(options.topology) as registry:
+        return script.dense_norm(script.layer_input()), script.measure(*script.prepare(options, registry))
+
+
+@pytest.mark.parametrize("topology", ["data=4", "tensor=4", "data=2,tensor=2"])
+def test_norms_are_compared_on_other_topologies_too(world: World, topology: str) -> None:
+    for truth, rows in world.run(4, compare_norms, topology):
+        *others, (method, norm) = rows
+        assert method.startswith("meshstep, bias declared P(")
+        assert norm == pytest.approx(truth, rel=1e-6)
+        assert all(other == pytest.approx(truth, rel=1e-6) for _, other in others) == (topology == "data=4")

@@ -1,15 +1,19 @@
-"""Run a script of examples/ from the command line, as a user does."""
+"""Run a script of examples/: from the command line, as a user does, or on the ranks of a `World`, which is faster."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib
+import io
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from meshstep.parallel import ProcessGroupRegistry, Topology
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
@@ -23,11 +27,45 @@ def example(name: str) -> Any:
 
 def run_example(name: str, *flags: str, processes: int = 1) -> str:
     """What it prints to stdout; under torchrun where there are several processes."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, *(torchrun if processes > 1 else []), str(EXAMPLES / f"{name}.py"), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = start_example(name, *flags, processes=processes)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def start_example(name: str, *flags: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
+    """How it ended."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *(torchrun if processes > 1 else []), str(EXAMPLES / f"{name}.py"), *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def train_example(name: str, flags: Sequence[str], topology: str = "data=1", stop_after: int | None = None) -> int:
+    """Train with a script on the ranks of a `World`, without its tests before and after; no torch has to be imported.
+
+    Args:
+        stop_after: Steps after which the run is lost.
+    Returns:
+        The step it began with.
+    """
+    script = example(name)
+    options = script.read_options(Topology.parse(topology).world_size, ["--topology", topology, *flags])
+    with ProcessGroupRegistry(options.topology) as registry:
+        trainer = script.Trainer(options, registry)
+        began: int = trainer.run.done
+        if stop_after is not None:
+            trainer.run.steps = stop_after
+        trainer.train()
+        trainer.run.write()
+    return began
+
+
+def printed_by_example(name: str, flags: Sequence[str], topology: str) -> str:
+    """What a script prints to stdout on this rank of a `World`."""
+    script, printed = example(name), io.StringIO()
+    options = script.read_options(Topology.parse(topology).world_size, ["--topology", topology, *flags])
+    with ProcessGroupRegistry(options.topology) as registry, contextlib.redirect_stdout(printed):
+        script.run(script.Trainer(options, registry))
+    return printed.getvalue()
 
 
 def read_curve(path: Path, columns: tuple[str, ...] = ("step", "loss", "norm")) -> torch.Tensor:

@@ -1,0 +1,214 @@
+"""What all examples share of their command lines: flags that mean the same everywhere, and errors in one line.
+
+    main(read_options, Trainer, run)
+
+joins the processes, reads the options, makes the Trainer on the topology they ask for, and runs it. What is wrong with
+the options or the layout is a ValueError until then: it ends the program with its message, told by one rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NoReturn, TypeVar
+
+import torch.distributed as dist
+from meshstep.amp import ApexFp16, Precision, precision_of
+from meshstep.optim import DataParallel
+from meshstep.parallel import Launch, ProcessGroupRegistry, Topology, init_distributed
+
+PRECISIONS = ("fp32", "fp16", "bf16", "fp16_naive", "O0", "O1", "O2", "O3", "fp8")
+WRONG_USE = 2  # the exit code, as argparse has it
+PATIENCE = 10.0  # seconds: many times what a launcher takes to end the others after the first rank
+
+T = TypeVar("T")
+
+
+# Flags ------------------------------------------------------------------------------------------------------------------
+
+
+class CommandLine(argparse.ArgumentParser):
+    """The flags of a script: ``--topology``, those of `add_training_flags` where it trains, and its own.
+
+    Args:
+        doc: What ``--help`` begins with.
+        axes: What the script's axes do, for the help of ``--topology``.
+    """
+
+    def __init__(self, doc: str | None, axes: str) -> None:
+        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+        self.add_argument(
+            "--topology",
+            type=_topology,
+            metavar="AXIS=SIZE,...",
+            help="process axes, slowest first; the sizes must multiply to the number of processes. "
+            f"{axes} (default: data=<number of processes>)",
+        )
+
+    def read(self, processes: int, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+        """The options, with a topology always.
+
+        Raises:
+            ValueError: A flag is wrong.
+            SystemExit: It was ``--help``.
+        """
+        options = self.parse_args(arguments)
+        if options.topology is None:
+            options.topology = Topology(data=processes)
+        return options
+
+    def error(self, message: str) -> NoReturn:
+        """`main` tells it, as it does what is wrong with a layout."""
+        raise ValueError(message)
+
+    def print_help(self, file: IO[str] | None = None) -> None:  # type: ignore[override]
+        """Once, whatever the number of processes."""
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            super().print_help(file)
+
+
+def add_steps(parser: argparse._ActionsContainer, steps: int | None) -> None:
+    """``--steps``, by default so many, or those of ``--epochs``."""
+    default = "as many as --epochs have" if steps is None else "%(default)s"
+    parser.add_argument("--steps", type=_count, default=steps, metavar="N", help=f"training steps (default: {default})")
+
+
+def add_training_flags(
+    parser: CommandLine,
+    *,
+    batch_size: int,
+    lr: float,
+    precision: str = "fp32",
+    steps: int | None = None,
+    epochs: int | None = None,
+) -> None:
+    """The flags of a script that trains, with its own defaults; the length is ``steps``, or ``epochs`` over the data."""
+    add = parser.add_argument
+    length = parser.add_mutually_exclusive_group()
+    add_steps(length, steps)
+    if epochs is not None:
+        length.add_argument("--epochs", type=_count, default=epochs, help="times over the data (default: %(default)s)")
+    add("--batch-size", type=_count, default=batch_size, help="samples in a full batch (default: %(default)s)")
+    add("--lr", type=float, default=lr, help="peak learning rate (default: %(default)s)")
+    add("--max-norm", type=float, default=1.0, help="clip the gradient norm to it (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of everything random (default: %(default)s)")
+    modes = "mixed-precision mode, see meshstep.amp; O0 to O3 are those of apex (default: %(default)s)"
+    add("--precision", choices=PRECISIONS, default=precision, help=modes)
+    add("--accumulate", type=_count, default=1, metavar="K", help="split each batch into K micro-batches (default: 1)")
+    shards = "shard optimizer states over the data axis (1), and gradients as well (2) (default: 0)"
+    add("--zero", type=int, choices=(0, 1, 2), default=0, help=shards)
+    resume = "save checkpoints there, and continue from the newest one, which may be of another topology or --zero"
+    add("--resume", type=Path, metavar="DIR", help=resume)
+    add("--save-every", type=_count, default=25, metavar="N", help="steps between checkpoints (default: %(default)s)")
+    add("--plot", type=_svg, metavar="FILE.svg", help="draw the curves of loss and gradient norm there")
+    add("--curve", type=Path, metavar="FILE.csv", help="write their numbers there")
+
+
+def check_training(options: argparse.Namespace) -> None:
+    """Raise ValueError where the flags of `add_training_flags` don't fit together."""
+    topology: Topology = options.topology
+    if options.zero and not topology.data_axes:
+        raise ValueError(
+            f"--zero shards over the axis data, which {topology!r} does not have; add data=1 or more to it"
+        )
+    rows = [axis for axis in topology.axes if axis == "row"]  # of 2-D layers: they split the batch as well
+    parts = options.accumulate * topology.size(*topology.data_axes, *rows)
+    if options.batch_size % parts:
+        over = " x ".join(["--accumulate", *topology.data_axes, *rows])
+        raise ValueError(f"--batch-size {options.batch_size} must be a multiple of {parts}, its parts: {over}")
+
+
+def precision_asked(options: argparse.Namespace) -> Precision:
+    """The mode that ``--precision`` names."""
+    mode: str = options.precision
+    return ApexFp16(opt_level=mode) if mode.startswith("O") else precision_of(mode)
+
+
+def data_parallel_asked(options: argparse.Namespace) -> DataParallel | None:
+    """What ``--zero`` is for a `Booster`."""
+    stages: dict[int, DataParallel | None] = {0: None, 1: "zero1", 2: "zero2"}
+    return stages[options.zero]
+
+
+def _topology(text: str) -> Topology:
+    try:
+        return Topology.parse(text)
+    except ValueError as error:  # of a ValueError argparse would not tell the message
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number >= 1")
+    return int(text)
+
+
+def _svg(text: str) -> Path:
+    if not text.endswith(".svg"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no SVG file: end its name in .svg")
+    return Path(text)
+
+
+# Running ----------------------------------------------------------------------------------------------------------------
+
+
+def main(
+    read_options: Callable[[int], argparse.Namespace],
+    prepare: Callable[[argparse.Namespace, ProcessGroupRegistry], T],
+    run: Callable[[T], object],
+) -> None:
+    """Run a script, on all processes that a launcher started, or in this one.
+
+    Args:
+        read_options: From the number of processes.
+        prepare: Makes all that can be found wrong before the first step; what it has against the options or the
+            topology is a ValueError.
+        run: Gets what ``prepare`` made. An error in here keeps its traceback.
+    """
+    with _joined() as launch:
+        with _told_by_one_rank(launch.rank):
+            options = read_options(launch.world_size)
+            registry = ProcessGroupRegistry(options.topology)
+            prepared = prepare(options, registry)
+        with registry:
+            run(prepared)
+
+
+@contextmanager
+def _joined() -> Iterator[Launch]:
+    launch = init_distributed()
+    try:
+        yield launch
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _told_by_one_rank(rank: int) -> Iterator[None]:
+    """End the program at a ValueError, with its message as the last line, from rank 0."""
+    try:
+        yield
+    except ValueError as error:
+        if rank != 0:
+            # Rank 0 has the same error, and a launcher ends the others when it is gone. If it hasn't, this one must
+            # be told after all.
+            time.sleep(PATIENCE)
+            raise
+        tell(f"{Path(sys.argv[0]).name}: error: {error}")
+        raise SystemExit(WRONG_USE) from None
+
+
+def tell(message: str) -> None:
+    """Say it last: torchrun has the last word, a report of what failed, and quotes there what is in this file."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        about: dict[str, Any] = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(file).write_text(json.dumps({"message": about}))
+    else:
+        print(message, file=sys.stderr)

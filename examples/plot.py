@@ -1,0 +1,66 @@
+"""Curves as an SVG, one under the other, for `--plot`: no package is needed to draw them, and any browser shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from math import isfinite
+
+WIDTH, HEIGHT, MARGIN = 640, 200, 60  # of one panel without its margin, and the margin on all sides
+
+STYLE = """
+  text { font: 13px system-ui, sans-serif; fill: #444 }
+  .title { font-weight: 600 }
+  .frame { fill: none; stroke: #bbb }
+  .curve { fill: none; stroke: #2563eb; stroke-width: 1.5 }
+"""
+
+
+def draw(title: str, steps: Sequence[float], curves: Mapping[str, Sequence[float]]) -> str:
+    """The SVG's text: a panel for each curve, over the steps."""
+    width, height = WIDTH + 2 * MARGIN, len(curves) * (HEIGHT + MARGIN) + MARGIN
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">',
+        f"<title>{escape(title)}</title>",
+        f"<style>{STYLE}</style>",
+        f'<rect width="{width}" height="{height}" fill="#fff"/>',
+        text(MARGIN, 24, title, "title"),
+    ]
+    for index, (name, values) in enumerate(curves.items()):
+        parts += panel(MARGIN + index * (HEIGHT + MARGIN), name, steps, values)
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def panel(top: float, name: str, steps: Sequence[float], values: Sequence[float]) -> Iterator[str]:
+    """Frame, curve and the numbers at its ends; a value that is not finite is a gap."""
+    points = [(step, value) for step, value in zip(steps, values, strict=True) if isfinite(value)]
+    yield f'<rect class="frame" x="{MARGIN}" y="{top:g}" width="{WIDTH}" height="{HEIGHT}"/>'
+    yield text(MARGIN, top - 8, name)
+    if not points:
+        return
+    (left, right), (low, high) = ((min(of), max(of)) for of in zip(*points, strict=True))
+    xs = {step: MARGIN + WIDTH * (step - left) / ((right - left) or 1) for step, _ in points}
+    places: dict[float, str] = {
+        step: f"{xs[step]:.1f},{top + HEIGHT * (high - value) / ((high - low) or 1):.1f}" for step, value in points
+    }
+    for run in runs([places.get(step) for step in steps]):
+        yield f'<polyline class="curve" points="{" ".join(run)}"/>'
+    yield text(MARGIN - 6, top + 12, f"{high:.3g}", anchor="end")
+    yield text(MARGIN - 6, top + HEIGHT, f"{low:.3g}", anchor="end")
+    yield text(MARGIN, top + HEIGHT + 16, f"step {left:g}")
+    yield text(MARGIN + WIDTH, top + HEIGHT + 16, f"{right:g}", anchor="end")
+
+
+def runs(places: Sequence[str | None]) -> Iterator[list[str]]:
+    """The places between the gaps."""
+    run: list[str] = []
+    for place in (*places, None):
+        if place is not None:
+            run.append(place)
+        elif run:
+            yield run
+            run = []
+
+
+def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
+    return f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'

@@ -1,0 +1,126 @@
+"""What surrounds the steps of every training script: where they begin and end, progress, curves and checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from meshstep.optim import Booster, GradStats, Monitor, ParallelOptimizer, Report, newest_checkpoint
+from meshstep.parallel import ShardedDataLoader, init_distributed
+from plot import draw
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from tqdm import tqdm
+
+Row = tuple[int, float, float]  # step, loss, gradient norm
+
+
+def steps_asked(options: argparse.Namespace, per_epoch: int) -> int:
+    """How many steps ``--steps`` or ``--epochs`` are."""
+    steps: int = options.steps or options.epochs * per_epoch
+    return steps
+
+
+def once_on_each_machine(make: Callable[[], object]) -> None:
+    """Call ``make`` on one rank of every machine; the others wait for it."""
+    if init_distributed().local_rank == 0:  # joined already: it only says where this rank is
+        make()
+    dist.barrier()
+
+
+class Run:
+    """The steps of one run, from the first one, or from where ``--resume`` found it, to the last.
+
+        for images, labels in run.batches(loader):
+            ...
+            run.note(optimizer.step(), loss.detach(), count=len(images))
+
+    Args:
+        options: Those of `add_training_flags`.
+        booster, model, optimizer, schedule: As boosted; they continue from the newest checkpoint, if there is one.
+        steps: In all.
+        every: Steps between reports, which are the points of the curve.
+        unit: What is counted.
+    """
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        booster: Booster,
+        model: nn.Module,
+        optimizer: ParallelOptimizer,
+        schedule: LRScheduler,
+        *,
+        steps: int,
+        every: int,
+        unit: str,
+    ) -> None:
+        self.options, self.booster, self.steps = options, booster, steps
+        self.is_first = booster.registry.global_rank == 0
+        self.rows: list[Row] = []  # of all reports; on the first rank
+        self.seconds = 0.0
+        self.monitor = Monitor(booster.registry, self._show, every=every, unit=unit)
+        self._state = model, optimizer, schedule
+        if options.resume is not None and newest_checkpoint(options.resume) is not None:
+            saved = booster.load(options.resume, *self._state)
+            self.monitor.step = saved["step"]
+            self.rows = list(map(tuple, saved["rows"]))
+
+    @property
+    def done(self) -> int:
+        """Steps so far."""
+        return self.monitor.step
+
+    def batches(self, loader: ShardedDataLoader[Any], per_step: int = 1) -> Iterator[Any]:
+        """The batches of all steps that are left, epoch after epoch, with a progress bar.
+
+        Args:
+            per_step: Batches of the loader in a step.
+        """
+        start, per_epoch = time.perf_counter(), -(-len(loader) // per_step)
+        # Counted in steps, so that it is right for any --accumulate.
+        loader.load_state_dict({"epoch": self.done // per_epoch, "position": self.done % per_epoch * per_step})
+        total = max(self.steps, self.done)
+        with tqdm(total=total, initial=self.done, unit="step", disable=not self.is_first) as self._bar:
+            while self.done < self.steps:
+                for batch in loader:
+                    yield batch
+                    if self.done >= self.steps:
+                        break
+        self.seconds = time.perf_counter() - start
+
+    def note(self, stats: GradStats | None, loss: Tensor, count: int) -> None:
+        """What came of a batch; None of one in the middle of a window. Saves a checkpoint when it is time."""
+        self.monitor(stats, loss, count)
+        if stats is None:
+            return
+        self._bar.update()
+        if self.options.resume is not None and self.done % self.options.save_every == 0:
+            self.booster.save(self.options.resume, *self._state, extra={"step": self.done, "rows": self.rows})
+
+    def _show(self, report: Report) -> None:
+        self._bar.set_postfix_str(str(report), refresh=False)
+        assert report.loss is not None
+        self.rows.append((report.step, report.loss, report.grad_norm))
+
+    def write(self) -> None:
+        """The files that ``--curve`` and ``--plot`` ask for; on the first rank."""
+        if self.is_first and self.options.curve is not None:
+            write_csv(self.options.curve, "step,loss,norm", self.rows)
+        if self.is_first and self.options.plot is not None:
+            write_plot(self.options.plot, repr(self.booster), self.rows)
+
+
+def write_csv(path: Path, header: str, rows: Sequence[Sequence[float]]) -> None:
+    """One line a row, every number with all its digits."""
+    path.write_text("\n".join([header, *(",".join(map(repr, row)) for row in rows), ""]))
+
+
+def write_plot(path: Path, title: str, rows: Sequence[Sequence[float]]) -> None:
+    """The curves of (step, loss, gradient norm)."""
+    steps, losses, norms = zip(*rows, strict=True) if rows else ((), (), ())
+    path.write_text(draw(title, steps, {"loss": losses, "gradient norm": norms}), encoding="utf-8")

@@ -1,0 +1,159 @@
+"""All scripts share one command line: what a flag means, what happens without it, and how a wrong one is told."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from meshstep.amp import ApexFp16
+from meshstep.parallel import Topology
+from run_example import EXAMPLES, example, start_example
+
+TRAINING = ["train_digits", "accumulate_lm", "amp_vit", "clip_resnet34"]
+SCRIPTS = [*TRAINING, "accumulate_norms", "compare_norms"]
+SHARED = ["--steps", "--topology", "--precision", "--accumulate", "--zero", "--resume", "--plot", "--help"]
+NEED_TORCHVISION = ("amp_vit", "clip_resnet34")
+
+
+def script(name: str) -> Any:
+    if name in NEED_TORCHVISION and find_spec("torchvision") is None:
+        pytest.skip("its images are read by torchvision")
+    return example(name)
+
+
+def read(name: str, arguments: Sequence[str], processes: int = 1) -> argparse.Namespace:
+    options: argparse.Namespace = script(name).read_options(processes, arguments)
+    return options
+
+
+def run_main(name: str, *arguments: str) -> None:
+    """What happens below ``if __name__ == "__main__"``, up to the first step."""
+    module = script(name)
+    prepare = getattr(module, "prepare", None) or getattr(module, "Trainer", None) or module.Experiment
+    example("command_line").main(lambda world_size: module.read_options(world_size, arguments), prepare, lambda _: None)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_is_printed_and_nothing_is_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_main(name, "--help")
+    assert ended.value.code == 0
+    assert not torch.distributed.is_initialized()
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.startswith("usage: ")
+    assert "default: data=<number of processes>" in printed
+    if name in TRAINING:
+        assert [flag for flag in SHARED if f" {flag}" not in printed] == []
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_without_a_topology_all_processes_are_on_data(name: str) -> None:
+    assert read(name, [], processes=4).topology.data_axes == ("data",)
+    assert read(name, [], processes=4).topology.size("data") == 4
+    assert read(name, ["--topology", "data=2,tensor=2"]).topology == Topology(data=2, tensor=2)
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_shared_flags_are_read_alike(name: str) -> None:
+    given = "--steps 7 --precision O1 --accumulate 2 --zero 1 --resume folder --plot curve.svg --batch-size 8"
+    options = read(name, given.split())
+    found = options.steps, options.accumulate, options.zero, options.resume, options.plot
+    assert found == (7, 2, 1, Path("folder"), Path("curve.svg"))
+    shared, training = example("command_line"), example("training")
+    precision = shared.precision_asked(options)
+    assert isinstance(precision, ApexFp16)
+    assert (precision.opt_level, shared.data_parallel_asked(options)) == ("O1", "zero1")
+    assert training.steps_asked(options, per_epoch=3) == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "told"),
+    [
+        ("train_digits", "--topology tensor", "'tensor' doesn't say axis=size"),
+        ("train_digits", "--topology tensor=2", "has 2 ranks but the world has 1"),
+        (
+            "train_digits",
+            "--topology expert=1",
+            "no layers for .*expert=1.*: besides data, give tensor, or row and col",
+        ),
+        ("train_digits", "--topology tensor=1 --zero 1", "--zero shards over the axis data, which .* does not have"),
+        ("train_digits", "--verify --precision bf16", "only fp32 can meet"),
+        ("train_digits", "--accumulate 3", "--batch-size 64 must be a multiple of 3, its parts: --accumulate x data"),
+        ("train_digits", "--steps 0", "'0' is no whole number >= 1"),
+        ("train_digits", "--plot curve.png", "end its name in .svg"),
+        ("accumulate_lm", "--topology row=1", "no layers for row: give data, tensor, or both"),
+        ("accumulate_lm", "--steps 3 --epochs 2", "not allowed with argument"),
+        ("amp_vit", "--data nowhere", "there is no nowhere/caltech101: give --sample, --download, or another --data"),
+        ("clip_resnet34", "--topology row=1", "ResNet-34 can't be split over 'row'"),
+        ("clip_resnet34", "--zero 1 --data-parallel ddp", "leave out --data-parallel, or --zero"),
+        ("accumulate_norms", "--topology tensor=1", "give data alone"),
+        ("accumulate_norms", "--precision fp32", "unrecognized arguments: --precision"),
+        ("compare_norms", "--topology pipe=1", "no layers for"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    name: str, arguments: str, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"examples/{name}.py"])
+    with pytest.raises(SystemExit) as ended:
+        run_main(name, *arguments.split())
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{name}.py: error: ")
+    assert re.search(told, line), line
+
+
+def test_under_torchrun_one_rank_tells_it_at_the_end() -> None:
+    done = start_example("compare_norms", "--topology", "tensor=3", processes=2)
+    assert done.returncode != 0
+    assert done.stdout == ""
+    told = "compare_norms.py: error: Topology(tensor=3) has 3 ranks but the world has 2; the sizes must multiply to 2"
+    *_, line, rule = done.stderr.splitlines()
+    assert set(rule) == {"="}, (
+        "torchrun closes its report, the last that it prints, with a rule; nothing goes below that"
+    )
+    assert told in line
+    assert done.stderr.count(told) == 1
+    assert str(EXAMPLES) not in done.stderr.replace(f"{EXAMPLES}/compare_norms.py FAILED", ""), "no traceback of a rank"
+
+
+def test_an_error_that_only_another_rank_has_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = example("command_line")
+    monkeypatch.setattr(shared, "PATIENCE", 0.0)
+    with pytest.raises(ValueError, match="here only"), shared._told_by_one_rank(3):
+        raise ValueError("here only")
+
+
+def test_an_error_of_the_run_keeps_its_traceback() -> None:
+    def fail(_: object) -> None:
+        raise ValueError("a bug")
+
+    with pytest.raises(ValueError, match="a bug"):
+        example("command_line").main(
+            lambda world_size: argparse.Namespace(topology=Topology(data=world_size)), lambda *_: None, fail
+        )
+
+
+def test_attention_heads_must_divide_over_the_ranks() -> None:
+    check_divides = example("models.layers").check_divides
+    check_divides(4, "tensor", SimpleNamespace(size=lambda axis: 2))
+    with pytest.raises(ValueError, match="4 attention heads don't divide over tensor=8"):
+        check_divides(4, "tensor", SimpleNamespace(size=lambda axis: 8))
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.py")), ids=lambda path: path.name)
+def test_only_public_names_are_imported(path: Path) -> None:
+    packages = {
+        words[1]
+        for line in path.read_text().splitlines()
+        if (words := line.split())[:1] in (["from"], ["import"]) and words[1].startswith("meshstep")
+    }
+    assert packages <= {"meshstep.parallel", "meshstep.amp", "meshstep.optim"}

@@ -1,0 +1,81 @@
+"""What surrounds the steps of the training scripts: they resume anywhere, in parts of a batch and sharded, and draw."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from importlib.util import find_spec
+from math import nan
+from pathlib import Path
+
+import pytest
+import torch
+from meshstep.parallel import Topology
+from run_example import example, read_curve, train_example
+from world import World
+
+SVG = "{http://www.w3.org/2000/svg}"
+# 128 paragraphs are for the test; 36 are left: an epoch of 3 steps, of which the last one is of a smaller batch.
+LM = ["accumulate_lm", "--paragraphs", "164", "--batch-size", "16", "--width", "16", "--steps", "5"]
+VIT = ["amp_vit", "--sample", "--image-size", "16", "--precision", "fp32", "--width", "16", "--steps", "5"]
+RESNET = ["clip_resnet34", "--sample", "--batch-size", "4", "--steps", "5"]
+
+
+@pytest.mark.parametrize(
+    ("script", "topology", "also"),
+    [
+        (LM, "data=2,tensor=2", ["--accumulate", "2", "--zero", "2"]),
+        (VIT, "data=2,tensor=2", ["--accumulate", "2", "--zero", "1"]),
+        ([*RESNET, "--float64"], "data=2", ["--zero", "2"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else value,
+)
+def test_a_run_is_resumed_on_another_topology(
+    world: World, tmp_path: Path, script: list[str], topology: str, also: list[str]
+) -> None:
+    name, *flags = script
+    if name != "accumulate_lm":
+        pytest.importorskip("torchvision", reason="the images are read by torchvision")
+        flags += ["--data", str(tmp_path)]
+    whole, curve, folder = tmp_path / "whole.csv", tmp_path / "curve.csv", ["--resume", str(tmp_path / "checkpoints")]
+    flags += ["--save-every", "4"]
+    world.run(1, train_example, name, [*flags, "--curve", str(whole)])
+    assert world.run(1, train_example, name, [*flags, *folder], "data=1", 4) == [0]
+    ranks = Topology.parse(topology).world_size
+    began = world.run(ranks, train_example, name, [*flags, *folder, *also, "--curve", str(curve)], topology)
+    assert began == [4] * ranks
+    found, expected = read_curve(curve), read_curve(whole)
+    assert expected[-1, 0] == 5
+    # The loss of a report is a mean over five steps in all but one script, of which the resumed run knows the last one.
+    torch.testing.assert_close(found[:, ::2], expected[:, ::2], rtol=2e-5, atol=0)
+
+
+@pytest.mark.parametrize("precision", example("command_line").PRECISIONS)
+def test_every_precision_trains_every_model(world: World, precision: str, tmp_path: Path) -> None:
+    curve, mode = tmp_path / "curve.csv", ["--precision", precision]
+    world.run(1, train_example, LM[0], [*LM[1:], *mode, "--curve", str(curve)])
+    assert read_curve(curve)[:, 1].isfinite().all()
+    if find_spec("torchvision") is not None:
+        for name, *flags in (VIT, RESNET):
+            world.run(1, train_example, name, [*flags, *mode, "--steps", "1", "--data", str(tmp_path)])
+
+
+def test_the_plot_has_a_curve_for_loss_and_norm_and_gaps_where_they_are_not_finite(tmp_path: Path) -> None:
+    path = tmp_path / "curve.svg"
+    rows = [(1, 3.0, 10.0), (2, 2.0, nan), (3, 1.0, 30.0), (4, 1.5, 20.0)]
+    example("training").write_plot(path, "a < b", rows)
+    root = ET.fromstring(path.read_text(encoding="utf-8"))
+    words = [element.text for element in root.iter(f"{SVG}text")]
+    assert words[0] == "a < b"
+    assert {"loss", "gradient norm", "3", "1", "30", "10", "step 1", "4"} <= set(words)
+    curves = [element.attrib["points"].split() for element in root.iter(f"{SVG}polyline")]
+    assert [len(points) for points in curves] == [4, 1, 2]
+    (left, top), *_, (right, _) = (tuple(map(float, point.split(","))) for point in curves[0])
+    *_, (_, bottom), _ = (tuple(map(float, point.split(","))) for point in curves[0])
+    script = example("plot")
+    assert (right - left, bottom - top) == (script.WIDTH, script.HEIGHT)
+
+
+def test_a_run_without_reports_draws_empty_frames() -> None:
+    drawn = example("plot").draw("nothing yet", [], {"loss": []})
+    assert "polyline" not in drawn
+    assert ET.fromstring(drawn).tag == f"{SVG}svg"

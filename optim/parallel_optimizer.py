@@ -115,9 +115,8 @@ class ParallelOptimizer(OptimizerFacade):
         """The loss times the loss scale, for code that calls backward itself (a pipeline's last stage).
 
         Args:
-            loss: 0-dim; float32 or float64 in modes with a loss scale, or it is cast: scaled half types overflow.
-        Returns:
-            0-dim; ``loss`` itself in modes without a loss scale.
+            loss: 0-dim; float32 or float64 in modes with a loss scale, or it is cast: scaled half types overflow. Returned
+                as it is in modes without.
         """
         if self.loss_scale is None:
             return loss

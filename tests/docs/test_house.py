@@ -32,6 +32,8 @@ FLOORS: Mapping[str, tuple[frozenset[str], ...]] = {
         frozenset({"clip"}),
         frozenset({"step"}),
         frozenset({"states"}),
+        frozenset({"setup"}),
+        frozenset({"facade"}),
         frozenset({"parallel_optimizer"}),
         frozenset({"schedule", "monitor", "checkpoint"}),
         frozenset({"recipe"}),

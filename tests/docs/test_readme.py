@@ -60,7 +60,7 @@ def test_the_quickstart_is_the_first_that_is_shown_after_the_diff() -> None:
     assert kinds_and_texts[after_the_diff] == ("python", (ROOT / "examples" / "quickstart.py").read_text())
 
 
-@pytest.mark.parametrize(("package", "least"), [("parallel", 9), ("amp", 3)])
+@pytest.mark.parametrize(("package", "least"), [("parallel", 9), ("amp", 3), ("optim", 3)])
 def test_a_packages_page_in_one_session(package: str, least: int) -> None:
     session: dict[str, Any] = {"__name__": package}
     snippets = blocks("python", PAGES[package])

@@ -32,7 +32,7 @@ def table() -> dict[tuple[str, str], str]:
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section().splitlines() if line[:1] == "|"]
     layouts = [cell.removesuffix(" [^2]").strip("`") for cell in rows[0][1:]]
     return {
-        (layout, row[0].strip("`").replace("`, `offload=0.5", ", offload")): cell
+        (layout, row[0].strip("`").replace("`, `Offloaded(0.5)", ", offload")): cell
         for row in rows[2:]
         for layout, cell in zip(layouts, row[1:], strict=True)
     }

@@ -273,12 +273,13 @@ class ParallelOptimizer(OptimizerFacade):
         """Reduce the gradients, once a window. Returns what is wrong with this rank's, after all ranks have been served."""
         if self.window.phase in ("complete", "clipped"):
             return None
-        self._switch.check_reduced(self.window.left_out)
+        self._switch.check_reduced(self.window)
         # DDP left the last micro-batch out; what it averaged before is the same on all ranks, and stays as it is.
         averaged = not (self._switch.is_ddp and self.window.left_out)
         frozen_since = self._frozen.since()
+        self._gradients.complete_early(self.window.reduced)
         self._states.bring(self.window, averaged)
-        problem = self._gradients.complete(averaged, self.window.reduced)
+        problem = self._gradients.complete(averaged)
         self._states.forget(frozen_since)  # the zeros that the other ranks got for them are no gradients either
         self.window.complete()
         return problem

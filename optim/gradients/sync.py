@@ -69,13 +69,15 @@ class GradientSync:
                 together.setdefault(key, []).append(index)
             else:
                 self._local.setdefault(scale, []).append(index)
-        self.buckets: list[GradientBucket] = []
-        for (ranks, _, _, _, scale), indices in sorted(together.items()):
+        made: list[tuple[tuple[int, ...], Bucket, int, GradientBucket]] = []
+        for (ranks, kind, _, _, scale), indices in sorted(together.items()):
             dtype, numels = gradient_dtype(self.params[indices[0]]), [self.params[index].numel() for index in indices]
             for layout in flat_buckets(indices, numels, 1, bucket_bytes // dtype.itemsize):
                 members = [self.params[index] for index in layout.indices]
-                group = registry.group_of(ranks)
-                self.buckets.append(GradientBucket(members, layout, group, exchange, dtype, scale, adopt))
+                bucket = GradientBucket(members, layout, registry.group_of(ranks), exchange, dtype, scale, adopt)
+                # Tied copies stand in other places of other stages, so only the kind says the same on all ranks.
+                made.append((ranks, kind if kind.tied else Bucket(), -layout.indices[-1], bucket))
+        self.buckets = [bucket for *_, bucket in sorted(made, key=lambda item: item[:3])]
         # Only what must not be summed twice needs a mark.
         self._pending = [
             self.params[index]

@@ -128,7 +128,7 @@ def contenders(
 
 
 def time_rounds(steps: dict[str, Step], ids: Tensor, seconds: float) -> dict[str, list[Spent]]:
-    """What each contender spent in each round, after two rounds of warm-up: the slowest rank's wall clock, all ranks' CPU."""
+    """What each contender spent in each round, after two of warm-up: the slowest rank's wall clock, all ranks' CPU."""
     spent: dict[str, list[Spent]] = {name: [] for name in steps}
     end, rounds = time.perf_counter() + seconds, 0
     names = list(steps)

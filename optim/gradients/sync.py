@@ -15,7 +15,7 @@ from ...parallel.interop.local import local_parameters
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..norm.entries import ParameterEntry, entries_of
 from ..norm.plan import Bucket, ReductionPlan
-from .axes import sync_axes, sync_ranks, sync_scale
+from .axes import layout_kind, sync_axes, sync_ranks, sync_scale
 from .bucket import BUCKET_BYTES, GradientBucket
 from .exchange import Exact, Exchange, InFlight
 from .flat import flat_buckets
@@ -64,7 +64,7 @@ class GradientSync:
             ranks = sync_ranks(entry.spec, topology, plan.rank, average_data, entry.averaged)
             scale = sync_scale(topology, average_data, entry.averaged)
             if entry.trained and len(ranks) > 1:
-                kind = Bucket.of(entry.spec, topology)
+                kind = layout_kind(entry.spec, topology)
                 key = (ranks, kind, str(gradient_dtype(param)), str(param.device), scale)
                 together.setdefault(key, []).append(index)
             else:

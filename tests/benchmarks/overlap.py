@@ -15,7 +15,7 @@ import argparse
 import platform
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from statistics import median
 from typing import Any, NamedTuple
@@ -46,7 +46,8 @@ class Block(nn.Module):
         q, k, v = (part.unflatten(-1, (-1, 64)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.second_norm(x))))
+        x = x + self.down(F.gelu(self.up(self.second_norm(x))))
+        return x
 
 
 class Transformer(nn.Module):
@@ -151,7 +152,7 @@ def time_rounds(steps: dict[str, Step], ids: Tensor, seconds: float) -> dict[str
         rounds += 1
 
 
-def ratio(values: list[float], base: list[float]) -> float:
+def ratio(values: Sequence[float], base: Sequence[float]) -> float:
     return median(value / reference for value, reference in zip(values, base, strict=True))
 
 

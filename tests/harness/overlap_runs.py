@@ -138,14 +138,16 @@ class Windows:
         """One backward; with "idle" the last rank computes nothing, with "unused" only the first uses all parameters."""
         rank, size = self.registry.coordinate["data"], self.registry.size("data")
         if self.how == "idle" and rank == size - 1:
-            return self.optimizer.backward(None)
+            self.optimizer.backward(None)
+            return
         if self.how == "silent" and rank == size - 1:
-            return None  # not even that
+            return  # not even that
         x = inputs(index, rank).to(self.model.gain.dtype)
         loss = self.model(x, use=self.how != "unused" or rank == 0)
         if self.how == "past the optimizer":
-            return self.optimizer.scale_loss(loss).backward()
-        return self.optimizer.backward(loss)
+            self.optimizer.scale_loss(loss).backward()
+        else:
+            self.optimizer.backward(loss)
 
 
 def train_dense(ranks: int, steps: int = STEPS) -> dict[str, Tensor]:

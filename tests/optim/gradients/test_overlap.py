@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -236,25 +235,24 @@ def errors_of(kind: str) -> tuple[str, bool]:
 
 def go_wrong(kind: str, model: Any, optimizer: ParallelOptimizer, registry: ProcessGroupRegistry) -> str:
     x = torch.randn(8, 64, requires_grad=True)
-    misuse: dict[str, Callable[[], object]] = {
-        "re-entrant": lambda: optimizer.backward(
-            checkpoint(model, checkpoint(model, x, use_reentrant=True), use_reentrant=True).square().mean()
-        ),
-        "two micro-batches": lambda: [optimizer.backward(model(x).square().mean()) for _ in range(2)],
-        "past the optimizer": lambda: [
-            optimizer.backward(model(x).square().mean()),
-            model(x).square().mean().backward(),
-            optimizer.step(),
-        ],
-        # At another place of backward on each rank: one has reduced some of the buckets, the other none.
-        "backward raises": lambda: optimizer.backward(
-            model[1:](Raises.apply(model[0](x)) if registry.global_rank else model[0](x)).square().mean()
-            if registry.global_rank
-            else Raises.apply(model(x)).square().mean()
-        ),
-    }
+
+    def backward(y: Tensor) -> None:
+        optimizer.backward(y.square().mean())
+
     with pytest.raises(RuntimeError) as caught:
-        misuse[kind]()
+        if kind == "re-entrant":
+            backward(checkpoint(model, checkpoint(model, x, use_reentrant=True), use_reentrant=True))
+        elif kind == "two micro-batches":
+            backward(model(x))
+            backward(model(x))
+        elif kind == "past the optimizer":
+            backward(model(x))
+            model(x).square().mean().backward()
+            optimizer.step()
+        elif registry.global_rank == 0:  # before any bucket is full; the other rank has reduced some then
+            backward(Raises.apply(model(x)))
+        else:
+            backward(model[1:](Raises.apply(model[0](x))))
     return str(caught.value)
 
 

@@ -3,6 +3,7 @@
 from .checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from .clip.functional import clip_grad_norm_, clip_grad_value_, global_norm
 from .clip.policies import Adaptive, ByGroup, ByNorm, ByValue, Clip, PerParameter
+from .gradients.compressed import Bf16Wire
 from .gradients.exchange import Exact, Exchange
 from .gradients.gradients import Measure
 from .gradients.sync import sync_gradients
@@ -25,6 +26,7 @@ from .step.skips import Skip
 
 __all__ = [
     "Adaptive",
+    "Bf16Wire",
     "Binding",
     "Booster",
     "Bucket",

@@ -149,8 +149,7 @@ class ParallelOptimizer(OptimizerFacade):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it nothing is reduced in backward, by ``data_parallel`` or with ``Reduce(overlap=True)``: for all
-        micro-batches of a window but the last, where you decide when to step. Forward and backward both belong inside.
-        Else it changes nothing: the optimizer synchronises once, in `step`."""
+        micro-batches of a window but the last, where you decide when to step. Forward and backward both belong inside."""
         return self._switch.off()
 
     def window_ends(self) -> None:
@@ -211,11 +210,12 @@ class ParallelOptimizer(OptimizerFacade):
         """Reduce the gradients, once a window. Returns what is wrong with this rank's, after all ranks have been served."""
         if self.window.phase in ("complete", "clipped"):
             return None
-        self._switch.check_reduced(self.window.left_out)
+        self._switch.check_reduced(self.window)
         # DDP left the last micro-batch out; what it averaged before is the same on all ranks, and stays as it is.
         averaged = not (self._switch.is_ddp and self.window.left_out)
+        self._gradients.complete_early(self.window.reduced)
         self._states.bring(self.window, averaged)
-        problem = self._gradients.complete(averaged, self.window.reduced)
+        problem = self._gradients.complete(averaged)
         self._states.forget_frozen()
         self.window.complete()
         return problem

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,34 +125,28 @@ class Setup:
         return Chain(self.optimizer, [LocalTensors(self.registry.topology), *links], self.registry)
 
     def gradients(self, plan: ReductionPlan, chain: Chain) -> Gradients:
-        """Those of what the chain steps; the first sync is the one that backward may do (`switch`)."""
+        """Those of what the chain steps, and which of them are reduced in backward (`switch`)."""
         regions = [piece.region for piece in chain.pieces(plan.entries)]
         derived, measured, reduce = chain.derive(plan), chain.measured(), self.reduce
         leaves = {id(param) for param in chain.leaves}
         # A master's gradient is its parameter's too, a local tensor's its DTensor's: nobody may put another in its place.
         adopt = all(id(tensor) in leaves for tensor in measured)
         common: dict[str, Any] = {"average_data": reduce.average_data, "exchange": reduce.exchange}
-        if not reduce.overlap:
-            bucket_bytes = reduce.bucket_bytes
-            syncs = [GradientSync(measured, derived, self.registry, **common, adopt=adopt, bucket_bytes=bucket_bytes)]
-        else:
-            early = _Early(plan)
-            bucket_bytes = reduce.bucket_bytes or BUCKET_BYTES // 8
-            model, late = chain.model_params, lambda entry: not early(entry)
-            syncs = [
-                GradientSync(model, plan, self.registry, **common, adopt=True, only=early, bucket_bytes=bucket_bytes),
-                GradientSync(
-                    measured, derived, self.registry, **common, adopt=adopt, only=late, bucket_bytes=bucket_bytes
-                ),
-            ]
-        return Gradients(measured, chain.compared(), regions, derived, self.registry, self.measure, syncs)
+        early = only = None
+        if reduce.overlap:
+            can_be_early, bucket_bytes = _Early(plan), reduce.bucket_bytes or BUCKET_BYTES // 8
+            options = {**common, "adopt": True, "only": can_be_early, "bucket_bytes": bucket_bytes}
+            early = GradientSync(chain.model_params, plan, self.registry, **options)
+            only = lambda entry: not can_be_early(entry)  # noqa: E731
+        options = {**common, "adopt": adopt, "only": only, "bucket_bytes": reduce.bucket_bytes}
+        sync = GradientSync(measured, derived, self.registry, **options)
+        return Gradients(measured, chain.compared(), regions, derived, self.registry, self.measure, sync, early)
 
     def switch(self, gradients: Gradients) -> Switch:
         """Who reduces gradients in backward."""
-        if self.reduce.overlap:
-            sync = gradients.syncs[0]
-            names = {id(p): e.name for p, e in zip(sync.params, gradients.plan.entries, strict=True)}
-            return Overlap(BackwardReducer(lambda param: names[id(param)], sync.buckets, (), in_flight=None))
+        if early := gradients.early:
+            names = {id(p): e.name for p, e in zip(early.params, gradients.plan.entries, strict=True)}
+            return Overlap(BackwardReducer(lambda param: names[id(param)], early.buckets, (), in_flight=None))
         module = self.binding(precision_of(self.precision)).data_parallel
         return Switch() if module is None else module
 
@@ -169,7 +163,6 @@ class _Early:
         return entry.trained and not entry.averaged and bool(axes) and all(map(self._is_free, axes))
 
     def _is_free(self, axis: str) -> bool:
-        named: Iterable[str] = (
-            name for b in self.plan.buckets for name in (*b.distinct, *dict(b.owned), *dict(b.tied))
-        )
+        named = {name for b in self.plan.buckets for name in (*b.distinct, *dict(b.owned), *dict(b.tied))}
+        named.update(*(entry.spec.partial for entry in self.plan.entries))
         return default_role(axis) == "data" and axis not in named

@@ -14,6 +14,7 @@ from math import prod
 
 from ...parallel.layout.spec import P
 from ...parallel.mesh.topology import Topology
+from ..norm.plan import Bucket
 
 
 def sync_axes(spec: P, topology: Topology, average_data: bool, averaged: tuple[str, ...] = ()) -> tuple[str, ...]:
@@ -33,6 +34,16 @@ def sync_ranks(
         return peers
     where = {axis: spec.tied_coordinates(axis, topology) for axis, _ in spec.tied}
     return tuple(peer for peer in peers if all(topology.coordinate_of(peer, axis) in where[axis] for axis in where))
+
+
+def layout_kind(spec: P, topology: Topology) -> Bucket:
+    """The kind of layout, of which one flat bucket holds parameters; axes of size 1 distinguish nothing."""
+    kind, large = Bucket.of(spec, topology), {axis for axis in topology.axes if topology.size(axis) > 1}
+    return Bucket(
+        tuple(axis for axis in kind.distinct if axis in large),
+        tuple((axis, index) for axis, index in kind.owned if axis in large),
+        tuple((axis, where) for axis, where in kind.tied if axis in large),
+    )
 
 
 def sync_scale(topology: Topology, average_data: bool, averaged: tuple[str, ...] = ()) -> float:

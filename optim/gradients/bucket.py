@@ -109,6 +109,8 @@ class GradientBucket:
     def _unpack(self, flat: Tensor) -> None:
         targets, sources = [], []
         for view, param in zip(self.views(flat), self.params, strict=True):
+            if param.grad is None and not param.requires_grad:
+                continue  # frozen since the bucket was made: what is no gradient must not be stepped with
             if self._adopt and param.is_contiguous() and gradient_dtype(param) == self.dtype:
                 param.grad = view
                 continue

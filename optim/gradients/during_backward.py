@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from torch import Tensor
@@ -34,6 +34,9 @@ class BackwardReducer:
         eager: Buckets, in the order in which backward fills them.
         late: Buckets that are reduced after backward, in this order.
         in_flight: As for `InFlight`.
+
+    Attributes:
+        stray: A parameter that has got a gradient since the last reduction, if there is one.
     """
 
     def __init__(
@@ -46,25 +49,41 @@ class BackwardReducer:
         self._name_of, self._eager, self._late, self._in_flight = name_of, list(eager), list(late), in_flight
         self._bucket_of = {param: index for index, bucket in enumerate(self._eager) for param in bucket.params}
         self._is_open = False
+        self.stray: Tensor | None = None
         # Weak, or the model would keep this optimizer alive after another has taken its place.
         self._hooks = [param.register_post_accumulate_grad_hook(_weak_hook(self)) for param in self._bucket_of]
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Around one backward: all buckets have been reduced when it ends."""
+        """Around one backward: all buckets have been reduced when it ends.
+
+        Where it raises, the rest of them is started all the same and nobody waits for it: a rank has done its part then,
+        wherever its backward and those of other ranks have come to, and the next one begins at the first bucket everywhere.
+        """
         self._waiting = [{param for param in bucket.params if param.requires_grad} for bucket in self._eager]
         self._next, self._exchanges, self._is_open = 0, InFlight(self._in_flight), True
         try:
             yield
-            for bucket in (*self._eager[self._next :], *self._late):
-                self._exchanges.add(bucket.start())
-            self._exchanges.finish()
+        except Exception:
+            self._is_open, self._exchanges = False, InFlight(None)
+            with suppress(Exception):  # the first one says more
+                self._start_rest()
+            raise
         finally:
             self._is_open = False
+        self._start_rest()
+        self._exchanges.finish()
+        self.stray = None
+
+    def _start_rest(self) -> None:
+        for bucket in (*self._eager[self._next :], *self._late):
+            self._next += 1
+            self._exchanges.add(bucket.start())
 
     def _arrived(self, param: Tensor) -> None:
         if not self._is_open:
-            return  # a backward that the optimizer was not told of: its gradients wait for the step, or the next one
+            self.stray = param  # a backward that the optimizer was not told of: it waits for the step, or the next one
+            return
         index = self._bucket_of[param]
         if index < self._next:
             raise RuntimeError(
@@ -90,6 +109,14 @@ class BackwardReducer:
                         f"{self._name_of(param)} got a gradient outside of optimizer.backward, in a window that used it: "
                         "with Sharded(gradients=True) all micro-batches of a window go through optimizer.backward, or none"
                     )
+
+    def check_no_stray(self) -> None:
+        """Raise RuntimeError if gradients have come since they were reduced, which would count on this rank alone."""
+        if self.stray is not None:
+            raise RuntimeError(
+                f"{self._name_of(self.stray)} got a gradient outside of optimizer.backward after those of the window had "
+                "been reduced: with Reduce(overlap=True) the last micro-batch of a window goes through optimizer.backward"
+            )
 
     def remove_hooks(self) -> None:
         """Leave the parameters' gradients alone from now on."""

@@ -66,7 +66,8 @@ class Gradients:
         plan: Agreed by all ranks.
         registry: The groups.
         measure: What is measured.
-        syncs: They complete the gradients, one after the other.
+        sync: Completes the gradients of ``params``.
+        early: Completes first those of the model's parameters that can be reduced while backward runs, if that is wanted.
     """
 
     def __init__(
@@ -77,21 +78,28 @@ class Gradients:
         plan: ReductionPlan,
         registry: ProcessGroupRegistry,
         measure: Measure,
-        syncs: Sequence[GradientSync],
+        sync: GradientSync,
+        early: GradientSync | None = None,
     ) -> None:
         self.params, self.plan, self.registry, self.measure_how = list(params), plan, registry, measure
-        self.syncs = list(syncs)
+        self.early, self._sync = early, sync
         self._compared, self._regions = list(compared), list(regions)
         self._replicas = ReplicaCheck(plan) if measure.check_replicas else None
         self._measurers: dict[Needs, GlobalNorm] = {}
         self._checked_kinds = False
 
-    def complete(self, averaged: bool = True, reduced: bool = False) -> TypeError | None:
-        """Reduce the gradients; once for each window.
+    def complete_early(self, reduced: bool) -> None:
+        """Reduce what can be reduced while backward runs, unless it was (``reduced``); before anybody else takes, or looks
+        at, the gradients of the model's parameters: a rank has the same order of collectives whether it ran a backward or
+        not. Collectives: those of `GradientSync`."""
+        if self.early is not None:
+            self.early.finish() if reduced else self.early()
+
+    def complete(self, averaged: bool = True) -> TypeError | None:
+        """Reduce the gradients, or those that are left; once for each window.
 
         Args:
             averaged: False where something else was to average over the data axes, but has not.
-            reduced: The first of ``syncs`` has reduced while backward ran.
         Returns:
             What is wrong with the gradients of this rank alone, after all ranks have been served.
         Raises:
@@ -108,12 +116,8 @@ class Gradients:
             self._checked_kinds = True
         if not averaged:
             GradientSync(self.params, self.plan, self.registry)()
-            return problem
-        for index, sync in enumerate(self.syncs):
-            if reduced and index == 0:
-                sync.finish()
-            else:
-                sync()
+        else:
+            self._sync()
         return problem
 
     def measure(self, needs: Needs, extra: Tensor) -> Norms:

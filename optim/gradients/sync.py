@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from ...parallel.interop.local import local_parameters
-from ...parallel.layout.spec import P
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from ...parallel.mesh.topology import Topology
 from ..norm.entries import ParameterEntry, entries_of
 from ..norm.plan import Bucket, ReductionPlan
-from .axes import sync_axes, sync_ranks, sync_scale
+from .axes import layout_kind, sync_axes, sync_ranks, sync_scale
 from .bucket import BUCKET_BYTES, GradientBucket
 from .exchange import Exact, Exchange, InFlight
 from .flat import flat_buckets
@@ -66,18 +64,20 @@ class GradientSync:
             ranks = sync_ranks(entry.spec, topology, plan.rank, average_data, entry.averaged)
             scale = sync_scale(topology, average_data, entry.averaged)
             if entry.trained and len(ranks) > 1:
-                kind = kind_of(entry.spec, topology)
+                kind = layout_kind(entry.spec, topology)
                 key = (ranks, kind, str(gradient_dtype(param)), str(param.device), scale)
                 together.setdefault(key, []).append(index)
             else:
                 self._local.setdefault(scale, []).append(index)
-        self.buckets: list[GradientBucket] = []
-        for (ranks, _, _, _, scale), indices in sorted(together.items()):
+        made: list[tuple[tuple[int, ...], Bucket, int, GradientBucket]] = []
+        for (ranks, kind, _, _, scale), indices in sorted(together.items()):
             dtype, numels = gradient_dtype(self.params[indices[0]]), [self.params[index].numel() for index in indices]
             for layout in flat_buckets(indices, numels, 1, bucket_bytes // dtype.itemsize):
                 members = [self.params[index] for index in layout.indices]
-                group = registry.group_of(ranks)
-                self.buckets.append(GradientBucket(members, layout, group, exchange, dtype, scale, adopt))
+                bucket = GradientBucket(members, layout, registry.group_of(ranks), exchange, dtype, scale, adopt)
+                # Tied copies stand in other places of other stages, so only the kind says the same on all ranks.
+                made.append((ranks, kind if kind.tied else Bucket(), -layout.indices[-1], bucket))
+        self.buckets = [bucket for *_, bucket in sorted(made, key=lambda item: item[:3])]
         # Only what must not be summed twice needs a mark.
         self._pending = [
             self.params[index]
@@ -103,16 +103,6 @@ class GradientSync:
                 torch._foreach_mul_(local, scale)
         for param in self._pending:
             mark_complete(param)
-
-
-def kind_of(spec: P, topology: Topology) -> Bucket:
-    """What makes parameters differ in who holds copies of their pieces: axes of one rank don't."""
-    kind = Bucket.of(spec, topology)
-    return Bucket(
-        tuple(axis for axis in kind.distinct if topology.size(axis) > 1),
-        tuple(pair for pair in kind.owned if topology.size(pair[0]) > 1),
-        tuple(pair for pair in kind.tied if topology.size(pair[0]) > 1),
-    )
 
 
 def sync_gradients(

@@ -61,8 +61,8 @@ class Switch:
         if window.steps is not None:
             self.set(window.next_is_last)
 
-    def check_reduced(self, left_out: bool) -> None:
-        """Raise RuntimeError if the last micro-batch was left out, and nobody can reduce it any more."""
+    def check_reduced(self, window: Window[Any, Any]) -> None:
+        """Raise RuntimeError if something of the window has not been reduced, and nobody can reduce it any more."""
 
     def check_clearing(self, left_out: bool) -> None:
         """Raise RuntimeError if gradients are to be cleared that can't be."""
@@ -104,6 +104,11 @@ class Overlap(Switch):
             yield
         window.reduced = True
 
+    def check_reduced(self, window: Window[Any, Any]) -> None:
+        """What has not been reduced is reduced in `step`, but not what came to the sum afterwards."""
+        if window.reduced:
+            self._reducer.check_no_stray()
+
     def close(self) -> None:
         """Leave the parameters alone from now on."""
         self._reducer.remove_hooks()
@@ -135,9 +140,9 @@ class DataParallelSwitch(Switch):
         else:
             self.module.set_requires_gradient_sync(on)  # type: ignore[operator]
 
-    def check_reduced(self, left_out: bool) -> None:
+    def check_reduced(self, window: Window[Any, Any]) -> None:
         """DDP's buckets can be made up for in `step`; only `fully_shard` itself reduces what it has."""
-        if left_out and not self.is_ddp:
+        if window.left_out and not self.is_ddp:
             raise RuntimeError(
                 "fully_shard has not reduced the gradients of this window: it must know the last micro-batch of a window "
                 "before its backward. Call window_ends() before the forward of the last one where a window is shorter than "

@@ -1,0 +1,215 @@
+"""Time whole training steps of replicas: torch's DistributedDataParallel against `Reduce`, with and without overlap.
+
+    python tests/benchmarks/overlap.py [--ranks 2 4] [--seconds 60]
+
+A step is zero_grad, forward, backward with the reduction of gradients, clipping of the global norm, and fused AdamW, of a
+small transformer over gloo ranks of one thread each. Rounds of all contenders are interleaved, and each round begins with
+another one, so that a noisy machine is noisy for all of them. The columns: the median and the smallest wall clock of the
+slowest rank; the median over the rounds of its ratio to the first contender in the same round, and the ratio of the
+smallest; the median CPU time of all ranks together, and the median ratio of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from meshstep.optim import ParallelOptimizer, Reduce
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+VOCAB, MAX_NORM = 2048, 0.7
+Step = Callable[[Tensor], object]
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.second_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (-1, 64)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        x = x + self.down(F.gelu(self.up(self.second_norm(x))))
+        return x
+
+
+class Transformer(nn.Module):
+    """Returns the loss of a batch of token ids."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCAB, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids[:, :-1])
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), ids[:, 1:].flatten())
+
+
+class Spent(NamedTuple):
+    """Seconds of one step of one contender."""
+
+    wall: float
+    cpu: float
+
+
+def make_model(width: int, depth: int) -> Transformer:
+    torch.manual_seed(0)
+    model = Transformer(width, depth)
+    declare(model, {"*": P()})
+    return model
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def torch_recipe(make: Callable[[], Transformer], registry: ProcessGroupRegistry, **options: Any) -> Step:
+    """DDP, torch's clipping, fused AdamW."""
+    model = DistributedDataParallel(make(), process_group=registry.group("data"), **options)
+    optimizer = adamw(model)
+
+    def step(ids: Tensor) -> None:
+        optimizer.zero_grad()
+        model(ids).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+
+    return step
+
+
+def meshstep(
+    make: Callable[[], Transformer], registry: ProcessGroupRegistry, how: Reduce | None, ddp: bool = False
+) -> Step:
+    """`ParallelOptimizer`, which reduces itself unless DDP does."""
+    model: nn.Module = make()
+    if ddp:
+        model = DistributedDataParallel(model, process_group=registry.group("data"))
+    optimizer = ParallelOptimizer(adamw(model), registry, max_norm=MAX_NORM, data_parallel=model if ddp else how)
+
+    def step(ids: Tensor) -> None:
+        optimizer.zero_grad()
+        optimizer.backward(model(ids))
+        optimizer.step()
+
+    return step
+
+
+def contenders(
+    make: Callable[[], Transformer], registry: ProcessGroupRegistry, bucket_bytes: int | None
+) -> dict[str, Step]:
+    """Name -> one step, each of its own model."""
+    return {
+        "DDP, clip_grad_norm_, AdamW": torch_recipe(make, registry),
+        "DDP (gradient_as_bucket_view), the same": torch_recipe(make, registry, gradient_as_bucket_view=True),
+        "DDP, ParallelOptimizer": meshstep(make, registry, None, ddp=True),
+        "Reduce(overlap=True)": meshstep(make, registry, Reduce(overlap=True, bucket_bytes=bucket_bytes)),
+        "Reduce()": meshstep(make, registry, Reduce()),
+    }
+
+
+def time_rounds(steps: dict[str, Step], ids: Tensor, seconds: float) -> dict[str, list[Spent]]:
+    """What each contender spent in each round, after two of warm-up: the slowest rank's wall clock, all ranks' CPU."""
+    spent: dict[str, list[Spent]] = {name: [] for name in steps}
+    end, rounds = time.perf_counter() + seconds, 0
+    names = list(steps)
+    while True:
+        go_on = torch.tensor(float(rounds < 4 or time.perf_counter() < end))
+        dist.all_reduce(go_on, dist.ReduceOp.MIN)
+        if not go_on:
+            return spent
+        first = rounds % len(names)
+        for name in names[first:] + names[:first]:
+            dist.barrier()
+            wall, cpu = time.perf_counter(), time.process_time()
+            steps[name](ids)
+            mine = torch.tensor([time.perf_counter() - wall, time.process_time() - cpu], dtype=torch.float64)
+            everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+            dist.all_gather(everybody, mine)
+            if rounds >= 2:
+                walls, cpus = torch.stack(everybody).unbind(1)
+                spent[name].append(Spent(float(walls.max()), float(cpus.sum())))
+        rounds += 1
+
+
+def ratio(values: Sequence[float], base: Sequence[float]) -> float:
+    return median(value / reference for value, reference in zip(values, base, strict=True))
+
+
+def report(spent: dict[str, list[Spent]]) -> None:
+    """One row a contender."""
+    base_walls, base_cpus = zip(*next(iter(spent.values())), strict=True)
+    for name, values in spent.items():
+        walls, cpus = zip(*values, strict=True)
+        print(
+            f"  {name:42s}{median(walls) * 1e3:8.1f} ms {ratio(walls, base_walls):6.3f}x"
+            f"{min(walls) * 1e3:10.1f} ms {min(walls) / min(base_walls):6.3f}x"
+            f"{median(cpus) * 1e3:10.1f} ms {ratio(cpus, base_cpus):6.3f}x",
+            flush=True,
+        )
+
+
+def run(rank: int, ranks: int, store: str, arguments: argparse.Namespace) -> None:
+    """All contenders, on one rank; rank 0 prints."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, ranks),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(minutes=5),
+    )
+    with ProcessGroupRegistry(Topology(data=ranks)) as registry:
+
+        def make() -> Transformer:
+            return make_model(arguments.width, arguments.depth)
+
+        ids = torch.randint(VOCAB, (arguments.rows, 65), generator=torch.Generator().manual_seed(rank))
+        spent = time_rounds(contenders(make, registry, arguments.bucket_bytes), ids, arguments.seconds)
+        if rank == 0:
+            params = list(make().parameters())
+            numel = sum(param.numel() for param in params)
+            rounds = len(next(iter(spent.values())))
+            print(f"\ndata={ranks}: {numel:,} parameters in {len(params)} tensors, {rounds} rounds")
+            print(f"  {'':42s}{'median':>11s}{'':8s}{'smallest':>11s}{'':10s}{'CPU':>9s}")
+            report(spent)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--seconds", type=float, default=60.0, help="time for each table")
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--depth", type=int, default=6)
+    parser.add_argument("--rows", type=int, default=4, help="of 64 tokens, on each rank")
+    parser.add_argument("--bucket-bytes", type=int, default=None, help="of Reduce(overlap=True)")
+    arguments = parser.parse_args()
+    print(f"torch {torch.__version__}, {platform.machine()} CPU, gloo, one thread a rank")
+    for ranks in arguments.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(run, (ranks, f"{folder}/store", arguments), ranks)  # type: ignore[attr-defined,no-untyped-call]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Training of replicas with and without overlap, in all the ways in which a window can go; run by every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from meshstep.amp import NaiveFp16
+from meshstep.optim import Offloaded, ParallelOptimizer, Reduce
+from meshstep.optim.gradients.bucket import GradientBucket
+from meshstep.optim.gradients.during_backward import BackwardReducer
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from precision_modes import MODES
+from torch import Tensor, nn
+from zero_models import Odd, adamw, inputs
+
+SMALL = 1024  # bytes: many buckets, though the models are small
+STEPS = 4
+
+
+class Replica(Odd):
+    """Nothing of it is split over the data axis; the head is used twice."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(None, dtype)
+        declare(self, {"*": P()})
+
+    def forward(self, x: Tensor, use: bool = True) -> Tensor:
+        return super().forward(x, use) + super().forward(x * 0.5, False)
+
+
+@dataclass
+class Watch:
+    """What buckets did: those started, by their first parameter; how many of them before backward had ended."""
+
+    order: list[int] = field(default_factory=list)
+    in_backward: int = 0
+
+
+@contextmanager
+def watched() -> Iterator[Watch]:
+    """Records every bucket that is started; ``in_backward`` counts those that hooks started."""
+    watch, arrived, start = Watch(), BackwardReducer._arrived, GradientBucket.start
+
+    def on_start(bucket: GradientBucket) -> Any:
+        watch.order.append(bucket.layout.indices[0])
+        return start(bucket)
+
+    def on_gradient(reducer: BackwardReducer, param: Tensor) -> None:
+        before = len(watch.order)
+        arrived(reducer, param)
+        watch.in_backward += len(watch.order) - before
+
+    with (
+        mock.patch.object(GradientBucket, "start", on_start),
+        mock.patch.object(BackwardReducer, "_arrived", on_gradient),
+    ):
+        yield watch
+
+
+class Trained(dict[str, Tensor]):
+    """The parameters after training, and the norms; ``in_backward`` counts buckets that were reduced in backward."""
+
+    in_backward = 0
+
+
+def train_replicas(ranks: int, mode: str, how: str, overlap: bool, exchange: Any = None) -> Trained:
+    """A few steps of `Replica` on this rank of data=``ranks``, in one of the ways of `Windows`."""
+    dtype = torch.float32 if mode == "fp32" else torch.float16 if mode.startswith("fp16") else torch.bfloat16
+    with ProcessGroupRegistry(Topology(data=ranks)) as registry, watched() as watch:
+        model = Replica(dtype)
+        reduce = Reduce(overlap=overlap, bucket_bytes=SMALL, exchange=exchange)
+        optimizer = make_optimizer(model, registry, reduce, mode, how)
+        norms = Windows(model, optimizer, registry, how).run()
+        found = {name: param.detach().clone() for name, param in model.named_parameters()}
+        trained = Trained({**found, "norms": torch.stack(norms)})
+        trained.in_backward = watch.in_backward
+        return trained
+
+
+def make_optimizer(
+    model: nn.Module, registry: ProcessGroupRegistry, reduce: Reduce, mode: str, how: str
+) -> ParallelOptimizer:
+    params = [param for name, param in model.named_parameters() if how != "added" or not name.startswith("head")]
+    return ParallelOptimizer(
+        adamw(params),
+        registry,
+        max_norm=0.5,
+        precision=NaiveFp16(init_scale=2.0**10) if mode == "fp16_naive" else MODES[mode],
+        data_parallel=reduce,
+        accumulation_steps=3 if how in ("managed", "short", "announced") else None,
+        states=Offloaded(0.5) if how == "offloaded" else (),
+    )
+
+
+@dataclass
+class Windows:
+    """Windows of micro-batches; ``how`` they go, in words that the methods explain."""
+
+    model: Replica
+    optimizer: ParallelOptimizer
+    registry: ProcessGroupRegistry
+    how: str
+
+    def run(self) -> list[Tensor]:
+        """Some steps; the norms."""
+        norms = []
+        for step in range(STEPS):
+            if step == 2 and self.how == "added":
+                self.optimizer.add_param_group({"params": list(self.model.head.parameters()), "lr": 1e-3})
+            if step == 2 and self.how == "frozen later":
+                self.model.head.bias.requires_grad_(False)
+            if self.how != "kept":
+                self.optimizer.zero_grad(set_to_none=self.how != "in place")
+            self.window(step)
+            if self.how == "clipped":
+                self.optimizer.clip_grad_by_norm(0.3)
+            stats = self.optimizer.step(last=self.how in ("short", "announced"))
+            assert stats is not None
+            norms.append(stats.total_norm)
+        return norms
+
+    def window(self, step: int) -> None:
+        """One window: of three micro-batches where they add up, of two where it is a short one."""
+        count = {"managed": 3, "explicit": 3, "short": 2, "announced": 2, "all under no_sync": 2}.get(self.how, 1)
+        for index in range(count):
+            if self.how == "announced" and index == count - 1:
+                self.optimizer.window_ends()
+            off = self.how == "all under no_sync" or (self.how == "explicit" and index < count - 1)
+            with self.optimizer.no_sync() if off else nullcontext():
+                self.micro_batch(10 * step + index)
+
+    def micro_batch(self, index: int) -> None:
+        """One backward; with "idle" the last rank computes nothing, with "unused" only the first uses all parameters."""
+        rank, size = self.registry.coordinate["data"], self.registry.size("data")
+        if self.how == "idle" and rank == size - 1:
+            self.optimizer.backward(None)
+            return
+        if self.how == "silent" and rank == size - 1:
+            return  # not even that
+        x = inputs(index, rank).to(self.model.gain.dtype)
+        loss = self.model(x, use=self.how != "unused" or rank == 0)
+        if self.how == "past the optimizer":
+            self.optimizer.scale_loss(loss).backward()
+        else:
+            self.optimizer.backward(loss)
+
+
+def train_dense(ranks: int, steps: int = STEPS) -> dict[str, Tensor]:
+    """The plain windows in one process, in float64: the mean of all ranks' losses."""
+    model = Replica(torch.float64)
+    # From the same values: the float32 model's, which are rounded.
+    for param, rounded in zip(model.parameters(), Replica().parameters(), strict=True):
+        param.data.copy_(rounded.data)
+    optimizer = adamw(model.parameters())
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses = [model(inputs(10 * step, rank).double()) for rank in range(ranks)]
+        torch.stack(losses).mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    return {name: param.detach() for name, param in model.named_parameters()}

@@ -1,0 +1,214 @@
+"""Gradients that travel as bfloat16: bytes, what error feedback brings back, dtypes, overlap, skipped steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from math import inf
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from meshstep.amp import NaiveFp16
+from meshstep.optim import Bf16Wire, ParallelOptimizer, Reduce, Sharded
+from meshstep.optim.gradients.compressed import reference_bf16_wire
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from overlap_runs import train_replicas
+from precision_modes import MODES
+from torch import Tensor, nn
+from world import World
+from zero_models import adamw, wide_model
+
+# How gradients are summed: in the step, while backward runs, into slices, into slices while backward runs.
+WAYS: dict[str, dict[str, Any]] = {
+    "replicas": {},
+    "overlap": {"overlap": True},
+    "ZeRO-1": {"gradients": False},
+    "ZeRO-2": {"gradients": True},
+}
+
+
+def arguments(way: str, exchange: Any, bucket_bytes: int | None = None) -> dict[str, Any]:
+    options = WAYS[way]
+    if way.startswith("ZeRO"):
+        return {"states": Sharded("data", exchange=exchange, **options)}
+    return {"data_parallel": Reduce(exchange=exchange, bucket_bytes=bucket_bytes, **options)}
+
+
+# One sum --------------------------------------------------------------------------------------------------------------
+
+
+def given(rank: int, count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(48, generator=generator) for _ in range(count)]
+
+
+def summed(scatter: bool, feedback: bool) -> list[Tensor]:
+    """The sums of eight rounds, whole on every rank."""
+    wire, memory = Bf16Wire(feedback), {}  # type: ignore[var-annotated]
+    ranks, group = dist.get_world_size(), dist.group.WORLD
+    assert group is not None
+    sums = []
+    for flat in given(dist.get_rank(), 8):
+        before = flat.clone()
+        if scatter:
+            own, whole = torch.empty(48 // ranks), torch.empty(48)
+            wire.reduce_scatter(own, flat, group, memory)()
+            assert torch.equal(flat, before)  # it may be a parameter's gradient
+            dist.all_gather_single(whole, own, group=group)
+            sums.append(whole)
+        else:
+            wire.all_reduce(flat, group, memory)()
+            sums.append(flat)
+    assert set(memory) == ({"lost"} if feedback else set())
+    return sums
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_sums_are_those_of_rounded_gradients(world: World, ranks: int, scatter: bool) -> None:
+    for feedback in (True, False):
+        rounds = [list(flats) for flats in zip(*(given(rank, 8) for rank in range(ranks)), strict=True)]
+        expected = reference_bf16_wire(rounds, feedback)
+        found = world.run(ranks, summed, scatter, feedback)
+        for sums in found:
+            assert all(torch.equal(one, other) for one, other in zip(sums, found[0], strict=True))
+            for one, other in zip(sums, expected, strict=True):
+                # Only the sum's own rounding is left: half a unit of the last of 8 bits, once for every rank added.
+                assert ((one - other).abs().max() / other.abs().max()) <= (ranks - 1) * 2**-8
+
+
+# Bytes ----------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def sent() -> Iterator[dict[str, int]]:
+    """The bytes of what is given to collectives that sum, by dtype."""
+    seen: dict[str, int] = {}
+
+    def counted(original: Any, index: int, *args: Any, **options: Any) -> Any:
+        seen[str(args[index].dtype)] = seen.get(str(args[index].dtype), 0) + args[index].nbytes
+        return original(*args, **options)
+
+    with (
+        mock.patch.object(dist, "all_reduce", partial(counted, dist.all_reduce, 0)),
+        mock.patch.object(dist, "reduce_scatter_single", partial(counted, dist.reduce_scatter_single, 1)),
+    ):
+        yield seen
+
+
+def sent_bytes(way: str, mode: str, compressed: bool) -> dict[str, int]:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(mode, torch.bfloat16)
+        model = wide_model().to(dtype)
+        declare(model, {"*": P()})
+        precision = MODES["fp32" if mode == "fp64" else mode]
+        options = arguments(way, Bf16Wire() if compressed else None, bucket_bytes=16384)
+        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, precision=precision, **options)
+        with sent() as seen:
+            optimizer.backward(model(torch.randn(8, 64, dtype=dtype)).float().square().mean())
+            optimizer.step()
+        return seen
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_half_the_bytes_travel(world: World, way: str) -> None:
+    for mode in ("fp32", "bf16"):  # bfloat16 parameters have float32 gradients beside their masters
+        plain, half = world.run(2, sent_bytes, way, mode, False)[0], world.run(2, sent_bytes, way, mode, True)[0]
+        norm = plain.pop("torch.float64")
+        assert half == {"torch.bfloat16": plain["torch.float32"] // 2, "torch.float64": norm}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", ["fp64", "bf16 stochastic"])
+def test_other_dtypes_travel_as_they_are(world: World, way: str, mode: str) -> None:
+    assert world.run(2, sent_bytes, way, mode, True) == world.run(2, sent_bytes, way, mode, False)
+
+
+# Training ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16_naive"])
+@pytest.mark.parametrize("how", ["plain", "unused", "explicit", "added", "offloaded"])
+def test_overlap_changes_no_bit(world: World, mode: str, how: str) -> None:
+    expected = world.run(2, train_replicas, 2, mode, how, False, Bf16Wire())
+    for one, other in zip(world.run(2, train_replicas, 2, mode, how, True, Bf16Wire()), expected, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in other)
+        assert all(torch.equal(one[name], expected[0][name]) for name in other)
+
+
+def losses(way: str, exchange: Any, steps: int = 120) -> tuple[float, Tensor]:
+    """The loss of a small classifier after so many steps on two ranks, and its weights."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        torch.manual_seed(7)
+        teacher, model = nn.Linear(16, 8), nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 8))
+        declare(model, {"*": P()})
+        inner = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, fused=True)
+        optimizer = ParallelOptimizer(inner, registry, max_norm=1.0, **arguments(way, exchange, bucket_bytes=1024))
+        x = torch.randn(256, 16)
+        targets = teacher(x).argmax(1)
+        for step in range(steps):
+            rows = torch.arange(256)[step % 4 * 64 : step % 4 * 64 + 64].chunk(2)[registry.global_rank]
+            optimizer.zero_grad()
+            optimizer.backward(F.cross_entropy(model(x[rows]), targets[rows]))
+            optimizer.step()
+        weights = torch.cat([param.detach().view(-1) for param in model.parameters()])
+        return float(F.cross_entropy(model(x), targets)), weights
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_ends_where_it_does_without(world: World, way: str) -> None:
+    (exact, target), (with_feedback, weights) = (world.run(2, losses, way, e)[0] for e in (None, Bf16Wire()))
+    assert exact < 0.2
+    assert with_feedback == pytest.approx(exact, rel=0.05)
+    assert float((weights - target).norm() / target.norm()) < 0.02
+
+
+def drift(way: str, feedback: bool) -> float:
+    """How far a weight comes in 64 steps of gradients +256.5 and -255.5 on one rank: 8 bits don't hold the half."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        model = nn.Linear(8, 8, bias=False)
+        nn.init.zeros_(model.weight)
+        declare(model, {"*": P()})
+        inner = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
+        optimizer = ParallelOptimizer(inner, registry, **arguments(way, Bf16Wire(feedback)))
+        for step in range(64):
+            optimizer.zero_grad()
+            gradient = (-1) ** step * 256.0 + 0.5 if registry.global_rank == 0 else 0.0
+            optimizer.backward((model.weight * 2 * gradient).sum())
+            optimizer.step()
+        return -float(model.weight.detach().mean())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_rounding_loses_arrives_later(world: World, way: str) -> None:
+    assert world.run(2, drift, way, True) == [pytest.approx(32.0, abs=2.0)] * 2
+    assert world.run(2, drift, way, False) == [pytest.approx(0.0, abs=2.0)] * 2  # the negative control
+
+
+def overflown(way: str) -> list[bool]:
+    """Whether weights are finite, and move, after a step with a gradient that is not."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        model, mode = wide_model().half(), NaiveFp16(init_scale=4.0)
+        declare(model, {"*": P()})
+        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, precision=mode, **arguments(way, Bf16Wire()))
+        moved = []
+        for step in range(3):
+            optimizer.zero_grad()
+            before = torch.cat([param.detach().view(-1) for param in model.parameters()])
+            loss = model(torch.randn(8, 64).half()).float().square().mean()
+            optimizer.backward(loss * (inf if step == 1 and registry.global_rank else 1.0))
+            optimizer.step()
+            after = torch.cat([param.detach().view(-1) for param in model.parameters()])
+            assert bool(after.isfinite().all())
+            moved.append(not torch.equal(before, after))
+        return moved
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_skipped_step_leaves_nothing_behind(world: World, way: str) -> None:
+    assert world.run(2, overflown, way) == [[True, False, True]] * 2

@@ -1,0 +1,308 @@
+"""Replicas reduced while backward runs: the same bits as in the step, the order of collectives, misuse."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from meshstep.optim import Offloaded, ParallelOptimizer, Reduce, Sharded
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from overlap_runs import SMALL, Replica, Trained, train_dense, train_replicas, watched
+from probes import collectives, no_host_reads
+from scenarios import Run, train
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from world import World
+from zero_models import adamw, difference, wide_model
+
+HOW = [
+    "plain",
+    "unused",
+    "idle",
+    "silent",
+    "managed",
+    "short",
+    "announced",
+    "explicit",
+    "all under no_sync",
+    "past the optimizer",
+    "clipped",
+    "in place",
+    "kept",
+    "added",
+    "frozen later",
+    "offloaded",
+]
+# In the step; but "silent" and "past the optimizer" mean that backward is not the optimizer's, "short" is not announced.
+NOT_IN_BACKWARD = ("all under no_sync", "past the optimizer", "short")
+
+
+def same_bits(one: Trained, other: Trained) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in other)
+
+
+# The same bits --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16_naive", "bf16 stochastic"])
+@pytest.mark.parametrize("how", HOW)
+def test_two_ranks_get_the_same_bits_as_without_overlap(world: World, how: str, mode: str) -> None:
+    expected = world.run(2, train_replicas, 2, mode, how, False)
+    found = world.run(2, train_replicas, 2, mode, how, True)
+    for one, other in zip(found, expected, strict=True):
+        assert same_bits(one, other)
+        assert same_bits(one, found[0])
+    assert (found[0].in_backward > 0) == (how not in NOT_IN_BACKWARD)
+    assert not torch.equal(found[0]["head.weight"].float(), Replica().head.weight.detach())
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_more_ranks_agree_and_are_near_the_dense_model(world: World, ranks: int) -> None:
+    expected = train_dense(ranks)
+    found = world.run(ranks, train_replicas, ranks, "fp32", "plain", True)
+    for one in found:
+        assert same_bits(one, found[0])
+    found[0].pop("norms")
+    assert difference({name: value.double() for name, value in found[0].items()}, expected) <= 2e-6
+
+
+LAYOUTS = ["data x tensor", "data x sequence parallel", "data x pipe, tied", "a rank without gradients"]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_get_the_same_bits_as_without_overlap(world: World, name: str) -> None:
+    runs: list[list[Run]] = []
+    for overlap in (False, True):
+        options = {"max_norm": 0.4, "data_parallel": Reduce(overlap=overlap, bucket_bytes=SMALL)}
+        runs.append(world.run(4, train, name, torch.float32, adamw, 4, options))
+    for one, other in zip(*runs, strict=True):
+        assert one.bits == other.bits
+        assert all(torch.equal(one.end[key], other.end[key]) for key in other.end)
+        assert all(torch.equal(one.gradients[key], other.gradients[key]) for key in other.gradients)
+
+
+class Experts(nn.Module):
+    """Two experts, one on each coordinate of an axis that counts as data, and what all ranks share."""
+
+    def __init__(self, registry: ProcessGroupRegistry) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.shared, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+        self.expert = nn.Parameter(torch.randn(2, 16, 16)[registry.coordinate["expert"]].clone().unsqueeze(0))
+        declare(self, {"expert": P("expert"), "*": P()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.norm(self.shared(x)) @ self.expert[0]).square().mean()
+
+
+def train_experts(overlap: bool) -> tuple[dict[str, Tensor], int]:
+    roles: dict[str, Any] = {"expert": "data"}
+    with ProcessGroupRegistry(Topology(roles=roles, data=2, expert=2)) as registry, watched() as watch:
+        model = Experts(registry)
+        reduce = Reduce(overlap=overlap, bucket_bytes=SMALL)
+        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, max_norm=0.1, data_parallel=reduce)
+        for step in range(4):
+            optimizer.zero_grad()
+            x = torch.randn(5, 16, generator=torch.Generator().manual_seed(10 * step + registry.global_rank))
+            optimizer.backward(model(x))
+            optimizer.step()
+        return {name: param.detach().clone() for name, param in model.named_parameters()}, watch.in_backward
+
+
+def test_experts_are_reduced_in_backward_and_what_crosses_their_axis_is_not(world: World) -> None:
+    for (one, early), (other, none) in zip(
+        world.run(4, train_experts, True), world.run(4, train_experts, False), strict=True
+    ):
+        assert all(torch.equal(one[name], other[name]) for name in other)
+        assert none == 0
+        assert early == 4  # the experts' gradients, once a step: the model itself may use the axis "expert"
+
+
+class Rows(nn.Module):
+    """Row 0 has a bias that row 1 hasn't, so that the ranks of a column have different parameters."""
+
+    def __init__(self, registry: ProcessGroupRegistry) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.ln, self.linear = nn.LayerNorm(4096), nn.Linear(4096, 8, bias=False)
+        if registry.coordinate["row"] == 0:
+            self.bias = nn.Parameter(torch.zeros(8))
+            self.wide = nn.Parameter(torch.zeros(4096))
+        declare(self, {"ln.*": P(), "linear.weight": P(), "*": P(owned={"row": 0})})
+
+
+def train_rows(overlap: bool) -> Tensor:
+    """The shared parameters after 5 steps of losses that are the same function of them on both rows."""
+    with ProcessGroupRegistry(Topology(data=3, row=2)) as registry:
+        model = Rows(registry)
+        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, data_parallel=Reduce(overlap=overlap))
+        for step in range(5):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + registry.coordinate["data"])
+            loss = torch.zeros(())
+            for name, param in model.named_parameters():
+                if name.startswith(("ln", "linear")):
+                    loss = loss + (param * torch.randn(param.shape, generator=generator)).sum()
+                else:
+                    loss = loss + param.square().sum() + param.sum()
+            optimizer.backward(loss)
+            optimizer.step()
+        return torch.cat([model.ln.weight.detach(), model.ln.bias.detach()])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_copies_stay_equal_where_ranks_have_different_parameters(world: World, overlap: bool) -> None:
+    found = world.run(6, train_rows, overlap)
+    assert sum(int((one != found[0]).sum()) for one in found) == 0
+
+
+# Order and cost --------------------------------------------------------------------------------------------------------
+
+
+def backward_order(uses_all: bool) -> tuple[list[int], int, dict[str, int], dict[str, int]]:
+    """The order of buckets; how many before backward came to its end; collectives of backward and step."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry, watched() as watch:
+        model = wide_model()
+        reduce = Reduce(overlap=True, bucket_bytes=64 * 128 * 4)
+        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, max_norm=1.0, data_parallel=reduce)
+        in_backward: list[int] = []
+        for step in range(2):
+            x = torch.randn(8, 64, requires_grad=True)
+            x.register_hook(lambda gradient: in_backward.append(len(watch.order)))
+            layers = list(model.children())
+            watch.order.clear()
+            hidden = nn.Sequential(*layers[:4])(x)
+            if uses_all or registry.coordinate["data"] == 0:
+                hidden = nn.Sequential(*layers[4:])(hidden)
+            last = step == 1  # the first step checks what gradients are
+            with collectives() as seen, no_host_reads() if last else nullcontext():
+                optimizer.backward(hidden.square().mean())
+            with collectives() as in_step, no_host_reads() if last else nullcontext():
+                optimizer.step()
+            optimizer.zero_grad()
+        return watch.order, in_backward[-1], dict(seen), dict(in_step)
+
+
+def test_buckets_are_reduced_while_backward_runs_in_one_order(world: World) -> None:
+    for uses_all in (True, False):
+        (first, running, seen, in_step), (second, meanwhile, *others) = world.run(2, backward_order, uses_all)
+        assert first == second == [3, 2, 1, 0]  # by the first parameter of each
+        assert running >= 2
+        # Without the last layers' gradients a rank can't begin; it does its part when backward ends.
+        assert meanwhile == (running if uses_all else 0)
+        assert [seen, in_step] == others == [{"all_reduce": 4}, {"all_reduce": 1}]
+
+
+def order_of_kinds() -> list[tuple[int, ...]]:
+    """The parameters of each bucket, where layers of two kinds alternate."""
+    with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
+        params = [nn.Parameter(torch.randn(64)) for _ in range(8)]
+        model = nn.ParameterList(params)
+        declare(model, {"[0246]": P(), "[1357]": P("tensor")})
+        reduce = Reduce(overlap=True, bucket_bytes=2 * 64 * 4)
+        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, data_parallel=reduce)
+        assert optimizer._gradients.early is not None
+        return [bucket.layout.indices for bucket in optimizer._gradients.early.buckets]
+
+
+def test_buckets_of_different_kinds_come_in_the_order_of_backward(world: World) -> None:
+    assert world.run(4, order_of_kinds) == [[(5, 7), (4, 6), (1, 3), (0, 2)]] * 4
+
+
+# Misuse, and what goes wrong -------------------------------------------------------------------------------------------
+
+
+def errors_of(kind: str) -> tuple[str, bool]:
+    """What is said, and whether training goes on with the same bits as if it had not been, after zero_grad."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        results, said = [], ""
+        for goes_wrong in (True, False):
+            model = wide_model()
+            reduce = Reduce(overlap=True, bucket_bytes=64 * 128 * 4)
+            optimizer = ParallelOptimizer(adamw(model.parameters()), registry, data_parallel=reduce)
+            said = go_wrong(kind, model, optimizer, registry) if goes_wrong else said
+            for step in range(2):
+                optimizer.zero_grad()
+                x = torch.randn(8, 64, generator=torch.Generator().manual_seed(2 * step + registry.global_rank))
+                optimizer.backward(model(x).square().mean())
+                optimizer.step()
+            results.append(torch.cat([param.detach().view(-1) for param in model.parameters()]))
+        return said, torch.equal(*results)
+
+
+def go_wrong(kind: str, model: Any, optimizer: ParallelOptimizer, registry: ProcessGroupRegistry) -> str:
+    x = torch.randn(8, 64, requires_grad=True)
+
+    def backward(y: Tensor) -> None:
+        optimizer.backward(y.square().mean())
+
+    with pytest.raises(RuntimeError) as caught:
+        if kind == "re-entrant":
+            backward(checkpoint(model, checkpoint(model, x, use_reentrant=True), use_reentrant=True))
+        elif kind == "two micro-batches":
+            backward(model(x))
+            backward(model(x))
+        elif kind == "past the optimizer":
+            backward(model(x))
+            model(x).square().mean().backward()
+            optimizer.step()
+        elif registry.global_rank == 0:  # before any bucket is full; the other rank has reduced some then
+            backward(Raises.apply(model(x)))
+        else:
+            backward(model[1:](Raises.apply(model[0](x))))
+    return str(caught.value)
+
+
+class Raises(torch.autograd.Function):
+    """The identity, whose backward fails."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError("out of memory, say")
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("re-entrant", "use_reentrant=False"),
+        ("two micro-batches", "no_sync"),
+        ("past the optimizer", "goes through optimizer.backward"),
+        ("backward raises", "out of memory, say"),
+    ],
+)
+def test_what_goes_wrong_is_said_on_all_ranks_and_zero_grad_gives_the_window_up(
+    world: World, kind: str, says: str
+) -> None:
+    for said, as_before in world.run(2, errors_of, kind):
+        assert says in said
+        assert as_before
+
+
+def refused(kind: str) -> str:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        options: dict[str, Any] = {"data_parallel": Reduce(overlap=True)}
+        if kind == "sharded":
+            options["states"] = (Sharded("data"), Offloaded(0.5))
+        elif kind == "nothing to reduce":
+            options["data_parallel"] = Reduce(overlap=True, average_data=False)
+        else:
+            options["data_parallel"] = Reduce(overlap=True, bucket_bytes=0)
+        with pytest.raises(ValueError, match=r"Reduce|bucket_bytes") as caught:
+            ParallelOptimizer(adamw(wide_model().parameters()), registry, **options)
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [("sharded", "for states that are whole"), ("nothing to reduce", "nothing to reduce"), ("bytes", ">= 1")],
+)
+def test_what_cannot_work_is_refused(world: World, kind: str, says: str) -> None:
+    for said in world.run(2, refused, kind):
+        assert says in said

@@ -86,9 +86,7 @@ class MasterWeights:
                 for key, value in state.items()
             }
         if self.main_grads:
-            grad, param.grad = param.grad, None
-            param.grad_dtype = torch.float32
-            param.grad = None if grad is None else grad.float()
+            use_main_grad_(param)
         return master
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -227,6 +225,13 @@ class MasterWeights:
         ids = {id(master): master for _, master in self.pairs}
         params = (param for group in self.optimizer.param_groups for param in group["params"])
         return {position: ids[id(param)] for position, param in enumerate(params) if id(param) in ids}
+
+
+def use_main_grad_(param: Tensor) -> None:
+    """Let backward add up the gradients of ``param`` in float32 from now on, starting from the one that is there."""
+    grad, param.grad = param.grad, None
+    param.grad_dtype = torch.float32
+    param.grad = None if grad is None else grad.float()
 
 
 def _label(param: Tensor) -> str:

@@ -13,13 +13,6 @@ def gradient_dtype(param: Tensor) -> torch.dtype:
     return param.grad_dtype or param.dtype
 
 
-def main_gradient_(param: Tensor) -> None:
-    """Let backward add up the gradients of ``param`` in float32 from now on, starting from the one that is there."""
-    gradient, param.grad = param.grad, None
-    param.grad_dtype = torch.float32
-    param.grad = None if gradient is None else gradient.float()
-
-
 def scale_gradients(params: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply the gradients that are there by a 0-dim tensor, in place: one multi-tensor pass a device and dtype."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...parallel.layout.spec import P
+from ...parallel.mesh.text import aligned
 from ...parallel.mesh.topology import Topology
 from .entries import ParameterEntry
 
@@ -158,13 +159,7 @@ class ReductionPlan:
         lines = [f"ReductionPlan of rank {self.rank} ({_coordinate(self.coordinate)}) over {self.topology!r}"]
         header = ("bucket", "group ranks", "weight", "parameters", "local numel", "counted numel")
         rows = [header, *(self._row(index, bucket) for index, bucket in enumerate(self.buckets))]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-        for row in rows:
-            cells = [
-                cell.ljust(width) if i < 2 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            lines.append("  " + "  ".join(cells).rstrip())
+        lines += ["  " + line for line in aligned(rows, right=range(2, 6))]
         counted, full = sum(map(self.counted_numel, self.entries)), sum(map(self.full_numel, self.entries))
         stage = " of this pipeline stage" if self.topology.size(*self.topology.pipe_axes) > 1 else ""
         verdict = "equal to" if counted == full else "NOT EQUAL to"

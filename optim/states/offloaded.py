@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ...amp.casting import is_half
+from ...amp.master_weights import use_main_grad_
 from ...parallel.layout.annotation import copy_annotation
-from ..gradients.in_place import clear_gradients, main_gradient_
+from ..gradients.in_place import clear_gradients
 from .link import AnyWindow, Binding, Link, Placement, Position
 from .pieces import Held, StandIns
 
@@ -90,7 +91,7 @@ class Copies(Link):
             self.copies[tensor] = nn.Parameter(_beside(tensor))
             copy_annotation(tensor, self.copies[tensor])
             if self.main_grads and is_half(tensor):
-                main_gradient_(tensor)
+                use_main_grad_(tensor)
             new[tensor] = [(self.copies[tensor], 0)]
         self._note_versions()
         return new

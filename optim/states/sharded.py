@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ...amp.casting import is_half
+from ...amp.master_weights import use_main_grad_
 from ...parallel.layout.annotation import annotate
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.topology import default_role
@@ -30,7 +31,6 @@ from ..gradients.bucket import BUCKET_BYTES
 from ..gradients.during_backward import BackwardReducer
 from ..gradients.exchange import Exact, Exchange, InFlight
 from ..gradients.flat import FlatBucket, flat_buckets
-from ..gradients.in_place import main_gradient_
 from ..norm.entries import ParameterEntry, entries_of
 from ..norm.plan import Bucket, ReductionPlan
 from .chain import other_layout
@@ -172,7 +172,7 @@ class Shards(Link):
     def _make_bucket(self, params: list[Tensor], layout: FlatBucket, summed: bool) -> Slices:
         for param in params:
             if self._main_grads and is_half(param):
-                main_gradient_(param)
+                use_main_grad_(param)
         dtype, exchange = self._grad_dtype(params[0]), self.how.exchange or Exact()
         bucket = Slices(params, layout, self.registry, self.how.axis, summed, dtype, exchange, self.how.gradients)
         # Where a model is split over the axis, backward may issue collectives of its own, among which ours must not come.

@@ -161,7 +161,7 @@ class ParallelOptimizer(OptimizerFacade):
         """Forget the gradients, of the model's parameters too where there are masters. Nothing happens in the middle of a
         window of managed accumulation, unless a backward of it raised.
 
-        Raises RuntimeError where `fully_shard` has gradients of the window that it has not reduced, and that can't be cleared.
+        Raises RuntimeError where `fully_shard` has gradients that it has not reduced, and that can't be cleared.
         """
         if self.window.may_clear():
             self._switch.check_clearing(self.window.left_out)

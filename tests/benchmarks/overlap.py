@@ -46,8 +46,8 @@ class Block(nn.Module):
         q, k, v = (part.unflatten(-1, (-1, 64)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
-        x = x + self.down(F.gelu(self.up(self.second_norm(x))))
-        return x
+        hidden: Tensor = self.down(F.gelu(self.up(self.second_norm(x))))
+        return x + hidden
 
 
 class Transformer(nn.Module):

@@ -157,15 +157,16 @@ def losses(way: str, exchange: Any, steps: int = 120) -> tuple[float, Tensor]:
             optimizer.backward(F.cross_entropy(model(x[rows]), targets[rows]))
             optimizer.step()
         weights = torch.cat([param.detach().view(-1) for param in model.parameters()])
-        return float(F.cross_entropy(model(x), targets)), weights
+        with torch.no_grad():
+            return float(F.cross_entropy(model(x), targets)), weights
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_training_ends_where_it_does_without(world: World, way: str) -> None:
     (exact, target), (with_feedback, weights) = (world.run(2, losses, way, e)[0] for e in (None, Bf16Wire()))
     assert exact < 0.2
-    assert with_feedback == pytest.approx(exact, rel=0.05)
-    assert float((weights - target).norm() / target.norm()) < 0.02
+    assert with_feedback == pytest.approx(exact, rel=0.005)  # measured: 2e-4
+    assert float((weights - target).norm() / target.norm()) < 0.005  # measured: 1e-3
 
 
 def drift(way: str, feedback: bool) -> float:

@@ -239,7 +239,7 @@ def go_wrong(kind: str, model: Any, optimizer: ParallelOptimizer, registry: Proc
     def backward(y: Tensor) -> None:
         optimizer.backward(y.square().mean())
 
-    with pytest.raises(RuntimeError) as caught:
+    def misuse() -> None:
         if kind == "re-entrant":
             backward(checkpoint(model, checkpoint(model, x, use_reentrant=True), use_reentrant=True))
         elif kind == "two micro-batches":
@@ -253,6 +253,9 @@ def go_wrong(kind: str, model: Any, optimizer: ParallelOptimizer, registry: Proc
             backward(Raises.apply(model(x)))
         else:
             backward(model[1:](Raises.apply(model[0](x))))
+
+    with pytest.raises(RuntimeError) as caught:
+        misuse()
     return str(caught.value)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, shard
+from optimizers import momentum_sgd
 from precision_modes import MODES
 from probes import collectives
 from scenarios import VOCAB, Scenario, build, dense_1d, full_tensors
@@ -44,10 +45,14 @@ def train(axes: Axes, mode: str, options: dict[str, Any], micro: int, promised: 
         model = build(scenario, registry, torch.float32)
         assert model is not None
         MODES[mode].prepare(model, registry)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
         precision = MODES[mode]
         optimizer = ParallelOptimizer(
-            sgd, registry, precision=precision, max_norm=0.4, accumulation_steps=promised, **options
+            momentum_sgd(model.parameters()),
+            registry,
+            precision=precision,
+            max_norm=0.4,
+            accumulation_steps=promised,
+            **options,
         )
         early: Counter[str] = Counter()
         last: Counter[str] = Counter()

@@ -9,7 +9,8 @@ import pytest
 import torch
 from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare, shard
-from precision_modes import MODES, OPTIMIZERS
+from optimizers import FOR_HALF_TYPES, adamw
+from precision_modes import MODES
 from scenarios import SCENARIOS, Scenario, backward, build, dense_1d, full_tensors
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +23,6 @@ from zero_models import (
     ZERO1,
     ZERO2,
     Axes,
-    adamw,
     difference,
     rows,
     size_of,
@@ -43,7 +43,11 @@ def train(
         if options.get("data_parallel"):
             options = {**options, "data_parallel": DistributedDataParallel(model, process_group=registry.group("data"))}
         optimizer = ParallelOptimizer(
-            OPTIMIZERS[kind](model.parameters()), registry, precision=MODES[mode], accumulation_steps=micro, **options
+            FOR_HALF_TYPES[kind](model.parameters()),
+            registry,
+            precision=MODES[mode],
+            accumulation_steps=micro,
+            **options,
         )
         run = options.get("data_parallel", model)
         norms = []

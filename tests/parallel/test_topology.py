@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import copy
 import pickle
 import sys
@@ -139,11 +140,13 @@ def lines_executed(call: Callable[[], Any]) -> int:
         return trace
 
     before = sys.gettrace()
+    gc.disable()  # a collection in between would count: hypothesis has a callback for them
     sys.settrace(trace)
     try:
         call()
     finally:
         sys.settrace(before)
+        gc.enable()
     return count
 
 

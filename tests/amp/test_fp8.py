@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from math import inf, nan
-from typing import Literal
 
 import pytest
 import torch
@@ -14,11 +13,11 @@ from hypothesis import strategies as st
 from meshstep.amp import Fp8, precision_of
 from meshstep.amp.fp8.linear import Fp8Linear, Fp8Matmul, product, scaled_mm
 from meshstep.amp.fp8.tensor import E4M3, E5M2, Quantized, agreed_amax, quantize
+from models import Base, small_model
 from probes import no_host_reads
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Base = Literal["bf16", "fp32"]
 FORMATS = {E4M3: (4, 3, 448.0), E5M2: (5, 2, 57344.0)}  # bits of exponent and mantissa, largest value
 
 
@@ -216,11 +215,6 @@ def test_a_gpu_is_the_emulation(dtype: torch.dtype) -> None:
 
 
 # The mode ------------------------------------------------------------------------------------------------------------
-
-
-def small_model() -> nn.Sequential:
-    torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 10), nn.Linear(10, 16))
 
 
 @pytest.mark.parametrize(("base", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])

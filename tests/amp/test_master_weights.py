@@ -10,6 +10,7 @@ import pytest
 import torch
 from meshstep.amp import MasterWeights
 from meshstep.parallel import P, annotate, spec_of
+from models import Mlp, mlp
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -18,21 +19,6 @@ from world import World
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 DEVICES = pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
 HALF = pytest.mark.parametrize("dtype", [F16, BF16])
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(6, 10), nn.LayerNorm(10), nn.Linear(10, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.last(self.norm(self.first(x)).tanh())
-        return result
-
-
-def mlp(dtype: torch.dtype, seed: int = 0) -> Mlp:
-    torch.manual_seed(seed)
-    return Mlp().to(dtype)
 
 
 def inputs(index: int, dtype: torch.dtype) -> Tensor:

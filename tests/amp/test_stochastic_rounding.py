@@ -11,6 +11,7 @@ import pytest
 import torch
 from meshstep.amp import MasterWeights, StochasticRounding, stochastic_round_
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from models import Mlp, mlp
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -73,21 +74,6 @@ def test_any_layout_and_shape() -> None:
 # The optimizer --------------------------------------------------------------------------------------------------------
 
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(6, 10), nn.LayerNorm(10), nn.Linear(10, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.last(self.norm(self.first(x)).tanh())
-        return result
-
-
-def mlp(seed: int = 0, dtype: torch.dtype = BF16) -> Mlp:
-    torch.manual_seed(seed)
-    return Mlp().to(dtype)
-
-
 def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=3e-3, fused=True)
 
@@ -130,14 +116,14 @@ def test_updates_below_the_last_place_happen_on_average() -> None:
 
 @pytest.mark.parametrize("make", [adamw, lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)])
 def test_follows_float32_training(make: Callable[[Any], torch.optim.Optimizer]) -> None:
-    model, dense = mlp(), mlp(dtype=F32)
+    model, dense = mlp(BF16), mlp(F32)
     train(model, StochasticRounding(make(model.parameters())), range(60))
     reference = make(dense.parameters())
     for index in range(60):
         dense(torch.randn(7, 6, generator=seeded(index))).square().mean().backward()
         reference.step()
         reference.zero_grad()
-    start = mlp(dtype=F32)
+    start = mlp(F32)
     for param, expected, first in zip(model.parameters(), dense.parameters(), start.parameters(), strict=True):
         assert param.dtype == BF16
         error = (param.float() - expected).norm() / (expected - first).norm()
@@ -148,7 +134,7 @@ def test_follows_float32_training(make: Callable[[Any], torch.optim.Optimizer]) 
 def test_buckets_do_not_change_the_result(bucket_numel: int) -> None:
     results = []
     for numel in (bucket_numel, 33):
-        model = mlp()
+        model = mlp(BF16)
         optimizer = adamw(
             [
                 {"params": model.first.parameters()},
@@ -164,7 +150,7 @@ def test_buckets_do_not_change_the_result(bucket_numel: int) -> None:
 
 def test_state_is_kept_in_bfloat16_and_continues_bit_for_bit() -> None:
     def built(seed: int) -> tuple[Mlp, torch.optim.Optimizer, StochasticRounding]:
-        model = mlp(seed)
+        model = mlp(BF16, seed)
         optimizer = adamw(model.parameters())
         return model, optimizer, StochasticRounding(optimizer, seed=seed)
 
@@ -189,7 +175,7 @@ def test_state_is_kept_in_bfloat16_and_continues_bit_for_bit() -> None:
 
 
 def test_a_skipped_step_changes_nothing() -> None:
-    model = mlp()
+    model = mlp(BF16)
     optimizer = adamw(model.parameters())
     rounding = StochasticRounding(optimizer)
     train(model, rounding, range(3))
@@ -201,7 +187,7 @@ def test_a_skipped_step_changes_nothing() -> None:
 
 
 def test_an_update_that_raises_leaves_everything_in_place() -> None:
-    model = mlp()
+    model = mlp(BF16)
     optimizer = adamw(model.parameters())
     rounding = StochasticRounding(optimizer)
     train(model, rounding, range(2))
@@ -219,7 +205,7 @@ def test_an_update_that_raises_leaves_everything_in_place() -> None:
 
 
 def test_other_dtypes_are_stepped_once_and_missing_gradients_not_at_all() -> None:
-    model = mlp()
+    model = mlp(BF16)
     model.norm.float()
     model.last.weight.requires_grad_(False)
     optimizer = adamw(model.parameters())
@@ -239,7 +225,7 @@ def test_other_dtypes_are_stepped_once_and_missing_gradients_not_at_all() -> Non
 
 
 def test_add_param_group_and_arguments() -> None:
-    model, head = mlp(), nn.Linear(3, 2, dtype=BF16)
+    model, head = mlp(BF16), nn.Linear(3, 2, dtype=BF16)
     optimizer = adamw(model.parameters())
     rounding = StochasticRounding(optimizer)
     rounding.add_param_group({"params": head.parameters()})

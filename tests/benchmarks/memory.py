@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from arguments import arguments
 from meshstep.amp import precision_of
 from meshstep.optim import ParallelOptimizer
 from meshstep.optim.states.offloaded import Copies
 from meshstep.optim.states.sharded import Shards
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
-from optimizers import arguments
 from torch import Tensor, nn
 
 PLACEMENTS: dict[str, dict[str, Any]] = {

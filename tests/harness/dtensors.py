@@ -1,12 +1,13 @@
-"""What tests of DTensor parameters share: registries whose meshes torch doesn't mix up, and a watch on operations."""
+"""What tests of DTensor parameters share: parameters, meshes that torch doesn't mix up, and a watch on operations."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from meshstep.parallel import ProcessGroupRegistry, Topology
-from torch import Tensor
+from cases import slice_of
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,3 +40,29 @@ class LocalOperations(TorchDispatchMode):
         if "c10d" in namespace:
             self.collectives.append(name)
         return func(*args, **(kwargs or {}))
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def mixed(registry: ProcessGroupRegistry) -> tuple[list[nn.Parameter], list[Tensor]]:
+    """DTensors (uneven, with empty pieces) and a plain parameter with gradients, and the dense gradients."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    grid, tensor = registry.device_mesh("data", "tensor"), registry.device_mesh("tensor")
+    params: list[nn.Parameter] = []
+    dense = [randn(5, 4, seed=1), randn(3, 6, seed=2), randn(1, 3, seed=3), randn(7, seed=4), randn(4, 2, seed=5)]
+    for full, mesh, placements in (
+        (dense[0], grid, (Shard(0), Shard(1))),
+        (dense[1], tensor, (Shard(1),)),
+        (dense[2], grid, (Replicate(), Shard(0))),
+        (dense[3], tensor, (Replicate(),)),
+    ):
+        param = nn.Parameter(distribute_tensor(torch.zeros_like(full), mesh, placements))
+        param.grad = distribute_tensor(full, mesh, placements)
+        params.append(param)
+    plain = nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))
+    plain.grad = slice_of(dense[4], P("tensor"), registry.topology, registry.global_rank)
+    annotate(plain, P("tensor"))
+    return [*params, plain], dense

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from arguments import arguments
 from meshstep.amp import precision_of
 from meshstep.optim import CosineAnnealingLR, ParallelOptimizer, load_checkpoint, newest_checkpoint, save_checkpoint
 from meshstep.parallel import ColumnParallelLinear, P, ProcessGroupRegistry, RowParallelLinear, Topology, declare, shard
-from optimizers import arguments
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from arguments import arguments
 from meshstep.amp import precision_of
 from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, gather_from, shard
-from optimizers import arguments
 from torch import Tensor, nn
 
 IN, HIDDEN, OUT = 6, 8, 4

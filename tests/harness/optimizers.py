@@ -1,47 +1,73 @@
-"""Options of optimizers, as tests give them."""
+"""The optimizers that tests step, and what of them can be compared."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
-from meshstep.optim import ByValue, Link, Measure, Offloaded, ParallelOptimizer, Placement, Reduce, Sharded, Skip
+import torch
+from arguments import arguments
+from meshstep.optim import ParallelOptimizer
+from meshstep.parallel import ProcessGroupRegistry
+from scenarios import SCENARIOS, build
+from torch import Tensor, nn
 
-AnyLink = TypeVar("AnyLink", bound=Link)
-
-
-def arguments(**options: Any) -> dict[str, Any]:
-    """The arguments of `ParallelOptimizer` (or `Booster`) for options as tables have them, each a word.
-
-    ``norm_type reduction per_parameter_norms check_replicas`` are `Measure`'s, ``shard_states shard_gradients``
-    `Sharded`'s, ``offload`` is `Offloaded`'s fraction, ``clip_value`` `ByValue`, ``average_data`` `Reduce`'s,
-    ``max_skips_in_a_row`` `Skip`'s; all else is what it is.
-    """
-    measured = {"norm_type": "norm_type", "reduction": "reduction", "check_replicas": "check_replicas"}
-    measured["per_parameter_norms"] = "per_parameter"
-    measure = {new: options.pop(old) for old, new in measured.items() if old in options}
-    states: list[Placement] = []
-    axis, gradients = options.pop("shard_states", None), options.pop("shard_gradients", False)
-    if axis is not None:
-        states.append(Sharded(axis, gradients=gradients))
-    fraction = options.pop("offload", None)
-    if fraction is not None:
-        states.append(Offloaded(fraction))
-    if states:
-        options["states"] = tuple(states)
-    if measure:
-        options["measure"] = Measure(**measure)
-    value = options.pop("clip_value", None)
-    if value is not None:
-        assert options.get("max_norm") is None, "one rule at a time"
-        options["max_norm"] = ByValue(value)
-    if not options.pop("average_data", True):
-        options["data_parallel"] = Reduce(average_data=False)
-    most = options.pop("max_skips_in_a_row", None)
-    if most is not None:
-        options["on_nonfinite"] = Skip(most)
-    return options
+# By kind, of ``(params, fused)``.
+OPTIMIZERS: dict[str, Callable[[Any, bool], torch.optim.Optimizer]] = {
+    "adamw": lambda params, fused: torch.optim.AdamW(params, lr=1e-2, fused=fused),
+    "adam": lambda params, fused: torch.optim.Adam(params, lr=1e-2, fused=fused),
+    "sgd": lambda params, fused: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=fused),
+    "sgd, dampening": lambda params, fused: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.3, fused=fused),
+    "adagrad": lambda params, fused: torch.optim.Adagrad(params, lr=1e-2, fused=fused),
+}
 
 
-def link_of(optimizer: ParallelOptimizer, kind: type[AnyLink]) -> AnyLink:
-    """The link of this kind in the optimizer's chain."""
-    return next(link for link in optimizer._states.links if isinstance(link, kind))
+def adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
+    """Not with 1e-8 for eps, which is 0 in float16: O3 would divide 0 by 0."""
+    return torch.optim.AdamW(params, **{"lr": 1e-2, "eps": 1e-4, "fused": True, **options})
+
+
+def momentum_sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True)
+
+
+# By kind: such as step parameters of any precision mode.
+FOR_HALF_TYPES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": adamw,
+    "adamw, not fused": lambda params: adamw(params, fused=False),
+    "sgd": momentum_sgd,
+    "plain sgd": lambda params: torch.optim.SGD(params, lr=1e-2, fused=True),
+}
+
+
+def stepped(optimizer: ParallelOptimizer) -> list[Tensor]:
+    """What the wrapped optimizer steps: the parameters, or their masters."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def optimizer_for(
+    name: str, registry: ProcessGroupRegistry, kind: str = "adamw", fused: bool = True, **options: Any
+) -> tuple[nn.Module, ParallelOptimizer]:
+    """The model of a scenario, and one of `OPTIMIZERS` around its parameters."""
+    model = build(SCENARIOS[name], registry, torch.float32)
+    assert model is not None
+    return model, ParallelOptimizer(OPTIMIZERS[kind](model.parameters(), fused), registry, **arguments(**options))
+
+
+# The rates of two param groups, which a schedule starts from.
+BASES = [0.3, 0.02]
+
+
+def optimizer_of(bases: list[float]) -> torch.optim.Optimizer:
+    """A param group for each rate."""
+    return torch.optim.SGD([{"params": [nn.Parameter(torch.ones(2))], "lr": base} for base in bases])
+
+
+def rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def snapshot(model: nn.Module, optimizer: ParallelOptimizer) -> list[Tensor]:
+    """Copies of the parameters and of the optimizer's state."""
+    state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
+    return [value.detach().clone() for value in (*model.parameters(), *state)]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from arguments import arguments
 from meshstep.amp import ApexFp16, Bf16, Fp32, NaiveFp16, Precision, TorchFp16
 from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import ProcessGroupRegistry
-from optimizers import arguments
+from optimizers import FOR_HALF_TYPES, stepped
 from scenarios import Scenario, build
 from torch import Tensor, nn
 
@@ -26,14 +26,6 @@ MODES: dict[str, Precision] = {
 }
 DYNAMIC = ("fp16", "fp16_naive", "O1", "O2")
 
-# Not 1e-8 for eps, which is 0 in float16: O3 would divide 0 by 0.
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4, fused=True),
-    "adamw, not fused": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4, fused=False),
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
-    "plain sgd": lambda params: torch.optim.SGD(params, lr=1e-2, fused=True),
-}
-
 
 def make(
     scenario: Scenario, registry: ProcessGroupRegistry, mode: Precision, kind: str = "adamw", **options: Any
@@ -43,7 +35,7 @@ def make(
     assert model is not None
     mode.prepare(model, registry)
     return model, ParallelOptimizer(
-        OPTIMIZERS[kind](model.parameters()), registry, **arguments(precision=mode, **options)
+        FOR_HALF_TYPES[kind](model.parameters()), registry, **arguments(precision=mode, **options)
     )
 
 
@@ -54,11 +46,6 @@ def train_step(model: nn.Module, optimizer: ParallelOptimizer, ids: Tensor) -> f
     optimizer.backward(loss)
     optimizer.step()
     return float(loss.detach())
-
-
-def stepped(optimizer: ParallelOptimizer) -> list[Tensor]:
-    """What the wrapped optimizer steps: the parameters, or their masters."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def snapshot(model: nn.Module, optimizer: ParallelOptimizer) -> dict[str, Tensor]:

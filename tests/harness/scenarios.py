@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from arguments import arguments
 from meshstep.optim import GradStats, ParallelOptimizer
 from meshstep.parallel import (
     ColumnParallelLinear,
@@ -29,7 +30,6 @@ from meshstep.parallel import (
     unshard,
     vocab_parallel_cross_entropy,
 )
-from optimizers import arguments
 from torch import Tensor, nn
 
 VOCAB, WIDTH, HIDDEN = 12, 8, 16

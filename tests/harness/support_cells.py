@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from arguments import arguments
 from meshstep.amp import ApexFp16, Fp8
 from meshstep.optim import Booster, ParallelOptimizer
 from meshstep.parallel import (
@@ -28,7 +29,6 @@ from meshstep.parallel import (
     unshard,
 )
 from meshstep.parallel.layout.annotation import annotation_of
-from optimizers import arguments
 from precision_modes import MODES as PLAIN_MODES
 from torch import Tensor, nn
 

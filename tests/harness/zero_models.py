@@ -23,10 +23,12 @@ ZERO2: dict[str, Any] = {"shard_states": "data", "shard_gradients": True}
 
 
 def rows(step: int, count: int = 8) -> Tensor:
+    """Token ids, as `scenarios.batch` has them, of any number of rows."""
     return torch.randint(VOCAB, (count, 5), generator=torch.Generator().manual_seed(100 + step))
 
 
 def size_of(axes: Axes) -> int:
+    """How many ranks these axes have."""
     return Topology(roles=None, **dict(axes)).world_size
 
 
@@ -36,6 +38,7 @@ def small_buckets(nbytes: int = 1024) -> Any:
 
 
 def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest, relative to the largest number of each tensor."""
     assert found.keys() == expected.keys()
     return max((float((found[k] - v).abs().max() / v.abs().max()) for k, v in expected.items()), default=0.0)
 
@@ -62,11 +65,8 @@ class Odd(nn.Module):
 
 
 def inputs(step: int, rank: int) -> Tensor:
+    """A batch for `Odd`, another one on each data rank."""
     return torch.randn(6, 3, 5, 5, generator=torch.Generator().manual_seed(1000 * rank + step))
-
-
-def adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-2, eps=1e-4, fused=True, **options)
 
 
 def odd_steps(
@@ -80,15 +80,13 @@ def odd_steps(
         optimizer.step()
 
 
-def stepped(optimizer: ParallelOptimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
 def pieces(optimizer: ParallelOptimizer) -> list[Piece]:
+    """What this rank steps, and of which parameters it is."""
     return optimizer.pieces()
 
 
 def wide_model() -> nn.Module:
+    """Large enough that the states of its pieces can be weighed."""
     torch.manual_seed(1)
     layers = [nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 96), nn.GELU(), nn.Linear(96, 64), nn.LayerNorm(64)]
     model = nn.Sequential(*layers)

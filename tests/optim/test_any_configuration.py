@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from arguments import arguments
 from cases import slice_of
 from hypothesis import strategies as st
 from meshstep.amp import NaiveFp16
 from meshstep.optim import ParallelOptimizer
 from meshstep.optim.gradients import sync as gradient_sync
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
-from optimizers import arguments
 from properties import random_cases
 from torch import Tensor, nn
 from world import World

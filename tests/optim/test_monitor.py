@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from arguments import arguments
 from meshstep.optim import GradStats, Monitor, ParallelOptimizer, Report, TensorBoardWriter
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
-from optimizers import arguments
 from probes import no_host_reads
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode

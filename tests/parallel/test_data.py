@@ -176,6 +176,7 @@ def test_draws_are_new_in_each_epoch_and_leave_the_generators_alone() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 on, in a process with threads
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker processes:UserWarning")  # on a single core
 def test_workers_load_the_same() -> None:
     options: dict[str, Any] = {"shuffle": True, "collate_fn": jittered}
     expected, workers = one_process(**options), one_process(**options, num_workers=2, persistent_workers=True)

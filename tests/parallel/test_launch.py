@@ -86,7 +86,8 @@ with ProcessGroupRegistry(Topology(data=1, tensor=2)) as registry:
     dist.all_reduce(alone, group=registry.group("data"))
 get_dist_logger(ranks=[1]).info("spoken")
 dist.destroy_process_group()
-print(launch.launcher, launch.rank, launch.local_rank, launch.device, total.item(), alone.item())
+words = launch.launcher, launch.rank, launch.local_rank, launch.device, total.item(), alone.item()
+sys.stdout.write(" ".join(map(str, words)) + "\\n")  # in one piece: both ranks may write to the same pipe, unbuffered
 """
 
 

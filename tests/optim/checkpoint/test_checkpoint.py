@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from arguments import arguments
 from cases import slice_of, specs, topologies
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +17,6 @@ from layouts import Axes, Run
 from meshstep.optim import ParallelOptimizer, load_checkpoint, save_checkpoint
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.parallel.layout.pieces import boxes_of_run
-from optimizers import arguments
 from properties import WITHOUT_SHRINKING, random_cases
 from scenarios import SCENARIOS, backward, batch, build
 from torch import Tensor, nn

@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import random
-import re
 import shutil
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from layouts import Axes, Run
+from checkpoints import content, model_of, optimizer_of
+from layouts import Run
 from meshstep.amp import Bf16
-from meshstep.optim import ParallelOptimizer, load_checkpoint, newest_checkpoint, save_checkpoint
-from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
-from optimizers import arguments
-from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from meshstep.optim import load_checkpoint, newest_checkpoint, save_checkpoint
+from torch import nn
 from world import World
 
 Change = Callable[[Path], object]
-
-
-def content(value: Any) -> Any:
-    """Comparable: dtypes and bits of tensors in whatever containers."""
-    if isinstance(value, Tensor):
-        return str(value.dtype), value.tolist()
-    if isinstance(value, dict):
-        return {key: content(inner) for key, inner in value.items()}
-    return [content(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def everything(run: Run) -> Any:
@@ -119,24 +106,6 @@ def test_there_is_none(tmp_path: Path) -> None:
 # Foreign --------------------------------------------------------------------------------------------------------------
 
 
-def model_of(shape: int = 3, names: tuple[str, ...] = ("one", "two"), buffer: bool = True) -> nn.Module:
-    torch.manual_seed(1)
-    model = nn.ModuleDict({name: nn.Linear(shape, 2) for name in names})
-    if buffer:
-        model.register_buffer("seen", torch.tensor([1, 2]))
-    return model
-
-
-def optimizer_of(
-    model: nn.Module, groups: Callable[[nn.Module], Any] = nn.Module.parameters, precision: Any = "fp32", **options: Any
-) -> ParallelOptimizer:
-    kind = options.pop("kind", torch.optim.AdamW)
-    if precision != "fp32":
-        model.bfloat16()
-    inner = kind(groups(model), lr=0.1)
-    return ParallelOptimizer(inner, ProcessGroupRegistry(Topology()), **arguments(precision=precision, **options))
-
-
 def split_groups(model: nn.Module) -> Any:
     return [{"params": [param]} for param in model.parameters()]
 
@@ -204,120 +173,3 @@ def test_a_schedule_that_fails_half_way(tmp_path: Path) -> None:
     ):
         load_checkpoint(tmp_path, model, optimizer, lr_scheduler=schedule)
     assert content([model.state_dict(), optimizer.state_dict(), schedule.state_dict()]) == before
-
-
-# What is not saved ----------------------------------------------------------------------------------------------------
-
-
-def test_not_in_the_middle_of_a_window(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = optimizer_of(model, accumulation_steps=2)
-    optimizer.backward(model(torch.ones(1, 2)).sum())
-    with pytest.raises(ValueError, match=r"1 micro-batches have been accumulated.*call save_checkpoint after step\(\)"):
-        save_checkpoint(tmp_path, model, optimizer)
-    optimizer.step(last=True)
-    save_checkpoint(tmp_path, model, optimizer)
-
-
-def test_nothing_that_would_have_to_be_executed(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = optimizer_of(model)
-    with pytest.raises(ValueError, match=r"extra= can't be stored .*give numbers, strings and tensors"):
-        save_checkpoint(tmp_path, model, optimizer, extra={"path": Path("x")})
-    assert newest_checkpoint(tmp_path) is None
-    extra = {"tensors": [torch.ones(2, dtype=torch.int8)], "pair": (1, None), "text": "x"}
-    save_checkpoint(tmp_path, model, optimizer, extra=extra)
-    assert content(load_checkpoint(tmp_path, model, optimizer)) == content(extra)
-
-
-def test_a_model_that_is_not_the_optimizers(tmp_path: Path) -> None:
-    model = model_of()
-    with pytest.raises(ValueError, match=r"the optimizer steps .* of shape \(2, 3\), which is not in the model"):
-        save_checkpoint(tmp_path, model.get_submodule("one"), optimizer_of(model))
-
-
-class Extra(nn.Linear):
-    def get_extra_state(self) -> Any:
-        return {"calls": 3}
-
-
-def test_state_of_a_kind_of_its_own(tmp_path: Path) -> None:
-    model = Extra(2, 2)
-    with pytest.raises(ValueError, match=r"_extra_state is state of a kind of its own .*give it as extra="):
-        save_checkpoint(tmp_path, model, optimizer_of(model))
-
-
-# Saving fails ---------------------------------------------------------------------------------------------------------
-
-
-def fails(path: Path, how: str) -> tuple[str, list[str]]:
-    """A second save fails on rank 1: the error, and what is left."""
-    axes: Axes = (("tensor", 2),)
-    run = Run(axes, "fp32")
-    save_checkpoint(path, run.model, run.optimizer, extra="first")
-    with pytest.MonkeyPatch.context() as patch:
-        if how in FULL and run.registry.global_rank == 1:
-            patch.setattr(*FULL[how], _no_space)
-        if how == "uneven":
-            rows = 3 - run.registry.global_rank
-            run.model.register_parameter("uneven", nn.Parameter(torch.ones(rows, 2)))
-            annotate(run.model.get_parameter("uneven"), P("tensor"), "uneven")
-        with pytest.raises((RuntimeError, ValueError)) as error:
-            save_checkpoint(path, run.model, run.optimizer, extra="second")
-    left = sorted(entry.name for entry in path.iterdir())
-    run = Run(axes, "fp32")
-    assert load_checkpoint(path, run.model, run.optimizer) == "first"
-    run.registry.close()
-    return str(error.value), left
-
-
-def _no_space(*args: Any, **kwargs: Any) -> None:
-    raise OSError(28, "No space left on device")
-
-
-FULL: dict[str, tuple[Any, str]] = {"disk, tensors": (FileSystemWriter, "write_data"), "disk, rest": (zlib, "crc32")}
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("disk, tensors", "writing .* failed on rank 1: .*No space left"),
-        ("disk, rest", "OSError: .*No space left"),
-        ("uneven", "model/uneven: rank 1 holds a piece of .*equal"),
-    ],
-)
-def test_a_failed_save_leaves_the_previous_one(world: World, tmp_path: Path, how: str, message: str) -> None:
-    for found, left in world.run(2, fails, tmp_path, how):
-        assert re.search(message, found), found
-        assert left == ["meshstep-00000001"]
-
-
-def test_the_path_is_a_file(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    model = nn.Linear(2, 2)
-    with pytest.raises(RuntimeError, match="FileExistsError"):
-        save_checkpoint(tmp_path / "file", model, optimizer_of(model))
-
-
-def test_what_crashes_left_is_removed_and_others_things_stay(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = optimizer_of(model)
-    first = save_checkpoint(tmp_path, model, optimizer)
-    for name in ("meshstep-00000002.writing", "meshstep-00000000.removing", "checkpoint-9"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text("")
-    second = save_checkpoint(tmp_path, model, optimizer)
-    assert (first.name, second.name) == ("meshstep-00000001", "meshstep-00000002")
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["checkpoint-9", "meshstep-00000002"]
-
-
-def test_a_previous_one_that_can_not_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = optimizer_of(model)
-    save_checkpoint(tmp_path, model, optimizer, extra=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", _no_space)
-        save_checkpoint(tmp_path, model, optimizer, extra=2)
-    assert load_checkpoint(tmp_path, model, optimizer) == 2
-    save_checkpoint(tmp_path, model, optimizer)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["meshstep-00000003"]

@@ -9,32 +9,26 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from arguments import arguments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshstep.amp import precision_of
 from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare, shard
-from optimizers import arguments
+from optimizers import momentum_sgd
 from probes import collectives
 from properties import random_cases
 from scenarios import VOCAB, Scenario, build, dense_1d, full_tensors
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from world import World
+from zero_models import difference, rows
 
 STEPS = 20
 ONE = (("data", 1), ("tensor", 1))
 TWO = (("data", 2), ("tensor", 1))
 # Relative to the largest parameter. Micro-batches of a half-precision model round otherwise than one batch does.
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
-
-
-def rows(step: int, count: int = 12) -> Tensor:
-    return torch.randint(VOCAB, (count, 5), generator=torch.Generator().manual_seed(100 + step))
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True)
 
 
 def train(axes: tuple[tuple[str, int], ...], micro: int, precision: str, how: str, options: dict[str, Any]) -> Any:
@@ -48,7 +42,7 @@ def train(axes: tuple[tuple[str, int], ...], micro: int, precision: str, how: st
         if how == "ddp":
             options = {**options, "data_parallel": DistributedDataParallel(model, process_group=registry.group("data"))}
         optimizer = ParallelOptimizer(
-            sgd(model.parameters()),
+            momentum_sgd(model.parameters()),
             registry,
             **arguments(
                 precision=mode, max_norm=0.4, accumulation_steps=None if how == "explicit" else micro, **options
@@ -57,7 +51,7 @@ def train(axes: tuple[tuple[str, int], ...], micro: int, precision: str, how: st
         run = options.get("data_parallel", model)
         reduced = 0
         for step in range(STEPS):
-            for index, part in enumerate(shard(rows(step), P("data"), registry).chunk(micro)):
+            for index, part in enumerate(shard(rows(step, 12), P("data"), registry).chunk(micro)):
                 optimizer.zero_grad() if how != "explicit" or index == 0 else None
                 with optimizer.no_sync() if how == "explicit" and index < micro - 1 else nullcontext():
                     loss = run(part)
@@ -68,10 +62,6 @@ def train(axes: tuple[tuple[str, int], ...], micro: int, precision: str, how: st
                 reduced += seen["all_reduce"]
         whole = full_tensors(scenario, model, registry, gradients=False)
         return {name: tensor.float() for name, tensor in whole.items()}, reduced / STEPS
-
-
-def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    return max(float((one[name] - other[name]).abs().max() / other[name].abs().max()) for name in other)
 
 
 @pytest.mark.parametrize("how", ["explicit", "ddp"])

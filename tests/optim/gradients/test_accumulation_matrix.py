@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from arguments import arguments
 from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, shard
-from optimizers import arguments
+from optimizers import momentum_sgd
 from precision_modes import MODES
 from probes import collectives
 from scenarios import VOCAB, Scenario, build, dense_1d, full_tensors
@@ -45,10 +46,11 @@ def train(axes: Axes, mode: str, options: dict[str, Any], micro: int, promised: 
         model = build(scenario, registry, torch.float32)
         assert model is not None
         MODES[mode].prepare(model, registry)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
         precision = MODES[mode]
         optimizer = ParallelOptimizer(
-            sgd, registry, **arguments(precision=precision, max_norm=0.4, accumulation_steps=promised, **options)
+            momentum_sgd(model.parameters()),
+            registry,
+            **arguments(precision=precision, max_norm=0.4, accumulation_steps=promised, **options),
         )
         early: Counter[str] = Counter()
         last: Counter[str] = Counter()

@@ -17,11 +17,12 @@ from meshstep.amp import NaiveFp16
 from meshstep.optim import Bf16Wire, ParallelOptimizer, Reduce, Sharded
 from meshstep.optim.gradients.compressed import reference_bf16_wire
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from optimizers import adamw
 from overlap_runs import train_replicas
 from precision_modes import MODES
 from torch import Tensor, nn
 from world import World
-from zero_models import adamw, wide_model
+from zero_models import wide_model
 
 # How gradients are summed: in the step, while backward runs, into slices, into slices while backward runs.
 WAYS: dict[str, dict[str, Any]] = {

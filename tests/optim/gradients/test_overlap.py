@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from meshstep.optim import Offloaded, ParallelOptimizer, Reduce, Sharded
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from optimizers import adamw
 from overlap_runs import SMALL, Replica, Trained, train_dense, train_replicas, watched
 from probes import collectives, no_host_reads
 from scenarios import Run, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from world import World
-from zero_models import adamw, difference, wide_model
+from zero_models import difference, wide_model
 
 HOW = [
     "plain",

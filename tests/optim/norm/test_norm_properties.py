@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import NORM_TYPES, Case, Param, cases, parameters_on
 from hypothesis import strategies as st
-from meshstep.optim import clip_grad_norm_, global_norm
+from meshstep.optim import global_norm
 from meshstep.parallel import P, ProcessGroupRegistry, spec_of
 from properties import random_cases
 from torch import Tensor, nn
@@ -121,68 +120,3 @@ def test_one_boolean_is_right_in_one_dimension_and_wrong_in_two(world: World) ->
     assert_exact(world, [one_dimension], one_boolean, (2.0,))
     with pytest.raises(AssertionError):
         assert_exact(world, [GRID_LAYER], one_boolean, (2.0,))
-
-
-# Clipping -------------------------------------------------------------------------------------------------------------
-
-
-def clipped_twice(case: Case, max_norm: float, factor: float, p: float) -> list[float]:
-    with ProcessGroupRegistry(case.topology) as registry:
-        params = parameters_on(case, registry)
-        plain = global_norm(params, registry, p).total_norm
-        for _, q in params:
-            if q.grad is not None:
-                q.grad.mul_(factor)
-        from meshstep.optim.gradients.in_place import mark_complete
-
-        for _, q in params:
-            mark_complete(q)
-        before = clip_grad_norm_(params, max_norm, registry, p)
-        once = [q.grad.clone() for _, q in params if q.grad is not None]
-        after = clip_grad_norm_(params, max_norm, registry, p)
-        twice = [q.grad for _, q in params if q.grad is not None]
-        moved = max((float((a - b).abs().max()) for a, b in zip(once, twice, strict=True) if a.numel()), default=0.0)
-        return [float(plain), float(before.total_norm), float(before.clip_coef), float(after.total_norm), moved]
-
-
-@random_cases(
-    st.tuples(
-        cases(dtypes=(torch.float32,)),
-        st.sampled_from([0.37, 5.0, 1e4]),
-        st.sampled_from([4.0, 0.3]),
-        st.sampled_from(NORM_TYPES),
-    ),
-    100,
-)
-def test_clipping(world: World, drawn: list[tuple[Case, float, float, float]]) -> None:
-    results = world.run_each(clipped_twice, [(args[0].topology.world_size, args) for args in drawn])
-    for (_, max_norm, factor, _), by_rank in zip(drawn, results, strict=True):
-        for plain, before, coef, after, moved in by_rank:
-            assert before == pytest.approx(factor * plain, rel=1e-6)
-            assert coef == pytest.approx(min(1.0, max_norm / (before + 1e-6)), rel=1e-12)
-            assert after == pytest.approx(before * coef, rel=1e-6, abs=1e-12)
-            # max_norm / (max_norm + 1e-6) is what the second pass can multiply by: at most 1e-6 off, and rounding.
-            assert moved <= 1e-6 + 2e-7 * max_norm
-
-
-@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, inf])
-@pytest.mark.parametrize("shape", [(3_000_001,), (1025, 1030), (5, 7)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_local_powers_equal_the_reference(p: float, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    from meshstep.optim.norm.powers import local_powers, reference_powers
-
-    grads = [(torch.randn(shape, generator=torch.Generator().manual_seed(3)) + 0.3).to(dtype)]
-    grads += [grads[0].reshape(shape).t() if len(shape) == 2 else grads[0], torch.zeros(0, 4, dtype=dtype)]
-    torch.testing.assert_close(local_powers(grads, p), reference_powers(grads, p), rtol=2e-7, atol=0.0)
-
-
-@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, inf])
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("numel", [3, 2000])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_measuring_changes_no_gradient(p: float, count: int, numel: int, dtype: torch.dtype) -> None:
-    from meshstep.optim.norm.powers import local_powers
-
-    grads = [torch.full((numel,), -3.0, dtype=dtype) for _ in range(count)]
-    local_powers(grads, p)
-    assert all(bool((grad == -3.0).all()) for grad in grads)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from arguments import arguments
 from meshstep.amp import ApexFp16, NaiveFp16, Precision, TorchFp16
 from meshstep.optim import GradStats, ParallelOptimizer, clip_grad_norm_
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, shard
-from optimizers import arguments
 from torch import Tensor, nn
 from world import World
 

@@ -6,11 +6,11 @@ from math import prod
 from typing import Any
 
 import pytest
+from arguments import arguments
 from cases import Case, cases
 from hypothesis import given, settings
 from meshstep.optim import ParallelOptimizer, ParameterEntry, ReductionPlan
 from meshstep.parallel import P, ProcessGroupRegistry, Topology
-from optimizers import arguments
 from scenarios import SCENARIOS, build
 from world import World
 

@@ -1,4 +1,4 @@
-"""FSDP2's fully_shard: alone, over tensor-parallel layers, with plain parameters beside; and next to DDP and our own."""
+"""FSDP2's fully_shard: alone, over tensor-parallel layers, with plain parameters beside, in half precision."""
 
 from __future__ import annotations
 
@@ -9,68 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from arguments import arguments
 from dtensors import Axes, LocalOperations, local, registry_of
+from fully_sharded import Full, Net, adamw, assert_equal, data, sharded_net, whole
 from meshstep.amp import precision_of
-from meshstep.optim import GradStats, ParallelOptimizer
-from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare, shard, spec_of, unshard
-from meshstep.parallel.interop.dtensor import DTensor, keep_specs
-from meshstep.parallel.layout.annotation import annotation_of
-from optimizers import arguments
+from meshstep.optim import ParallelOptimizer
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare, shard, spec_of
+from meshstep.parallel.interop.dtensor import keep_specs
 from probes import collectives, no_host_reads
-from scenarios import VOCAB, Tensor1D, dense_1d
-from torch import Tensor, nn
+from scenarios import Tensor1D, batch, dense_1d
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from world import World
 
 STEPS = 20
-Full = dict[str, Tensor]
-
-
-class Net(nn.Module):
-    """7, 3 and 1 rows: uneven over 2 and 4 ranks, and empty on some. ``scale`` is left out of fully_shard."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.layers = nn.Sequential(
-            nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1), nn.Flatten(0)
-        )
-        self.scale = nn.Parameter(torch.full((3,), 1.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layers(x)
-        return (y * self.scale.prod()).square()
-
-
-def data(step: int, rows: int = 8) -> Tensor:
-    return torch.randn(rows, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-
-
-def sharded_net(registry: ProcessGroupRegistry, dtype: torch.dtype = torch.float64, **options: Any) -> Net:
-    net = Net().to(dtype)
-    mesh = registry.device_mesh(*registry.topology.data_axes)
-    fully_shard(net.layers[0], mesh=mesh, **options)
-    fully_shard(net, mesh=mesh, ignored_params={net.scale}, **options)
-    return net
-
-
-def whole(module: nn.Module, registry: ProcessGroupRegistry) -> Full:
-    """The full parameters; of a DTensor first what the mesh splits, then what its declaration says beyond."""
-    full = {}
-    for name, param in module.named_parameters():
-        if isinstance(param, DTensor):
-            annotation = annotation_of(param)
-            spec = annotation.spec if annotation is not None else P()
-            full[name] = unshard(param.full_tensor(), spec, registry)
-        else:
-            annotation = annotation_of(param)
-            full[name] = unshard(param, annotation.spec if annotation is not None else P(), registry)
-    return full
-
-
-def adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=0.02, fused=True)
 
 
 # One batch a step -------------------------------------------------------------------------------------------------------
@@ -111,12 +63,6 @@ def dense_net(norm_type: float) -> tuple[list[float], Full]:
     return norms, {name: param.detach() for name, param in net.named_parameters()}
 
 
-def assert_equal(found: tuple[list[float], Full], expected: tuple[list[float], Full], rel: float) -> None:
-    assert found[0] == pytest.approx(expected[0], rel=rel)
-    for name, param in expected[1].items():
-        torch.testing.assert_close(found[1][name].double(), param.double(), rtol=rel, atol=rel)
-
-
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, inf])
 @pytest.mark.parametrize("axes", [(("data", 2),), (("data", 4),), (("replica", 2), ("data", 2))])
 def test_uneven_shards_and_a_plain_parameter_equal_the_dense_model(world: World, axes: Axes, norm_type: float) -> None:
@@ -147,7 +93,7 @@ def train_tensor(sequence: bool) -> tuple[list[float], Full, list[str]]:
         norms = []
         for step in range(STEPS):
             optimizer.zero_grad()
-            optimizer.backward(model(shard(rows(step), P("data"), registry)))
+            optimizer.backward(model(shard(batch(step), P("data"), registry)))
             with collectives() as seen:
                 stats = optimizer.step()
             assert dict(seen) == {"all_reduce": 2}  # one of pending sums or of plain parameters; one measures
@@ -157,17 +103,13 @@ def train_tensor(sequence: bool) -> tuple[list[float], Full, list[str]]:
         return torch.stack(norms).tolist(), whole(model, registry), specs
 
 
-def rows(step: int) -> Tensor:
-    return torch.randint(VOCAB, (4, 5), generator=torch.Generator().manual_seed(step))
-
-
 def dense_tensor(start: Full) -> tuple[list[float], Full]:
     params = {name: param.clone().requires_grad_() for name, param in start.items()}
     optimizer = adamw(list(params.values()))
     norms = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        dense_1d(params, rows(step)).backward()
+        dense_1d(params, batch(step)).backward()
         norms.append(float(nn.utils.clip_grad_norm_(list(params.values()), 0.3)))
         optimizer.step()
     return norms, {name: param.detach() for name, param in params.items()}
@@ -244,136 +186,7 @@ def test_master_weights(world: World) -> None:
         assert_equal(([], params), ([], expected[1]), 2e-2)
 
 
-# Windows, three ways ------------------------------------------------------------------------------------------------------
-
-SIZES = ((2, 1, 3, 2, 2, 4, 1), (1, 1, 2, 5, 1, 1, 3))  # rows of each micro-batch, by data rank
-WINDOWS = ((0, 1, 2), (3, 4, 5), (6,))  # K = 3, and a tail
-
-
-def micro_batch(rank: int, index: int, weighted: bool) -> Tensor:
-    return data(100 * rank + index, SIZES[rank][index] if weighted else 2)
-
-
-def train_windows(how: str, weighted: bool, explicit: bool) -> tuple[list[float], Full, list[dict[str, int]]]:
-    with registry_of((("data", 2),)) as registry:
-        net = sharded_net(registry) if how == "fsdp" else Net().double()
-        run: nn.Module = DistributedDataParallel(net, process_group=registry.group("data")) if how == "ddp" else net
-        managed = {} if explicit else {"accumulation_steps": 3}
-        options: dict[str, Any] = {**managed, **({} if how == "own" else {"data_parallel": run})}
-        optimizer = ParallelOptimizer(adamw(net.parameters()), registry, **arguments(max_norm=0.3, **options))
-        rank, norms, counts = registry.coordinate["data"], [], []
-        for indices in WINDOWS:
-            with collectives() as seen:
-                stats = run_window(run, optimizer, indices, rank, weighted, explicit, how)
-            norms.append(stats.total_norm)
-            counts.append({name: count for name, count in seen.items() if name != "all_gather_single"})
-        return torch.stack(norms).tolist(), whole(net, registry), counts
-
-
-def run_window(
-    run: nn.Module,
-    optimizer: ParallelOptimizer,
-    indices: tuple[int, ...],
-    rank: int,
-    weighted: bool,
-    explicit: bool,
-    how: str,
-) -> GradStats:
-    stats = None
-    for index in indices:
-        last = index == indices[-1]
-        optimizer.zero_grad() if not explicit or index == indices[0] else None
-        if last and how == "fsdp" and not explicit:
-            optimizer.window_ends()
-        with optimizer.no_sync() if explicit and not last else nullcontext():
-            x = micro_batch(rank, index, weighted)
-            losses = run(x)
-            if weighted:
-                optimizer.backward(losses.sum(), weight=len(x))
-            else:
-                optimizer.backward(losses.mean() / (len(indices) if explicit else 1))
-        if last or not explicit:
-            stats = optimizer.step(last=last)
-    assert stats is not None
-    return stats
-
-
-def dense_windows(weighted: bool) -> tuple[list[float], Full]:
-    net = Net().double()
-    optimizer = adamw(net.parameters())
-    norms = []
-    for indices in WINDOWS:
-        optimizer.zero_grad()
-        x = torch.cat([micro_batch(rank, index, weighted) for index in indices for rank in range(2)])
-        net(x).mean().backward()
-        norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), 0.3)))
-        optimizer.step()
-    return norms, {name: param.detach() for name, param in net.named_parameters()}
-
-
-@pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("how", ["own", "ddp", "fsdp"])
-def test_windows_are_the_same_three_ways(world: World, how: str, weighted: bool, explicit: bool) -> None:
-    expected = dense_windows(weighted)
-    reduced = {
-        "own": [{"all_reduce": 2}] * 3,
-        # DDP's own all-reduce is not seen here. It leaves the tail out, which is then averaged by us.
-        "ddp": [{"all_reduce": 1}, {"all_reduce": 1}, {"all_reduce": 1 if explicit else 2}],
-        "fsdp": [{"reduce_scatter_single": 2, "all_reduce": 2}] * 3,
-    }[how]
-    for norms, params, counts in world.run(2, train_windows, how, weighted, explicit):
-        assert_equal((norms, params), expected, 1e-6)
-        assert counts == reduced
-
-
-def unannounced(explicit: bool) -> str:
-    with registry_of((("data", 2),)) as registry:
-        net = sharded_net(registry)
-        steps = None if explicit else 3
-        optimizer = ParallelOptimizer(
-            torch.optim.SGD(net.parameters()), registry, data_parallel=net, accumulation_steps=steps
-        )
-        with optimizer.no_sync() if explicit else nullcontext():
-            optimizer.backward(net(data(0)).mean())
-        try:
-            optimizer.step(last=True)
-        except RuntimeError as error:
-            return str(error)
-        return "no error"
-
-
-@pytest.mark.parametrize("explicit", [False, True])
-def test_a_tail_that_fully_shard_was_not_told_of(world: World, explicit: bool) -> None:
-    for found in world.run(2, unannounced, explicit):
-        assert "Call window_ends() before the forward of the last one" in found
-
-
-def abandoned() -> tuple[str, float, float]:
-    """What zero_grad says in the middle of a window; the gradient of a batch, and what it is if one goes on regardless."""
-    with registry_of((("data", 2),)) as registry:
-        net = sharded_net(registry)
-        weight: Any = net.layers[0].weight
-        optimizer = ParallelOptimizer(torch.optim.SGD(net.parameters()), registry, data_parallel=net)
-        optimizer.backward(net(data(1)).mean())
-        clean = float(local(weight.grad).sum())
-        optimizer.zero_grad()
-        with optimizer.no_sync():
-            optimizer.backward(net(data(0)).mean())
-        try:
-            optimizer.zero_grad()
-            message = "no error"
-        except RuntimeError as error:
-            message = str(error)
-        net.zero_grad()
-        net(data(1)).mean().backward()
-        return message, clean, float(local(weight.grad).sum())
-
-
-def test_gradients_that_fully_shard_keeps(world: World) -> None:
-    for message, clean, regardless in world.run(2, abandoned):
-        assert "fully_shard keeps the gradients of micro-batches" in message
-        assert abs(regardless - clean) > 0.01
+# State dicts ---------------------------------------------------------------------------------------------------------
 
 
 def resumed() -> bool:

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from arguments import arguments, link_of
 from hypothesis import given
 from hypothesis import strategies as st
 from meshstep.amp import precision_of
 from meshstep.optim import ParallelOptimizer
 from meshstep.optim.states.offloaded import Copies, offloaded
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
-from optimizers import arguments, link_of
 from precision_modes import MODES
 from torch import Tensor, nn
 

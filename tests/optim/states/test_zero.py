@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from arguments import arguments
 from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare, shard
-from optimizers import arguments
-from precision_modes import MODES, OPTIMIZERS
+from optimizers import FOR_HALF_TYPES, adamw
+from precision_modes import MODES
 from scenarios import SCENARIOS, Scenario, backward, build, dense_1d, full_tensors
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +24,6 @@ from zero_models import (
     ZERO1,
     ZERO2,
     Axes,
-    adamw,
     difference,
     rows,
     size_of,
@@ -44,7 +44,7 @@ def train(
         if options.get("data_parallel"):
             options = {**options, "data_parallel": DistributedDataParallel(model, process_group=registry.group("data"))}
         optimizer = ParallelOptimizer(
-            OPTIMIZERS[kind](model.parameters()),
+            FOR_HALF_TYPES[kind](model.parameters()),
             registry,
             **arguments(precision=MODES[mode], accumulation_steps=micro, **options),
         )

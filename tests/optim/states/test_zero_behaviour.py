@@ -1,41 +1,22 @@
-"""Sharded optimizer states and gradients: odd parameters, memory and collectives, skips, resuming, misuse."""
+"""Sharded optimizer states and gradients: odd parameters, skips, resuming, and weights that others changed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial
 from math import inf
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from meshstep.amp import NaiveFp16, precision_of
+from arguments import arguments, link_of
+from meshstep.amp import NaiveFp16
 from meshstep.optim import ParallelOptimizer
 from meshstep.optim.states.sharded import Shards
-from meshstep.optim.states.slices import Slices
 from meshstep.parallel import ProcessGroupRegistry, Topology
-from optimizers import arguments, link_of
+from optimizers import adamw, stepped
 from precision_modes import MODES
-from probes import collectives, no_host_reads
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
-from world import World, WorldError
-from zero_models import (
-    ZERO1,
-    ZERO2,
-    Odd,
-    adamw,
-    difference,
-    inputs,
-    odd_steps,
-    pieces,
-    small_buckets,
-    stepped,
-    wide_model,
-)
+from torch import Tensor
+from world import World
+from zero_models import ZERO1, ZERO2, Odd, difference, inputs, odd_steps, pieces, small_buckets
 
 
 def train_odd(options: dict[str, Any]) -> dict[str, Tensor]:
@@ -88,93 +69,6 @@ def test_pieces_say_what_the_optimizer_steps(world: World, options: dict[str, An
         spans = sorted((offset, count) for found in covered for n, offset, count in found if n == name)
         assert [offset for offset, _ in spans] == [sum(c for _, c in spans[:i]) for i in range(len(spans))]
         assert sum(count for _, count in spans) == numel
-
-
-# Cost -----------------------------------------------------------------------------------------------------------------
-
-
-def cost(shards: bool, gradients: bool, mode: str) -> dict[str, Any]:
-    with ProcessGroupRegistry(Topology(data=4)) as registry:
-        model = wide_model()
-        precision_of(mode).prepare(model, registry)
-        options: dict[str, Any] = {"shard_states": "data", "shard_gradients": gradients} if shards else {}
-        optimizer = ParallelOptimizer(
-            adamw(model.parameters()), registry, **arguments(precision=mode, max_norm=1.0, **options)
-        )
-        x = torch.randn(8, 64)
-        for step in range(3):
-            watched = step == 2  # after all that only a first step does
-            with collectives() as seen, no_host_reads() if watched else nullcontext():
-                for _ in range(2):
-                    optimizer.backward(model(x).float().square().mean())
-                gradient_bytes = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-                optimizer.step()
-            optimizer.zero_grad()
-        states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
-        masters = [piece.piece for piece in pieces(optimizer) if piece.piece.dtype != piece.param.dtype]
-        return {
-            "collectives": dict(seen),
-            "gradients": gradient_bytes,
-            "states": sum(v.nbytes for v in states),
-            "masters": sum(v.nbytes for v in masters),
-        }
-
-
-@pytest.mark.parametrize("mode", ["fp32", "bf16"])
-def test_memory_and_collectives(world: World, mode: str) -> None:
-    whole = world.run(4, cost, False, False, mode)[0]
-    numel = sum(param.numel() for param in wide_model().parameters())
-    assert whole["states"] == pytest.approx(8 * numel, rel=0.001)
-    assert whole["masters"] == (4 * numel if mode == "bf16" else 0)
-    assert whole["collectives"] == {"all_reduce": 2}  # gradients, and the norm
-    for gradients in (False, True):
-        for found in world.run(4, cost, True, gradients, mode):
-            assert found["states"] == pytest.approx(whole["states"] / 4, rel=0.05)
-            assert found["masters"] == pytest.approx(whole["masters"] / 4, rel=0.05)
-            # One bucket: reduced once a window, or once a micro-batch where gradients are sharded; measured once.
-            reduced = 2 if gradients else 1
-            assert found["collectives"] == {
-                "reduce_scatter_single": reduced,
-                "all_reduce": 1,
-                "all_gather_single": 1,
-            }
-            assert found["gradients"] == (0 if gradients else 4 * numel)
-
-
-def backward_order(uses_all: bool) -> tuple[list[list[str]], int]:
-    """The buckets that ZeRO-2 reduces, in order, by the names of their parameters; and how many of them in backward."""
-    with ProcessGroupRegistry(Topology(data=2)) as registry, small_buckets(64 * 128 * 4):
-        model = wide_model()
-        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, **arguments(**ZERO2))
-        names = {id(param): name for name, param in model.named_parameters()}
-        order: list[list[str]] = []
-        in_backward: list[int] = []
-        original = Slices.reduce
-
-        def watched(bucket: Any, summed: bool = False) -> Any:
-            order.append([names[id(param)] for param in bucket.params])
-            return original(bucket, summed)
-
-        with mock.patch.object(Slices, "reduce", watched):
-            x = torch.randn(8, 64, requires_grad=True)
-            layers = list(model.children())
-            hidden = nn.Sequential(*layers[:4])(x)
-            if uses_all or registry.coordinate["data"] == 0:
-                hidden = nn.Sequential(*layers[4:])(hidden)
-            x.register_hook(lambda gradient: in_backward.append(len(order)))
-            optimizer.backward(hidden.square().mean())
-            optimizer.step()
-        return order, in_backward[0]
-
-
-def test_gradients_are_reduced_while_backward_runs_in_one_order(world: World) -> None:
-    everything = [["2.bias", "4.weight", "4.bias", "5.weight", "5.bias"], ["2.weight"], ["0.bias"], ["0.weight"]]
-    for uses_all in (True, False):
-        (first, while_running), (second, meanwhile) = world.run(2, backward_order, uses_all)
-        assert first == second == everything
-        assert while_running >= 2
-        # Without the last layers' gradients a rank can't begin; it does its part when backward ends.
-        assert meanwhile == (while_running if uses_all else 0)
 
 
 # Behaviour ---------------------------------------------------------------------------------------------------------------
@@ -322,91 +216,3 @@ def test_weights_that_were_changed_are_stepped_or_refused(world: World) -> None:
     assert world.run(2, changed_from_outside, "fp32") == ["2.5", "2.5"]
     for text in world.run(2, changed_from_outside, "bf16"):
         assert "was changed since the last step" in text
-
-
-# What can't work ---------------------------------------------------------------------------------------------------------
-
-
-def refused(kind: str) -> str:
-    with ProcessGroupRegistry(Topology(data=2)) as registry:
-        model: Any = wide_model()
-        options: dict[str, Any] = dict(ZERO1)
-        params: Any = list(model.parameters())
-        make: Callable[[Any], torch.optim.Optimizer] = adamw
-        if kind == "axis":
-            options = {"shard_states": "tensor"}
-        elif kind == "ddp":
-            options = {**ZERO2, "data_parallel": DistributedDataParallel(model)}
-        elif kind == "averaged elsewhere":
-            options = {**ZERO2, "average_data": False}
-        elif kind == "optimizer":
-            make = partial(torch.optim.Adafactor, lr=1e-2)
-        elif kind == "offload":
-            options = {"offload": 1.5}
-        elif kind == "frozen on one rank":
-            model[0].weight.requires_grad_(registry.coordinate["data"] == 0)
-        before = [id(param) for param in params]
-        inner = make(params)
-        try:
-            optimizer = ParallelOptimizer(inner, registry, **arguments(**options))
-        except ValueError as error:
-            assert [id(param) for group in inner.param_groups for param in group["params"]] == before
-            return str(error)
-        other = ParallelOptimizer(
-            adamw(wide_model().parameters()), registry, **arguments(**({} if kind == "whole" else ZERO1))
-        )
-        state = other.state_dict()
-        if kind == "cut":
-            state["meshstep"]["weights"]["shards"]["pieces"] = []
-        with pytest.raises(ValueError, match="the state was saved") as caught:
-            optimizer.load_state_dict(state)
-        return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        ("axis", "no axis of the mesh; its axes are data"),
-        ("ddp", "leave data_parallel"),
-        ("averaged elsewhere", "leave data_parallel out"),
-        ("optimizer", "optimizer.elementwise = True"),
-        ("offload", "Offloaded(1.5)"),
-        ("frozen on one rank", "param group 0, frozen]"),
-        ("whole", "with optimizer states whole"),
-        ("cut", "in 0 pieces"),
-    ],
-)
-def test_what_cannot_work_is_refused_on_all_ranks(world: World, kind: str, says: str) -> None:
-    for text in world.run(2, refused, kind):
-        assert says in text
-
-
-def misused(kind: str) -> None:
-    with ProcessGroupRegistry(Topology(data=2)) as registry:
-        model = wide_model()
-        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, **arguments(**ZERO2))
-        x = torch.randn(8, 64, requires_grad=True)
-        if kind == "not cleared":
-            optimizer.backward(model(x).square().mean())
-            optimizer.step()
-            optimizer.backward(model(x).square().mean())
-        elif kind == "past the optimizer":
-            optimizer.backward(model(x).square().mean())
-            model(x).square().mean().backward()
-            optimizer.step()
-        else:
-            y = checkpoint(model, x, use_reentrant=True)
-            optimizer.backward(checkpoint(model, y, use_reentrant=True).square().mean())
-
-
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        ("not cleared", "call zero_grad"),
-        ("past the optimizer", "outside of optimizer.backward"),
-        ("twice in one backward", "second gradient in one backward"),
-    ],
-)
-def test_misuse_of_sharded_gradients_is_an_error(world: World, kind: str, says: str) -> None:
-    with pytest.raises(WorldError, match=says):
-        world.run(2, misused, kind)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from arguments import arguments
 from meshstep.optim import (
     ParallelOptimizer,
     PerParameter,
@@ -18,7 +19,6 @@ from meshstep.optim import (
     sync_gradients,
 )
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
-from optimizers import arguments
 from torch import Tensor, nn
 from world import World
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import ProcessGroupRegistry, spec_of, unshard
-from precision_modes import DYNAMIC, MODES, make, stepped
+from optimizers import stepped
+from precision_modes import DYNAMIC, MODES, make
 from scenarios import SCENARIOS, Full, Scenario, batch, dense_loss
 from torch import Tensor, nn
 from world import World

@@ -10,11 +10,12 @@ import torch
 from meshstep.amp import Bf16, NaiveFp16
 from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import ProcessGroupRegistry, Topology
-from precision_modes import MODES, differences, make, snapshot, stepped, train_step
+from optimizers import stepped
+from precision_modes import MODES, differences, make, snapshot, train_step
+from precision_table import BF16, F16, F32, TABLE, Net, expected_dtypes, floating
+from precision_table import batch as images
 from probes import HostReadError, collectives, no_host_reads
 from scenarios import SCENARIOS, Scenario, batch, build, dense_1d, full_tensors
-from test_precision import BF16, F16, F32, TABLE, Net, expected_dtypes, floating
-from test_precision import batch as images
 from torch import Tensor, nn
 from torch.nn import functional as F
 from world import World

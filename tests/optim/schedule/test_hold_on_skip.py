@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from arguments import arguments
 from meshstep.optim import Booster, HoldOnSkip, ParallelOptimizer, load_checkpoint, save_checkpoint
 from meshstep.optim.schedule import taken_steps
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, declare
-from optimizers import arguments
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ConstantLR, LambdaLR, LinearLR, LRScheduler, OneCycleLR, SequentialLR, StepLR
 from world import World

@@ -1,0 +1,47 @@
+"""Options of optimizers, as tests give them."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from meshstep.optim import ByValue, Link, Measure, Offloaded, ParallelOptimizer, Placement, Reduce, Sharded, Skip
+
+AnyLink = TypeVar("AnyLink", bound=Link)
+
+
+def arguments(**options: Any) -> dict[str, Any]:
+    """The arguments of `ParallelOptimizer` (or `Booster`) for options as tables have them, each a word.
+
+    ``norm_type reduction per_parameter_norms check_replicas`` are `Measure`'s, ``shard_states shard_gradients``
+    `Sharded`'s, ``offload`` is `Offloaded`'s fraction, ``clip_value`` `ByValue`, ``average_data`` `Reduce`'s,
+    ``max_skips_in_a_row`` `Skip`'s; all else is what it is.
+    """
+    measured = {"norm_type": "norm_type", "reduction": "reduction", "check_replicas": "check_replicas"}
+    measured["per_parameter_norms"] = "per_parameter"
+    measure = {new: options.pop(old) for old, new in measured.items() if old in options}
+    states: list[Placement] = []
+    axis, gradients = options.pop("shard_states", None), options.pop("shard_gradients", False)
+    if axis is not None:
+        states.append(Sharded(axis, gradients=gradients))
+    fraction = options.pop("offload", None)
+    if fraction is not None:
+        states.append(Offloaded(fraction))
+    if states:
+        options["states"] = tuple(states)
+    if measure:
+        options["measure"] = Measure(**measure)
+    value = options.pop("clip_value", None)
+    if value is not None:
+        assert options.get("max_norm") is None, "one rule at a time"
+        options["max_norm"] = ByValue(value)
+    if not options.pop("average_data", True):
+        options["data_parallel"] = Reduce(average_data=False)
+    most = options.pop("max_skips_in_a_row", None)
+    if most is not None:
+        options["on_nonfinite"] = Skip(most)
+    return options
+
+
+def link_of(optimizer: ParallelOptimizer, kind: type[AnyLink]) -> AnyLink:
+    """The link of this kind in the optimizer's chain."""
+    return next(link for link in optimizer._states.links if isinstance(link, kind))

@@ -1,0 +1,39 @@
+"""What tests of refused checkpoints and of failed saves share: a model, its optimizer, and contents to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from arguments import arguments
+from meshstep.optim import ParallelOptimizer
+from meshstep.parallel import ProcessGroupRegistry, Topology
+from torch import Tensor, nn
+
+
+def content(value: Any) -> Any:
+    """Comparable: dtypes and bits of tensors in whatever containers."""
+    if isinstance(value, Tensor):
+        return str(value.dtype), value.tolist()
+    if isinstance(value, dict):
+        return {key: content(inner) for key, inner in value.items()}
+    return [content(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def model_of(shape: int = 3, names: tuple[str, ...] = ("one", "two"), buffer: bool = True) -> nn.Module:
+    torch.manual_seed(1)
+    model = nn.ModuleDict({name: nn.Linear(shape, 2) for name in names})
+    if buffer:
+        model.register_buffer("seen", torch.tensor([1, 2]))
+    return model
+
+
+def optimizer_of(
+    model: nn.Module, groups: Callable[[nn.Module], Any] = nn.Module.parameters, precision: Any = "fp32", **options: Any
+) -> ParallelOptimizer:
+    kind = options.pop("kind", torch.optim.AdamW)
+    if precision != "fp32":
+        model.bfloat16()
+    inner = kind(groups(model), lr=0.1)
+    return ParallelOptimizer(inner, ProcessGroupRegistry(Topology()), **arguments(precision=precision, **options))

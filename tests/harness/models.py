@@ -1,0 +1,57 @@
+"""Small models of one process that several files train, and batches for them; those with layouts are in `scenarios`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from meshstep.parallel import P, annotate
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+Base = Literal["bf16", "fp32"]  # what `small_model` is prepared from
+
+
+class Mlp(nn.Module):
+    """6 features to 3, with a norm between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 10), nn.LayerNorm(10), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.norm(self.first(x)).tanh())
+        return result
+
+
+def mlp(dtype: torch.dtype, seed: int = 0) -> Mlp:
+    torch.manual_seed(seed)
+    return Mlp().to(dtype)
+
+
+def parameter(
+    name: str, numel: int = 4, spec: P | None = None, trained: bool = True, value: float = 0.0
+) -> nn.Parameter:
+    """A declared vector, all of one value."""
+    param = nn.Parameter(torch.full((numel,), value), requires_grad=trained)
+    annotate(param, spec or P(), name)
+    return param
+
+
+def dataset(count: int = 48) -> TensorDataset:
+    """For `classifier`: 6 features, of which one of the first three is the largest."""
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(count, 6, generator=generator)
+    return TensorDataset(inputs, inputs[:, :3].argmax(1))
+
+
+def classifier() -> nn.Module:
+    """6 features to 3 classes, always with the same weights."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def small_model() -> nn.Sequential:
+    """For 8 bits: linear layers of 16 and 32 features, and one of 10, which falls back."""
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 10), nn.Linear(10, 16))

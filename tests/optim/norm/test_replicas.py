@@ -1,0 +1,43 @@
+"""Copies of a parameter or gradient that differ between ranks are found and named."""
+
+from __future__ import annotations
+
+import torch
+from meshstep.optim import ReplicaMismatchError
+from meshstep.parallel import ProcessGroupRegistry, Topology
+from optimizers import optimizer_for, snapshot
+from scenarios import SCENARIOS, backward, batch
+from world import World
+
+
+def disturbed(what: str) -> str:
+    with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
+        model, optimizer = optimizer_for("data x tensor", registry, check_replicas=True)
+        moved = registry.coordinate["tensor"] == 1
+        if what == "parameter" and moved:
+            with torch.no_grad():
+                model.norm.weight[2] += 1e-6  # type: ignore[union-attr, index, operator]
+        before = snapshot(model, optimizer)
+        backward(SCENARIOS["data x tensor"], model, optimizer, batch(0))
+        if what == "gradient" and moved:
+            model.down.bias.grad[0] *= -1  # type: ignore[union-attr, index, operator]
+        try:
+            optimizer.step()
+        except ReplicaMismatchError as error:
+            unchanged = all(torch.equal(a, b) for a, b in zip(before, snapshot(model, optimizer), strict=True))
+            return ", ".join(map(str, error.mismatches)) + ("" if unchanged else " and stepped")
+        return "no error"
+
+
+def test_replicas_that_agree_pass(world: World) -> None:
+    assert world.run(4, disturbed, "nothing") == ["no error"] * 4
+
+
+def test_a_gradient_that_differs_is_named(world: World) -> None:
+    assert world.run(4, disturbed, "gradient") == ["down.bias: the gradient differs along axis 'tensor'"] * 4
+
+
+def test_a_parameter_that_differs_is_named(world: World) -> None:
+    for report in world.run(4, disturbed, "parameter"):
+        assert report.startswith("norm.weight: the parameter differs along axis 'tensor'")
+        assert "stepped" not in report

@@ -1,0 +1,158 @@
+"""What the Booster refuses: arguments that do not fit together, and combinations that cannot work."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from meshstep.optim import Booster
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from models import classifier, dataset
+from torch import Tensor, nn
+from torch.optim import lr_scheduler as torch_lr
+from torch.utils.data import DataLoader, DistributedSampler
+from world import World
+
+
+def size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def boost(*_: object, **changes: Any) -> Any:
+    """Boost a small model; ``changes`` to the arguments of boost and, the rest, of Booster."""
+    model = changes.pop("model", None) or classifier()
+    optimizer = changes.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=0.1)
+    given = {name: changes.pop(name) for name in ("criterion", "dataloader", "lr_scheduler") if name in changes}
+    return Booster(**changes).boost(model, optimizer, **given)
+
+
+def boosted_optimizer() -> torch.optim.Optimizer:
+    return boost()[1]  # type: ignore[no-any-return]
+
+
+def other_schedule() -> Any:
+    return torch_lr.StepLR(torch.optim.SGD(classifier().parameters(), lr=0.1), 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        (ValueError, lambda: {"mixed_precision": "half"}, "precision='half' is no mode; give one of 'fp32'"),
+        (ValueError, lambda: {"data_parallel": "zero3"}, "data_parallel='zero3': give one of 'ddp', 'zero1'"),
+        (ValueError, lambda: {"max_norm": -1.0}, "max_norm"),
+        (ValueError, lambda: {"accumulation_steps": 0}, "accumulation_steps=0: give a whole number"),
+        (TypeError, lambda: {"precision": "fp16"}, "precision= is ParallelOptimizer's; here it is mixed_precision"),
+        (TypeError, lambda: {"shard_states": "data"}, "here it is data_parallel='zero1'"),
+        (TypeError, lambda: {"clip": 1.0}, "clip= is no argument of Booster, and none of ParallelOptimizer: accum"),
+        (TypeError, lambda: {"optimizer": boosted_optimizer()}, "optimizer is a ParallelOptimizer; give a plain torch"),
+        (
+            ValueError,
+            lambda: {"optimizer": torch.optim.SGD(classifier().parameters())},
+            "4 of the optimizer's parameters",
+        ),
+        (ValueError, lambda: {"lr_scheduler": other_schedule()}, "StepLR was made on another SGD than the one given"),
+        (TypeError, lambda: {"lr_scheduler": 3}, "lr_scheduler is a int; give one of torch's or meshstep's"),
+        (ValueError, lambda: {"model": Booster("bf16").boost(classifier())[0]}, "has been prepared for 'bf16' already"),
+    ],
+)
+def test_wrong_arguments(kind: type[Exception], changes: Callable[[], dict[str, Any]], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        boost(**changes())
+
+
+def test_a_schedule_needs_its_optimizer() -> None:
+    with pytest.raises(ValueError, match="lr_scheduler is given without the optimizer"):
+        Booster().boost(classifier(), None, lr_scheduler=other_schedule())  # type: ignore[call-overload]
+
+
+def test_backward_and_no_sync_take_what_boost_returned() -> None:
+    model = classifier()
+    sgd: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    booster = Booster()
+    booster.boost(model, sgd)
+    with pytest.raises(TypeError, match="optimizer is a SGD; give the one that boost returned"):
+        booster.backward(model(torch.ones(1, 6)).sum(), sgd)
+    with pytest.raises(ValueError, match="the model or the optimizer that boost returned"):
+        booster.no_sync(classifier())
+
+
+def test_torchrun_without_init_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(RuntimeError, match=r"torchrun started 4 processes.*call meshstep.parallel.launch.init_dist"):
+        Booster()
+
+
+def first_words(
+    axes: dict[str, int], how: str, data_parallel: Any, roles: dict[str, Any] | None = None
+) -> tuple[str, bool]:
+    """The error, and whether the model was left alone."""
+    with ProcessGroupRegistry(Topology(roles=roles, **axes)) as registry:
+        model = classifier()
+        before = [param.clone() for param in model.parameters()]
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        loader: Any = None
+        if how == "split":
+            annotate(model[0].weight, P("data"), "0.weight")  # type: ignore[index]
+        elif how == "stepped":
+            model(torch.ones(1, 6)).sum().backward()
+            optimizer.step()
+            before = [param.clone() for param in model.parameters()]
+        elif how == "wrapped":
+            model = nn.parallel.DistributedDataParallel(model)
+        elif how == "shuffled":
+            loader = DataLoader(dataset(), batch_size=4, shuffle=True)
+        elif how == "world":
+            loader = DataLoader(dataset(), batch_size=4, sampler=DistributedSampler(dataset()))
+        elif how == "rank 1" and dist.get_rank() == 1:
+            optimizer = torch.optim.SGD(classifier().parameters(), lr=0.1)
+        try:
+            Booster("bf16", registry, data_parallel).boost(model, optimizer, None, loader)
+        except ValueError as error:
+            return str(error), all(map(torch.equal, before, model.parameters()))
+        return "no error", False
+
+
+WRONG: list[tuple[dict[str, int], str, Any, str]] = [
+    ({"tensor": 2}, "", "ddp", "data_parallel='ddp' needs a data axis.*or name an axis 'data'"),
+    ({"tensor": 2}, "", None, "no spec for 0.weight, 0.bias.*say how each parameter is laid out"),
+    ({"data": 2}, "split", "ddp", r"0.weight is declared P\('data'\), which names 'data': take data_parallel=None"),
+    ({"data": 2}, "split", "fsdp", "treats all parameters alike over the data axes"),
+    ({"data": 2}, "stepped", "fsdp", "has state of the old ones: boost it before its first step"),
+    ({"data": 2}, "wrapped", "ddp", "a DistributedDataParallel is data parallel already; give the bare model"),
+    (
+        {"data": 2},
+        "shuffled",
+        None,
+        "each of the 2 data ranks would see all of the loader's samples; make the loader w",
+    ),
+    ({"tensor": 2}, "world", None, "DistributedSampler is part [01] of 2, but this rank is data coordinate 0 of 1"),
+    ({"data": 2}, "rank 1", "ddp", "of the optimizer's parameters are not the model's"),
+]
+
+
+@pytest.mark.parametrize(("axes", "how", "data_parallel", "message"), WRONG, ids=lambda item: str(item)[:20])
+def test_a_combination_that_cannot_work(
+    axes: dict[str, int], how: str, data_parallel: Any, message: str, world: World
+) -> None:
+    """An error on every rank that says which one does; nothing is changed."""
+    for text, untouched in world.run(2, first_words, axes, how, data_parallel):
+        assert re.search(message, text), text
+        assert untouched
+
+
+def one_sampler_a_rank() -> Tensor:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        sampler: Any = DistributedSampler(dataset(), shuffle=False)
+        model = classifier()
+        loader = DataLoader(dataset(), batch_size=4, sampler=sampler)
+        _, _, _, loader, _ = Booster("fp32", registry).boost(model, torch.optim.SGD(model.parameters()), None, loader)
+        return torch.cat([x for x, _ in loader])
+
+
+def test_a_distributed_sampler_over_the_data_axes_is_right(world: World) -> None:
+    assert len(torch.cat(world.run(2, one_sampler_a_rank)).unique(dim=0)) == 48

@@ -1,0 +1,147 @@
+"""Specs from the placements of DTensor parameters, merged with what was declared; layouts that say too little."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import slice_of
+from dtensors import randn, registry_of
+from meshstep.optim import ParallelOptimizer
+from meshstep.parallel import P, annotate, spec_of
+from torch import Tensor, nn
+from world import World
+
+GRID = (("data", 2), ("tensor", 2))
+
+
+def layouts() -> list[str]:
+    """The spec of DTensors in many layouts; each must describe the piece that the rank really has."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    found = []
+    with registry_of(GRID) as registry:
+        mesh = registry.device_mesh("data", "tensor")
+
+        def note(name: str, param: Tensor, full: Tensor) -> None:
+            spec = spec_of(param)
+            expected = slice_of(full, spec, registry.topology, registry.global_rank)
+            assert torch.equal(param.to_local(), expected), f"{name}: {spec}"  # type: ignore[attr-defined]
+            found.append(f"{name}: {spec}")
+
+        full = randn(8, 5)
+        for placements in (
+            (Shard(0), Replicate()),
+            (Replicate(), Shard(1)),
+            (Shard(1), Shard(0)),
+            (Shard(0), Shard(0)),
+            (Replicate(), Replicate()),
+        ):
+            note(str(placements), nn.Parameter(distribute_tensor(full, mesh, placements)), full)
+        swapped = registry.device_mesh("tensor", "data")
+        note("(tensor, data)", nn.Parameter(distribute_tensor(full, swapped, (Shard(0), Shard(0)))), full)
+
+        torch.manual_seed(5)
+        dense = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6)).double()
+        weights = {name: param.detach().clone() for name, param in dense.named_parameters()}
+        parallelize_module(dense, mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        fully_shard(dense, mesh=mesh["data"])
+        for name, param in dense.named_parameters():
+            note(name, param, weights[name])
+    return found
+
+
+def test_specs_describe_the_pieces(world: World) -> None:
+    for found in world.run(4, layouts):
+        assert found == [
+            "(Shard(dim=0), Replicate()): P('data')",
+            "(Replicate(), Shard(dim=1)): P(None, 'tensor')",
+            "(Shard(dim=1), Shard(dim=0)): P('tensor', 'data')",
+            "(Shard(dim=0), Shard(dim=0)): P(('data', 'tensor'))",
+            "(Replicate(), Replicate()): P()",
+            "(tensor, data): P(('tensor', 'data'))",
+            "0.weight: P(('tensor', 'data'))",  # fully_shard cuts what the tensor axis has left
+            "0.bias: P(('tensor', 'data'))",
+            "1.weight: P('data', 'tensor')",
+            "1.bias: P('data')",
+        ]
+
+
+def merged(said: P, dim: int) -> str:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    with registry_of(GRID) as registry:
+        param = nn.Parameter(distribute_tensor(randn(4, 6), registry.device_mesh("data"), (Shard(dim),)))
+        annotate(param, said, "w")
+        try:
+            return str(spec_of(param))
+        except ValueError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize(
+    ("said", "dim", "expected"),
+    [
+        (P(), 0, "P('data')"),
+        (P("tensor"), 0, "P(('tensor', 'data'))"),
+        (P("tensor"), 1, "P('tensor', 'data')"),
+        (P(partial="tensor"), 1, "P(None, 'data', partial='tensor')"),
+        (P(("tensor", "data")), 0, "P(('tensor', 'data'))"),
+        (P("data"), 0, "P('data')"),
+        (
+            P(("data", "tensor")),
+            0,
+            "make it P(('tensor', 'data')); declare only what the mesh doesn't say: P('tensor')",
+        ),
+        (P("data"), 1, "declare only what the mesh doesn't say: P()"),
+        (P(owned={"data": 0}), 0, "declare only what the mesh doesn't say: P()"),
+    ],
+)
+def test_declarations_and_placements_are_merged(world: World, said: P, dim: int, expected: str) -> None:
+    for found in world.run(4, merged, said, dim):
+        assert found == expected or found.endswith(expected)
+
+
+def refused(kind: str) -> str:
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    with registry_of(GRID) as registry:
+        mesh = registry.device_mesh("data")
+        if kind == "names":
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        elif kind == "no names":
+            mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
+        elif kind == "ranks":
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "data"))["data"]
+        param = nn.Parameter(distribute_tensor(randn(4, 6), mesh, (Shard(0),) * mesh.ndim))
+        if kind not in ("undeclared", "mixed"):
+            annotate(param, P(), "w")
+        plain = nn.Parameter(randn(2))
+        make: Any = torch.optim.Muon if kind == "Muon" else torch.optim.AdamW
+        try:
+            ParallelOptimizer(make([param, *([plain] if kind == "mixed" else [])]), registry)
+        except ValueError as error:
+            return str(error)
+        return "no error"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("names", "w is on a device mesh with dim 'dp', but the axes are data, tensor"),
+        ("no names", "w is on a mesh without dim names"),
+        ("ranks", "w is on a device mesh whose dim 'data' holds ranks (0, 1), but the axis of"),
+        (
+            "undeclared",
+            "no spec for parameter 0 of group 0 (shape (sharded, 6)), and Topology(data=2, tensor=2) has model axes",
+        ),
+        ("mixed", "(shape (sharded, 6)), parameter 1 of group 0 (shape (2))"),
+        ("Muon", "Muon computes with whole matrices"),
+    ],
+)
+def test_layouts_that_say_too_little(world: World, kind: str, message: str) -> None:
+    assert message in world.run(4, refused, kind)[0]

@@ -1,0 +1,146 @@
+"""Windows of micro-batches: FSDP2's fully_shard, DDP and our own sums give the same, tails and abandoned ones too."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from arguments import arguments
+from dtensors import local, registry_of
+from fully_sharded import Full, Net, adamw, assert_equal, data, sharded_net, whole
+from meshstep.optim import GradStats, ParallelOptimizer
+from probes import collectives
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from world import World
+
+SIZES = ((2, 1, 3, 2, 2, 4, 1), (1, 1, 2, 5, 1, 1, 3))  # rows of each micro-batch, by data rank
+WINDOWS = ((0, 1, 2), (3, 4, 5), (6,))  # K = 3, and a tail
+
+
+def micro_batch(rank: int, index: int, weighted: bool) -> Tensor:
+    return data(100 * rank + index, SIZES[rank][index] if weighted else 2)
+
+
+def train_windows(how: str, weighted: bool, explicit: bool) -> tuple[list[float], Full, list[dict[str, int]]]:
+    with registry_of((("data", 2),)) as registry:
+        net = sharded_net(registry) if how == "fsdp" else Net().double()
+        run: nn.Module = DistributedDataParallel(net, process_group=registry.group("data")) if how == "ddp" else net
+        managed = {} if explicit else {"accumulation_steps": 3}
+        options: dict[str, Any] = {**managed, **({} if how == "own" else {"data_parallel": run})}
+        optimizer = ParallelOptimizer(adamw(net.parameters()), registry, **arguments(max_norm=0.3, **options))
+        rank, norms, counts = registry.coordinate["data"], [], []
+        for indices in WINDOWS:
+            with collectives() as seen:
+                stats = run_window(run, optimizer, indices, rank, weighted, explicit, how)
+            norms.append(stats.total_norm)
+            counts.append({name: count for name, count in seen.items() if name != "all_gather_single"})
+        return torch.stack(norms).tolist(), whole(net, registry), counts
+
+
+def run_window(
+    run: nn.Module,
+    optimizer: ParallelOptimizer,
+    indices: tuple[int, ...],
+    rank: int,
+    weighted: bool,
+    explicit: bool,
+    how: str,
+) -> GradStats:
+    stats = None
+    for index in indices:
+        last = index == indices[-1]
+        optimizer.zero_grad() if not explicit or index == indices[0] else None
+        if last and how == "fsdp" and not explicit:
+            optimizer.window_ends()
+        with optimizer.no_sync() if explicit and not last else nullcontext():
+            x = micro_batch(rank, index, weighted)
+            losses = run(x)
+            if weighted:
+                optimizer.backward(losses.sum(), weight=len(x))
+            else:
+                optimizer.backward(losses.mean() / (len(indices) if explicit else 1))
+        if last or not explicit:
+            stats = optimizer.step(last=last)
+    assert stats is not None
+    return stats
+
+
+def dense_windows(weighted: bool) -> tuple[list[float], Full]:
+    net = Net().double()
+    optimizer = adamw(net.parameters())
+    norms = []
+    for indices in WINDOWS:
+        optimizer.zero_grad()
+        x = torch.cat([micro_batch(rank, index, weighted) for index in indices for rank in range(2)])
+        net(x).mean().backward()
+        norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), 0.3)))
+        optimizer.step()
+    return norms, {name: param.detach() for name, param in net.named_parameters()}
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("how", ["own", "ddp", "fsdp"])
+def test_windows_are_the_same_three_ways(world: World, how: str, weighted: bool, explicit: bool) -> None:
+    expected = dense_windows(weighted)
+    reduced = {
+        "own": [{"all_reduce": 2}] * 3,
+        # DDP's own all-reduce is not seen here. It leaves the tail out, which is then averaged by us.
+        "ddp": [{"all_reduce": 1}, {"all_reduce": 1}, {"all_reduce": 1 if explicit else 2}],
+        "fsdp": [{"reduce_scatter_single": 2, "all_reduce": 2}] * 3,
+    }[how]
+    for norms, params, counts in world.run(2, train_windows, how, weighted, explicit):
+        assert_equal((norms, params), expected, 1e-6)
+        assert counts == reduced
+
+
+def unannounced(explicit: bool) -> str:
+    with registry_of((("data", 2),)) as registry:
+        net = sharded_net(registry)
+        steps = None if explicit else 3
+        optimizer = ParallelOptimizer(
+            torch.optim.SGD(net.parameters()), registry, data_parallel=net, accumulation_steps=steps
+        )
+        with optimizer.no_sync() if explicit else nullcontext():
+            optimizer.backward(net(data(0)).mean())
+        try:
+            optimizer.step(last=True)
+        except RuntimeError as error:
+            return str(error)
+        return "no error"
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_tail_that_fully_shard_was_not_told_of(world: World, explicit: bool) -> None:
+    for found in world.run(2, unannounced, explicit):
+        assert "Call window_ends() before the forward of the last one" in found
+
+
+def abandoned() -> tuple[str, float, float]:
+    """What zero_grad says in the middle of a window; the gradient of a batch, and what it is if one goes on regardless."""
+    with registry_of((("data", 2),)) as registry:
+        net = sharded_net(registry)
+        weight: Any = net.layers[0].weight
+        optimizer = ParallelOptimizer(torch.optim.SGD(net.parameters()), registry, data_parallel=net)
+        optimizer.backward(net(data(1)).mean())
+        clean = float(local(weight.grad).sum())
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            optimizer.backward(net(data(0)).mean())
+        try:
+            optimizer.zero_grad()
+            message = "no error"
+        except RuntimeError as error:
+            message = str(error)
+        net.zero_grad()
+        net(data(1)).mean().backward()
+        return message, clean, float(local(weight.grad).sum())
+
+
+def test_gradients_that_fully_shard_keeps(world: World) -> None:
+    for message, clean, regardless in world.run(2, abandoned):
+        assert "fully_shard keeps the gradients of micro-batches" in message
+        assert abs(regardless - clean) > 0.01

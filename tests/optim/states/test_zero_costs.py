@@ -1,0 +1,104 @@
+"""What sharded states save and cost: memory, collectives, and the order in which they are issued while backward runs."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from arguments import arguments
+from meshstep.amp import precision_of
+from meshstep.optim import ParallelOptimizer
+from meshstep.optim.states.slices import Slices
+from meshstep.parallel import ProcessGroupRegistry, Topology
+from optimizers import adamw
+from probes import collectives, no_host_reads
+from torch import Tensor, nn
+from world import World
+from zero_models import ZERO2, pieces, small_buckets, wide_model
+
+
+def cost(shards: bool, gradients: bool, mode: str) -> dict[str, Any]:
+    with ProcessGroupRegistry(Topology(data=4)) as registry:
+        model = wide_model()
+        precision_of(mode).prepare(model, registry)
+        options: dict[str, Any] = {"shard_states": "data", "shard_gradients": gradients} if shards else {}
+        optimizer = ParallelOptimizer(
+            adamw(model.parameters()), registry, **arguments(precision=mode, max_norm=1.0, **options)
+        )
+        x = torch.randn(8, 64)
+        for step in range(3):
+            watched = step == 2  # after all that only a first step does
+            with collectives() as seen, no_host_reads() if watched else nullcontext():
+                for _ in range(2):
+                    optimizer.backward(model(x).float().square().mean())
+                gradient_bytes = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+                optimizer.step()
+            optimizer.zero_grad()
+        states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+        masters = [piece.piece for piece in pieces(optimizer) if piece.piece.dtype != piece.param.dtype]
+        return {
+            "collectives": dict(seen),
+            "gradients": gradient_bytes,
+            "states": sum(v.nbytes for v in states),
+            "masters": sum(v.nbytes for v in masters),
+        }
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+def test_memory_and_collectives(world: World, mode: str) -> None:
+    whole = world.run(4, cost, False, False, mode)[0]
+    numel = sum(param.numel() for param in wide_model().parameters())
+    assert whole["states"] == pytest.approx(8 * numel, rel=0.001)
+    assert whole["masters"] == (4 * numel if mode == "bf16" else 0)
+    assert whole["collectives"] == {"all_reduce": 2}  # gradients, and the norm
+    for gradients in (False, True):
+        for found in world.run(4, cost, True, gradients, mode):
+            assert found["states"] == pytest.approx(whole["states"] / 4, rel=0.05)
+            assert found["masters"] == pytest.approx(whole["masters"] / 4, rel=0.05)
+            # One bucket: reduced once a window, or once a micro-batch where gradients are sharded; measured once.
+            reduced = 2 if gradients else 1
+            assert found["collectives"] == {
+                "reduce_scatter_single": reduced,
+                "all_reduce": 1,
+                "all_gather_single": 1,
+            }
+            assert found["gradients"] == (0 if gradients else 4 * numel)
+
+
+def backward_order(uses_all: bool) -> tuple[list[list[str]], int]:
+    """The buckets that ZeRO-2 reduces, in order, by the names of their parameters; and how many of them in backward."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry, small_buckets(64 * 128 * 4):
+        model = wide_model()
+        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, **arguments(**ZERO2))
+        names = {id(param): name for name, param in model.named_parameters()}
+        order: list[list[str]] = []
+        in_backward: list[int] = []
+        original = Slices.reduce
+
+        def watched(bucket: Any, summed: bool = False) -> Any:
+            order.append([names[id(param)] for param in bucket.params])
+            return original(bucket, summed)
+
+        with mock.patch.object(Slices, "reduce", watched):
+            x = torch.randn(8, 64, requires_grad=True)
+            layers = list(model.children())
+            hidden = nn.Sequential(*layers[:4])(x)
+            if uses_all or registry.coordinate["data"] == 0:
+                hidden = nn.Sequential(*layers[4:])(hidden)
+            x.register_hook(lambda gradient: in_backward.append(len(order)))
+            optimizer.backward(hidden.square().mean())
+            optimizer.step()
+        return order, in_backward[0]
+
+
+def test_gradients_are_reduced_while_backward_runs_in_one_order(world: World) -> None:
+    everything = [["2.bias", "4.weight", "4.bias", "5.weight", "5.bias"], ["2.weight"], ["0.bias"], ["0.weight"]]
+    for uses_all in (True, False):
+        (first, while_running), (second, meanwhile) = world.run(2, backward_order, uses_all)
+        assert first == second == everything
+        assert while_running >= 2
+        # Without the last layers' gradients a rank can't begin; it does its part when backward ends.
+        assert meanwhile == (while_running if uses_all else 0)

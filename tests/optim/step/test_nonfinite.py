@@ -1,0 +1,95 @@
+"""Gradients that are not finite: every rank skips and nothing changes, or every rank raises with the names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from meshstep.parallel import ProcessGroupRegistry, Topology
+from optimizers import OPTIMIZERS, optimizer_for, snapshot
+from scenarios import SCENARIOS, backward, batch
+from torch import Tensor
+from world import World
+
+
+def plant(
+    name: str, kind: str, fused: bool, value: float, when: int, options: dict[str, Any]
+) -> tuple[bool, list[float], int, list[Tensor]]:
+    """Train 4 steps, with ``value`` planted on the last rank before step ``when``; and without that batch at all."""
+    scenario = SCENARIOS[name]
+    with ProcessGroupRegistry(scenario.topology) as registry:
+        results = []
+        for planted in (True, False):
+            model, optimizer = optimizer_for(name, registry, kind, fused, **options)
+            unchanged, found = True, []
+            for step in range(4):
+                if step == when and not planted:
+                    continue
+                optimizer.zero_grad()
+                backward(scenario, model, optimizer, batch(step))
+                before = snapshot(model, optimizer)
+                if step == when and dist.get_rank() == dist.get_world_size() - 1:
+                    grad = next(model.parameters()).grad
+                    assert grad is not None
+                    grad.view(-1)[1] = value
+                stats = optimizer.step()
+                assert stats is not None
+                found.append(float(stats.found_inf))
+                if step == when:
+                    after = snapshot(model, optimizer)
+                    # A first step that is skipped may have made states, of zeros; it must not have changed any.
+                    unchanged = all(torch.equal(a, b) for a, b in zip(before, after, strict=when > 0)) and (
+                        when > 0 or all(not state.any() for state in after[len(before) :])
+                    )
+            results.append((unchanged, found, optimizer.skipped_steps, snapshot(model, optimizer)))
+        same = all(torch.equal(a, b) for a, b in zip(results[0][3], results[1][3], strict=True))
+        unchanged, found, skipped, end = results[0]
+        return unchanged and same, found, skipped, end
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(("kind", "fused"), [(k, True) for k in OPTIMIZERS] + [("adamw", False), ("sgd", False)])
+def test_every_rank_skips_and_nothing_changes(world: World, kind: str, fused: bool, value: float) -> None:
+    for when in (0, 2):
+        for fine, found, skipped, _ in world.run(2, plant, "tensor", kind, fused, value, when, {"max_norm": 0.4}):
+            assert fine
+            assert found == [float(step == when) for step in range(4)]
+            assert skipped == 1
+
+
+@pytest.mark.parametrize("name", ["data x tensor", "grid, bias on row 0"])
+@pytest.mark.parametrize("options", [{"norm_type": float("inf"), "max_norm": 0.1}, {"reduction": "per_group"}])
+def test_every_rank_skips_in_every_reduction(world: World, name: str, options: dict[str, Any]) -> None:
+    for fine, found, skipped, _ in world.run(4, plant, name, "adamw", True, float("nan"), 1, options):
+        assert fine
+        assert (found, skipped) == ([0.0, 1.0, 0.0, 0.0], 1)
+
+
+def raise_on_nonfinite(options: dict[str, Any], steps: int) -> str:
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        model, optimizer = optimizer_for("tensor", registry, **options)
+        try:
+            for step in range(steps):
+                optimizer.zero_grad()
+                backward(SCENARIOS["tensor"], model, optimizer, batch(step))
+                if dist.get_rank() == 1 and model.down.weight.grad is not None:  # type: ignore[union-attr]
+                    model.down.weight.grad[0, 0] = torch.nan  # type: ignore[union-attr, operator]
+                optimizer.step()
+        except FloatingPointError as error:
+            return f"step {step}: {error}"
+        return "no error"
+
+
+def test_nonfinite_raises_on_every_rank_with_the_names(world: World) -> None:
+    for message in world.run(2, raise_on_nonfinite, {"on_nonfinite": "raise"}, 3):
+        assert message.startswith("step 0: the gradient norm is nan")
+        assert "not finite now: down.weight" in message
+
+
+def test_too_many_skips_in_a_row_are_an_error_on_every_rank(world: World) -> None:
+    messages = world.run(2, raise_on_nonfinite, {"max_skips_in_a_row": 5}, 40)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("step 20: 5 steps in a row were skipped")  # noticed 16 steps after the fifth
+    assert "down.weight" in messages[0]

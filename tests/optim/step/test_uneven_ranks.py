@@ -1,0 +1,179 @@
+"""Ranks whose parameters, gradients or thresholds are not alike: the right numbers, or an error on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from arguments import arguments
+from meshstep.amp import ApexFp16
+from meshstep.optim import ParallelOptimizer
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from models import parameter
+from torch import Tensor, nn
+from world import World
+from zero_models import ZERO1, ZERO2, small_buckets
+
+EVERYWHERE: list[dict[str, Any]] = [{}, ZERO1, ZERO2, {"offload": 1.0}]
+
+
+def sgd(params: Any, lr: float = 1.0) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=lr)
+
+
+def stages_with_different_groups(axes: dict[str, int], options: dict[str, Any]) -> tuple[float, float | None, float]:
+    with ProcessGroupRegistry(Topology(roles=None, **axes)) as registry:
+        a = parameter("a", 16)
+        groups: list[dict[str, Any]] = [{"params": [a]}]
+        loss, b = (a * 3).sum(), None  # a norm of 12 on each stage
+        if registry.rank("pipe") == 0:
+            b = parameter("b", 16)
+            groups.append({"params": [b], "max_norm": 1.0})
+            loss = loss + (b * 100).sum()
+        optimizer = ParallelOptimizer(sgd(groups), registry, **arguments(max_norm=2.0, **options))
+        optimizer.backward(loss)
+        stats = optimizer.step()
+        assert stats is not None
+        if b is not None:
+            optimizer.param_groups[1]["max_norm"] = 3.0
+            with pytest.raises(ValueError, match="other pipeline stages have fewer groups"):
+                optimizer._clipping.thresholds.now(optimizer.param_groups)
+        return float(a[0]), None if b is None else float(b[0]), float(stats.clip_coef)
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"), [({"pipe": 2}, {}), ({"pipe": 2}, {"reduction": "per_group"}), ({"data": 2, "pipe": 2}, ZERO1)]
+)
+def test_stages_clip_by_the_same_norms(world: World, axes: dict[str, int], options: dict[str, Any]) -> None:
+    common = 2.0 / (2 * 12**2) ** 0.5
+    runs = world.run(Topology(roles=None, **axes).world_size, stages_with_different_groups, axes, options)
+    assert len({coef for _, _, coef in runs}) == 1, "the same bits"
+    for rank, (a, b, coef) in enumerate(runs):
+        assert (a, coef) == pytest.approx((-3 * common, common))
+        assert b == (pytest.approx(-1.0 / 4) if rank % 2 == 0 else None)
+
+
+def different_thresholds() -> str:
+    with ProcessGroupRegistry(Topology(pipe=2)) as registry:
+        group = {"params": [parameter("a")], "max_norm": 1.0 + registry.rank("pipe")}
+        try:
+            ParallelOptimizer(sgd([group]), registry)
+        except ValueError as error:
+            return str(error)
+        return "no error"
+
+
+def test_thresholds_that_differ(world: World) -> None:
+    for text in world.run(2, different_thresholds):
+        assert text.startswith("max_norm of param group 0 is ")
+
+
+def float16_sum(options: dict[str, Any]) -> tuple[float, float]:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        w = nn.Parameter(torch.zeros(16, dtype=torch.float16))
+        annotate(w, P(), "w")
+        optimizer = ParallelOptimizer(sgd([w], lr=2**-14), registry, **arguments(precision=ApexFp16("O3"), **options))
+        optimizer.backward((w.float() * 40000.0).sum())
+        stats = optimizer.step()
+        assert stats is not None
+        return float(w[0]), float(stats.total_norm)
+
+
+@pytest.mark.parametrize("options", EVERYWHERE[:3], ids=str)
+def test_averages_of_float16_do_not_overflow(world: World, options: dict[str, Any]) -> None:
+    assert world.run(2, float16_sum, options) == [(-40000.0 / 2**14, 160000.0)] * 2
+
+
+def late_sparse(precision: str, options: dict[str, Any], clip: bool) -> tuple[int, int]:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        embedding = nn.Embedding(6, 4).to(torch.bfloat16 if precision == "bf16" else torch.float32)
+        annotate(embedding.weight, P(), "e")
+        optimizer = ParallelOptimizer(
+            sgd(embedding.parameters()), registry, **arguments(precision=precision, **options)
+        )
+        errors = 0
+        for step in range(3):
+            optimizer.zero_grad()
+            embedding.sparse = step == 1 and registry.rank("data") == 1
+            optimizer.backward(embedding(torch.tensor([1, 2])).float().sum())
+            calls: list[Callable[[], object]] = [lambda: optimizer.clip_grad_by_norm(1.0)] if clip else []
+            for call in (*calls, optimizer.step):
+                try:
+                    call()
+                except TypeError:
+                    errors += 1
+        return errors, optimizer.skipped_steps
+
+
+@pytest.mark.parametrize(
+    ("precision", "options", "clip"),
+    [("fp32", {}, True), ("bf16", {"offload": 1.0}, False), ("bf16", {"offload": 1.0}, True)],
+)
+def test_a_sparse_gradient_that_turns_up_late(
+    world: World, precision: str, options: dict[str, Any], clip: bool
+) -> None:
+    assert world.run(2, late_sparse, precision, options, clip) == [(0, 1), (1, 1)]
+
+
+def uneven_offload() -> list[list[float]]:
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        shared = parameter("shared", 4, value=1.0)
+        own = parameter("own", 100, P(owned={"tensor": 0}), value=1.0)
+        params = [param.data.bfloat16() for param in (shared, own)]
+        params = [nn.Parameter(param) for param in params]
+        annotate(params[0], P(), "shared")
+        annotate(params[1], P(owned={"tensor": 0}), "own")
+        mine = params if registry.rank("tensor") == 0 else params[:1]
+        optimizer = ParallelOptimizer(
+            sgd(mine, lr=0.001), registry, **arguments(precision="bf16", offload=0.5, check_replicas=True)
+        )
+        for _ in range(2):
+            optimizer.zero_grad()
+            optimizer.backward(sum((param.float().sum() for param in mine), torch.zeros(())))
+            optimizer.step()
+        return [param.tolist() for param in mine[:1]]
+
+
+def test_copies_of_which_only_some_are_offloaded(world: World) -> None:
+    first, second = world.run(2, uneven_offload)
+    assert first == second
+
+
+class Exchange(torch.autograd.Function):
+    """As experts do: over the axis, in backward as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, total = group, x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        total = gradients[0].clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def experts(named: bool, options: dict[str, Any]) -> list[float]:
+    roles: Any = {} if named else {"expert": "data"}
+    axis = "data" if named else "expert"
+    with ProcessGroupRegistry(Topology(roles=roles, **{axis: 2})) as registry, small_buckets(64):
+        a, b, c = (parameter(name, 40, value=1.0) for name in "abc")
+        params = [a, b, c, *([parameter("experts", 4, P("data"))] if named else [])]
+        options = {**options, "shard_states": axis} if options else {}
+        optimizer = ParallelOptimizer(sgd(params), registry, **arguments(**options))
+        x = Exchange.apply(a * 1.0, registry.group(axis)) * b
+        x = x + c if registry.rank(axis) == 0 else x
+        optimizer.backward((x * torch.arange(40.0)).sum())
+        optimizer.step()
+        return [float(value) for param in (a, b, c) for value in param[:4]]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_sharded_gradients_wait_for_a_model_that_uses_the_axis(world: World, named: bool) -> None:
+    plain = world.run(2, experts, named, {})
+    assert world.run(2, experts, named, ZERO2) == plain

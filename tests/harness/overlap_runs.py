@@ -14,9 +14,10 @@ from meshstep.optim import Offloaded, ParallelOptimizer, Reduce
 from meshstep.optim.gradients.bucket import GradientBucket
 from meshstep.optim.gradients.during_backward import BackwardReducer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from optimizers import adamw
 from precision_modes import MODES
 from torch import Tensor, nn
-from zero_models import Odd, adamw, inputs
+from zero_models import Odd, inputs
 
 SMALL = 1024  # bytes: many buckets, though the models are small
 STEPS = 4

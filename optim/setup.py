@@ -134,7 +134,7 @@ class Setup:
         common: dict[str, Any] = {"average_data": reduce.average_data, "exchange": reduce.exchange}
         early = only = None
         if reduce.overlap:
-            can_be_early, bucket_bytes = _Early(plan), reduce.bucket_bytes or BUCKET_BYTES // 8
+            can_be_early, bucket_bytes = _Early(plan), reduce.bucket_bytes or BUCKET_BYTES // 2
             options = {**common, "adopt": True, "only": can_be_early, "bucket_bytes": bucket_bytes}
             early = GradientSync(chain.model_params, plan, self.registry, **options)
             only = lambda entry: not can_be_early(entry)  # noqa: E731

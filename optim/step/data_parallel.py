@@ -25,7 +25,7 @@ class Reduce:
             model itself uses, and for DTensors, only when it has ended. False: all of it in `step`.
         average_data: False where something else averages gradients over the data axes; pending sums are made all the same.
         exchange: What goes over the wire; None: the gradients as they are.
-        bucket_bytes: Of a flat bucket; None: 32 MiB, and an eighth of it with ``overlap``.
+        bucket_bytes: Of a flat bucket; None: 32 MiB, and half of it with ``overlap``: smaller ones cost more.
     """
 
     overlap: bool = False

@@ -51,6 +51,8 @@ class GradientBucket:
         self.params, self.layout, self.dtype, self.scale = list(params), layout, dtype, scale
         self._group, self._exchange, self._adopt = group, exchange, adopt
         self._memory: Memory = {}
+        self._numel, self._padded = layout.numel, layout.padded_numel
+        self._spans = [(at, at + numel) for at, numel in zip(layout.offsets, layout.numels, strict=True)]
 
     def start(self) -> Finish:
         """`all_reduce`, as buckets are reduced while backward runs."""
@@ -88,8 +90,8 @@ class GradientBucket:
 
     def _packed(self) -> Tensor:
         """[padded_numel]: the gradients times the scale, zeros where there are none."""
-        flat = self.params[0].new_empty(self.layout.padded_numel, dtype=self.dtype)
-        flat[self.layout.numel :].zero_()
+        flat = self.params[0].new_empty(self._padded, dtype=self.dtype)
+        flat[self._numel :].zero_()
         views, gradients = [], []
         for view, param in zip(self.views(flat), self.params, strict=True):
             gradient = dense(param.grad)
@@ -123,12 +125,12 @@ class GradientBucket:
 
     def fits_exactly(self, tensor: Tensor) -> bool:
         """Whether the flattened tensor is the whole buffer: a large parameter that needs no copy to travel."""
-        return len(self.params) == 1 and tensor.numel() == self.layout.padded_numel and tensor.is_contiguous()
+        return len(self.params) == 1 and tensor.numel() == self._padded and tensor.is_contiguous()
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Where each parameter lies in the flat buffer, of its shape."""
-        places = zip(self.params, self.layout.offsets, self.layout.numels, strict=True)
-        return [flat[offset : offset + numel].view(param.shape) for param, offset, numel in places]
+        places = zip(self.params, self._spans, strict=True)
+        return [flat[start:stop].view(param.shape) for param, (start, stop) in places]
 
 
 def dense(gradient: Tensor | None) -> Tensor | None:

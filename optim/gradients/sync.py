@@ -17,7 +17,7 @@ from ..norm.entries import ParameterEntry, entries_of
 from ..norm.plan import Bucket, ReductionPlan
 from .axes import layout_kind, sync_axes, sync_ranks, sync_scale
 from .bucket import BUCKET_BYTES, GradientBucket
-from .exchange import Exact, Exchange, InFlight
+from .exchange import Exact, Exchange
 from .flat import flat_buckets
 from .in_place import gradient_dtype, is_complete, mark_complete
 
@@ -91,7 +91,9 @@ class GradientSync:
 
         Collectives: one all-reduce a bucket, none where no group is larger than 1. Host reads: none.
         """
-        InFlight.run((bucket.start for bucket in self.buckets), most=None)
+        finishes = [bucket.start() for bucket in self.buckets]
+        for finish in finishes:
+            finish()
         self.finish()
 
     @torch.no_grad()

@@ -108,8 +108,9 @@ class Gradients:
         """
         problem = None
         if self._checked_kinds:
-            grads = [param.grad for param in self.params]
-            if any(grad is not None and (grad.layout is not torch.strided or grad.is_complex()) for grad in grads):
+            grads = (param.grad for param in self.params)
+            kinds = {(grad.layout, grad.dtype) for grad in grads if grad is not None}
+            if any(layout is not torch.strided or dtype.is_complex for layout, dtype in kinds):
                 problem = poison_bad_kinds(self.params, self.plan.entries)
         else:
             on_all_ranks(lambda: check_kinds(self.params, self.plan.entries), self.registry)

@@ -46,6 +46,7 @@ class Chain:
     def _add(self, groups: list[dict[str, Any]]) -> None:
         held = held_in(groups, first=len(self._given))
         self._given += [(h.name, h.param, h.param.requires_grad) for h in held]
+        self._trained = [trained for _, _, trained in self._given]
         for link in self.links:
             held = self._install(link, groups, held)
         self._held += held
@@ -161,6 +162,8 @@ class Chain:
 
     def _look_at_frozen(self) -> set[int]:
         """Ids of the parameters that have been frozen since they came, and have no gradient."""
+        if [param.requires_grad for _, param, _ in self._given] == self._trained:
+            return set()
         found = set()
         for name, param, trained in self._given:
             if param.requires_grad == trained:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from meshstep.amp import Fp8, precision_of
 from meshstep.amp.fp8.linear import Fp8Linear, Fp8Matmul, product, scaled_mm
 from meshstep.amp.fp8.tensor import E4M3, E5M2, Quantized, agreed_amax, quantize
-from models import Base, small_model
 from probes import no_host_reads
+from small_models import Base, small_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -20,7 +20,7 @@ from meshstep.parallel import (
     spec_of,
     unshard,
 )
-from models import Base, small_model
+from small_models import Base, small_model
 from torch import Tensor, nn
 from world import World
 

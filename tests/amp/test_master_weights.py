@@ -10,7 +10,7 @@ import pytest
 import torch
 from meshstep.amp import MasterWeights
 from meshstep.parallel import P, annotate, spec_of
-from models import Mlp, mlp
+from small_models import Mlp, mlp
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

@@ -11,7 +11,7 @@ import pytest
 import torch
 from meshstep.amp import MasterWeights, StochasticRounding, stochastic_round_
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
-from models import Mlp, mlp
+from small_models import Mlp, mlp
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

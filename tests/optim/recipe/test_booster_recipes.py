@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from meshstep.optim import Booster, CosineAnnealingLR, LinearWarmupLR
-from models import classifier, dataset
+from small_models import classifier, dataset
 from torch import nn
 from torch.optim import lr_scheduler as torch_lr
 from world import World

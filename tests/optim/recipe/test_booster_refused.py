@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from meshstep.optim import Booster
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
-from models import classifier, dataset
+from small_models import classifier, dataset
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as torch_lr
 from torch.utils.data import DataLoader, DistributedSampler

@@ -10,7 +10,7 @@ import pytest
 import torch
 from meshstep.amp import NaiveFp16
 from meshstep.optim import Booster, CosineAnnealingLR, LinearWarmupLR, ParallelOptimizer
-from models import classifier
+from small_models import classifier
 from torch import nn
 from torch.optim import lr_scheduler as torch_lr
 

@@ -9,7 +9,7 @@ import torch
 from arguments import arguments
 from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import ProcessGroupRegistry, Topology
-from models import parameter
+from small_models import parameter
 from world import World
 from zero_models import ZERO1, ZERO2
 

@@ -10,7 +10,7 @@ from arguments import arguments
 from meshstep.amp import TorchFp16
 from meshstep.optim import ParallelOptimizer, PolynomialLR
 from meshstep.parallel import ProcessGroupRegistry, Topology
-from models import parameter
+from small_models import parameter
 from torch import Tensor
 from world import World
 

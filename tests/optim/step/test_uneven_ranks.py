@@ -12,7 +12,7 @@ from arguments import arguments
 from meshstep.amp import ApexFp16
 from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
-from models import parameter
+from small_models import parameter
 from torch import Tensor, nn
 from world import World
 from zero_models import ZERO1, ZERO2, small_buckets

@@ -128,8 +128,8 @@ class Setup:
         """Those of what the chain steps, and which of them are reduced in backward (`switch`)."""
         regions = [piece.region for piece in chain.pieces(plan.entries)]
         derived, measured, reduce = chain.derive(plan), chain.measured(), self.reduce
-        leaves = {id(param) for param in chain.model_params}
-        # A master's gradient is its parameter's too: nobody may put another tensor in its place.
+        leaves = {id(param) for param in chain.leaves}
+        # A master's gradient is its parameter's too, a local tensor's its DTensor's: nobody may put another in its place.
         adopt = all(id(tensor) in leaves for tensor in measured)
         common: dict[str, Any] = {"average_data": reduce.average_data, "exchange": reduce.exchange}
         early = only = None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from meshstep.optim import Offloaded, ParallelOptimizer, Reduce, Sharded
+from meshstep.optim.gradients import sync
+from meshstep.optim.norm.plan import Bucket
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from optimizers import adamw
 from overlap_runs import SMALL, Replica, Trained, train_dense, train_replicas, watched
@@ -135,11 +138,16 @@ class Rows(nn.Module):
         declare(self, {"ln.*": P(), "linear.weight": P(), "*": P(owned={"row": 0})})
 
 
-def train_rows(overlap: bool) -> Tensor:
-    """The shared parameters after 5 steps of losses that are the same function of them on both rows."""
-    with ProcessGroupRegistry(Topology(data=3, row=2)) as registry:
+def train_rows(overlap: bool, mixed: bool) -> Tensor:
+    """The shared parameters after 5 steps of losses that are the same function of them on both rows.
+
+    With ``mixed``, parameters of all kinds of layout share buckets.
+    """
+    kinds = mock.patch.object(sync, "layout_kind", return_value=Bucket()) if mixed else nullcontext()
+    with ProcessGroupRegistry(Topology(data=3, row=2)) as registry, kinds:
         model = Rows(registry)
-        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, data_parallel=Reduce(overlap=overlap))
+        inner = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, fused=True)
+        optimizer = ParallelOptimizer(inner, registry, data_parallel=Reduce(overlap=overlap))
         for step in range(5):
             optimizer.zero_grad()
             generator = torch.Generator().manual_seed(10 * step + registry.coordinate["data"])
@@ -151,13 +159,15 @@ def train_rows(overlap: bool) -> Tensor:
                     loss = loss + param.square().sum() + param.sum()
             optimizer.backward(loss)
             optimizer.step()
-        return torch.cat([model.ln.weight.detach(), model.ln.bias.detach()])
+        return torch.cat([param.detach().view(-1) for param in (*model.ln.parameters(), model.linear.weight)])
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_copies_stay_equal_where_ranks_have_different_parameters(world: World, overlap: bool) -> None:
-    found = world.run(6, train_rows, overlap)
+    found = world.run(6, train_rows, overlap, False)
     assert sum(int((one != found[0]).sum()) for one in found) == 0
+    found = world.run(6, train_rows, overlap, True)
+    assert sum(int((one != found[0]).sum()) for one in found) > 0  # the negative control
 
 
 # Order and cost --------------------------------------------------------------------------------------------------------

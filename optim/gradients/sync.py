@@ -7,6 +7,7 @@ The buckets are fixed by the parameters, so a rank that has no gradient for one 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,16 @@ from .bucket import BUCKET_BYTES, GradientBucket
 from .exchange import Exact, Exchange
 from .flat import flat_buckets
 from .in_place import gradient_dtype, is_complete, mark_complete
+
+
+class _Kind(NamedTuple):
+    """What the parameters of a bucket have in common."""
+
+    ranks: tuple[int, ...]
+    layout: Bucket
+    dtype: str
+    device: str
+    scale: float
 
 
 class GradientSync:
@@ -54,9 +65,8 @@ class GradientSync:
         bucket_bytes: int | None = None,
     ) -> None:
         self.params, self.registry = list(params), registry
-        exchange, topology = exchange or Exact(), plan.topology
-        bucket_bytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
-        together: dict[tuple[tuple[int, ...], Bucket, str, str, float], list[int]] = {}
+        topology = plan.topology
+        together: dict[_Kind, list[int]] = {}
         self._local: dict[float, list[int]] = {}  # by scale
         chosen = [i for i, entry in enumerate(plan.entries) if only is None or only(entry)]
         for index in chosen:
@@ -65,25 +75,33 @@ class GradientSync:
             scale = sync_scale(topology, average_data, entry.averaged)
             if entry.trained and len(ranks) > 1:
                 kind = layout_kind(entry.spec, topology)
-                key = (ranks, kind, str(gradient_dtype(param)), str(param.device), scale)
+                key = _Kind(ranks, kind, str(gradient_dtype(param)), str(param.device), scale)
                 together.setdefault(key, []).append(index)
             else:
                 self._local.setdefault(scale, []).append(index)
-        made: list[tuple[tuple[int, ...], Bucket, int, GradientBucket]] = []
-        for (ranks, kind, _, _, scale), indices in sorted(together.items()):
-            dtype, numels = gradient_dtype(self.params[indices[0]]), [self.params[index].numel() for index in indices]
-            for layout in flat_buckets(indices, numels, 1, bucket_bytes // dtype.itemsize):
-                members = [self.params[index] for index in layout.indices]
-                bucket = GradientBucket(members, layout, registry.group_of(ranks), exchange, dtype, scale, adopt)
-                # Tied copies stand in other places of other stages, so only the kind says the same on all ranks.
-                made.append((ranks, kind if kind.tied else Bucket(), -layout.indices[-1], bucket))
-        self.buckets = [bucket for *_, bucket in sorted(made, key=lambda item: item[:3])]
+        nbytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
+        self.buckets = self._make_buckets(together, exchange or Exact(), adopt, nbytes)
         # Only what must not be summed twice needs a mark.
         self._pending = [
             self.params[index]
             for index in chosen
             if len(sync_ranks(plan.entries[index].spec, topology, plan.rank, average_data=False)) > 1
         ]
+
+    def _make_buckets(
+        self, together: dict[_Kind, list[int]], exchange: Exchange, adopt: bool, nbytes: int
+    ) -> list[GradientBucket]:
+        """The parameters of each kind in flat buckets of about so many bytes."""
+        made: list[tuple[tuple[int, ...], Bucket, int, GradientBucket]] = []
+        for kind, indices in sorted(together.items()):
+            dtype, numels = gradient_dtype(self.params[indices[0]]), [self.params[index].numel() for index in indices]
+            group = self.registry.group_of(kind.ranks)
+            for layout in flat_buckets(indices, numels, 1, nbytes // dtype.itemsize):
+                members = [self.params[index] for index in layout.indices]
+                bucket = GradientBucket(members, layout, group, exchange, dtype, kind.scale, adopt)
+                # Tied copies stand in other places of other stages, so only the kind says the same on all ranks.
+                made.append((kind.ranks, kind.layout if kind.layout.tied else Bucket(), -layout.indices[-1], bucket))
+        return [bucket for *_, bucket in sorted(made, key=lambda item: item[:3])]
 
     @torch.no_grad()
     def __call__(self) -> None:

@@ -92,11 +92,6 @@ class Chain:
         """The model's (local) parameter at each position."""
         return [h.param for h in self._held]
 
-    @property
-    def leaves(self) -> list[Tensor]:
-        """What the model itself holds at each position: DTensors too."""
-        return [h.path[0] for h in self._held]
-
     def pieces(self, entries: Sequence[ParameterEntry]) -> list[Piece]:
         """The same, with what each is of the model.
 

@@ -143,7 +143,8 @@ class Link:
         """Clear the gradients of what it replaced."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be saved beside the optimizer's own state. No other link has the same keys."""
+        """What must be saved beside the optimizer's own state. No other link has the same keys. But for masters and layouts
+        a checkpoint keeps rank 0's: plain values that are the same on all ranks."""
         return {}
 
     def check_state(self, state: Mapping[str, Any]) -> None:

@@ -227,7 +227,7 @@ class ParallelOptimizer(OptimizerFacade):
             self._gradients,
             self.optimizer.param_groups,
             weight_slots(self.window.weight, self.registry),
-            lambda totals: self.window.inverse(totals, scale, self.registry),
+            partial(self.window.inverse, scale=scale, registry=self.registry),
             loss_scale=scale,
             now=now,
         )

@@ -75,7 +75,8 @@ class Clipping:
         inverse = None if inverse is None else inverse.to(norms.total)
         norms = norms.times(inverse)
         factors = None if clip is None else clip.factors(norms)
-        stats = self._stats(clip, factors, norms, gradients, loss_scale)
+        shown = None if clip is None or factors is None else clip.shown(factors, norms)
+        stats = self._stats(shown, norms, gradients, loss_scale)
         factor: Tensor | None = inverse
         level: Level = "total"
         if clip is not None and factors is not None:
@@ -88,14 +89,12 @@ class Clipping:
             clip.finish_(gradients.params)
         return Verdict(stats, factor)
 
-    def _stats(
-        self, clip: Clip | None, factors: Tensor | None, norms: Norms, gradients: Gradients, loss_scale: Tensor | None
-    ) -> GradStats:
+    def _stats(self, shown: Tensor | None, norms: Norms, gradients: Gradients, loss_scale: Tensor | None) -> GradStats:
         finite, one = norms.total.isfinite(), torch.ones_like(norms.total)
         names = gradients.plan.parameter_names if self.measure.per_parameter else ()
         return GradStats(
             total_norm=norms.total,
-            clip_coef=one if clip is None or factors is None else torch.where(finite, clip.shown(factors, norms), one),
+            clip_coef=one if shown is None else torch.where(finite, shown, one),
             found_inf=finite.logical_not().float(),
             group_norms=norms.groups,
             loss_scale=None if loss_scale is None else loss_scale.clone(),

@@ -46,3 +46,8 @@ def world() -> Iterator[World]:
     pool = World()
     yield pool
     pool.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, the examples' (they train models), or one process works at the end while the other waits."""
+    items.sort(key=lambda item: "examples" not in item.path.parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +47,8 @@ class OptimizerFacade(torch.optim.Optimizer):
     _clipping: Clipping
     _states: Chain
     _gradients: Gradients
-    _switch: Switch
+    _switch: Switch | None
+    _around_backward: Sequence[Callable[[Window[Clip, Verdict]], AbstractContextManager[None]]]
     _monitor: SkipMonitor
     _model_params: Sequence[Tensor]
 
@@ -84,7 +86,10 @@ class OptimizerFacade(torch.optim.Optimizer):
         self._model_params = [param for group in self._groups for _, param in group]
         self._gradients = self._setup.gradients(self._plan, self._states)
         self._switch = self._setup.switch(self._gradients)
-        self._switch.expect(self.window)
+        self._around_backward = self._states.around_backward
+        if self._switch is not None:
+            self._around_backward = [*self._around_backward, self._switch.micro_batch]
+            self._switch.expect(self.window)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group and plan anew; every rank must, at the same point. Nothing changes where it raises.
@@ -170,7 +175,8 @@ class OptimizerFacade(torch.optim.Optimizer):
         """
         self._monitor.restore(self._saved().load(state_dict))
         self.window.close()
-        self._switch.expect(self.window)
+        if self._switch is not None:
+            self._switch.expect(self.window)
 
     def _saved(self) -> Saved:
         params = self._model_params

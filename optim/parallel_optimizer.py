@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -138,36 +138,40 @@ class ParallelOptimizer(OptimizerFacade):
         """
         self.window.begin(weight, self._model_params, empty=loss is None and weight is None)
         try:
-            with self._states.micro_batch(self.window), self._switch.micro_batch(self.window):
+            with ExitStack() as stack:
+                for around in self._around_backward:
+                    stack.enter_context(around(self.window))
                 if loss is not None:
                     self.scale_loss(loss).backward(**kwargs)
         except BaseException:
             self.window.phase = "broken"
             raise
-        self.window.end(self._model_params, left_out=not self._switch.on)
-        self._switch.expect(self.window)
+        self.window.end(self._model_params, left_out=self._switch is not None and not self._switch.on)
+        if self._switch is not None:
+            self._switch.expect(self.window)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Within it nothing is reduced in backward, by ``data_parallel`` or with ``Reduce(overlap=True)``: for all
-        micro-batches of a window but the last, where you decide when to step. Forward and backward both belong inside."""
-        return self._switch.off()
+        """Nothing is reduced in backward: for all micro-batches but the last, where you decide when to step. Forward and
+        backward both belong inside."""
+        return nullcontext() if self._switch is None else self._switch.off()
 
     def window_ends(self) -> None:
-        """Say before the forward of a micro-batch that it is the last one of its window, though it is not the K-th. Without
-        it ``step(last=True)`` is right too, but for `fully_shard`, which can't reduce its gradients later."""
-        self._switch.set(True)
+        """Say before a forward that its micro-batch is the last of the window, though it is not the K-th. Without it
+        ``step(last=True)`` is right too, but for `fully_shard`, which can't reduce its gradients later."""
+        if self._switch is not None:
+            self._switch.set(True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, of the model's parameters too where there are masters. Nothing happens in the middle of a
-        window of managed accumulation, unless a backward of it raised.
-
-        Raises RuntimeError where `fully_shard` has gradients that it has not reduced, and that can't be cleared.
+        window of managed accumulation, unless a backward of it raised. RuntimeError where `fully_shard` has some unreduced.
         """
         if self.window.may_clear():
-            self._switch.check_clearing(self.window.left_out)
+            if self._switch is not None:
+                self._switch.check_clearing(self.window.left_out)
             self._states.clear(set_to_none)
             self.window.clear()
-            self._switch.expect(self.window)
+            if self._switch is not None:
+                self._switch.expect(self.window)
 
     # The step --------------------------------------------------------------------------------------------------------
 
@@ -181,8 +185,7 @@ class ParallelOptimizer(OptimizerFacade):
             last: Step now though fewer than ``accumulation_steps`` micro-batches have come: the tail of an epoch. Its
                 gradient is the mean over those that have.
         Returns:
-            GradStats: the norm before clipping, the coefficient, and whether the step was skipped. Device tensors. None
-            in the middle of a window, where nothing is done.
+            GradStats, device tensors; None in the middle of a window, where nothing is done.
         Raises:
             FloatingPointError: On every rank: with ``on_nonfinite="raise"``; or too many steps in a row were skipped.
             ReplicaMismatchError: On every rank, with ``Measure(check_replicas=True)``.
@@ -190,7 +193,7 @@ class ParallelOptimizer(OptimizerFacade):
             ValueError: A closure is given.
             RuntimeError: `fully_shard` has not reduced the window's gradients (see `window_ends`); a backward of the window
                 raised; a parameter was unfrozen that was frozen when the optimizer was made.
-        Collectives: as the class says. Host reads: none, but where the class says so.
+        Collectives, host reads: as the class says.
         """
         if closure is not None:
             raise ValueError("step takes no closure: a skipped step can't be evaluated again; call backward, then step")
@@ -209,13 +212,13 @@ class ParallelOptimizer(OptimizerFacade):
         """Reduce the gradients, once a window. Returns what is wrong with this rank's, after all ranks have been served."""
         if self.window.phase in ("complete", "clipped"):
             return None
-        self._switch.check_reduced(self.window)
-        # DDP left the last micro-batch out; what it averaged before is the same on all ranks, and stays as it is.
-        averaged = not (self._switch.is_ddp and self.window.left_out)
-        self._gradients.complete_early(self.window.reduced)
+        averaged = self._switch is None or self._switch.averages(self.window)
+        if self._gradients.early is not None:
+            self._gradients.complete_early(self.window.reduced)
         self._states.bring(self.window, averaged)
         problem = self._gradients.complete(averaged)
-        self._states.forget_frozen()
+        if self._states.frozen_since:
+            self._states.forget_frozen()
         self.window.complete()
         return problem
 
@@ -250,7 +253,8 @@ class ParallelOptimizer(OptimizerFacade):
         self._monitor.update(stats.found_inf)
         self.last_stats = stats
         self.window.close()
-        self._switch.expect(self.window)
+        if self._switch is not None:
+            self._switch.expect(self.window)
 
     # Explicit clipping -----------------------------------------------------------------------------------------------
 
@@ -259,13 +263,8 @@ class ParallelOptimizer(OptimizerFacade):
         """Complete, measure, unscale and clip the gradients now, in place, by this rule in the place of the constructor's;
         `step` then does none of it again. In the middle of a window of managed accumulation `step` does it at its end.
 
-        Args:
-            max_norm, norm_type: As for `ByNorm`.
-        Returns:
-            GradStats with the norm before clipping; None in the middle of a window.
-        Raises:
-            ValueError: An argument is out of range; nothing is changed.
-        Collectives: those of a step. Host reads: none.
+        Args: as for `ByNorm`. Returns: GradStats with the norm before clipping; None in the middle of a window.
+        Raises ValueError, nothing changed, where one is out of range. Collectives: those of a step. Host reads: none.
         """
         return self._clip_or_ask(ByNorm(max_norm, norm_type))
 

@@ -160,13 +160,12 @@ class Setup:
         sync = GradientSync(measured, derived, self.registry, **options)
         return Gradients(measured, chain.compared(), regions, derived, self.registry, self.measure, sync, early)
 
-    def switch(self, gradients: Gradients) -> Switch:
-        """Who reduces gradients in backward."""
+    def switch(self, gradients: Gradients) -> Switch | None:
+        """Who reduces gradients in backward; None: nobody."""
         if early := gradients.early:
             names = {id(p): e.name for p, e in zip(early.params, gradients.plan.entries, strict=True)}
             return Overlap(BackwardReducer(lambda param: names[id(param)], early.buckets, (), in_flight=None))
-        module = self.binding(precision_of(self.precision)).data_parallel
-        return Switch() if module is None else module
+        return self.binding(precision_of(self.precision)).data_parallel
 
 
 @dataclass(frozen=True)

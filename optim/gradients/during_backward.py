@@ -3,13 +3,45 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from torch import Tensor
 
-from .exchange import Finish, InFlight
+from .exchange import Finish
+
+
+class InFlight:
+    """Starts exchanges in the order given and finishes them in the same, at most so many at a time.
+
+    Args:
+        most: Under way at a time; each holds a flat copy of its bucket. None: any number.
+    """
+
+    def __init__(self, most: int | None = 2) -> None:
+        self.most = most
+        self._started: deque[Finish] = deque()
+
+    def add(self, finish: Finish) -> None:
+        """Take charge of an exchange that has been started; may finish an earlier one."""
+        self._started.append(finish)
+        if self.most is not None and len(self._started) >= self.most:
+            self._started.popleft()()
+
+    def finish(self) -> None:
+        """Finish all."""
+        while self._started:
+            self._started.popleft()()
+
+    @classmethod
+    def run(cls, starts: Iterable[Callable[[], Finish]], most: int | None = 2) -> None:
+        """Start and finish all of them."""
+        exchanges = cls(most)
+        for start in starts:
+            exchanges.add(start())
+        exchanges.finish()
 
 
 class Reducible(Protocol):

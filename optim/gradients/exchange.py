@@ -7,8 +7,7 @@ what it has to remember in the bucket's ``memory``; all ranks of the group give 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -46,34 +45,3 @@ class Exact(Exchange):
             held.clear()
 
         return finish
-
-
-class InFlight:
-    """Starts exchanges in the order given and finishes them in the same, at most so many at a time.
-
-    Args:
-        most: Under way at a time; each holds a flat copy of its bucket. None: any number.
-    """
-
-    def __init__(self, most: int | None = 2) -> None:
-        self.most = most
-        self._started: deque[Finish] = deque()
-
-    def add(self, finish: Finish) -> None:
-        """Take charge of an exchange that has been started; may finish an earlier one."""
-        self._started.append(finish)
-        if self.most is not None and len(self._started) >= self.most:
-            self._started.popleft()()
-
-    def finish(self) -> None:
-        """Finish all."""
-        while self._started:
-            self._started.popleft()()
-
-    @classmethod
-    def run(cls, starts: Iterable[Callable[[], Finish]], most: int | None = 2) -> None:
-        """Start and finish all of them."""
-        exchanges = cls(most)
-        for start in starts:
-            exchanges.add(start())
-        exchanges.finish()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ class Chain:
         self._held: list[Held] = []
         # The model's parameters, some of which this rank may have no piece of: name, parameter, whether it was trained.
         self._given: list[tuple[str, Tensor, bool]] = []
-        self._frozen_since: set[int] = set()
+        self.frozen_since: set[int] = set()
         self._add(optimizer.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -50,7 +50,6 @@ class Chain:
         for link in self.links:
             held = self._install(link, groups, held)
         self._held += held
-        self._around = self._those_with("micro_batch")
         self._bringing = self._those_with("bring")
         self._stepping = self._those_with("step", "publish")
 
@@ -141,13 +140,10 @@ class Chain:
 
     # The step --------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def micro_batch(self, window: AnyWindow) -> Iterator[None]:
-        """Around the backward of one micro-batch."""
-        with ExitStack() as stack:
-            for link in self._around:
-                stack.enter_context(link.micro_batch(window))
-            yield
+    @property
+    def around_backward(self) -> list[Callable[[AnyWindow], AbstractContextManager[None]]]:
+        """What every rank enters around the backward of one micro-batch, with the window."""
+        return [link.micro_batch for link in self._those_with("micro_batch")]
 
     def bring(self, window: AnyWindow, averaged: bool = True) -> None:
         """Give `measured` the gradients that backward made; see `Link.bring`.
@@ -155,7 +151,7 @@ class Chain:
         Raises:
             RuntimeError: A parameter was unfrozen that was frozen when it came: no rank would average its gradient.
         """
-        self._frozen_since = self._look_at_frozen()
+        self.frozen_since = self._look_at_frozen()
         for link in self._bringing:
             link.bring(window, averaged)
         window.holds_old = True
@@ -180,10 +176,9 @@ class Chain:
 
     def forget_frozen(self) -> None:
         """Clear what other ranks gave for parameters that are frozen here: zeros, which are no gradients."""
-        if self._frozen_since:
-            for h, tensor in zip(self._held, self.measured(), strict=True):
-                if id(h.path[0]) in self._frozen_since:
-                    clear_gradients([tensor, *h.path], set_to_none=True)
+        for h, tensor in zip(self._held, self.measured(), strict=True):
+            if id(h.path[0]) in self.frozen_since:
+                clear_gradients([tensor, *h.path], set_to_none=True)
 
     def step(self, update: Callable[[], object]) -> None:
         """Call ``update``, which steps the optimizer or skips, and bring the result into the model."""

@@ -28,8 +28,8 @@ from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.topology import default_role
 from ..gradients.axes import sync_axes
 from ..gradients.bucket import BUCKET_BYTES
-from ..gradients.during_backward import BackwardReducer
-from ..gradients.exchange import Exact, Exchange, InFlight
+from ..gradients.during_backward import BackwardReducer, InFlight
+from ..gradients.exchange import Exact, Exchange
 from ..gradients.flat import FlatBucket, flat_buckets
 from ..norm.entries import ParameterEntry, entries_of
 from ..norm.plan import Bucket, ReductionPlan

@@ -50,7 +50,7 @@ class Slices:
     ) -> None:
         self.params, self.layout, self.summed, self.grad_dtype = list(params), layout, summed, grad_dtype
         self.release = release
-        self._rank, self._group = registry.rank(axis), registry.group(axis)
+        self._rank, self._group, self._numel = registry.rank(axis), registry.group(axis), layout.slice_numel
         average = 1 / registry.size(axis) if axis in registry.topology.data_axes else 1.0
         # Divided before the sum, float16 gradients overflow no earlier than one rank's would; else the slice is less work.
         early = average if grad_dtype == torch.float16 else 1.0
@@ -91,7 +91,7 @@ class Slices:
         if self._bucket.fits_exactly(self.params[0]):
             flat = self.params[0].data.view(-1)
         else:
-            flat = self.params[0].new_empty(self.layout.padded_numel)
+            flat = self.params[0].new_empty(self._numel * self.layout.slices)
             own = self._own(flat)
             if self.pieces:
                 torch._foreach_copy_([own[s.offset : s.offset + s.numel] for s in self.segments], self.pieces)
@@ -109,7 +109,7 @@ class Slices:
         return finish
 
     def _own(self, flat: Tensor) -> Tensor:
-        return flat[self._rank * self.layout.slice_numel : (self._rank + 1) * self.layout.slice_numel]
+        return flat[self._rank * self._numel : (self._rank + 1) * self._numel]
 
     # Gradients -------------------------------------------------------------------------------------------------------
 
@@ -131,12 +131,13 @@ class Slices:
         Collectives: one reduce-scatter where they are summed, else none. Host reads: none.
         """
         if summed := summed or self.summed:
-            own = self.params[0].new_empty(self.layout.slice_numel, dtype=self.grad_dtype)
+            own = self.params[0].new_empty(self._numel, dtype=self.grad_dtype)
             arrived = self._bucket.reduce_scatter(own)
         else:
             parts = [self._gradient_part(segment) for segment in self.segments]
         if self.release:
-            clear_gradients(self.params, set_to_none=True)
+            for param in self.params:
+                param.grad = None
 
         @torch.no_grad()
         def finish() -> None:

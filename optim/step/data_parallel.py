@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,8 +42,8 @@ class Reduce:
             raise ValueError(f"bucket_bytes={self.bucket_bytes}: give a number of bytes >= 1")
 
 
-class Switch:
-    """Whether gradients are reduced in backward, which only the last micro-batch of a window does; this one: never.
+class Switch(ABC):
+    """Whether gradients are reduced in backward, which only the last micro-batch of a window does.
 
     Attributes:
         on: Whether the next forward and backward reduce.
@@ -61,10 +62,15 @@ class Switch:
         if window.steps is not None:
             self.set(window.next_is_last)
 
-    def check_reduced(self, window: Window[Any, Any]) -> None:
-        """Raise RuntimeError if something of the window has not been reduced, and nobody can reduce it any more."""
+    @abstractmethod
+    def averages(self, window: Window[Any, Any]) -> bool:
+        """Whether what was to be averaged in the window's backward has been, or will be in `step`; asked at its end.
 
-    def check_clearing(self, left_out: bool) -> None:
+        Raises:
+            RuntimeError: Something has not been reduced, and nobody can reduce it any more.
+        """
+
+    def check_clearing(self, left_out: bool) -> None:  # noqa: B027 (most can be cleared)
         """Raise RuntimeError if gradients are to be cleared that can't be."""
 
     @contextmanager
@@ -104,10 +110,11 @@ class Overlap(Switch):
             yield
         window.reduced = True
 
-    def check_reduced(self, window: Window[Any, Any]) -> None:
+    def averages(self, window: Window[Any, Any]) -> bool:
         """What has not been reduced is reduced in `step`, but not what came to the sum afterwards."""
         if window.reduced:
             self._reducer.check_no_stray()
+        return True
 
     def close(self) -> None:
         """Leave the parameters alone from now on."""
@@ -140,14 +147,16 @@ class DataParallelSwitch(Switch):
         else:
             self.module.set_requires_gradient_sync(on)  # type: ignore[operator]
 
-    def check_reduced(self, window: Window[Any, Any]) -> None:
-        """DDP's buckets can be made up for in `step`; only `fully_shard` itself reduces what it has."""
+    def averages(self, window: Window[Any, Any]) -> bool:
+        """Not if DDP left the last micro-batch out, for which `step` can make up: what it averaged before is the same on
+        all ranks, and stays as it is. Only `fully_shard` itself reduces what it has."""
         if window.left_out and not self.is_ddp:
             raise RuntimeError(
                 "fully_shard has not reduced the gradients of this window: it must know the last micro-batch of a window "
                 "before its backward. Call window_ends() before the forward of the last one where a window is shorter than "
                 "accumulation_steps, and leave it out of no_sync()"
             )
+        return not window.left_out
 
     def check_clearing(self, left_out: bool) -> None:
         """What only `fully_shard` has would add to later gradients."""

@@ -387,12 +387,20 @@ class ParallelOptimizer(OptimizerFacade):
 
     @property
     def max_norm(self) -> float | Clip | None:
-        """The threshold of `ByNorm`, or another rule; may be set between steps, on all ranks."""
+        """The threshold of `ByNorm`, or another rule; may be set between steps, on all ranks together.
+
+        Raises: as the constructor; nothing is changed then. Collectives: an object all-gather, the first time that a rule
+        speaks of parameters.
+        """
         return self.clip.max_norm if isinstance(self.clip, ByNorm) else self.clip
 
     @max_norm.setter
     def max_norm(self, value: float | Clip | None) -> None:
-        self.clip = clip_of(value)
+        setup = replace(self._setup, max_norm=value)
+        plan = setup.plan_for_clip(self._plan)
+        if plan is not self._plan:
+            self._gradients.replan(self._states.derive(plan))
+        self._setup, self._plan, self.clip = setup, plan, clip_of(value)
 
     @property
     def grad_norm(self) -> Tensor | None:

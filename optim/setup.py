@@ -21,9 +21,10 @@ from .gradients.bucket import BUCKET_BYTES
 from .gradients.during_backward import BackwardReducer
 from .gradients.gradients import Gradients, Measure
 from .gradients.sync import GradientSync
-from .norm.agreement import agree
+from .norm.agreement import agree, with_names
 from .norm.entries import ParameterEntry, entries_of
 from .norm.plan import ReductionPlan
+from .norm.units import Units
 from .states.chain import Chain
 from .states.elementwise import check_update
 from .states.link import Binding, Placement
@@ -61,36 +62,53 @@ class Setup:
         """
         topology = self.registry.topology
 
-        def plan_locally() -> tuple[ReductionPlan, bool]:
-            clip = self._check_arguments()
+        def plan_locally() -> ReductionPlan:
+            self._check_arguments()
             named = [[param if name is None else (name, param) for name, param in group] for group in groups]
-            plan = ReductionPlan.of(entries_of(named, topology), topology, self.registry.global_rank)
-            return plan, clip is not None and clip.level in ("parameters", "units")
+            return ReductionPlan.of(entries_of(named, topology), topology, self.registry.global_rank)
 
-        plan, clip_needs_names = on_all_ranks(plan_locally, self.registry)
-        names = self.measure.per_parameter or self.measure.check_replicas or clip_needs_names
-        plan = agree(plan, self.registry, names)
+        plan = on_all_ranks(plan_locally, self.registry)
+        plan = agree(plan, self.registry, names=self.measure.per_parameter or self.measure.check_replicas)
+        plan = self.plan_for_clip(plan)
         return plan, agreed_thresholds(self.optimizer.param_groups, self.registry)
 
-    def _check_arguments(self) -> Clip | None:
-        precision = precision_of(self.precision)
-        self.measure.check()
-        checked_nonfinite(self.on_nonfinite)
-        Window[Any, Any](self.accumulation_steps)
+    def plan_for_clip(self, plan: ReductionPlan) -> ReductionPlan:
+        """``plan``, with what the rule needs to know of it.
+
+        Raises:
+            ValueError: The rule is out of range, or does not go with the rest; or with a parameter, on every rank.
+        Collectives: an object all-gather, where the rule speaks of parameters and their names have not been agreed.
+        """
+        clip = self._check_clip()
+        if clip is None or clip.level not in ("parameters", "units"):
+            return plan
+        plan = plan if plan.parameter_names else with_names(plan, self.registry)
+        if clip.level == "units":
+            Units.of(plan, (), clip.unit_dim)
+        return plan
+
+    def _check_clip(self) -> Clip | None:
         clip = clip_of(self.max_norm)
         check_thresholds(clip, self.optimizer.param_groups)
-        check_update(self.optimizer)
-        self.reduce.check()
         if clip is not None and self.measure.reduction != "packed" and (clip.weights or clip.level == "units"):
             raise ValueError(
                 f"max_norm={clip!r} needs measure=Measure(reduction='packed'), in which everything travels"
             )
+        return clip
+
+    def _check_arguments(self) -> None:
+        precision = precision_of(self.precision)
+        self.measure.check()
+        checked_nonfinite(self.on_nonfinite)
+        Window[Any, Any](self.accumulation_steps)
+        self._check_clip()
+        check_update(self.optimizer)
+        self.reduce.check()
         binding = self.binding(precision)
         for placement in self.placements:
             if not isinstance(placement, Placement):
                 raise TypeError(f"states={placement!r}: give placements, such as Sharded('data') or Offloaded(0.5)")
             placement.check(binding)
-        return clip
 
     # Parts -----------------------------------------------------------------------------------------------------------
 

@@ -120,6 +120,8 @@ class ByGroup(Clip):
         for value in (*self.thresholds, self.others):
             if value is not None:
                 checked_threshold(value, "max_norm")
+        if self.clip_value is not None:
+            checked_threshold(self.clip_value, "clip_value")
 
     def finish_(self, gradients_of: Sequence[Tensor]) -> None:
         if self.clip_value is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...parallel.mesh.agreement import gather_objects
@@ -39,14 +39,16 @@ class AgreedThresholds:
         return own + list(self.values[len(own) :])
 
     def rule(self, clip: Clip | None, param_groups: Sequence[Mapping[str, Any]], norm_type: float) -> Clip | None:
-        """``clip``, with the thresholds of single groups in it; raises as `now`.
+        """``clip``, with the thresholds of single groups in it; raises as `now` and `check_thresholds`.
 
         Args:
             norm_type: The p of the norms.
         """
+        check_thresholds(clip, param_groups)
         thresholds = self.now(param_groups)
         if not any(threshold is not None for threshold in thresholds):
-            return clip
+            # The others' norm is made of norms, with their p.
+            return replace(clip, norm_type=norm_type) if isinstance(clip, ByGroup) else clip
         others = clip.max_norm if isinstance(clip, ByNorm) else None
         return ByGroup(tuple(thresholds), others, norm_type, clip.clip_value if isinstance(clip, ByValue) else None)
 

@@ -84,7 +84,13 @@ class Gradients:
         self._compared, self._regions = list(compared), list(regions)
         self._replicas = ReplicaCheck(plan) if measure.check_replicas else None
         self._measurers: dict[Needs, GlobalNorm] = {}
+        self._units: Units | None = None
         self._checked_kinds = False
+
+    def replan(self, plan: ReductionPlan) -> None:
+        """The same plan, of which more is known now."""
+        self.plan = plan
+        self._measurers.clear()
 
     def complete(self, averaged: bool = True, reduced: bool = False) -> TypeError | None:
         """Reduce the gradients; once for each window.
@@ -123,6 +129,7 @@ class Gradients:
         """
         if needs not in self._measurers:
             self._measurers[needs] = self._measurer(needs)
+        self._units = self._measurers[needs].units
         gradients = [param.grad for param in self.params]
         slots = [extra]
         if self._replicas:
@@ -146,14 +153,14 @@ class Gradients:
         )
 
     def multiply_(self, level: Level, factors: Tensor) -> None:
-        """Multiply the gradients by factors at that level, in place."""
+        """Multiply the gradients by factors at that level, in place; units are those that were measured last."""
         if level == "total":
             scale_gradients(self.params, factors)
         elif level == "units":
-            units = next(m.units for needs, m in self._measurers.items() if needs.level == "units" and m.units)
+            assert self._units is not None, "units are measured before they are multiplied"
             for index, param in enumerate(self.params):
                 if param.grad is not None:
-                    units.multiply_(index, param.grad, factors)
+                    self._units.multiply_(index, param.grad, factors)
         else:
             slots = [entry.group for entry in self.plan.entries] if level == "groups" else self.plan.parameter_slots
             together: dict[int, list[Tensor]] = {}

@@ -34,7 +34,8 @@ class Holders(NamedTuple):
     def of(cls, entry: ParameterEntry, plan: ReductionPlan) -> Holders:
         """Who holds ``entry``: this pipeline stage, or its owners, or the stages it is tied over."""
         coordinate, spec = plan.coordinate, entry.spec
-        where: dict[str, tuple[int, ...]] = {axis: (coordinate[axis],) for axis in plan.topology.pipe_axes}
+        own = (axis for axis in plan.topology.pipe_axes if axis not in spec.named_axes)
+        where: dict[str, tuple[int, ...]] = {axis: (coordinate[axis],) for axis in own}
         where |= {axis: (index,) for axis, index in spec.owned}
         where |= {axis: spec.tied_coordinates(axis, plan.topology) for axis, _ in spec.tied}
         return cls(tuple(sorted(where.items())), bool(spec.tied))
@@ -58,6 +59,7 @@ class View(NamedTuple):
 @dataclass(frozen=True)
 class _Summary:
     digests: dict[Holders, str]
+    shapes: dict[Holders, str]  # digests, of the logical shapes
     buckets: tuple[Bucket, ...]
     num_groups: int
     weighted: Fraction  # elements, each divided by its number of holders
@@ -77,23 +79,30 @@ def agree(plan: ReductionPlan, registry: ProcessGroupRegistry, names: bool = Fal
     views = _views(plan)
     weighted = sum((Fraction(e.numel, e.spec.holders(plan.topology)) for e in plan.entries), Fraction())
     digests = {holders: _digest(holders, found) for holders, found in views.items()}
-    summaries = gather_objects(_Summary(digests, plan.buckets, plan.num_groups, weighted), registry)
+    shapes = _full_shapes(plan)
+    digested = {holders: hashlib.sha256(repr(found).encode()).hexdigest()[:16] for holders, found in shapes.items()}
+    summaries = gather_objects(_Summary(digests, digested, plan.buckets, plan.num_groups, weighted), registry)
     disagreement = _first_disagreement([summary.digests for summary in summaries], plan.topology)
     if disagreement is not None:
         holders, first, second = disagreement
         everybody = gather_objects(views.get(holders, []), registry)
         raise ValueError(_difference(first, everybody[first], second, everybody[second], holders.tied))
+    if _first_disagreement([summary.shapes for summary in summaries], plan.topology) is not None:
+        plan = _without_uneven(plan, gather_objects(shapes, registry))
     agreed = replace(
         plan,
         buckets=tuple(sorted({bucket for summary in summaries for bucket in summary.buckets})),
         num_groups=max(summary.num_groups for summary in summaries),
         counted=int(sum((summary.weighted for summary in summaries), Fraction())),
     )
-    return _with_names(agreed, registry) if names else agreed
+    return with_names(agreed, registry) if names else agreed
 
 
-def _with_names(plan: ReductionPlan, registry: ProcessGroupRegistry) -> ReductionPlan:
-    """The plan with one name for each logical parameter of the model, made unique by the stage where it must be."""
+def with_names(plan: ReductionPlan, registry: ProcessGroupRegistry) -> ReductionPlan:
+    """An agreed plan with one name for each logical parameter of the model, made unique by the stage where it must be.
+
+    Collectives: an all-gather of Python objects. Host reads: yes.
+    """
     mine: list[tuple[Holders, str | int]] = []
     for entry in plan.entries:
         holders = Holders.of(entry, plan)
@@ -119,6 +128,27 @@ def _with_names(plan: ReductionPlan, registry: ProcessGroupRegistry) -> Reductio
         parameter_slots=tuple(slots[key] for key in mine),
         parameter_shapes=tuple(shapes[key] for key in labels),
     )
+
+
+def _full_shapes(plan: ReductionPlan) -> dict[Holders, list[tuple[int, ...] | None]]:
+    shapes: dict[Holders, list[tuple[int, ...] | None]] = {}
+    for entry in plan.entries:
+        shapes.setdefault(Holders.of(entry, plan), []).append(entry.full_shape)
+    return shapes
+
+
+def _without_uneven(
+    plan: ReductionPlan, everybody: Sequence[Mapping[Holders, list[tuple[int, ...] | None]]]
+) -> ReductionPlan:
+    """The plan without the logical shapes of parameters of which ranks have pieces of unequal sizes."""
+    seen: Counter[Holders] = Counter()
+    entries = []
+    for entry in plan.entries:
+        holders = Holders.of(entry, plan)
+        position, seen[holders] = seen[holders], seen[holders] + 1
+        even = len({shapes[holders][position] for shapes in everybody if holders in shapes}) == 1
+        entries.append(entry if even else replace(entry, full_shape=None))
+    return replace(plan, entries=tuple(entries))
 
 
 def _views(plan: ReductionPlan) -> dict[Holders, list[View]]:

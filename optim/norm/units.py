@@ -106,7 +106,10 @@ def _dim_of(name: str, shape: tuple[int, ...] | None, unit_dim: UnitDim) -> int 
     if len(shape) < 2:
         return None
     patterns = {"*": unit_dim} if isinstance(unit_dim, int) else unit_dim
-    dim = next((dim for pattern, dim in patterns.items() if fnmatchcase(name, pattern)), 0)
+    plain = name.partition("@")[0]  # pipeline stages may use a name for different parameters
+    dim = next(
+        (dim for pattern, dim in patterns.items() if fnmatchcase(name, pattern) or fnmatchcase(plain, pattern)), 0
+    )
     if not -len(shape) <= dim < len(shape):
         raise ValueError(f"unit_dim={dim} is no dim of {name}, whose shape is {shape}")
     return dim % len(shape)

@@ -1,0 +1,219 @@
+"""Models whose gradients are given, in every layout: the loss is the sum of <parameter, G>, so its gradient is G.
+
+Every rank, stage and micro-batch gives a share of its own of each logical gradient; `Dense` is one process that has all of
+them, in float64. All values are short binary fractions, which half precision and a loss scale leave as they are.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from cases import slice_of
+from meshstep.optim import ParallelOptimizer
+from meshstep.parallel import P, Topology, annotate
+from meshstep.parallel.layout.pieces import Region
+from torch import Tensor, nn
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "up": (8, 4),
+    "down": (4, 8),
+    "bias": (8,),
+    "table": (6, 4),
+    "kernel": (4, 2, 3),
+    "gain": (),
+}
+SIZES = {"up": 2.0, "down": 0.25, "bias": 1.0, "table": 0.5, "kernel": 0.125, "gain": 1.0}
+GROUPS = (("up", "down"), ("bias", "table", "kernel", "gain"))
+
+Key = tuple[str, int]
+"""A logical parameter: its name, and the stage where stages have different ones of that name (else 0)."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh, and how parameters lie on it (whole, if nothing is said)."""
+
+    axes: tuple[tuple[str, int], ...]
+    specs: dict[str, P] = field(default_factory=dict)
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(roles=None, **dict(self.axes))
+
+    def spec(self, name: str) -> P:
+        return self.specs.get(name, P())
+
+    def key(self, name: str, rank: int) -> Key:
+        spec, topology = self.spec(name), self.topology
+        own = [axis for axis in topology.pipe_axes if axis not in spec.named_axes]
+        return name, sum(topology.coordinate_of(rank, axis) for axis in own)
+
+    def holds(self, name: str, rank: int) -> bool:
+        return self.spec(name).holds(self.topology.coordinate(rank), self.topology)
+
+    def local(self, full: Tensor, name: str, rank: int) -> Tensor:
+        return slice_of(full, self.spec(name), self.topology, rank)
+
+    @property
+    def keys(self) -> list[Key]:
+        ranks = range(self.topology.world_size)
+        return list(dict.fromkeys(self.key(name, rank) for name in SHAPES for rank in ranks if self.holds(name, rank)))
+
+    def share(self, name: str, rank: int, step: int, micro: int = 0) -> Tensor:
+        """What ``rank`` adds to the logical gradient, whole: the same on ranks that hold copies of it."""
+        spec, topology = self.spec(name), self.topology
+        differs = [a for a in topology.axes if a in (*topology.data_axes, *topology.pipe_axes, *spec.partial)]
+        where = tuple(topology.coordinate_of(rank, axis) for axis in differs)
+        smaller = 1.0 if step % 2 == 0 else 1 / 64
+        return fractions((name, where, step, micro), SHAPES[name], SIZES[name] * smaller)
+
+    def gradient(self, key: Key, step: int, micros: int = 1) -> Tensor:
+        """Of the sum of all losses, over data ranks and micro-batches; in float64."""
+        name, _ = key
+        spec, topology = self.spec(name), self.topology
+        shares: dict[tuple[int, ...], Tensor] = {}
+        for rank in range(topology.world_size):
+            if self.holds(name, rank) and self.key(name, rank) == key:
+                axes = [a for a in topology.axes if a in (*topology.data_axes, *topology.pipe_axes, *spec.partial)]
+                where = tuple(topology.coordinate_of(rank, axis) for axis in axes)
+                shares[where] = sum((self.share(name, rank, step, k) for k in range(micros)), torch.zeros(SHAPES[name]))
+        return torch.stack(list(shares.values())).sum(0)
+
+
+LAYOUTS = {
+    "alone": Layout(()),
+    "tensor": Layout(
+        (("tensor", 2),),
+        {"up": P("tensor"), "down": P(None, "tensor"), "bias": P("tensor"), "kernel": P(None, "tensor", None)},
+    ),
+    "grid": Layout(
+        (("row", 2), ("col", 2)),
+        {
+            "up": P("row", "col"),
+            "down": P("col", "row"),
+            "bias": P(("col", "row")),
+            "table": P(None, "col", partial="row"),
+            "kernel": P("col", None, None, owned={"row": 1}),
+        },
+    ),
+    "data": Layout((("data", 2),)),
+    "data x tensor": Layout(
+        (("data", 2), ("tensor", 2)),
+        {"up": P("tensor"), "down": P(None, "tensor"), "bias": P(partial="tensor"), "table": P(("tensor",))},
+    ),
+    "pipe, tied": Layout((("pipe", 2),), {"table": P(tied={"pipe": (0, -1)}), "gain": P(owned={"pipe": 1})}),
+}
+
+
+def fractions(seed: object, shape: tuple[int, ...], size: float = 1.0) -> Tensor:
+    """Random multiples of size / 16, up to 4 * size, none of them 0; float64."""
+    generator = torch.Generator().manual_seed(zlib.crc32(repr(seed).encode()))
+    values = torch.randint(1, 65, shape, generator=generator).double()
+    return values * (torch.randint(2, shape, generator=generator) * 2 - 1) * (size / 16)
+
+
+def start(key: Key) -> Tensor:
+    """A logical parameter as it is at first."""
+    return fractions(("start", key), SHAPES[key[0]], 0.5)
+
+
+class Planted(nn.Module):
+    """This rank's part of the model."""
+
+    def __init__(self, layout: Layout, rank: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.layout, self.rank = layout, rank
+        for name in SHAPES:
+            if layout.holds(name, rank):
+                local = layout.local(start(layout.key(name, rank)), name, rank).to(dtype)
+                self.register_parameter(name, nn.Parameter(local))
+                annotate(self.get_parameter(name), layout.spec(name), name)
+
+    def forward(self, step: int, micro: int = 0) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for name, param in self.named_parameters():
+            share = self.layout.local(self.layout.share(name, self.rank, step, micro), name, self.rank)
+            total = total + (param.to(share) * share).sum()
+        return total
+
+    def groups(self) -> list[dict[str, list[nn.Parameter]]]:
+        """Two param groups."""
+        held = dict(self.named_parameters())
+        return [{"params": [held[name] for name in names if name in held]} for names in GROUPS]
+
+
+def run_step(model: Planted, optimizer: ParallelOptimizer, step: int, micros: int = 1, weighted: bool = False) -> None:
+    """Forward and backward of a window; `weight_of` says what micro-batches weigh, if they do."""
+    optimizer.zero_grad()
+    topology = optimizer.registry.topology
+    data = [optimizer.registry.coordinate[axis] for axis in topology.data_axes]
+    for micro in range(micros):
+        optimizer.backward(model(step, micro), weight=weight_of(sum(data), micro) if weighted else None)
+
+
+def weight_of(data: int, micro: int) -> float:
+    """What a micro-batch weighs."""
+    return (1 + 2 * data + micro) / 4
+
+
+@dataclass
+class Part:
+    """What a rank has of a logical parameter: state and value of one piece."""
+
+    key: Key
+    region: Region | None
+    value: Tensor
+    state: dict[str, Tensor]
+
+    def of(self, full: Tensor) -> Tensor:
+        """The part of a full tensor, flat."""
+        assert self.region is not None
+        return self.region.of(full).flatten()[self.region.start : self.region.stop]
+
+
+def parts(layout: Layout, optimizer: ParallelOptimizer) -> list[Part]:
+    """Everything that the optimizer steps on this rank."""
+    rank = optimizer.registry.global_rank
+    found = []
+    for piece in optimizer.pieces():
+        state = {k: v.detach().clone() for k, v in optimizer.state.get(piece.piece, {}).items() if v is not None}
+        key = layout.key(piece.name, rank)
+        found.append(Part(key, piece.region, piece.piece.detach().clone().flatten(), state))
+    return found
+
+
+Full = dict[Key, Tensor]
+DenseRule = Callable[[Full, Full], Full]
+"""Clipped gradients, of (gradients, weights) as they are."""
+
+
+class Dense:
+    """One process with the whole model, in float64: SGD with momentum on what the rule leaves of the gradients."""
+
+    def __init__(self, layout: Layout, lr: float = 0.25, momentum: float = 0.5) -> None:
+        self.layout = layout
+        self.weights: Full = {key: start(key) for key in layout.keys}
+        self.lr, self.momentum = lr, momentum
+        self.buffers: Full = {}
+
+    def gradients(self, step: int, micros: int = 1, weighted: bool = False) -> Full:
+        """Means over the window, or sums divided by what it weighs."""
+        replicas = self.layout.topology.size(*self.layout.topology.data_axes)
+        number: float = replicas * micros
+        if weighted:
+            number = sum(weight_of(data, micro) for data in range(replicas) for micro in range(micros))
+        return {key: self.layout.gradient(key, step, micros) / number for key in self.weights}
+
+    def step(self, gradients: Full) -> None:
+        for key, gradient in gradients.items():
+            before = self.buffers.get(key)
+            self.buffers[key] = gradient if before is None else before * self.momentum + gradient
+            self.weights[key] = self.weights[key] - self.lr * self.buffers[key]
+
+    def in_groups(self, full: Full) -> Iterator[list[Key]]:
+        """The logical parameters of each param group."""
+        for names in GROUPS:
+            yield [key for key in full if key[0] in names]

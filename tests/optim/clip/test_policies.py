@@ -1,0 +1,682 @@
+"""Every clipping rule on every layout and placement does what it does to the dense model in one process, in float64."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from math import inf, prod
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, Param, parameters_on, slice_of, specs, topologies
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from meshstep.amp import Bf16, NaiveFp16
+from meshstep.optim import (
+    Adaptive,
+    ByGroup,
+    ByNorm,
+    ByValue,
+    Clip,
+    Measure,
+    Norms,
+    Offloaded,
+    ParallelOptimizer,
+    PerParameter,
+    Sharded,
+)
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from planted import LAYOUTS, Dense, Full, Part, Planted, parts, run_step
+from probes import collectives, no_host_reads
+from torch import Tensor, nn
+from world import World
+from zero_models import small_buckets
+
+STEPS = 3  # a large gradient, a small one, a large one
+
+
+class ByLastNorm(Clip):
+    """No longer than ``times`` the gradient of the step before."""
+
+    def __init__(self, times: float = 2.0) -> None:
+        self.times, self.last = times, torch.tensor(torch.inf)
+
+    def factors(self, norms: Norms) -> Tensor:
+        last = self.last.to(norms.total)
+        factor = (self.times * last / norms.total.clamp(min=1e-12)).clamp(max=1.0)
+        self.last = torch.where(norms.total.isfinite() & (norms.total > 0), norms.total * factor, last)
+        return factor
+
+
+RULES: dict[str, Clip] = {
+    **{f"by norm, p={p}": ByNorm(m, p) for p, m in ((1.0, 40.0), (2.0, 7.0), (3.0, 4.0), (inf, 3.0))},
+    **{f"by parameter, p={p}": PerParameter(m, p) for p, m in ((1.0, 20.0), (2.0, 3.0), (3.0, 2.0), (inf, 1.5))},
+    **{
+        f"by group, p={p}": ByGroup((None, m), 1.5 * m, p) for p, m in ((1.0, 30.0), (2.0, 4.0), (3.0, 2.5), (inf, 2.0))
+    },
+    "by group, both": ByGroup((3.0, 2.0), norm_type=2.0),
+    "by value": ByValue(0.5),
+    "by group and value": ByGroup((4.0, None), 2.0, 2.0, clip_value=0.75),
+    "adaptive": Adaptive(0.5),
+    "adaptive, columns": Adaptive(0.5, unit_dim=1),
+    "adaptive, by glob": Adaptive(0.5, eps=2.0, unit_dim={"down": 1, "k*": -1, "t*": 1}),
+    "one of the user's own": ByLastNorm(),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    layout: str
+    options: dict[str, Any] = field(default_factory=dict)
+    micros: int = 1
+    weighted: bool = False
+    tolerance: float = 2e-6
+
+    @property
+    def ranks(self) -> int:
+        return LAYOUTS[self.layout].topology.world_size
+
+
+ZERO1, ZERO2 = Sharded("data"), Sharded("data", gradients=True)
+CONFIGS = {
+    "alone": Config("alone"),
+    "tensor": Config("tensor"),
+    "grid": Config("grid"),
+    "data x tensor": Config("data x tensor"),
+    "pipe, tied": Config("pipe, tied"),
+    "ZeRO-1": Config("data", {"states": ZERO1}),
+    "ZeRO-2 x tensor": Config("data x tensor", {"states": ZERO2}),
+    "ZeRO over a grid": Config("grid", {"states": Sharded("row")}),
+    "offload": Config("tensor", {"states": Offloaded(0.5)}),
+    "bf16 masters": Config("grid", {"precision": Bf16()}),
+    "loss scale": Config("tensor", {"precision": NaiveFp16(init_scale=64.0)}),
+    "weights": Config("data x tensor", {"accumulation_steps": 2}, micros=2, weighted=True),
+    "all together": Config(
+        "data x tensor",
+        {"states": (ZERO2, Offloaded(0.5)), "precision": NaiveFp16(init_scale=64.0), "accumulation_steps": 2},
+        micros=2,
+        weighted=True,
+        tolerance=5e-4,  # the weights that are measured are those on the device, in half precision
+    ),
+}
+
+
+@dataclass
+class Told:
+    """What a rank says after some steps under a rule."""
+
+    parts: list[Part]
+    bits: list[bytes]
+    norms: list[float]
+    coefs: list[float]
+
+
+def sgd(model: Planted, fused: bool = True, **options: Any) -> torch.optim.Optimizer:
+    groups: Any = [{**group, **options.get(f"group{i}", {})} for i, group in enumerate(model.groups())]
+    return torch.optim.SGD(groups, lr=0.25, momentum=0.5, fused=fused)
+
+
+def make(config: Config, registry: ProcessGroupRegistry, rule: Clip, **more: Any) -> tuple[Planted, ParallelOptimizer]:
+    model = Planted(LAYOUTS[config.layout], registry.global_rank)
+    options = {**config.options, **more}
+    if "precision" in options:
+        options["precision"].prepare(model, registry)
+    return model, ParallelOptimizer(sgd(model), registry, max_norm=rule, **options)
+
+
+def trained(config: Config, rules: list[Clip], steps: int = STEPS) -> list[Told]:
+    layout, told = LAYOUTS[config.layout], []
+    with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
+        for rule in rules:
+            model, optimizer = make(config, registry, rule)
+            stats = []
+            for step in range(steps):
+                run_step(model, optimizer, step, config.micros, config.weighted)
+                taken = optimizer.step()
+                assert taken is not None
+                stats.append(taken)
+            bits = [value.numpy().tobytes() for s in stats for value in (s.total_norm, s.clip_coef, s.group_norms)]
+            coefs = [float(s.clip_coef) for s in stats]
+            told.append(Told(parts(layout, optimizer), bits, [float(s.total_norm) for s in stats], coefs))
+    return told
+
+
+# The dense model ------------------------------------------------------------------------------------------------------
+
+
+def norm_of(tensors: list[Tensor], p: float) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(torch.cat([torch.zeros(1), *(tensor.flatten() for tensor in tensors)]), p)
+    return norm
+
+
+def coefficient(norm: Tensor, most: float) -> Tensor:
+    return (most / (norm + 1e-6)).clamp(max=1.0)
+
+
+class DenseRule:
+    """The same rule, written down once more, for whole gradients in one process."""
+
+    def __init__(self, rule: Clip, dense: Dense) -> None:
+        self.rule, self.dense, self.last = rule, dense, torch.tensor(inf)
+        self.p = 2.0 if rule.norm_type is None else rule.norm_type
+
+    def __call__(self, g: Full, w: Full) -> Full:
+        rule, total = self.rule, norm_of(list(g.values()), self.p)
+        if isinstance(rule, ByNorm):
+            return {key: grad * coefficient(total, rule.max_norm) for key, grad in g.items()}
+        if isinstance(rule, ByValue):
+            return {key: grad.clamp(-rule.clip_value, rule.clip_value) for key, grad in g.items()}
+        if isinstance(rule, PerParameter):
+            return {key: grad * coefficient(norm_of([grad], self.p), rule.max_norm) for key, grad in g.items()}
+        if isinstance(rule, ByGroup):
+            return self.by_group(rule, g)
+        if isinstance(rule, Adaptive):
+            return {key: self.adaptive(rule, key[0], grad, w[key]) for key, grad in g.items()}
+        assert isinstance(rule, ByLastNorm)
+        factor = (rule.times * self.last / total).clamp(max=1.0)
+        self.last = total * factor
+        return {key: grad * factor for key, grad in g.items()}
+
+    def by_group(self, rule: ByGroup, g: Full) -> Full:
+        found: Full = {}
+        groups = list(zip(self.dense.in_groups(g), rule.thresholds, strict=True))
+        others = [key for keys, own in groups if own is None for key in keys]
+        for keys, own in groups:
+            most = inf if own is None and rule.others is None else rule.others if own is None else own
+            assert most is not None
+            norm = norm_of([g[key] for key in (others if own is None else keys)], self.p)
+            bound = inf if rule.clip_value is None else rule.clip_value
+            found |= {key: (g[key] * coefficient(norm, most)).clamp(-bound, bound) for key in keys}
+        return found
+
+    @staticmethod
+    def adaptive(rule: Adaptive, name: str, g: Tensor, w: Tensor) -> Tensor:
+        if g.dim() < 2:
+            return g * min(1.0, rule.clipping * max(float(w.norm()), rule.eps) / max(float(g.norm()), 1e-6))
+        dims = {"*": rule.unit_dim} if isinstance(rule.unit_dim, int) else rule.unit_dim
+        dim = next((dim for pattern, dim in dims.items() if fnmatchcase(name, pattern)), 0) % g.dim()
+        found = []
+        for grad, weight in zip(g.unbind(dim), w.unbind(dim), strict=True):
+            longest = rule.clipping * max(float(weight.norm()), rule.eps)
+            found.append(grad * min(1.0, longest / max(float(grad.norm()), 1e-6)))
+        return torch.stack(found, dim)
+
+
+def assert_as_dense(told: list[Told], rule: Clip, config: Config, label: str, dense_rule: Clip | None = None) -> None:
+    """All that any rank has, after the steps, is what the dense model has there."""
+    dense = Dense(LAYOUTS[config.layout])
+    clip = DenseRule(dense_rule or rule, dense)
+    norms, clipped = [], []
+    for step in range(STEPS):
+        gradients = dense.gradients(step, config.micros, config.weighted)
+        norms.append(float(norm_of(list(gradients.values()), clip.p)))
+        smaller = clip(gradients, dense.weights)
+        clipped.append(any(not torch.allclose(smaller[key], gradients[key]) for key in gradients))
+        dense.step(smaller)
+    assert {True, False} <= set(clipped), f"{label}: it should clip in some steps and not in others, not {clipped}"
+    for rank, one in enumerate(told):
+        assert one.bits == told[0].bits, f"{label}: ranks 0 and {rank} report other bits"
+        assert one.norms == pytest.approx(norms, rel=1e-6), f"{label}: norms of rank {rank}"
+        for part in one.parts:
+            for kind, found, full in (
+                ("weights", part.value, dense.weights),
+                ("gradients", part.state["momentum_buffer"].flatten(), dense.buffers),
+            ):
+                error = float((found - part.of(full[part.key])).abs().max() / full[part.key].abs().max())
+                assert error < config.tolerance, f"{label}: {kind} of {part.key} on rank {rank} are {error:.1e} off"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_rule_clips_as_the_dense_model_in_one_process(world: World, name: str) -> None:
+    config = CONFIGS[name]
+    by_rank = world.run(config.ranks, trained, config, list(RULES.values()))
+    for index, (label, rule) in enumerate(RULES.items()):
+        assert_as_dense([told[index] for told in by_rank], rule, config, label)
+
+
+class ByLocalNorms(Clip):
+    """What is wrong: every rank clips what it has of a parameter, by the norm of that."""
+
+    in_place = True
+
+    def factors(self, norms: Norms) -> None:
+        return None
+
+    def finish_(self, gradients_of: Any) -> None:
+        for param in gradients_of:
+            if param.grad is not None:
+                param.grad.mul_(coefficient(param.grad.double().norm(), 3.0).float())
+
+
+@pytest.mark.parametrize("name", ["tensor", "grid", "ZeRO-1"])
+def test_a_rule_from_local_norms_fails_the_same_assertion(world: World, name: str) -> None:
+    config = CONFIGS[name]
+    right, wrong = zip(*world.run(config.ranks, trained, config, [PerParameter(3.0), ByLocalNorms()]), strict=True)
+    assert_as_dense(list(right), PerParameter(3.0), config, "right")
+    with pytest.raises(AssertionError, match="off"):
+        assert_as_dense(list(wrong), ByLocalNorms(), config, "wrong", dense_rule=PerParameter(3.0))
+
+
+def test_local_norms_are_right_where_nothing_is_split(world: World) -> None:
+    """So it is the layout that the test before finds, not the way in which the wrong rule is written."""
+    wrong = [told[0] for told in world.run(1, trained, CONFIGS["alone"], [ByLocalNorms()])]
+    assert_as_dense(wrong, ByLocalNorms(), CONFIGS["alone"], "alone", dense_rule=PerParameter(3.0))
+
+
+# Collectives, host reads, skipped steps ---------------------------------------------------------------------------------
+
+
+def counted(config: Config, rules: list[Clip]) -> list[list[Counter[str]]]:
+    found = []
+    with ProcessGroupRegistry(LAYOUTS[config.layout].topology) as registry:
+        for rule in rules:
+            model, optimizer = make(config, registry, rule)
+            counts = []
+            for step in range(3):
+                run_step(model, optimizer, step)
+                with collectives() as seen:
+                    optimizer.step()
+                counts.append(seen)
+            found.append(counts[1:])
+    return found
+
+
+def test_every_rule_costs_one_collective_a_step(world: World) -> None:
+    for by_rule in world.run(2, counted, CONFIGS["tensor"], list(RULES.values())):
+        for (label, rule), counts in zip(RULES.items(), by_rule, strict=True):
+            expected = {"all_gather_single" if rule.norm_type == inf else "all_reduce": 1}
+            assert counts == [expected, expected], label
+
+
+def test_every_rule_costs_one_collective_more_than_the_reduction_of_gradients(world: World) -> None:
+    config = CONFIGS["data x tensor"]
+    rules = [rule for rule in RULES.values() if rule.norm_type != inf]
+    for by_rule in world.run(4, counted, config, [Unclipped(), *rules]):
+        assert by_rule[0][0]["all_reduce"] > 1
+        assert all(counts == by_rule[0] for counts in by_rule)
+
+
+class Unclipped(Clip):
+    def factors(self, norms: Norms) -> None:
+        return None
+
+
+def reads(config: Config, rules: list[Clip], fused: bool) -> list[str]:
+    """Of the rules whose step read the host, the error."""
+    found = []
+    with ProcessGroupRegistry(LAYOUTS[config.layout].topology) as registry:
+        for rule in rules:
+            model = Planted(LAYOUTS[config.layout], registry.global_rank)
+            optimizer = ParallelOptimizer(sgd(model, fused), registry, max_norm=rule, **config.options)
+            for step in range(4):
+                run_step(model, optimizer, step)
+                if step == 0:
+                    optimizer.step()
+                    continue
+                try:
+                    with no_host_reads():
+                        optimizer.step()
+                except AssertionError as error:
+                    found.append(f"{rule}: {error}")
+                    break
+    return found
+
+
+@pytest.mark.parametrize("name", ["tensor", "ZeRO-1"])
+def test_no_rule_reads_the_host(world: World, name: str) -> None:
+    assert world.run(2, reads, CONFIGS[name], list(RULES.values()), True) == [[], []]
+
+
+def test_an_optimizer_that_is_not_fused_reads_the_host_with_any_rule(world: World) -> None:
+    rules = list(RULES.values())
+    assert all(len(found) == len(rules) for found in world.run(2, reads, CONFIGS["tensor"], rules, False))
+
+
+def with_a_nan(config: Config, rules: list[Clip]) -> list[tuple[list[float], bool, int]]:
+    """A NaN on the last rank in the second step: who skips, whether that changed anything, and how many were skipped."""
+    found = []
+    layout = LAYOUTS[config.layout]
+    with ProcessGroupRegistry(layout.topology) as registry:
+        for rule in rules:
+            model, optimizer = make(config, registry, rule)
+            skipped, same = [], True
+            for step in range(STEPS):
+                run_step(model, optimizer, step)
+                before = parts(layout, optimizer)
+                if step == 1 and dist.get_rank() == dist.get_world_size() - 1:
+                    grad = next(param.grad for param in model.parameters() if param.grad is not None)
+                    grad.view(-1)[0] = torch.nan
+                stats = optimizer.step()
+                assert stats is not None
+                skipped.append(float(stats.found_inf))
+                if step == 1:
+                    after = parts(layout, optimizer)
+                    same = all(torch.equal(a.value, b.value) for a, b in zip(before, after, strict=True)) and all(
+                        torch.equal(a.state[k], b.state[k]) for a, b in zip(before, after, strict=True) for k in a.state
+                    )
+            finite = all(bool(part.value.isfinite().all()) for part in parts(layout, optimizer))
+            found.append((skipped, same and finite, optimizer.skipped_steps))
+    return found
+
+
+@pytest.mark.parametrize("name", ["tensor", "grid", "pipe, tied", "ZeRO-1"])
+def test_a_nan_on_one_rank_skips_the_step_everywhere_under_every_rule(world: World, name: str) -> None:
+    config = CONFIGS[name]
+    for by_rule in world.run(config.ranks, with_a_nan, config, list(RULES.values())):
+        for label, told in zip(RULES, by_rule, strict=True):
+            assert told == ([0.0, 1.0, 0.0], True, 1), label
+
+
+# What is refused --------------------------------------------------------------------------------------------------------
+
+
+def uneven(rule: Clip, dim: int) -> str:
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        full = torch.ones(5, 4)
+        spec = P("tensor") if dim == 0 else P(None, "tensor")
+        params = [
+            nn.Parameter(torch.ones(4)),
+            nn.Parameter(slice_of(full, spec, registry.topology, registry.global_rank)),
+        ]
+        for name, param, said in zip(("plain", "odd"), params, (P(), spec), strict=True):
+            annotate(param, said, name)
+        given = torch.optim.SGD(params, lr=1.0, fused=True)
+        try:
+            optimizer = ParallelOptimizer(given, registry, max_norm=rule)
+        except ValueError as error:
+            assert given.param_groups[0]["params"][1] is params[1]
+            return str(error)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        return f"stepped {float(params[0].detach().sum()):g}"
+
+
+def test_adaptive_refuses_uneven_pieces_in_words_on_all_ranks_when_it_is_made(world: World) -> None:
+    messages = world.run(2, uneven, Adaptive(), 0)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("odd has pieces of unequal sizes")
+
+
+def test_other_rules_and_even_pieces_are_not_refused(world: World) -> None:
+    assert world.run(2, uneven, PerParameter(1.0), 0) == ["stepped 2"] * 2  # four ones, clipped to norm 1: a half each
+    assert world.run(2, uneven, Adaptive(1.0), 1) == ["stepped 0"] * 2
+
+
+def test_a_unit_dim_that_is_none_is_refused_in_words_on_all_ranks(world: World) -> None:
+    messages = world.run(2, uneven, Adaptive(unit_dim={"odd": 2}), 1)
+    assert messages[0] == messages[1]
+    assert "unit_dim=2 is no dim of odd, whose shape is (5, 4)" in messages[0]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        ByNorm(0.0),
+        ByNorm(1.0, 0.5),
+        ByValue(inf),
+        ByGroup((1.0, -1.0)),
+        ByGroup((None, None), torch.nan),
+        ByGroup((1.0, None), clip_value=-1.0),
+        PerParameter(-1.0),
+        Adaptive(0.0),
+        Adaptive(eps=0.0),
+    ],
+)
+def test_numbers_out_of_range_are_refused_before_anything_changes(rule: Clip) -> None:
+    with ProcessGroupRegistry(Topology()) as registry:
+        model = Planted(LAYOUTS["alone"], 0)
+        optimizer = ParallelOptimizer(sgd(model), registry)
+        with pytest.raises(ValueError, match=r"finite number > 0|number >= 1"):
+            ParallelOptimizer(sgd(model), registry, max_norm=rule)
+        with pytest.raises(ValueError, match=r"finite number > 0|number >= 1"):
+            optimizer.max_norm = rule
+        assert optimizer.max_norm is None
+
+
+@pytest.mark.parametrize("rule", [PerParameter(1.0), Adaptive(), ByGroup((1.0, None)), ByLastNorm()])
+def test_thresholds_of_param_groups_do_not_go_with_a_rule_for_all_groups(rule: Clip) -> None:
+    with ProcessGroupRegistry(Topology()) as registry:
+        model = Planted(LAYOUTS["alone"], 0)
+        with pytest.raises(ValueError, match="param group 1 has a max_norm of its own"):
+            ParallelOptimizer(sgd(model, group1={"max_norm": 2.0}), registry, max_norm=rule)
+        optimizer = ParallelOptimizer(sgd(model, group1={"max_norm": 2.0}), registry, max_norm=1.0)
+        with pytest.raises(ValueError, match="param group 1 has a max_norm of its own"):
+            optimizer.max_norm = rule
+        assert optimizer.max_norm == 1.0
+
+
+def test_rules_that_need_more_than_norms_of_gradients_need_the_packed_collective() -> None:
+    with ProcessGroupRegistry(Topology()) as registry:
+        model, per_group = Planted(LAYOUTS["alone"], 0), Measure(reduction="per_group")
+        with pytest.raises(ValueError, match="reduction='packed'"):
+            ParallelOptimizer(sgd(model), registry, max_norm=Adaptive(), measure=per_group)
+        optimizer = ParallelOptimizer(sgd(model), registry, measure=per_group)
+        with pytest.raises(ValueError, match="reduction='packed'"):
+            optimizer.max_norm = Adaptive()
+        assert optimizer.max_norm is None
+
+
+# Rules that change, and that meet -----------------------------------------------------------------------------------------
+
+
+def one_rule_a_step(config: Config, rules: list[Clip]) -> Told:
+    layout = LAYOUTS[config.layout]
+    with ProcessGroupRegistry(layout.topology) as registry:
+        model, optimizer = make(config, registry, rules[0])
+        for step, rule in enumerate(rules):
+            optimizer.max_norm = rule
+            run_step(model, optimizer, 2 * step)
+            optimizer.step()
+        return Told(parts(layout, optimizer), [], [], [])
+
+
+def check_one_rule_a_step(world: World, name: str, rules: list[Clip]) -> None:
+    config = CONFIGS[name]
+    dense = Dense(LAYOUTS[config.layout])
+    for step, rule in enumerate(rules):
+        dense.step(DenseRule(rule, dense)(dense.gradients(2 * step), dense.weights))
+    for told in world.run(config.ranks, one_rule_a_step, config, rules):
+        for part in told.parts:
+            full = dense.weights[part.key]
+            assert float((part.value - part.of(full)).abs().max() / full.abs().max()) < 2e-6, part.key
+
+
+@pytest.mark.parametrize("name", ["tensor", "ZeRO-1"])
+def test_the_rule_may_be_set_between_steps_from_any_to_any(world: World, name: str) -> None:
+    chosen = ("by norm, p=2.0", "adaptive", "adaptive, columns", "by parameter, p=2.0", "by value", "by group, both")
+    rules = [RULES[label] for label in chosen]
+    check_one_rule_a_step(world, name, rules)
+    check_one_rule_a_step(world, name, rules[::-1])
+
+
+def groups_with_thresholds(config: Config, first: Clip | float, norm_type: float) -> tuple[list[Told], str]:
+    """Group 1 has its own, group 0 none; then group 1's is changed."""
+    layout = LAYOUTS[config.layout]
+    with ProcessGroupRegistry(layout.topology) as registry:
+        model = Planted(layout, registry.global_rank)
+        inner = sgd(model, group1={"max_norm": 2.0})
+        optimizer = ParallelOptimizer(inner, registry, max_norm=first, measure=Measure(norm_type), **config.options)
+        found = []
+        for step, own in enumerate((2.0, 4.0)):
+            optimizer.param_groups[1]["max_norm"] = own
+            run_step(model, optimizer, 2 * step)
+            optimizer.step()
+            found.append(Told(parts(layout, optimizer), [], [], []))
+        return found, repr(optimizer.max_norm)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 3.0, inf])
+@pytest.mark.parametrize("first", [3.0, ByNorm(3.0), ByValue(0.75)])
+def test_thresholds_of_param_groups_go_with_a_norm_and_with_a_value(
+    world: World, first: Clip | float, norm_type: float
+) -> None:
+    config = CONFIGS["tensor"]
+    dense = Dense(LAYOUTS[config.layout])
+    value = first.clip_value if isinstance(first, ByValue) else None
+    steps = []
+    for step, own in enumerate((2.0, 4.0)):
+        rule = ByGroup((None, own), None if value else 3.0, norm_type, value)
+        dense.step(DenseRule(rule, dense)(dense.gradients(2 * step), dense.weights))
+        steps.append(dict(dense.weights))
+    for found, shown in world.run(2, groups_with_thresholds, config, first, norm_type):
+        assert shown == repr(3.0 if isinstance(first, (float, ByNorm)) else first)
+        for told, weights in zip(found, steps, strict=True):
+            for part in told.parts:
+                full = weights[part.key]
+                assert float((part.value - part.of(full)).abs().max() / full.abs().max()) < 2e-6, part.key
+
+
+def test_a_rule_by_group_without_norm_type_takes_the_measured_one(world: World) -> None:
+    config = Config("tensor", {"measure": Measure(norm_type=3.0)})
+    rule, same = ByGroup((None, None), 2.5), ByGroup((None, None), 2.5, 3.0)
+    by_rank = world.run(2, trained, config, [rule, same])
+    assert_as_dense([told[0] for told in by_rank], same, config, "no norm_type")
+    assert_as_dense([told[1] for told in by_rank], same, config, "norm_type=3")
+
+
+def explicitly(config: Config, rule: Clip | None, then: tuple[str, float]) -> tuple[Told, bool]:
+    layout = LAYOUTS[config.layout]
+    with ProcessGroupRegistry(layout.topology) as registry:
+        model = Planted(layout, registry.global_rank)
+        optimizer = ParallelOptimizer(sgd(model), registry, max_norm=rule, **config.options)
+        run_step(model, optimizer, 0)
+        kind, threshold = then
+        clip = optimizer.clip_grad_by_norm if kind == "norm" else optimizer.clip_grad_by_value
+        stats = clip(threshold)
+        again = optimizer.step() is stats
+        return Told(parts(layout, optimizer), [], [], []), again
+
+
+@pytest.mark.parametrize("then", [("norm", 0.5), ("value", 0.25)])
+@pytest.mark.parametrize("label", ["by norm, p=2.0", "by parameter, p=2.0", "adaptive", "by group, both", "by value"])
+def test_an_explicit_call_replaces_the_rule_for_its_step(world: World, label: str, then: tuple[str, float]) -> None:
+    config = CONFIGS["tensor"]
+    dense = Dense(LAYOUTS[config.layout])
+    rule: Clip = ByNorm(then[1]) if then[0] == "norm" else ByValue(then[1])
+    dense.step(DenseRule(rule, dense)(dense.gradients(0), dense.weights))
+    for told, again in world.run(2, explicitly, config, RULES[label], then):
+        assert again
+        for part in told.parts:
+            full = dense.weights[part.key]
+            assert float((part.value - part.of(full)).abs().max() / full.abs().max()) < 2e-6, part.key
+
+
+# Random layouts ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Random:
+    """Parameters on a mesh with gradients that are complete already, and a rule."""
+
+    case: Case
+    rule: Clip
+
+
+def stepped_gradients(drawn: list[Random]) -> list[tuple[list[Tensor | None], bytes]]:
+    """For each the gradients that this rank steps with, and the bits of the report."""
+    found = []
+    with ProcessGroupRegistry(drawn[0].case.topology) as registry:
+        for one in drawn:
+            case, rank = one.case, registry.global_rank
+            named = parameters_on(case, registry)
+            for name, param in named:
+                index = int(name[1:])
+                weight = slice_of(
+                    weights_of(case, index, case.stage_of(rank)), case.params[index].spec, case.topology, rank
+                )
+                param.data.copy_(weight)
+                if param.grad is not None:  # complete, and the step sums it
+                    param.grad /= case.topology.size(*case.params[index].spec.partial) * tied_holders(case, index)
+            groups: Any = [{"params": [q for name, q in named if int(name[1:]) % 2 == group]} for group in range(2)]
+            optimizer = ParallelOptimizer(torch.optim.SGD(groups, lr=0.0), registry, max_norm=one.rule)
+            stats = optimizer.step()
+            assert stats is not None
+            held = {name: param.grad for name, param in named}
+            grads = [held.get(f"p{index}") for index in range(len(case.params))]
+            found.append((grads, stats.total_norm.numpy().tobytes() + stats.clip_coef.numpy().tobytes()))
+    return found
+
+
+def tied_holders(case: Case, index: int) -> int:
+    spec = case.params[index].spec
+    return prod(len(spec.tied_coordinates(axis, case.topology)) for axis, _ in spec.tied)
+
+
+def weights_of(case: Case, index: int, stage: tuple[int, ...]) -> Tensor:
+    return Case(case.axes, case.params, case.seed + 1).full_gradient(index, stage) + 1.0
+
+
+def dense_gradients(one: Random) -> dict[tuple[int, tuple[int, ...]], Tensor]:
+    """Of each logical parameter, clipped; by index and stage."""
+    case = one.case
+    grads: Full = {}
+    weights: Full = {}
+    found = {}
+    for rank in range(case.topology.world_size):
+        for index in range(len(case.params)):
+            if case.holds(index, rank):
+                stage = case.stage_of(rank)
+                if {*case.params[index].spec.named_axes} & {*case.topology.pipe_axes}:
+                    stage = ()
+                found[index, case.stage_of(rank)] = key = (f"p{index}@{stage}", index % 2)
+                grads[key] = case.full_gradient(index, case.stage_of(rank))
+                weights[key] = weights_of(case, index, case.stage_of(rank))
+    clipped = OneOfTwoGroups(one.rule)(grads, weights)
+    return {where: clipped[key] for where, key in found.items()}
+
+
+class OneOfTwoGroups(DenseRule):
+    """`DenseRule` for parameters whose key says in which of two groups they are."""
+
+    def __init__(self, rule: Clip) -> None:
+        super().__init__(rule, self)  # type: ignore[arg-type]
+
+    def __call__(self, g: Full, w: Full) -> Full:
+        return super().__call__(g, w) if g else {}
+
+    def in_groups(self, full: Full) -> list[list[tuple[str, int]]]:
+        return [[key for key in full if key[1] == group] for group in range(2)]
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[Random]:
+    """Some cases on one mesh, so that a mesh is built once."""
+    axes = draw(topologies(4))
+    topology = Topology(roles=None, **dict(axes))
+    found = []
+    for _ in range(6):
+        rule = draw(st.sampled_from(list(RULES.values())[:-1]))  # the last one remembers steps
+        params = []
+        for _ in range(draw(st.integers(1, 4))):
+            shape = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
+            spec = draw(specs(axes, len(shape)))
+            if isinstance(rule, Adaptive):  # which refuses uneven pieces
+                shape = tuple(n * topology.size(*spec.dim_axes(dim)) for dim, n in enumerate(shape))
+            if isinstance(rule, Adaptive) and rule.unit_dim == 1:
+                shape, spec = (shape, spec) if len(shape) != 1 else ((), P())
+            params.append(Param(shape, spec, torch.float64, draw(st.integers(0, 5)) == 0))
+        found.append(
+            Random(Case(axes, tuple(params), draw(st.integers(0, 2**16)), draw(st.sampled_from([3.0, 1e-2]))), rule)
+        )
+    return found
+
+
+@settings(max_examples=30)
+@given(drawn=batches())
+def test_every_rule_clips_as_the_dense_model_on_random_layouts(world: World, drawn: list[Random]) -> None:
+    topology = drawn[0].case.topology
+    by_rank = world.run(topology.world_size, stepped_gradients, drawn)
+    for which, one in enumerate(drawn):
+        dense = dense_gradients(one)
+        for rank, told in enumerate(by_rank):
+            grads, bits = told[which]
+            assert bits == by_rank[0][which][1], f"ranks 0 and {rank} report other bits: {one}"
+            for index, grad in enumerate(grads):
+                if grad is not None:
+                    full = dense[index, one.case.stage_of(rank)]
+                    expected = slice_of(full, one.case.params[index].spec, topology, rank)
+                    assert torch.allclose(grad, expected, rtol=1e-9, atol=1e-12), f"rank {rank}, p{index}: {one}"

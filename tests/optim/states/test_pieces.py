@@ -1,0 +1,127 @@
+"""What `optimizer.pieces()` says of each piece is true, in every layout and placement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from cases import slice_of
+from meshstep.amp import Bf16, NaiveFp16, Precision
+from meshstep.optim import Offloaded, ParallelOptimizer, Placement, Sharded
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from planted import LAYOUTS, SHAPES, Key, Part, Planted, parts, run_step, start
+from torch import Tensor, nn
+from world import World
+from zero_models import small_buckets
+
+
+@dataclass(frozen=True)
+class Placed:
+    layout: str
+    states: tuple[Placement, ...] = ()
+    precision: Precision | str = "fp32"
+
+
+PLACED = {
+    **{name: Placed(name) for name in LAYOUTS},
+    "ZeRO-1": Placed("data", (Sharded("data"),)),
+    "ZeRO-2 x tensor": Placed("data x tensor", (Sharded("data", gradients=True),)),
+    "ZeRO over a grid": Placed("grid", (Sharded("row"),)),
+    "ZeRO over a pipeline": Placed("pipe, tied", (Sharded("pipe"),)),
+    "offload": Placed("tensor", (Offloaded(0.5),)),
+    "masters": Placed("grid", (), Bf16()),
+    "all": Placed("data x tensor", (Offloaded(0.5), Sharded("data")), NaiveFp16()),
+}
+
+
+def pieces_of(placed: Placed) -> tuple[list[Part], list[tuple[str, bool]]]:
+    """This rank's, and for each its name and whether ``param`` and ``offset`` lead to the same values."""
+    layout = LAYOUTS[placed.layout]
+    with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
+        model = Planted(layout, registry.global_rank)
+        mode: Any = placed.precision
+        if isinstance(mode, Precision):
+            mode.prepare(model, registry)
+        groups: Any = model.groups()
+        optimizer = ParallelOptimizer(
+            torch.optim.SGD(groups, lr=0.0, fused=True), registry, precision=mode, states=placed.states
+        )
+        run_step(model, optimizer, 0)
+        optimizer.step()
+        told = []
+        for piece in optimizer.pieces():
+            run = piece.param.detach().flatten()[piece.offset :][: piece.piece.numel()]
+            same = model.get_parameter(piece.name) is piece.param and torch.equal(run.float(), piece.piece.flatten())
+            told.append((piece.name, same))
+        return parts(layout, optimizer), told
+
+
+def elements(part: Part) -> tuple[int, ...]:
+    """Which elements of the logical tensor, by their numbers, a piece says that it is."""
+    shape = SHAPES[part.key[0]]
+    numbers = torch.arange(torch.Size(shape).numel()).view(shape)
+    return tuple(part.of(numbers).tolist())
+
+
+def assert_tiled(by_rank: list[list[Part]], placed: Placed, values_of: Any = start) -> None:
+    """Of every logical tensor the distinct pieces have each element once, with its value."""
+    found: dict[Key, dict[tuple[int, ...], int]] = {}
+    for own in by_rank:
+        for part in own:
+            where = elements(part)
+            assert len(set(where)) == len(where) == part.value.numel(), part.key
+            assert torch.equal(part.value.double(), part.of(values_of(part.key))), part.key
+            pieces = found.setdefault(part.key, {})
+            pieces[where] = pieces.get(where, 0) + 1
+    assert set(found) == set(LAYOUTS[placed.layout].keys)
+    for key, pieces in found.items():
+        covered = sorted(number for where in pieces for number in where)
+        assert covered == list(range(torch.Size(SHAPES[key[0]]).numel())), f"{key}: {sorted(pieces)}"
+        assert len(set(pieces.values())) == 1, f"{key}: some pieces have more copies than others, {pieces}"
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_pieces_of_all_ranks_are_each_logical_tensor_once_a_copy(world: World, name: str) -> None:
+    placed = PLACED[name]
+    by_rank = world.run(LAYOUTS[placed.layout].topology.world_size, pieces_of, placed)
+    assert_tiled([own for own, _ in by_rank], placed)
+    assert all(same for _, told in by_rank for _, same in told)
+    assert {piece for _, told in by_rank for piece, _ in told} == set(SHAPES)
+
+
+def test_a_region_that_is_moved_by_one_is_found(world: World) -> None:
+    by_rank = [own for own, _ in world.run(2, pieces_of, PLACED["ZeRO-1"])]
+    moved = next(part for part in by_rank[1] if part.region is not None and part.region.start > 0)
+    assert moved.region is not None
+    moved.region = moved.region.run(-1, moved.region.numel)
+    with pytest.raises(AssertionError):
+        assert_tiled(by_rank, PLACED["ZeRO-1"])
+
+
+def test_sharded_pieces_are_few_elements_and_whole_ones_are_all(world: World) -> None:
+    total = sum(torch.Size(shape).numel() for shape in SHAPES.values())
+    for own, _ in world.run(2, pieces_of, PLACED["ZeRO-1"]):
+        assert 0.25 * total < sum(part.value.numel() for part in own) < 0.75 * total
+    for own, _ in world.run(2, pieces_of, PLACED["data"]):
+        assert sum(part.value.numel() for part in own) == total
+
+
+def uneven_pieces(shard_states: bool) -> list[tuple[str, bool]]:
+    with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
+        params: list[Tensor] = []
+        for name, full in (("odd", torch.ones(5, 4)), ("even", torch.ones(6, 4))):
+            local = slice_of(full, P("tensor"), registry.topology, registry.global_rank)
+            params.append(nn.Parameter(local))
+            annotate(params[-1], P("tensor"), name)
+        states = (Sharded("data"),) if shard_states else ()
+        optimizer = ParallelOptimizer(torch.optim.SGD(params, lr=0.0), registry, states=states)
+        return [(piece.name, piece.region is None) for piece in optimizer.pieces()]
+
+
+@pytest.mark.parametrize("shard_states", [False, True])
+def test_the_region_of_uneven_pieces_is_not_known(world: World, shard_states: bool) -> None:
+    for told in world.run(4, uneven_pieces, shard_states):
+        assert told
+        assert all(unknown == (name == "odd") for name, unknown in told)

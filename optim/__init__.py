@@ -16,6 +16,7 @@ from .parallel_optimizer import ParallelOptimizer
 from .recipe.booster import Booster
 from .recipe.data_parallel import DataParallel, share_weights
 from .schedule import ConstantLR, CosineAnnealingLR, HoldOnSkip, LinearWarmupLR, MultiStepLR, PolynomialLR, WarmupLR
+from .states.half_states import HalfStates
 from .states.link import Binding, Link, Placement, Position
 from .states.offloaded import Offloaded
 from .states.pieces import Piece
@@ -39,6 +40,7 @@ __all__ = [
     "Exchange",
     "GlobalNorm",
     "GradStats",
+    "HalfStates",
     "HoldOnSkip",
     "LinearWarmupLR",
     "Link",

@@ -27,7 +27,11 @@ from .logical_parameters import LogicalParameters
 from .logical_tensor import LogicalTensor, part_of
 
 _FIELDS = {"model": 1, "state": 2, "piece": 3, "master": 1, "buffer": 2}
-PORTABLE = ("stochastic_rounding",)  # state of the weights that is no tensor and does not depend on the layout
+LAYOUT = (
+    "masters",
+    "shards",
+    "dtypes",
+)  # what of the state of the weights is made anew for the layout that it comes to
 
 
 def parse_key(key: str) -> tuple[str, ...]:
@@ -99,11 +103,7 @@ def masters_in(weights: Mapping[str, Any]) -> dict[int, Tensor]:
 
 def portable_in(weights: Mapping[str, Any]) -> dict[str, Any]:
     """What of the state of an optimizer's weights is neither masters nor layout."""
-    found = {key: weights[key] for key in PORTABLE if key in weights}
-    for value in weights.values():
-        if isinstance(value, Mapping):
-            found |= portable_in(value)
-    return found
+    return {key: value for key, value in weights.items() if key not in LAYOUT}
 
 
 # Saving -----------------------------------------------------------------------------------------------------------------

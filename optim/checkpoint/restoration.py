@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...parallel.layout.pieces import Region, Shape
 from ..states.pieces import SCALAR_STATE
-from .contents import PORTABLE, OptimizerState, Stepped, parse_key, whole
+from .contents import LAYOUT, OptimizerState, Stepped, parse_key, whole
 from .logical_parameters import LogicalParameters
 from .logical_tensor import LogicalTensor, Stored, part_of
 from .shared_record import SharedRecord
@@ -163,18 +163,9 @@ class Restoration:
 
 
 def _rebuilt(weights: Mapping[str, Any], masters: Mapping[int, Tensor], portable: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of the weights as it is now, with other contents."""
-    found: dict[str, Any] = {}
-    for key, value in weights.items():
-        if key == "masters":
-            found[key] = dict(masters)
-        elif key in PORTABLE:
-            if key not in portable:
-                raise ValueError(f"the checkpoint has no state of {key}: it was saved in another mode")
-            found[key] = portable[key]
-        else:
-            found[key] = _rebuilt(value, masters, portable) if isinstance(value, Mapping) else value
-    return found
+    """The state of the weights as it is now, with other contents; a link whose part is missing says so when it loads."""
+    own = {key: dict(masters) if key == "masters" else weights[key] for key in LAYOUT if key in weights}
+    return own | {key: portable[key] for key in weights if key in portable}
 
 
 def _check_same(kind: str, saved: set[str], now: set[str], where: str) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ class Binding:
 class Placement(ABC):
     """Where optimizer states and what they belong to are kept; an argument, frozen."""
 
-    position: Position
+    position: ClassVar[Position]
 
     @abstractmethod
     def check(self, binding: Binding) -> None:
@@ -141,7 +141,8 @@ class Link:
         """Clear the gradients of what it replaced."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be saved beside the optimizer's own state. No other link has the same keys."""
+        """What must be saved beside the optimizer's own state. No other link has the same keys. But for masters and layouts
+        a checkpoint keeps rank 0's: plain values that are the same on all ranks."""
         return {}
 
     def check_state(self, state: Mapping[str, Any]) -> None:

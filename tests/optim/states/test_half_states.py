@@ -1,0 +1,289 @@
+"""Optimizer states in bfloat16 between steps: close to float32 ones, half as large, and as safe."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from meshstep.amp import Bf16, NaiveFp16, Precision
+from meshstep.optim import (
+    HalfStates,
+    Offloaded,
+    ParallelOptimizer,
+    Placement,
+    Sharded,
+    load_checkpoint,
+    save_checkpoint,
+)
+from meshstep.optim.states import half_states
+from meshstep.optim.states.pieces import SCALAR_STATE
+from meshstep.parallel import ProcessGroupRegistry, Topology
+from planted import LAYOUTS, Part, Planted, parts, run_step
+from torch import Tensor, nn
+from world import World
+from zero_models import small_buckets
+
+States = tuple[Placement, ...]
+ZERO2 = Sharded("data", gradients=True)
+
+
+def make(
+    registry: ProcessGroupRegistry, layout: str, states: States, precision: Precision | str = "fp32", fused: bool = True
+) -> tuple[Planted, ParallelOptimizer]:
+    model = Planted(LAYOUTS[layout], registry.global_rank)
+    if isinstance(precision, Precision):
+        precision.prepare(model, registry)
+    groups: Any = model.groups()
+    adamw = torch.optim.AdamW(groups, lr=1e-2, betas=(0.5, 0.75), fused=fused)
+    return model, ParallelOptimizer(adamw, registry, max_norm=5.0, precision=precision, states=states)
+
+
+def state_of(optimizer: ParallelOptimizer) -> list[tuple[str, Tensor]]:
+    """The tensors that are no single numbers, by key."""
+    found = [pair for state in optimizer.state.values() for pair in state.items()]
+    return [(key, value) for key, value in found if key not in SCALAR_STATE and isinstance(value, Tensor)]
+
+
+def everything(model: nn.Module, optimizer: ParallelOptimizer) -> list[Tensor]:
+    stepped = [piece.piece for piece in optimizer.pieces()]
+    states = [optimizer.state.get(tensor, {}) for tensor in stepped]
+    state = [entry[key] for entry in states for key in sorted(entry) if isinstance(entry[key], Tensor)]
+    return [value.detach().clone() for value in (*model.parameters(), *stepped, *state)]
+
+
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+# Close to float32 -------------------------------------------------------------------------------------------------------
+
+
+def trained(layout: str, states: States, precision: Precision | str, steps: int) -> tuple[list[Part], int]:
+    """What the rank has after some steps, and how many bytes of states."""
+    with ProcessGroupRegistry(LAYOUTS[layout].topology) as registry, small_buckets(64):
+        model, optimizer = make(registry, layout, states, precision)
+        for step in range(steps):
+            run_step(model, optimizer, step)
+            optimizer.step()
+        nbytes = sum(value.nbytes for _, value in state_of(optimizer))
+        return parts(LAYOUTS[layout], optimizer), nbytes
+
+
+CONFIGS: dict[str, tuple[str, States, Precision | str]] = {
+    "alone": ("alone", (), "fp32"),
+    "grid": ("grid", (), "fp32"),
+    "pipe, tied": ("pipe, tied", (), "fp32"),
+    "ZeRO-1": ("data", (Sharded("data"),), "fp32"),
+    "ZeRO-2, bf16": ("data x tensor", (ZERO2,), Bf16()),
+    "ZeRO-2, offload, fp16": ("data x tensor", (ZERO2, Offloaded(0.5)), NaiveFp16(init_scale=64.0)),
+    "offload, bf16": ("tensor", (Offloaded(1.0),), Bf16()),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_half_states_are_near_float32_ones_and_half_as_large(world: World, name: str) -> None:
+    layout, states, precision = CONFIGS[name]
+    ranks = LAYOUTS[layout].topology.world_size
+    exact = world.run(ranks, trained, layout, states, precision, 4)
+    half = world.run(ranks, trained, layout, (HalfStates(), *states), precision, 4)
+    copies: dict[Any, Part] = {}
+    for (wanted, whole_bytes), (found, half_bytes) in zip(exact, half, strict=True):
+        assert half_bytes * 2 == whole_bytes > 0
+        for one, other in zip(wanted, found, strict=True):
+            assert one.region == other.region
+            for key, value in other.state.items():
+                if key in SCALAR_STATE:
+                    assert torch.equal(value, one.state[key])
+                    continue
+                assert (value.dtype, one.state[key].dtype) == (torch.bfloat16, torch.float32)
+                # Each rounding is at most a unit, 2^-7 of the value, and half or more of it has decayed a step later.
+                error = (value.double() - one.state[key].double()).abs().max() / one.state[key].abs().max()
+                assert error < 4 * 2**-7, (other.key, key)
+            assert float((one.value - other.value).abs().max()) < 4 * 1e-2 * 0.1, "a tenth of what four steps may move"
+            first = copies.setdefault((other.key, other.region), other)
+            assert torch.equal(first.value, other.value)
+            assert all(torch.equal(first.state[key], value) for key, value in other.state.items())
+
+
+def wave(states: States, steps: int) -> tuple[float, list[Tensor]]:
+    """The loss of a small network that learned a wave, and the states."""
+    with ProcessGroupRegistry(Topology()) as registry:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 1))
+        adamw = torch.optim.AdamW(model.named_parameters(), lr=1e-2, fused=True)
+        optimizer = ParallelOptimizer(adamw, registry, max_norm=1.0, states=states)
+        x = torch.linspace(-2, 2, 64).view(-1, 1)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), torch.sin(3 * x))
+            optimizer.backward(loss)
+            optimizer.step()
+        return float(loss.detach()), [value.float() for key, value in state_of(optimizer) if key == "exp_avg_sq"]
+
+
+def to_nearest(target: Tensor, source: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    return target.copy_(source)
+
+
+def test_second_moments_fall_when_gradients_do_which_they_would_not_if_rounded_to_nearest() -> None:
+    exact_loss, exact = wave((), 600)
+    loss, stochastic = wave((HalfStates(),), 600)
+    with mock.patch.object(half_states, "stochastic_round_", to_nearest):
+        _, nearest = wave((HalfStates(),), 600)
+    right = sum(float(value.sum()) for value in exact)
+    assert sum(float(value.sum()) for value in stochastic) == pytest.approx(right, rel=0.1)
+    assert sum(float(value.sum()) for value in nearest) > 1.3 * right
+    assert loss < 2 * exact_loss
+
+
+# Safe -------------------------------------------------------------------------------------------------------------------
+
+
+def skipped(layout: str, states: States, precision: Precision | str, first: bool) -> bool:
+    with ProcessGroupRegistry(LAYOUTS[layout].topology) as registry:
+        model, optimizer = make(registry, layout, (HalfStates(), *states), precision)
+        for step in range(0 if first else 2):
+            run_step(model, optimizer, step)
+            optimizer.step()
+        before = everything(model, optimizer)
+        run_step(model, optimizer, 2)
+        if registry.global_rank == registry.topology.world_size - 1:
+            for tensor in (*model.parameters(), *(piece.piece for piece in optimizer.pieces())):
+                if tensor.grad is not None:
+                    tensor.grad.fill_(torch.nan)
+        stats = optimizer.step()
+        assert stats is not None
+        assert float(stats.found_inf) == 1.0
+        after = everything(model, optimizer)
+        made = after[len(before) :]  # in a first step that is skipped states of zeros
+        return same(before, after[: len(before)]) and not any(bool(value.any()) for value in made)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("name", ["alone", "grid", "ZeRO-1", "offload, bf16"])
+def test_a_skipped_step_changes_nothing_to_the_bit(world: World, name: str, first: bool) -> None:
+    layout, states, precision = CONFIGS[name]
+    assert all(world.run(LAYOUTS[layout].topology.world_size, skipped, layout, states, precision, first))
+
+
+def test_several_buckets_give_the_bits_of_one() -> None:
+    one, _ = wave((HalfStates(),), 20)
+    with mock.patch.object(half_states, "BUCKET_NUMEL", 40):
+        assert wave((HalfStates(),), 20)[0] == one
+    assert wave((HalfStates(seed=1),), 20)[0] != one
+
+
+# Saving -----------------------------------------------------------------------------------------------------------------
+
+
+def continued(layout: str, states: States, precision: Precision | str, path: str | None) -> tuple[bool, bool]:
+    """Train 4 steps, and 2 with a new optimizer that goes on from what the first one saved: whether all bits are the
+    same then, and whether the states were in bfloat16 at once."""
+    with ProcessGroupRegistry(LAYOUTS[layout].topology) as registry:
+        model, optimizer = make(registry, layout, (HalfStates(), *states), precision)
+        again, resumed = make(registry, layout, (HalfStates(), *states), precision)
+        for step in range(4):
+            if step == 2 and path is not None:
+                save_checkpoint(path, model, optimizer)
+                load_checkpoint(path, again, resumed)
+            elif step == 2:
+                with torch.no_grad():
+                    for old, new in zip(model.parameters(), again.parameters(), strict=True):
+                        new.copy_(old)
+                resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            if step == 2:
+                at_once = all(value.dtype == torch.bfloat16 for _, value in state_of(resumed))
+            for network, opt in [(model, optimizer), (again, resumed)][: 1 if step < 2 else 2]:
+                run_step(network, opt, step)
+                opt.step()
+        return same(everything(model, optimizer), everything(again, resumed)), at_once
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_was_saved_goes_on_bit_for_bit(world: World, tmp_path: Path, name: str, checkpoint: bool) -> None:
+    layout, states, precision = CONFIGS[name]
+    ranks = LAYOUTS[layout].topology.world_size
+    path = str(tmp_path) if checkpoint else None
+    assert world.run(ranks, continued, layout, states, precision, path) == [(True, True)] * ranks
+
+
+def across(path: str, first: States, then: States) -> tuple[float, set[torch.dtype]]:
+    """Save with some states, load with others: how far they are off, and their dtype."""
+    with ProcessGroupRegistry(LAYOUTS["data"].topology) as registry:
+        model, optimizer = make(registry, "data", first)
+        again, resumed = make(registry, "data", then)
+        for step in range(2):
+            run_step(model, optimizer, step)
+            optimizer.step()
+        save_checkpoint(path, model, optimizer)
+        load_checkpoint(path, again, resumed)
+        pairs = [(piece.name, optimizer.state[piece.piece]) for piece in optimizer.pieces()]
+        saved = {(name, key): value for name, state in pairs for key, value in state.items()}
+        off, dtypes = [], set()
+        for piece in resumed.pieces():
+            for key, value in resumed.state[piece.piece].items():
+                whole = saved[piece.name, key].flatten()
+                part = whole[piece.offset :][: value.numel()].float()
+                off.append(float((value.flatten().float() - part).abs().max() / part.abs().max()))
+                dtypes |= set() if key in SCALAR_STATE else {value.dtype}
+        run_step(again, resumed, 2)
+        resumed.step()
+        return max(off), dtypes
+
+
+def test_checkpoints_of_float32_states_and_of_half_ones_load_into_each_other(world: World, tmp_path: Path) -> None:
+    there, back, cut = str(tmp_path / "there"), str(tmp_path / "back"), str(tmp_path / "cut")
+    for off, dtypes in world.run(2, across, there, (), (HalfStates(),)):
+        assert 0 < off < 2**-7
+        assert dtypes == {torch.bfloat16}
+    assert world.run(2, across, back, (HalfStates(),), ()) == [(0.0, {torch.float32})] * 2
+    assert world.run(2, across, cut, (HalfStates(),), (Sharded("data"), HalfStates())) == [(0.0, {torch.bfloat16})] * 2
+
+
+# What it is given ---------------------------------------------------------------------------------------------------------
+
+
+def test_other_dtypes_and_modes_with_half_states_of_their_own_are_refused() -> None:
+    with ProcessGroupRegistry(Topology()) as registry:
+        with pytest.raises(ValueError, match=r"kept in torch\.bfloat16"):
+            make(registry, "alone", (HalfStates(torch.float16),))
+        with pytest.raises(ValueError, match="in bfloat16 already"):
+            make(registry, "alone", (HalfStates(),), Bf16(stochastic_rounding=True))
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad", "RMSprop", "ASGD", "NAdam", "Adamax", "Adafactor"])
+def test_any_optimizer_steps_with_half_states_and_its_numbers_stay(kind: str) -> None:
+    with ProcessGroupRegistry(Topology()) as registry:
+        results = []
+        for states in ((), (HalfStates(),)):
+            model = Planted(LAYOUTS["alone"], 0)
+            inner: Any = getattr(torch.optim, kind)(model.parameters(), lr=1e-2)
+            optimizer = ParallelOptimizer(inner, registry, states=states)
+            for step in range(3):
+                run_step(model, optimizer, step)
+                optimizer.step()
+            results.append([param.detach().clone() for param in model.parameters()])
+        for key, value in state_of(optimizer):
+            assert value.dtype == torch.bfloat16, key
+        for exact, half in zip(*results, strict=True):
+            torch.testing.assert_close(half, exact, rtol=0, atol=1e-2)
+
+
+def test_states_that_were_there_and_param_groups_that_come_are_halved() -> None:
+    with ProcessGroupRegistry(Topology()) as registry:
+        model = Planted(LAYOUTS["alone"], 0)
+        adamw = torch.optim.AdamW([model.get_parameter("up")], lr=1e-2)
+        model(0).backward()
+        adamw.step()
+        optimizer = ParallelOptimizer(adamw, registry, states=HalfStates())
+        assert {value.dtype for _, value in state_of(optimizer)} == {torch.bfloat16}
+        optimizer.add_param_group({"params": [model.get_parameter("down")]})
+        run_step(model, optimizer, 1)
+        optimizer.step()
+        assert [value.dtype for _, value in state_of(optimizer)] == [torch.bfloat16] * 4

@@ -1,0 +1,164 @@
+"""The plain references that stand beside the fast paths of placements and windows, compared with real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from meshstep.amp import Bf16, NaiveFp16, Precision
+from meshstep.optim import Offloaded, ParallelOptimizer, Sharded
+from meshstep.optim.states.offloaded import reference_offloaded_step
+from meshstep.optim.states.sharded import Shards
+from meshstep.optim.states.slices import reference_slice
+from meshstep.optim.step.window import inverse_weight, reference_inverse_weight, weight_slots
+from meshstep.parallel import ProcessGroupRegistry, Topology
+from meshstep.parallel.layout.annotation import annotation_of
+from optimizers import link_of
+from planted import LAYOUTS, Planted, run_step
+from torch import Tensor
+from world import World
+from zero_models import small_buckets
+
+# Slices -----------------------------------------------------------------------------------------------------------------
+
+
+def slices_off(layout_name: str, how: Sharded, mode: Precision | str, micros: int, wrong: bool) -> list[float]:
+    """How far the slices of each bucket are from the reference; ``wrong``: a reference that divides where it should not."""
+    layout = LAYOUTS[layout_name]
+    with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
+        rank, topology = registry.global_rank, layout.topology
+        model = Planted(layout, rank)
+        if isinstance(mode, Precision):
+            mode.prepare(model, registry)
+        groups: Any = model.groups()
+        optimizer = ParallelOptimizer(torch.optim.SGD(groups, lr=0.1), registry, precision=mode, states=how)
+        run_step(model, optimizer, 0, micros)
+        optimizer._states.bring(optimizer.window)
+        scale = 1.0 if optimizer.loss_scale is None else float(optimizer.loss_scale.scale)
+        found = []
+        for bucket in link_of(optimizer, Shards).buckets:
+            names = [annotation.name for p in bucket.params if (annotation := annotation_of(p)) and annotation.name]
+            ranks = topology.peers(rank, how.axis) if bucket.summed else (rank,)
+            whole = [
+                [
+                    sum((layout.local(layout.share(n, r, 0, k), n, r) for k in range(micros)), torch.zeros(()))
+                    for n in names
+                ]
+                for r in ranks
+            ]
+            average = (how.axis in topology.data_axes and bucket.summed) is not wrong
+            expected = reference_slice(whole, bucket.layout, registry.rank(how.axis), average)
+            if not bucket.summed and wrong:
+                expected = [2 * part for part in expected]
+            for gradient, part in zip(bucket.gradients, expected, strict=True):
+                assert gradient is not None
+                assert gradient.dtype == torch.float32
+                found.append(float((gradient.double() / scale - part).abs().max() / part.abs().max()))
+        return found
+
+
+SLICED = [
+    ("data", Sharded("data")),
+    ("data", Sharded("data", gradients=True)),
+    ("data x tensor", Sharded("data")),
+    ("data x tensor", Sharded("data", gradients=True)),
+    ("grid", Sharded("row")),
+    ("grid", Sharded("col", gradients=True)),
+]
+
+
+@pytest.mark.parametrize(("mode", "micros"), [("fp32", 1), ("fp32", 3), (NaiveFp16(init_scale=64.0), 2)])
+@pytest.mark.parametrize(("layout", "how"), SLICED)
+def test_slices_of_gradients_are_what_the_reference_cuts(
+    world: World, layout: str, how: Sharded, mode: Precision | str, micros: int
+) -> None:
+    by_rank = world.run(LAYOUTS[layout].topology.world_size, slices_off, layout, how, mode, micros, False)
+    assert sum(map(len, by_rank)) >= 2, "the slices of some ranks are nothing but padding"
+    assert max(off for found in by_rank for off in found) < 1e-6
+
+
+@pytest.mark.parametrize(("layout", "how"), SLICED[:5])
+def test_a_slice_of_another_scale_is_found(world: World, layout: str, how: Sharded) -> None:
+    for found in world.run(LAYOUTS[layout].topology.world_size, slices_off, layout, how, "fp32", 1, True):
+        assert min(found) > 0.4
+
+
+# Offloaded --------------------------------------------------------------------------------------------------------------
+
+
+def offloaded_off(layout_name: str, fraction: float, mode: Precision | str, kind: str, wrong: float) -> float:
+    """The largest difference of a weight after three steps; the reference's gradients are multiplied by ``wrong``."""
+    layout = LAYOUTS[layout_name]
+    kinds: dict[str, Any] = {
+        "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+        "sgd": lambda params: torch.optim.SGD(params, lr=0.125, momentum=0.5, fused=True),
+    }
+    with ProcessGroupRegistry(layout.topology) as registry:
+        model, plain = (Planted(layout, registry.global_rank) for _ in range(2))
+        if isinstance(mode, Precision):
+            mode.prepare(model, registry)
+            mode.prepare(plain, registry)
+        groups: Any = model.groups()
+        optimizer = ParallelOptimizer(kinds[kind](groups), registry, precision=mode, states=Offloaded(fraction))
+        params = [param for group in plain.groups() for param in group["params"]]
+        reference = kinds[kind]([param.detach().float().clone().requires_grad_() for param in params])
+        for step in range(3):
+            run_step(model, optimizer, step)
+            optimizer.step()
+            gradients = torch.autograd.grad(plain(step), params)
+            reference_offloaded_step(params, [gradient.float() * wrong for gradient in gradients], reference)
+        named = dict(model.named_parameters())
+        return max(
+            float((named[name].detach().double() - param.detach().double()).abs().max())
+            for name, param in plain.named_parameters()
+        )
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+@pytest.mark.parametrize("mode", ["fp32", Bf16()])
+def test_an_offloaded_step_is_the_reference_to_the_bit(
+    world: World, fraction: float, mode: Precision | str, kind: str
+) -> None:
+    assert world.run(2, offloaded_off, "tensor", fraction, mode, kind, 1.0) == [0.0, 0.0]
+
+
+def test_an_offloaded_step_with_gradients_of_another_scale_is_found(world: World) -> None:
+    assert min(world.run(2, offloaded_off, "tensor", 1.0, "fp32", "sgd", 1.001)) > 0
+
+
+# Weights of windows -----------------------------------------------------------------------------------------------------
+
+
+def inverse_on(axes: tuple[tuple[str, int], ...], weights: list[list[float]], as_tensor: bool) -> float:
+    with ProcessGroupRegistry(Topology(roles=None, **dict(axes))) as registry:
+        topology = registry.topology
+        last = all(registry.coordinate[axis] == topology.size(axis) - 1 for axis in topology.pipe_axes)
+        own = sum(weights[registry.rank(*topology.data_axes)]) if last else 0.0
+        weight: float | Tensor = torch.tensor(own, dtype=torch.float64) if as_tensor else own
+        slots = weight_slots(weight, registry)
+        dist.all_reduce(slots)
+        return float(inverse_weight(slots, registry))
+
+
+MESHES = [(("data", 2),), (("data", 2), ("tensor", 2)), (("pipe", 2), ("data", 2)), (("row", 2), ("data", 2))]
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("weights", [[[3.0, 5.0], [7.0, 1.0]], [[0.5], [0.0]], [[0.0, 0.0], [0.0, 0.0]]])
+@pytest.mark.parametrize("axes", MESHES)
+def test_the_inverse_weight_of_a_window_is_the_reference(
+    world: World, axes: Any, weights: list[list[float]], as_tensor: bool
+) -> None:
+    size = Topology(roles=None, **dict(axes)).world_size
+    found = world.run(size, inverse_on, axes, weights, as_tensor)
+    assert found == [pytest.approx(reference_inverse_weight(weights), rel=1e-15)] * size
+
+
+@pytest.mark.parametrize("axes", MESHES)
+def test_a_micro_batch_that_the_weight_leaves_out_is_found(world: World, axes: Any) -> None:
+    size = Topology(roles=None, **dict(axes)).world_size
+    found = world.run(size, inverse_on, axes, [[3.0, 5.0], [7.0, 1.0]], False)
+    assert found != [pytest.approx(reference_inverse_weight([[3.0, 5.0], [7.0]]), rel=1e-3)] * size

@@ -29,9 +29,7 @@ class HalfStates(Placement):
     stochastically 1.0 to 1.06 times. Copies of a parameter draw the same bits, by name and step; but a CPU draws others
     than a GPU, so that copies which `Offloaded` puts on both drift apart by more than by kernels.
 
-    Args:
-        dtype: bfloat16; float16 would make zeros of most second moments.
-        seed: The same on all ranks.
+    ``dtype`` is bfloat16 (float16 would make zeros of most second moments), ``seed`` the same on all ranks.
     Collectives: none. Host reads: those of the optimizer's step, once a bucket.
     """
 

@@ -62,24 +62,27 @@ class Layout:
         ranks = range(self.topology.world_size)
         return list(dict.fromkeys(self.key(name, rank) for name in SHAPES for rank in ranks if self.holds(name, rank)))
 
+    def where(self, name: str, rank: int) -> tuple[int, ...]:
+        """The coordinates along which ranks have shares of their own."""
+        spec, topology = self.spec(name), self.topology
+        summed = {*topology.data_axes, *topology.pipe_axes, *spec.partial} - {*spec.sharded_axes}
+        return tuple(topology.coordinate_of(rank, axis) for axis in topology.axes if axis in summed)
+
     def share(self, name: str, rank: int, step: int, micro: int = 0) -> Tensor:
         """What ``rank`` adds to the logical gradient, whole: the same on ranks that hold copies of it."""
-        spec, topology = self.spec(name), self.topology
-        differs = [a for a in topology.axes if a in (*topology.data_axes, *topology.pipe_axes, *spec.partial)]
-        where = tuple(topology.coordinate_of(rank, axis) for axis in differs)
+        where = self.where(name, rank)
         smaller = 1.0 if step % 2 == 0 else 1 / 64
         return fractions((name, where, step, micro), SHAPES[name], SIZES[name] * smaller)
 
     def gradient(self, key: Key, step: int, micros: int = 1) -> Tensor:
         """Of the sum of all losses, over data ranks and micro-batches; in float64."""
         name, _ = key
-        spec, topology = self.spec(name), self.topology
         shares: dict[tuple[int, ...], Tensor] = {}
-        for rank in range(topology.world_size):
+        for rank in range(self.topology.world_size):
             if self.holds(name, rank) and self.key(name, rank) == key:
-                axes = [a for a in topology.axes if a in (*topology.data_axes, *topology.pipe_axes, *spec.partial)]
-                where = tuple(topology.coordinate_of(rank, axis) for axis in axes)
-                shares[where] = sum((self.share(name, rank, step, k) for k in range(micros)), torch.zeros(SHAPES[name]))
+                shares[self.where(name, rank)] = sum(
+                    (self.share(name, rank, step, k) for k in range(micros)), torch.zeros(SHAPES[name])
+                )
         return torch.stack(list(shares.values())).sum(0)
 
 
@@ -105,6 +108,7 @@ LAYOUTS = {
         {"up": P("tensor"), "down": P(None, "tensor"), "bias": P(partial="tensor"), "table": P(("tensor",))},
     ),
     "pipe, tied": Layout((("pipe", 2),), {"table": P(tied={"pipe": (0, -1)}), "gain": P(owned={"pipe": 1})}),
+    "split over a pipeline": Layout((("pipe", 2),), {"up": P("pipe"), "down": P(None, "pipe"), "bias": P("pipe")}),
 }
 
 

@@ -87,6 +87,7 @@ CONFIGS = {
     "grid": Config("grid"),
     "data x tensor": Config("data x tensor"),
     "pipe, tied": Config("pipe, tied"),
+    "split over a pipeline": Config("split over a pipeline"),
     "ZeRO-1": Config("data", {"states": ZERO1}),
     "ZeRO-2 x tensor": Config("data x tensor", {"states": ZERO2}),
     "ZeRO over a grid": Config("grid", {"states": Sharded("row")}),

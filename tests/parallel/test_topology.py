@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import sys
 import time
@@ -139,11 +140,13 @@ def lines_executed(call: Callable[[], Any]) -> int:
         return trace
 
     before = sys.gettrace()
+    gc.disable()  # a collection in between would count: hypothesis has a callback for them
     sys.settrace(trace)
     try:
         call()
     finally:
         sys.settrace(before)
+        gc.enable()
     return count
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from arguments import link_of
 from meshstep.amp import Bf16, NaiveFp16, Precision
 from meshstep.optim import Offloaded, ParallelOptimizer, Sharded
 from meshstep.optim.states.offloaded import reference_offloaded_step
@@ -15,7 +16,6 @@ from meshstep.optim.states.slices import reference_slice
 from meshstep.optim.step.window import inverse_weight, reference_inverse_weight, weight_slots
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from meshstep.parallel.layout.annotation import annotation_of
-from optimizers import link_of
 from planted import LAYOUTS, Planted, run_step
 from torch import Tensor
 from world import World

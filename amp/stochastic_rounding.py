@@ -8,7 +8,7 @@ Reference: Gupta et al. 2015, "Deep learning with limited numerical precision", 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
 from typing import Any
 
@@ -134,10 +134,7 @@ class StochasticRounding:
         if spec.tied:  # the copies may have different names
             name = f"{spec} {tuple(param.shape)}"
         if name is None:
-            raise ValueError(
-                f"a bfloat16 parameter of shape {tuple(param.shape)} has no name, by which its replicas could round "
-                "alike: call declare(model), or give the optimizer model.named_parameters()"
-            )
+            raise _unnamed(param)
         piece = [registry.coordinate[axis] for axis in spec.distinct_axes(topology)]
         return f"{name} {piece}"
 
@@ -258,3 +255,19 @@ class StochasticRounding:
 
 def _is_rounded(key: str, value: Any) -> bool:
     return key != "step" and isinstance(value, Tensor) and value.is_floating_point()
+
+
+def check_named(params: Iterable[tuple[str | None, Tensor]]) -> None:
+    """Raise ValueError for a bfloat16 parameter, of (name, parameter) pairs, that several ranks can't know as one."""
+    for name, param in params:
+        annotation = annotation_of(param)
+        tied = annotation is not None and bool(annotation.spec.tied)
+        if param.dtype == torch.bfloat16 and name is None and not tied:
+            raise _unnamed(param)
+
+
+def _unnamed(param: Tensor) -> ValueError:
+    return ValueError(
+        f"a bfloat16 parameter of shape {tuple(param.shape)} has no name, by which its replicas could round "
+        "alike: call declare(model), or give the optimizer model.named_parameters()"
+    )

@@ -24,7 +24,7 @@ from .setup import Setup
 from .states.chain import Chain
 from .states.pieces import Piece, named_params_of
 from .states.saved import Saved
-from .step.data_parallel import Overlap, Switch
+from .step.data_parallel import Switch
 from .step.skips import SkipMonitor
 from .step.window import Window
 
@@ -85,7 +85,7 @@ class OptimizerFacade(torch.optim.Optimizer):
         # Where backward leaves gradients.
         self._model_params = [param for group in self._groups for _, param in group]
         self._gradients = self._setup.gradients(self._plan, self._states)
-        self._switch = self._setup.switch(self._gradients)
+        self._switch = self._setup.switch(self._gradients, getattr(self, "_switch", None))
         self._around_backward = self._states.around_backward
         if self._switch is not None:
             self._around_backward = [*self._around_backward, self._switch.micro_batch]
@@ -109,14 +109,12 @@ class OptimizerFacade(torch.optim.Optimizer):
 
         try:
             on_all_ranks(add_for_a_moment, self.registry)
-            self._plan, thresholds = self._setup.agreed_plan([*self._groups, added])
-            self._clipping = Clipping(thresholds, self._clipping.measure)
+            plan, thresholds = self._setup.agreed_plan([*self._groups, added])
         finally:
             del self.param_groups[before:]
-        self._groups.append(added)
         self._states.add_param_group(group)
-        if isinstance(self._switch, Overlap):
-            self._switch.close()
+        self._plan, self._clipping = plan, Clipping(thresholds, self._clipping.measure)
+        self._groups.append(added)
         self._bind()
 
     # Reports and state -----------------------------------------------------------------------------------------------
@@ -128,7 +126,8 @@ class OptimizerFacade(torch.optim.Optimizer):
         Raises: as the constructor; nothing is changed then. Collectives: an object all-gather, the first time that a rule
         speaks of parameters.
         """
-        return self.clip.max_norm if isinstance(self.clip, ByNorm) else self.clip
+        clip = self.clip
+        return clip.max_norm if isinstance(clip, ByNorm) and clip.norm_type is None else clip
 
     @max_norm.setter
     def max_norm(self, value: float | Clip | None) -> None:

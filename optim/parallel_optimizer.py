@@ -23,7 +23,7 @@ from .setup import Setup
 from .states.link import Placement
 from .states.pieces import named_params_of
 from .step.data_parallel import Reduce
-from .step.old_arguments import refuse_arguments
+from .step.old_arguments import wrong_arguments
 from .step.skips import OnNonfinite, SkipMonitor, reason_to_stop
 from .step.update import apply_update
 from .step.window import Window, weight_slots
@@ -90,14 +90,13 @@ class ParallelOptimizer(OptimizerFacade):
         on_nonfinite: OnNonfinite = "skip",
         **removed: object,
     ) -> None:
-        refuse_arguments(removed)
+        wrong = wrong_arguments(removed)
         if isinstance(optimizer, ParallelOptimizer):
-            raise TypeError("the optimizer is a ParallelOptimizer already; wrap a plain torch optimizer")
+            wrong = TypeError("the optimizer is a ParallelOptimizer already; wrap a plain torch optimizer")
         super().__init__(optimizer)
         self.registry, self.on_nonfinite = registry, on_nonfinite
-        self._setup = Setup(
-            optimizer, registry, max_norm, precision, accumulation_steps, data_parallel, states, measure, on_nonfinite
-        )
+        given = (max_norm, precision, accumulation_steps, data_parallel, states, measure, on_nonfinite)
+        self._setup = Setup(optimizer, registry, *given, wrong)
         self._groups = [named_params_of([group]) for group in self.param_groups]
         self._plan, thresholds = self._setup.agreed_plan(self._groups)
         self._clipping = Clipping(thresholds, measure)
@@ -212,6 +211,7 @@ class ParallelOptimizer(OptimizerFacade):
         """Reduce the gradients, once a window. Returns what is wrong with this rank's, after all ranks have been served."""
         if self.window.phase in ("complete", "clipped"):
             return None
+        self._states.look_at_frozen()
         averaged = self._switch is None or self._switch.averages(self.window)
         if self._gradients.early is not None:
             self._gradients.complete_early(self.window.reduced)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..amp.by_name import precision_of
 from ..amp.precision import Precision
+from ..amp.stochastic_rounding import check_named
 from ..parallel.mesh.agreement import on_all_ranks
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from ..parallel.mesh.topology import default_role
@@ -27,7 +28,7 @@ from .norm.plan import ReductionPlan
 from .norm.units import Units
 from .states.chain import Chain
 from .states.elementwise import check_update
-from .states.link import Binding, Placement
+from .states.link import Binding, Placement, Position
 from .states.local_tensors import LocalTensors
 from .states.masters import precision_link
 from .step.data_parallel import DataParallelSwitch, Overlap, Reduce, Switch
@@ -50,6 +51,7 @@ class Setup:
     states: Placement | Sequence[Placement]
     measure: Measure
     on_nonfinite: OnNonfinite
+    wrong_call: TypeError | None = None
 
     # Checking --------------------------------------------------------------------------------------------------------
 
@@ -64,6 +66,8 @@ class Setup:
 
         def plan_locally() -> ReductionPlan:
             self._check_arguments()
+            if precision_of(self.precision).stochastic_rounding and topology.world_size > 1:
+                check_named(pair for group in groups for pair in group)
             named = [[param if name is None else (name, param) for name, param in group] for group in groups]
             return ReductionPlan.of(entries_of(named, topology), topology, self.registry.global_rank)
 
@@ -97,6 +101,8 @@ class Setup:
         return clip
 
     def _check_arguments(self) -> None:
+        if self.wrong_call is not None:
+            raise self.wrong_call
         precision = precision_of(self.precision)
         self.measure.check()
         checked_nonfinite(self.on_nonfinite)
@@ -109,6 +115,9 @@ class Setup:
             if not isinstance(placement, Placement):
                 raise TypeError(f"states={placement!r}: give placements, such as Sharded('data') or Offloaded(0.5)")
             placement.check(binding)
+        kinds = [type(placement).__name__ for placement in self.placements]
+        if len(set(kinds)) < len(kinds):
+            raise ValueError(f"states={self.states!r}: give each kind of placement once")
 
     # Parts -----------------------------------------------------------------------------------------------------------
 
@@ -137,7 +146,7 @@ class Setup:
     def chain(self, precision: Precision) -> Chain:
         """What stands in for the optimizer's parameters, installed. Collectives: those of the links."""
         binding = self.binding(precision)
-        precision_at = sum(placement.position < 3 for placement in self.placements)
+        precision_at = sum(placement.position < Position.DTYPE for placement in self.placements)
         links = [placement.link(binding) for placement in self.placements]
         links.insert(precision_at, precision_link(binding))
         return Chain(self.optimizer, [LocalTensors(self.registry.topology), *links], self.registry)
@@ -153,19 +162,30 @@ class Setup:
         early = only = None
         if reduce.overlap:
             can_be_early, bucket_bytes = _Early(plan), reduce.bucket_bytes or BUCKET_BYTES // 2
-            options = {**common, "adopt": True, "only": can_be_early, "bucket_bytes": bucket_bytes}
+            # Masters know by a gradient's identity whether it has been cleared.
+            whole = not precision_of(self.precision).masters
+            options = {**common, "adopt": whole, "only": can_be_early, "bucket_bytes": bucket_bytes}
             early = GradientSync(chain.model_params, plan, self.registry, **options)
             only = lambda entry: not can_be_early(entry)  # noqa: E731
         options = {**common, "adopt": adopt, "only": only, "bucket_bytes": reduce.bucket_bytes}
         sync = GradientSync(measured, derived, self.registry, **options)
         return Gradients(measured, chain.compared(), regions, derived, self.registry, self.measure, sync, early)
 
-    def switch(self, gradients: Gradients) -> Switch | None:
-        """Who reduces gradients in backward; None: nobody."""
-        if early := gradients.early:
-            names = {id(p): e.name for p, e in zip(early.params, gradients.plan.entries, strict=True)}
-            return Overlap(BackwardReducer(lambda param: names[id(param)], early.buckets, (), in_flight=None))
-        return self.binding(precision_of(self.precision)).data_parallel
+    def switch(self, gradients: Gradients, before: Switch | None) -> Switch | None:
+        """Who reduces gradients in backward; None: nobody.
+
+        Args:
+            before: Who did before param groups were added, and may have been turned off meanwhile.
+        """
+        early = gradients.early
+        if early is None:
+            return before or self.binding(precision_of(self.precision)).data_parallel
+        names = {id(p): e.name for p, e in zip(early.params, gradients.plan.entries, strict=True)}
+        reducer = BackwardReducer(lambda param: names[id(param)], early.buckets, (), in_flight=None)
+        if not isinstance(before, Overlap):
+            return Overlap(reducer)
+        before.renew(reducer)
+        return before
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,11 @@ class Clipping:
         Collectives: one. Host reads: none.
         """
         norm_type = self.measure.norm_type if clip is None or clip.norm_type is None else clip.norm_type
-        clip = self.thresholds.rule(clip, param_groups, norm_type)
+        try:
+            clip = self.thresholds.rule(clip, param_groups, norm_type)
+        except ValueError:
+            gradients.measure(Needs(norm_type), slots)  # thresholds by group need no more: the other ranks do not wait
+            raise
         needs = Needs(norm_type) if clip is None else Needs(norm_type, clip.level, clip.weights, clip.unit_dim)
         norms = gradients.measure(needs, slots)
         inverse = inverse_of(norms.extra)

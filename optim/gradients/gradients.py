@@ -15,7 +15,7 @@ from ..norm.global_norm import GlobalNorm, Level, Norms, Reduction, checked_norm
 from ..norm.plan import ReductionPlan
 from ..norm.replicas import ReplicaCheck, ReplicaMismatchError
 from ..norm.units import UnitDim, Units
-from .in_place import scale_gradients
+from .in_place import is_complete, mark_complete, scale_gradients
 from .kinds import check_kinds, nonfinite_names, poison_bad_kinds
 from .sync import GradientSync
 
@@ -161,6 +161,13 @@ class Gradients:
 
     def multiply_(self, level: Level, factors: Tensor) -> None:
         """Multiply the gradients by factors at that level, in place; units are those that were measured last."""
+        # All at once: gradients that are views of one buffer are written to together, as far as torch can tell.
+        complete = [param for param in self.params if is_complete(param)]
+        self._multiply_(level, factors)
+        for param in complete:
+            mark_complete(param)
+
+    def _multiply_(self, level: Level, factors: Tensor) -> None:
         if level == "total":
             scale_gradients(self.params, factors)
         elif level == "units":

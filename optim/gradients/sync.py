@@ -79,18 +79,18 @@ class GradientSync:
                 together.setdefault(key, []).append(index)
             else:
                 self._local.setdefault(scale, []).append(index)
-        nbytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
-        self.buckets = self._make_buckets(together, exchange or Exact(), adopt, nbytes)
         # Only what must not be summed twice needs a mark.
         self._pending = [
             self.params[index]
             for index in chosen
             if len(sync_ranks(plan.entries[index].spec, topology, plan.rank, average_data=False)) > 1
         ]
+        # A mark knows a gradient by its version, which views of one buffer share.
+        self._adopted = {id(param) for param in self.params if adopt} - {id(param) for param in self._pending}
+        nbytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
+        self.buckets = self._make_buckets(together, exchange or Exact(), nbytes)
 
-    def _make_buckets(
-        self, together: dict[_Kind, list[int]], exchange: Exchange, adopt: bool, nbytes: int
-    ) -> list[GradientBucket]:
+    def _make_buckets(self, together: dict[_Kind, list[int]], exchange: Exchange, nbytes: int) -> list[GradientBucket]:
         """The parameters of each kind in flat buckets of about so many bytes."""
         made: list[tuple[tuple[int, ...], Bucket, int, GradientBucket]] = []
         for kind, indices in sorted(together.items()):
@@ -98,6 +98,7 @@ class GradientSync:
             group = self.registry.group_of(kind.ranks)
             for layout in flat_buckets(indices, numels, 1, nbytes // dtype.itemsize):
                 members = [self.params[index] for index in layout.indices]
+                adopt = all(id(param) in self._adopted for param in members)
                 bucket = GradientBucket(members, layout, group, exchange, dtype, kind.scale, adopt)
                 # Tied copies stand in other places of other stages, so only the kind says the same on all ranks.
                 made.append((kind.ranks, kind.layout if kind.layout.tied else Bucket(), -layout.indices[-1], bucket))

@@ -18,7 +18,7 @@ from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from ..norm.entries import entries_of
 from ..parallel_optimizer import ParallelOptimizer
-from ..step.old_arguments import refuse_renamed
+from ..step.old_arguments import renamed
 
 
 def registry_of_replicas() -> ProcessGroupRegistry:
@@ -46,7 +46,8 @@ def check_options(options: dict[str, Any]) -> None:
         if name in here:
             raise TypeError(f"{name}= is ParallelOptimizer's; here it is {here[name]}")
         if name not in known:
-            refuse_renamed(name)
+            if (now := renamed(name)) is not None:
+                raise now
             raise TypeError(
                 f"{name}= is no argument of Booster, and none of ParallelOptimizer: {', '.join(sorted(known))}"
             )

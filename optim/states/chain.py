@@ -39,12 +39,20 @@ class Chain:
         self._add(optimizer.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group to the optimizer, and the stand-ins of its parameters."""
+        """Add a param group to the optimizer, and the stand-ins of its parameters; nothing changes where it raises."""
+        before, given = len(self.optimizer.param_groups), self._given[:]
         self.optimizer.add_param_group(param_group)
-        self._add(self.optimizer.param_groups[-1:])
+        try:
+            self._add(self.optimizer.param_groups[-1:])
+        except Exception:
+            del self.optimizer.param_groups[before:]
+            self._given = given
+            raise
 
     def _add(self, groups: list[dict[str, Any]]) -> None:
         held = held_in(groups, first=len(self._given))
+        # The plan is agreed anew, without what has been frozen since: that is frozen for good.
+        self._given = [(name, param, trained and param.requires_grad) for name, param, trained in self._given]
         self._given += [(h.name, h.param, h.param.requires_grad) for h in held]
         self._trained = [trained for _, _, trained in self._given]
         for link in self.links:
@@ -146,21 +154,20 @@ class Chain:
         return [link.micro_batch for link in self._those_with("micro_batch")]
 
     def bring(self, window: AnyWindow, averaged: bool = True) -> None:
-        """Give `measured` the gradients that backward made; see `Link.bring`.
-
-        Raises:
-            RuntimeError: A parameter was unfrozen that was frozen when it came: no rank would average its gradient.
-        """
-        self.frozen_since = self._look_at_frozen()
+        """Give `measured` the gradients that backward made; see `Link.bring`."""
         for link in self._bringing:
             link.bring(window, averaged)
         window.holds_old = True
 
-    def _look_at_frozen(self) -> set[int]:
-        """Ids of the parameters that have been frozen since they came, and have no gradient."""
+    def look_at_frozen(self) -> None:
+        """Note in ``frozen_since`` the ids of parameters that have been frozen since they came, and have no gradient.
+
+        Raises:
+            RuntimeError: One was unfrozen that was frozen when it came: no rank would average its gradient.
+        """
+        found = self.frozen_since = set()
         if [param.requires_grad for _, param, _ in self._given] == self._trained:
-            return set()
-        found = set()
+            return
         for name, param, trained in self._given:
             if param.requires_grad == trained:
                 continue
@@ -172,7 +179,6 @@ class Chain:
                 )
             if param.grad is None:
                 found.add(id(param))
-        return found
 
     def forget_frozen(self) -> None:
         """Clear what other ranks gave for parameters that are frozen here: zeros, which are no gradients."""

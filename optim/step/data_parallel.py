@@ -116,9 +116,10 @@ class Overlap(Switch):
             self._reducer.check_no_stray()
         return True
 
-    def close(self) -> None:
-        """Leave the parameters alone from now on."""
+    def renew(self, reducer: BackwardReducer) -> None:
+        """Leave the parameters alone that were reduced so far, and reduce by another one."""
         self._reducer.remove_hooks()
+        self._reducer = reducer
 
 
 class DataParallelSwitch(Switch):

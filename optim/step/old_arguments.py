@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 _NOW = {
     "norm_type": "measure=Measure(norm_type=...)",
     "reduction": "measure=Measure(reduction=...)",
@@ -16,14 +18,15 @@ _NOW = {
 }
 
 
-def refuse_arguments(given: dict[str, object]) -> None:
-    """Raise TypeError for arguments that there are not, with what to write."""
+def wrong_arguments(given: Iterable[str]) -> TypeError | None:
+    """The error for arguments that there are not, with what to write; None where none is given."""
     for name in given:
-        refuse_renamed(name)
-        raise TypeError(f"ParallelOptimizer has no argument {name}=")
+        return renamed(name) or TypeError(f"ParallelOptimizer has no argument {name}=")
+    return None
 
 
-def refuse_renamed(name: str) -> None:
-    """Raise TypeError for an argument that has another name now."""
-    if name in _NOW:
-        raise TypeError(f"{name}= was an argument in version 0.1; write {_NOW[name]}, all from meshstep.optim")
+def renamed(name: str) -> TypeError | None:
+    """The error for an argument that has another name now."""
+    if name not in _NOW:
+        return None
+    return TypeError(f"{name}= was an argument in version 0.1; write {_NOW[name]}, all from meshstep.optim")

@@ -171,12 +171,12 @@ class Window(Generic[Asked, Verdict]):
             self._with_gradient = [index for index, param in enumerate(params) if param.grad is not None]
 
     def complete(self) -> None:
-        """The gradients have been reduced."""
-        self.phase, self.left_out = "complete", False
+        """The gradients have been reduced. A broken window stays broken."""
+        self.phase, self.left_out = "broken" if self.phase == "broken" else "complete", False
 
     def clipped(self, verdict: Verdict) -> None:
         """An explicit call has unscaled and clipped them."""
-        self.phase, self.verdict = "clipped", verdict
+        self.phase, self.verdict = "broken" if self.phase == "broken" else "clipped", verdict
 
     def _check_gradients(self, params: Sequence[Tensor]) -> None:
         for index in self._with_gradient:

@@ -1,0 +1,198 @@
+"""Calls in an order that few make, on some ranks only, or after something raised: nothing is forgotten and nobody waits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from meshstep.amp import Bf16
+from meshstep.optim import ByNorm, Offloaded, ParallelOptimizer, Reduce, Sharded, global_norm, sync_gradients
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from world import World
+
+
+def weight(name: str | None, spec: P | None = None, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    param = nn.Parameter(torch.zeros(4, dtype=dtype))
+    annotate(param, spec or P(), name)
+    return param
+
+
+def sgd(params: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1.0)  # type: ignore[arg-type]
+
+
+class Fails(torch.autograd.Function):
+    """Its backward raises."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        raise ArithmeticError("planted")
+
+
+@pytest.mark.parametrize("steps", [None, 1])
+def test_an_explicit_clip_does_not_make_a_broken_window_whole(steps: int | None) -> None:
+    a, b = weight("a"), weight("b")
+    optimizer = ParallelOptimizer(sgd([a, b]), ProcessGroupRegistry(Topology()), accumulation_steps=steps)
+    with pytest.raises(ArithmeticError):
+        optimizer.backward((a * 3).sum() + Fails.apply(b).sum())
+    optimizer.clip_grad_by_norm(1.0)
+    with pytest.raises(RuntimeError, match="a backward of this window raised"):
+        optimizer.step()
+    optimizer.zero_grad()
+    assert float(a.detach().abs().sum()) == 0
+    optimizer.backward((a * 3).sum())
+    assert optimizer.step() is not None
+
+
+def changed_threshold() -> str:
+    with ProcessGroupRegistry(Topology(pipe=2)) as registry:
+        a, b = weight("a"), weight("b")
+        groups = [{"params": [a], "max_norm": 1.0}, {"params": [b], "max_norm": 1.0}]
+        first = registry.rank("pipe") == 0
+        optimizer = ParallelOptimizer(sgd(groups if first else groups[:1]), registry)
+        optimizer.backward((a * 3).sum() + (b.sum() if first else 0))
+        if first:
+            optimizer.param_groups[1]["max_norm"] = 2.0
+        try:
+            optimizer.step()
+        except ValueError as error:
+            return str(error)
+        return "stepped"
+
+
+def test_a_threshold_changed_on_one_stage_keeps_no_other_waiting(world: World) -> None:
+    first, second = world.run(2, changed_threshold)
+    assert "other pipeline stages have fewer groups" in first
+    assert second == "stepped"
+
+
+def clipped_sums() -> tuple[str, float]:
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        a, b = weight("a", P(partial="tensor")), weight("b", P(partial="tensor"))
+        groups = [{"params": [a], "max_norm": 1.0}, {"params": [b], "max_norm": 2.0}]
+        optimizer = ParallelOptimizer(sgd(groups), registry)
+        optimizer.backward((a * 3).sum() + (b * 3).sum())
+        optimizer.clip_grad_by_norm(1.0)
+        with pytest.raises(ValueError, match="has been summed already") as caught:
+            sync_gradients([a, b], registry)
+        return str(caught.value), float(global_norm([a, b], registry).total_norm)
+
+
+def test_sums_that_were_made_are_not_made_again_after_clipping_by_group(world: World) -> None:
+    for _, norm in world.run(2, clipped_sums):
+        assert norm == pytest.approx(5**0.5, rel=1e-5)
+
+
+def added_without_a_name() -> tuple[str, int, float]:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        a = weight("a", dtype=torch.bfloat16)
+        mode = Bf16(stochastic_rounding=True)
+        optimizer = ParallelOptimizer(sgd([a]), registry, precision=mode)
+        with pytest.raises(ValueError, match="has no name") as caught:
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))]})
+        optimizer.backward((a.float() * 3).sum())
+        stats = optimizer.step()
+        assert stats is not None
+        inner = sgd([weight(None, dtype=torch.bfloat16)])
+        given = inner.param_groups[0]["params"][0]
+        with pytest.raises(ValueError, match="has no name"):
+            ParallelOptimizer(inner, registry, precision=mode, states=Offloaded(1.0))
+        assert inner.param_groups[0]["params"][0] is given, "the optimizer is left as it was"
+        return str(caught.value), len(optimizer.param_groups), float(stats.total_norm)
+
+
+def test_a_group_that_cannot_be_added_leaves_no_trace(world: World) -> None:
+    for _, groups, norm in world.run(2, added_without_a_name):
+        assert groups == 1
+        assert norm == pytest.approx(6.0)
+
+
+def added_within_no_sync(overlap: bool) -> list[float]:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        model = nn.Linear(4, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        annotate(model.weight, P(), "w")
+        wrapped = model if overlap else DistributedDataParallel(model)
+        how = Reduce(overlap=True) if overlap else wrapped
+        optimizer = ParallelOptimizer(sgd(model.parameters()), registry, data_parallel=how)
+        with optimizer.no_sync():
+            optimizer.add_param_group({"params": [weight("later")]})
+            optimizer.backward(wrapped(torch.full((1, 4), 1.0 + registry.global_rank)).sum())
+        optimizer.step()
+        found: list[float] = model.weight.flatten().tolist()
+        return found
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_group_added_while_nothing_synchronises_does_not_turn_it_on(world: World, overlap: bool) -> None:
+    assert world.run(2, added_within_no_sync, overlap) == [[-1.5] * 4] * 2
+
+
+def wrong_on_one_rank(kind: str) -> str:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        plain = sgd([weight("a")])
+        wrapped = ParallelOptimizer(sgd([weight("b")]), registry)
+        first = registry.global_rank == 0
+        options = {"offload": 0.5} if first and kind == "old argument" else {}
+        with pytest.raises(TypeError) as caught:
+            ParallelOptimizer(wrapped if first and kind == "wrapped" else plain, registry, **options)  # type: ignore[arg-type]
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "says"), [("wrapped", "already"), ("old argument", "states=Offloaded(0.5)")])
+def test_a_wrong_call_on_one_rank_is_an_error_on_all(world: World, kind: str, says: str) -> None:
+    for text in world.run(2, wrong_on_one_rank, kind):
+        assert says in text
+
+
+def cleared_by_the_inner_optimizer() -> str:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        a = weight("a", dtype=torch.bfloat16)
+        inner = sgd([a])
+        optimizer = ParallelOptimizer(inner, registry, precision="bf16", data_parallel=Reduce(overlap=True))
+        optimizer.backward((a.float() * 3).sum())
+        optimizer.step()
+        inner.zero_grad()  # of the masters alone
+        optimizer.backward((a.float() * 3).sum())
+        with pytest.raises(RuntimeError) as caught:
+            optimizer.step()
+        return str(caught.value)
+
+
+def test_masters_notice_old_gradients_with_overlap_too(world: World) -> None:
+    for text in world.run(2, cleared_by_the_inner_optimizer):
+        assert "still holds that of an earlier step" in text
+
+
+def thawed_after_a_group_was_added() -> str:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        a, b, c = weight("a"), weight("b"), weight("c")
+        optimizer = ParallelOptimizer(sgd([a, b]), registry)
+        b.requires_grad_(False)
+        optimizer.add_param_group({"params": [c]})
+        b.requires_grad_(True)
+        optimizer.backward(((a + b + c) * (1.0 + registry.global_rank)).sum())
+        with pytest.raises(RuntimeError) as caught:
+            optimizer.step()
+        return str(caught.value)
+
+
+def test_what_was_frozen_when_a_group_came_is_frozen_for_good(world: World) -> None:
+    for text in world.run(2, thawed_after_a_group_was_added):
+        assert "b was frozen when" in text
+
+
+def test_a_kind_of_placement_is_given_once() -> None:
+    with pytest.raises(ValueError, match="each kind of placement once"):
+        ParallelOptimizer(sgd([weight("a")]), ProcessGroupRegistry(Topology(data=1)), states=(Sharded(), Sharded()))
+
+
+def test_a_rule_that_is_set_to_itself_stays_what_it_is() -> None:
+    optimizer = ParallelOptimizer(sgd([weight("a")]), ProcessGroupRegistry(Topology()), max_norm=ByNorm(1.0, 3.0))
+    optimizer.max_norm = optimizer.max_norm
+    assert optimizer.clip == ByNorm(1.0, 3.0)

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...parallel.interop.local import local_parameter
-from ...parallel.layout.annotation import annotation_of
+from ...parallel.layout.annotation import Annotation, annotation_of
 from ...parallel.layout.pieces import Region
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..norm.agreement import agree
-from ..norm.entries import ParameterEntry, entries_of
+from ..norm.entries import ParameterEntry, entries_of, logical_shape
 from ..norm.plan import ReductionPlan
 
 
@@ -59,12 +59,8 @@ class LogicalParameters:
         return ReductionPlan.of(entries_of([list(held.items())], self.topology), self.topology, rank)
 
     def _region(self, tensor: Tensor, local: Tensor, entry: ParameterEntry, plan: ReductionPlan) -> Region:
-        """The region of ``local``; a DTensor knows its full length along the axes of its mesh."""
-        annotation = annotation_of(local)
-        known = annotation.mesh_axes if annotation else ()
-        full = []
-        for dim, length in enumerate(tensor.shape):
-            full.append(length * self.topology.size(*(a for a in entry.spec.dim_axes(dim) if a not in known)))
+        """The region of ``local``; ValueError where it is not of the size that its spec makes."""
+        full = logical_shape(tensor, annotation_of(local) or Annotation(entry.spec), self.topology)
         return Region.of_shard(full, local.shape, entry.spec, self.topology, plan.coordinate, entry.name)
 
     def writes(self) -> Iterator[tuple[str, Tensor, Region]]:

@@ -69,7 +69,7 @@ def entries_of(
                     param.dtype,
                     averaged=annotation.mesh_axes,
                     trained=param.requires_grad,
-                    full_shape=_full_shape(whole, annotation, topology),
+                    full_shape=logical_shape(whole, annotation, topology),
                 )
             )
     if undeclared:
@@ -82,7 +82,7 @@ def entries_of(
     return entries
 
 
-def _full_shape(param: Tensor, annotation: Annotation, topology: Topology) -> tuple[int, ...]:
+def logical_shape(param: Tensor, annotation: Annotation, topology: Topology) -> tuple[int, ...]:
     """Of the logical tensor; a DTensor knows its length along the axes of its mesh."""
     spec, known = annotation.spec, annotation.mesh_axes
     return tuple(

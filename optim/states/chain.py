@@ -54,7 +54,6 @@ class Chain:
         # The plan is agreed anew, without what has been frozen since: that is frozen for good.
         self._given = [(name, param, trained and param.requires_grad) for name, param, trained in self._given]
         self._given += [(h.name, h.param, h.param.requires_grad) for h in held]
-        self._trained = [trained for _, _, trained in self._given]
         for link in self.links:
             held = self._install(link, groups, held)
         self._held += held
@@ -166,8 +165,6 @@ class Chain:
             RuntimeError: One was unfrozen that was frozen when it came: no rank would average its gradient.
         """
         found = self.frozen_since = set()
-        if [param.requires_grad for _, param, _ in self._given] == self._trained:
-            return
         for name, param, trained in self._given:
             if param.requires_grad == trained:
                 continue

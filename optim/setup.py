@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ..amp.by_name import precision_of
 from ..amp.precision import Precision
 from ..amp.stochastic_rounding import check_named
-from ..parallel.mesh.agreement import on_all_ranks
+from ..parallel.interop.local import local_parameter
+from ..parallel.mesh.agreement import check_same, on_all_ranks
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from ..parallel.mesh.topology import default_role
 from .clip.decide import Clipping
@@ -26,6 +27,7 @@ from .norm.agreement import agree, with_names
 from .norm.entries import ParameterEntry, entries_of
 from .norm.measure import Measure
 from .norm.plan import ReductionPlan
+from .norm.replicas import ReplicaCheck
 from .norm.units import Units
 from .states.chain import Chain
 from .states.completion import Completion
@@ -74,9 +76,36 @@ class Setup:
             return ReductionPlan.of(entries_of(named, topology), topology, self.registry.global_rank)
 
         plan = on_all_ranks(plan_locally, self.registry)
-        plan = agree(plan, self.registry, names=self.measure.per_parameter or self.measure.check_replicas)
+        check_same(self._settings(), self.registry)
+        plan = agree(plan, self.registry, names=self.measure.per_parameter or bool(self.measure.check_replicas))
         plan = self.plan_for_clip(plan)
         return plan, agreed_thresholds(self.optimizer.param_groups, self.registry)
+
+    def _settings(self) -> dict[str, object]:
+        """What all ranks must say alike; of the optimizer and its groups, those of one pipeline stage."""
+        topology, measure = self.registry.topology, self.measure
+        said: dict[str, object] = {
+            "max_norm": clip_of(self.max_norm),
+            "precision": precision_of(self.precision),
+            "accumulation_steps": self.accumulation_steps,
+            "states": self.placements,
+            "on_nonfinite": self.on_nonfinite,
+            "norm_type": float(measure.norm_type),
+            "reduction": measure.reduction,
+            "per_parameter": measure.per_parameter,
+            "check_replicas": measure.check_replicas,
+        }
+        stage = [self.registry.coordinate[axis] for axis in topology.pipe_axes]
+        where = f" of pipeline stage {stage}" if topology.size(*topology.pipe_axes) > 1 else ""
+        said[f"the optimizer{where}"] = type(self.optimizer).__name__
+        module = self.data_parallel if isinstance(self.data_parallel, nn.Module) else None
+        said[f"data_parallel{where}"] = type(module).__name__
+        said |= {f"data_parallel: {name}{where}": value for name, value in vars(self.reduce).items()}
+        for index, group in enumerate(self.optimizer.param_groups):
+            # In which group a parameter is, plans compare; a rank may have none of a group's.
+            for key in group.keys() - {"params", "param_names", "max_norm"} if group["params"] else ():
+                said[f"{key} of param group {index}{where}"] = group[key]
+        return said
 
     def plan_for_clip(self, plan: ReductionPlan) -> ReductionPlan:
         """``plan``, with what the rule needs to know of it.
@@ -156,8 +185,16 @@ class Setup:
     def clipping(self, plan: ReductionPlan, chain: Chain, thresholds: AgreedThresholds) -> Clipping:
         """What measures the gradients of what the chain steps, and applies rules to them."""
         regions = [piece.region for piece in chain.pieces(plan.entries)]
-        tensors = chain.measured(), chain.compared(), regions
-        return Clipping(*tensors, chain.derive(plan), self.registry, self.measure, thresholds, self.optimizer)
+        derived, topology = chain.derive(plan), self.registry.topology
+        checks = []
+        if self.measure.check_replicas and topology.world_size > 1:
+            checks.append(ReplicaCheck(derived, chain.compared(), self.registry.device))
+            if derived.cut_over is not None:  # equal pieces say nothing of the copies that they were cut from
+                whole = [local_parameter(param, topology) for _, param, _ in chain.given]
+                checks.append(ReplicaCheck(plan, whole, self.registry.device))
+        return Clipping(
+            chain.measured(), regions, derived, self.registry, self.measure, thresholds, self.optimizer, checks
+        )
 
     def completion(self, plan: ReductionPlan, chain: Chain) -> Completion:
         """What completes the gradients of what the chain steps, some of them while backward runs (`switch`)."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from .registry import ProcessGroupRegistry
 
@@ -46,3 +49,44 @@ def on_all_ranks(function: Callable[[], T], registry: ProcessGroupRegistry) -> T
             kinds = {"ValueError": ValueError, "TypeError": TypeError}
             raise kinds.get(report[0], RuntimeError)(f"rank {rank}: {report[1]}")
     return result  # type: ignore[return-value]
+
+
+def check_same(settings: Mapping[str, object], registry: ProcessGroupRegistry) -> None:
+    """Compare settings by name over all ranks that have one of that name. Every rank must call it at the same point.
+
+    Raises:
+        ValueError: On every rank, with the first setting that differs and both values.
+    Collectives: those of `gather_objects`. Host reads: yes.
+    """
+    first: dict[str, tuple[int, str]] = {}
+    for rank, said in enumerate(gather_objects({name: describe(value) for name, value in settings.items()}, registry)):
+        for name, value in said.items():
+            known, other = first.setdefault(name, (rank, value))
+            if value != other:
+                raise ValueError(
+                    f"{name} is {other} on rank {known} and {value} on rank {rank}: give all ranks the same, or their "
+                    "copies of the model part"
+                )
+
+
+def describe(value: object, depth: int = 4) -> str:
+    """What an argument is, as text that is the same in every process; 1 and 1.0 are the same."""
+    if isinstance(value, float):
+        return str(int(value)) if value.is_integer() else repr(value)
+    if isinstance(value, Tensor):
+        return describe(value.tolist()) if value.numel() <= 16 else f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(describe(item, depth) for item in value)})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {describe(item, depth)}' for key, item in sorted(value.items()))}}}"
+    if value is None or isinstance(value, (bool, int, str, type)):
+        return repr(value)
+    if isinstance(value, nn.Module) or depth == 0:
+        return type(value).__name__
+    if is_dataclass(value):
+        said = {field.name: getattr(value, field.name) for field in fields(value)}
+    elif hasattr(value, "__dict__") and not callable(value):
+        said = dict(sorted(vars(value).items()))
+    else:
+        return str(getattr(value, "__qualname__", value if isinstance(value, torch.dtype) else type(value).__name__))
+    return f"{type(value).__name__}({', '.join(f'{name}={describe(item, depth - 1)}' for name, item in said.items())})"

@@ -36,10 +36,12 @@ class OptimizerFacade(torch.optim.Optimizer):
     Schedulers, ``isinstance`` checks and step hooks work on it; hooks run around the whole `step`.
     """
 
+    _step_supports_amp_scaling = True  # a GradScaler then calls `step` on every rank, overflow or not
+
     registry: ProcessGroupRegistry
     precision: Precision
     loss_scale: LossScale | None
-    window: Window[Clip, Verdict]
+    _window: Window[Clip, Verdict]
     clip: Clip | None
     last_stats: GradStats | None
     _setup: Setup
@@ -91,7 +93,7 @@ class OptimizerFacade(torch.optim.Optimizer):
         self._around_backward = self._states.around_backward
         if self._switch is not None:
             self._around_backward = [*self._around_backward, self._switch.micro_batch]
-            self._switch.expect(self.window)
+            self._switch.expect(self._window)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group and plan anew; every rank must, at the same point. Nothing changes where it raises.
@@ -175,9 +177,9 @@ class OptimizerFacade(torch.optim.Optimizer):
         Collectives: two object all-gathers. Host reads: a few.
         """
         self._skips.restore(self._saved().load(state_dict))
-        self.window.close()
+        self._window.close()
         if self._switch is not None:
-            self._switch.expect(self.window)
+            self._switch.expect(self._window)
 
     def _saved(self) -> Saved:
         params = self._model_params

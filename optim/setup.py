@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ..amp.by_name import precision_of
+from ..amp.casting import HALF_DTYPES
 from ..amp.precision import Precision
 from ..amp.stochastic_rounding import check_named
 from ..parallel.interop.local import local_parameter
-from ..parallel.mesh.agreement import check_same, on_all_ranks
+from ..parallel.mesh.agreement import check_same, gather_objects, on_all_ranks
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from ..parallel.mesh.topology import default_role
 from .clip.decide import Clipping
@@ -76,10 +77,25 @@ class Setup:
             return ReductionPlan.of(entries_of(named, topology), topology, self.registry.global_rank)
 
         plan = on_all_ranks(plan_locally, self.registry)
+        self._check_prepared(plan)
         check_same(self._settings(), self.registry)
         plan = agree(plan, self.registry, names=self.measure.per_parameter or bool(self.measure.check_replicas))
         plan = self.plan_for_clip(plan)
         return plan, agreed_thresholds(self.optimizer.param_groups, self.registry)
+
+    def _check_prepared(self, plan: ReductionPlan) -> None:
+        """Raise ValueError, on every rank, where the mode steps half-precision parameters and there are none."""
+        precision = precision_of(self.precision)
+        if not (precision.masters or precision.stochastic_rounding):
+            return
+        dtypes = gather_objects({entry.dtype for entry in plan.entries}, self.registry)
+        found = {dtype for of_rank in dtypes for dtype in of_rank}
+        if found and not found & {*HALF_DTYPES}:
+            raise ValueError(
+                f"precision={precision.name!r} steps half-precision parameters, but all are "
+                f"{', '.join(sorted(map(str, found)))}: call meshstep.amp.precision_of({precision.name!r}).prepare(model) "
+                "before the optimizer is made"
+            )
 
     def _settings(self) -> dict[str, object]:
         """What all ranks must say alike; of the optimizer and its groups, those of one pipeline stage."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...parallel.interop.local import has_dtensors
+from ...parallel.interop.local import has_dtensors, local_tensor
 from ...parallel.mesh.topology import Topology
 from ..gradients.in_place import clear_gradients
 from .link import AnyWindow, Link
@@ -80,6 +80,4 @@ class LocalTensors(Link):
 
 
 def _local(value: object) -> object:
-    if isinstance(value, Tensor) and has_dtensors((value,)):
-        return value.to_local()  # type: ignore[attr-defined]
-    return value
+    return local_tensor(value) if isinstance(value, Tensor) else value

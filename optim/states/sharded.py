@@ -216,6 +216,7 @@ class Shards(Link):
         if self._reducer is None:
             return nullcontext()
         _check_cleared(window)
+        window.reduced = True
         return self._reducer.micro_batch()
 
     @torch.no_grad()

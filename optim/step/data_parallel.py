@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,8 @@ class Switch(ABC):
     def micro_batch(self, window: Window[Any, Any]) -> Iterator[None]:
         """Around the backward of one micro-batch."""
         yield
+        window.left_out = not self.on
+        self.expect(window)
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -98,17 +100,15 @@ class Overlap(Switch):
     @contextmanager
     def micro_batch(self, window: Window[Any, Any]) -> Iterator[None]:
         """Raises RuntimeError where a backward of the window has reduced already: what it summed would be summed again."""
-        if not self.on:
-            yield
-            return
-        if window.reduced:
+        if self.on and window.reduced:
             raise RuntimeError(
                 "an earlier backward of this window has reduced the gradients already, as Reduce(overlap=True) does in the "
                 "last micro-batch: call the others within optimizer.no_sync(), or give accumulation_steps"
             )
-        with self._reducer.micro_batch():
+        reduces = self.on
+        with super().micro_batch(window), self._reducer.micro_batch() if reduces else nullcontext():
             yield
-        window.reduced = True
+        window.reduced |= reduces
 
     def averages(self, window: Window[Any, Any]) -> bool:
         """What has not been reduced is reduced in `step`, but not what came to the sum afterwards."""

@@ -89,7 +89,7 @@ def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
 
 def _step_rightly(optimizer: torch.optim.Optimizer) -> None:
     """Step, without fused kernels where those are wrong."""
-    groups = optimizer.param_groups if _is_miscomputed(optimizer) else []
+    groups = optimizer.param_groups if _is_miscomputed(optimizer) or _starts_late(optimizer) else []
     fused = [group["fused"] for group in groups]
     try:
         for group in groups:
@@ -98,6 +98,18 @@ def _step_rightly(optimizer: torch.optim.Optimizer) -> None:
     finally:
         for group, value in zip(groups, fused, strict=True):
             group["fused"] = value
+
+
+def _starts_late(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether some parameters of a fused SGD have momentum and others get theirs only now, which its kernel can't do."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return False
+    for group in optimizer.param_groups:
+        if group.get("fused") and group["momentum"] and group["dampening"]:
+            with_gradient = sum(param.grad is not None for param in group["params"])
+            if 0 < len(_without_momentum(optimizer, group)) < with_gradient:
+                return True
+    return False
 
 
 def _is_miscomputed(optimizer: torch.optim.Optimizer) -> bool:

@@ -64,8 +64,8 @@ def check_same(settings: Mapping[str, object], registry: ProcessGroupRegistry) -
             known, other = first.setdefault(name, (rank, value))
             if value != other:
                 raise ValueError(
-                    f"{name} is {other} on rank {known} and {value} on rank {rank}: give all ranks the same, or their "
-                    "copies of the model part"
+                    f"{name} is {other} on rank {known} and {value} on rank {rank}: give all ranks the same, or the "
+                    "copies of the model drift apart"
                 )
 
 

@@ -153,7 +153,7 @@ class ParallelOptimizer(OptimizerFacade):
 
         Args, raises, collectives, host reads: as `backward`. On every rank, whatever it computes.
         """
-        return self._window.micro_batch(weight, self._model_params, self._around_backward)
+        return self._window.micro_batch(weight, self._model_params, self._around_backward, several=True)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Nothing is reduced in backward: for all micro-batches but the last, where you decide when to step. Forward and

@@ -217,7 +217,7 @@ class Shards(Link):
             return nullcontext()
         _check_cleared(window)
         window.reduced = True
-        return self._reducer.micro_batch()
+        return self._reducer.micro_batch(window.several)
 
     @torch.no_grad()
     def bring(self, window: AnyWindow, averaged: bool) -> None:

@@ -106,7 +106,7 @@ class Overlap(Switch):
                 "last micro-batch: call the others within optimizer.no_sync(), or give accumulation_steps"
             )
         reduces = self.on
-        with super().micro_batch(window), self._reducer.micro_batch() if reduces else nullcontext():
+        with super().micro_batch(window), self._reducer.micro_batch(window.several) if reduces else nullcontext():
             yield
         window.reduced |= reduces
 

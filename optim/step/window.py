@@ -49,6 +49,7 @@ class Window(Generic[Asked, Verdict]):
         micro_batches: How many have come.
         weight: Of all of them on this rank; a number or a 0-dim tensor.
         calls: Backward calls, and losses scaled for those of others, since the last step.
+        several: The micro-batch may have more backward calls than one.
         left_out: torch's data parallelism was told to leave the last micro-batch out.
         reduced: A backward has reduced the gradients while it ran.
         asked: What an explicit call in the middle of the window wants done at its end.
@@ -60,8 +61,7 @@ class Window(Generic[Asked, Verdict]):
         if steps is not None and (not isinstance(steps, int) or steps < 1):
             raise ValueError(f"accumulation_steps={steps!r}: give a whole number >= 1, or None to decide yourself")
         self.steps, self.scaled = steps, scaled
-        self.holds_old = False
-        self.left_out = False
+        self.holds_old = self.left_out = self.several = False
         self.close()
 
     def close(self) -> None:
@@ -137,14 +137,17 @@ class Window(Generic[Asked, Verdict]):
         params: Sequence[Tensor],
         around: Sequence[Callable[[Window[Asked, Verdict]], AbstractContextManager[None]]],
         empty: bool = False,
+        several: bool = False,
     ) -> Iterator[None]:
         """Around the backward of one micro-batch; where it raises, the window is broken.
 
         Args:
             weight, params, empty: As for `begin`.
+            several: There may be more backward calls than one, whose gradients add up.
             around: What every rank enters, whether it has something to compute or not.
         """
         self.begin(weight, params, empty)
+        self.several = several
         try:
             with ExitStack() as stack:
                 for enter in around:

@@ -14,7 +14,7 @@ from ..amp.precision import Precision
 from ..amp.stochastic_rounding import check_named
 from ..parallel.mesh.agreement import on_all_ranks
 from ..parallel.mesh.registry import ProcessGroupRegistry
-from ..parallel.mesh.topology import default_role
+from ..parallel.mesh.topology import only_splits_the_batch
 from .clip.policies import Clip, clip_of
 from .clip.thresholds import AgreedThresholds, agreed_thresholds, check_thresholds
 from .gradients.axes import sync_axes
@@ -73,6 +73,7 @@ class Setup:
 
         plan = on_all_ranks(plan_locally, self.registry)
         plan = agree(plan, self.registry, names=self.measure.per_parameter or self.measure.check_replicas)
+        plan.warn_of_experts()
         plan = self.plan_for_clip(plan)
         return plan, agreed_thresholds(self.optimizer.param_groups, self.registry)
 
@@ -202,4 +203,4 @@ class _Early:
     def _is_free(self, axis: str) -> bool:
         named = {name for b in self.plan.buckets for name in (*b.distinct, *dict(b.owned), *dict(b.tied))}
         named.update(*(entry.spec.partial for entry in self.plan.entries))
-        return default_role(axis) == "data" and axis not in named
+        return only_splits_the_batch(axis) and axis not in named

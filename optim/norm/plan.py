@@ -12,6 +12,7 @@ are all-reduced over exactly the axes that index their pieces.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -138,6 +139,24 @@ class ReductionPlan:
             elif axis not in dict(spec.owned) and (axis not in topology.pipe_axes or axis in spec.named_axes):
                 ranks *= topology.size(axis)
         return entry.numel * ranks // spec.holders(topology)
+
+    def warn_of_experts(self) -> None:
+        """Warn, on the first rank of a stage, where an expert axis of which nobody told the role shards some parameters and
+        has copies of others, whose gradients are then not averaged over it."""
+        topology = self.topology
+        if any(index and axis not in topology.pipe_axes for axis, index in self.coordinate.items()):
+            return
+        for axis in topology.untold_expert_axes:
+            silent = [e for e in self.entries if e.trained and axis not in (*e.spec.named_axes, *e.averaged)]
+            sharded = [e for e in self.entries if axis in e.spec.sharded_axes]
+            if silent and sharded:
+                warnings.warn(
+                    f"{axis!r} shards {sharded[0].name} and has copies of {silent[0].name}, but it has no role told: as a "
+                    "model axis its ranks are taken to see the same samples, and gradients of copies are not averaged over "
+                    f"it. Write Topology(roles={{{axis!r}: 'data'}}, ...) if they see different samples (copies would drift "
+                    f"apart), {{{axis!r}: 'model'}} if they see the same",
+                    stacklevel=2,
+                )
 
     def check_numel(self, full: int) -> None:
         """Compare with the dense model's number of elements; of this stage's part of it, before `agree`.

@@ -44,7 +44,8 @@ def prepare_dataloader(
 
     Args:
         dataset: Map-style, with a length; the same on every rank.
-        registry: Its data axes share the samples; without any, every rank gets all.
+        registry: Its data axes share the samples, but for ``cp``, along which a sample is split; without any, every rank
+            gets all.
         batch_size: Samples in a batch of one data coordinate; the global batch is D times as large.
         shuffle: Another order in every epoch.
         drop_last: Leave out an epoch's last step where it has less than a global batch.
@@ -61,7 +62,7 @@ def prepare_dataloader(
         samples = _checked_length(dataset)
         if chosen := sorted({"sampler", "batch_sampler"} & loader_kwargs.keys()):
             raise ValueError(f"{chosen[0]} is given, but prepare_dataloader chooses the samples; leave it out")
-        axes = registry.topology.data_axes
+        axes = registry.topology.sample_axes
         rank, ranks = (registry.rank(*axes), registry.size(*axes)) if axes else (0, 1)
         return ShardedBatchSampler(samples, batch_size, rank, ranks, shuffle=shuffle, drop_last=drop_last, seed=seed)
 
@@ -175,7 +176,7 @@ def _checked_length(dataset: object) -> int:
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
         raise TypeError(
             f"{type(dataset).__name__} has no length to share out; give a map-style dataset, or let an iterable one choose "
-            "its samples by registry.rank(*registry.topology.data_axes) and put it into torch's DataLoader"
+            "its samples by registry.rank(*registry.topology.sample_axes) and put it into torch's DataLoader"
         )
     return len(dataset)
 

@@ -151,7 +151,7 @@ class ProcessGroupRegistry:
 
         Args:
             mesh: A mesh of the whole world, its dims named, ranks row-major (as `init_device_mesh` makes it).
-            roles: As in `Topology`; a mesh often names its dims ``pp`` and ``dp``, which say no role by default.
+            roles: As in `Topology`, which knows the usual names of a mesh's dims.
 
         Raises:
             ValueError: The mesh has no dim names, or isn't the whole world in row-major order.

@@ -145,6 +145,13 @@ def test_data_coordinates_share_and_tensor_peers_see_the_same(world: World, drop
     assert whole[0] == list(chain.from_iterable(indices(alone))), "the order depends on the topology"
 
 
+def test_ranks_of_context_parallelism_see_the_same_samples(world: World) -> None:
+    ranks = world.run(4, epochs_on_ranks, Topology(dp=2, cp=2), 16, 4, {"shuffle": True})
+    for left, right in ((0, 1), (2, 3)):
+        assert torch.equal(torch.cat(ranks[left][0]), torch.cat(ranks[right][0]))
+    assert sorted(chain.from_iterable(indices(ranks[0][0]) + indices(ranks[2][0]))) == list(range(16))
+
+
 def test_random_draws_do_not_depend_on_the_topology(world: World) -> None:
     options = {"shuffle": True, "seed": 2}
     split = world.run(4, epochs_on_ranks, Topology(replica=2, data=2), 18, 2, options)

@@ -323,8 +323,9 @@ def test_device_mesh_shares_the_groups(world: World) -> None:
 def adopt_a_mesh() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     alive = groups_alive()
-    with ProcessGroupRegistry.from_device_mesh(mesh, roles={"dp": "data"}) as registry:
-        assert registry.topology == Topology(dp=2, tp=2, roles={"dp": "data"})
+    with ProcessGroupRegistry.from_device_mesh(mesh) as registry:
+        assert registry.topology == Topology(dp=2, tp=2)
+        assert registry.topology.data_axes == ("dp",)
         for axis in registry.topology.axes:
             assert registry.group(axis) is mesh.get_group(axis)
         assert groups_alive() == alive

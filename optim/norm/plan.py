@@ -125,10 +125,6 @@ class ReductionPlan:
         """This rank's coordinate."""
         return self.topology.coordinate(self.rank)
 
-    def full_numel(self, entry: ParameterEntry) -> int:
-        """Elements of the logical tensor, if every piece is as large as this rank's."""
-        return entry.numel * self.topology.size(*entry.spec.sharded_axes)
-
     def counted_numel(self, entry: ParameterEntry) -> int:
         """Elements of this pipeline stage that the weighted sum counts: local elements x ranks that add them x weight."""
         spec, topology = entry.spec, self.topology
@@ -153,8 +149,8 @@ class ReductionPlan:
                 warnings.warn(
                     f"{axis!r} shards {sharded[0].name} and has copies of {silent[0].name}, but it has no role told: as a "
                     "model axis its ranks are taken to see the same samples, and gradients of copies are not averaged over "
-                    f"it. Write Topology(roles={{{axis!r}: 'data'}}, ...) if they see different samples (copies would drift "
-                    f"apart), {{{axis!r}: 'model'}} if they see the same",
+                    f"it. Write Topology(roles={{{axis!r}: 'data'}}, ...) if they see different samples, in which case "
+                    f"copies would drift apart; {{{axis!r}: 'model'}} if they see the same",
                     stacklevel=2,
                 )
 
@@ -179,11 +175,12 @@ class ReductionPlan:
         header = ("bucket", "group ranks", "weight", "parameters", "local numel", "counted numel")
         rows = [header, *(self._row(index, bucket) for index, bucket in enumerate(self.buckets))]
         lines += ["  " + line for line in aligned(rows, right=range(2, 6))]
-        counted, full = sum(map(self.counted_numel, self.entries)), sum(map(self.full_numel, self.entries))
         stage = " of this pipeline stage" if self.topology.size(*self.topology.pipe_axes) > 1 else ""
-        verdict = "equal to" if counted == full else "NOT EQUAL to"
         if self.cut_over is None:
-            lines.append(f"counts {counted:,} elements, {verdict} the {full:,} of the full parameters{stage}")
+            counted = sum(map(self.counted_numel, self.entries))
+            lines.append(
+                f"counts {counted:,} elements{stage}, as declared; plan.check_numel(n) compares with a dense model of n"
+            )
         else:
             lines.append(
                 f"pieces of parameters cut over {self.cut_over!r}, counted as if all were as large as this rank's"

@@ -192,9 +192,10 @@ def mean_of_gradients(name: str) -> float:
 
 
 def test_gradients_are_averaged_over_axes_of_the_usual_names(world: World) -> None:
-    names = "data replica dp ddp dp_replicate dp_shard fsdp hsdp edp efsdp cp context".split()
+    replicas = ["data", "replica", "dp", "ddp", "dp_replicate", "dp_shard", "fsdp", "hsdp", "edp", "efsdp"]
+    names = [*replicas, "cp", "context"]
     results = world.run_each(mean_of_gradients, [(2, (name,)) for name in names])
-    assert dict(zip(names, results, strict=True)) == dict.fromkeys(names, [-1.5, -1.5])
+    assert dict(zip(names, results, strict=True)) == {name: [-1.5, -1.5] for name in names}
     assert world.run(2, mean_of_gradients, "tp") == [-1.0, -2.0]
 
 

@@ -50,7 +50,9 @@ def init_distributed(
 
     Args:
         backend: As in `torch.distributed.init_process_group`; by default NCCL where there is CUDA, else gloo.
-        timeout: For the ranks to meet and for collectives; torch's default otherwise.
+        timeout: How long a rank waits for the others: to meet here, in every collective of the default group, and in those
+            of all registries that are given no other. Where a rank is stopped or gone, its peers fail after this time. By
+            default torch's: 30 minutes, 10 with NCCL. It should be longer than the longest work that a rank does alone.
         launcher: Read this launcher's variables only; ``"none"`` is one process whatever the environment says.
 
     Raises:

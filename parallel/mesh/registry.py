@@ -41,7 +41,7 @@ class ProcessGroupRegistry:
     Args:
         topology: Its world size must be the default process group's. A topology of one rank needs no
             ``torch.distributed`` at all.
-        timeout: For collectives on the groups made here; the default group keeps its own.
+        timeout: For collectives on the groups made here; by default that of the default group, which always keeps its own.
         backend: For the groups made here; the default group's otherwise.
 
     Raises:

@@ -16,7 +16,7 @@ from ..amp.stochastic_rounding import check_named
 from ..parallel.interop.local import local_parameter
 from ..parallel.mesh.agreement import check_same, gather_objects, on_all_ranks
 from ..parallel.mesh.registry import ProcessGroupRegistry
-from ..parallel.mesh.topology import default_role
+from ..parallel.mesh.topology import only_splits_the_batch
 from .clip.decide import Clipping
 from .clip.policies import Clip, clip_of
 from .clip.thresholds import AgreedThresholds, agreed_thresholds, check_thresholds
@@ -80,6 +80,7 @@ class Setup:
         self._check_prepared(plan)
         check_same(self._settings(), self.registry)
         plan = agree(plan, self.registry, names=self.measure.per_parameter or bool(self.measure.check_replicas))
+        plan.warn_of_experts()
         plan = self.plan_for_clip(plan)
         return plan, agreed_thresholds(self.optimizer.param_groups, self.registry)
 
@@ -261,4 +262,4 @@ class _Early:
     def _is_free(self, axis: str) -> bool:
         named = {name for b in self.plan.buckets for name in (*b.distinct, *dict(b.owned), *dict(b.tied))}
         named.update(*(entry.spec.partial for entry in self.plan.entries))
-        return default_role(axis) == "data" and axis not in named
+        return only_splits_the_batch(axis) and axis not in named

@@ -4,6 +4,7 @@ from .data import ShardedDataLoader, prepare_dataloader
 from .interop.deepspeed import ModelParallelUnit, mark_model_parallel
 from .interop.local import spec_of
 from .launch import Launch, get_dist_logger, init_distributed
+from .layers.classifier_2d import Classifier2D
 from .layers.cross_entropy import cross_entropy_2d, vocab_parallel_cross_entropy
 from .layers.embedding import Embedding2D, VocabParallelEmbedding
 from .layers.tensor_1d import ColumnParallelLinear, LayerNorm1D, RowParallelLinear
@@ -27,6 +28,7 @@ from .mesh.topology import Role, Topology
 
 __all__ = [
     "BiasLayout",
+    "Classifier2D",
     "ColumnParallelLinear",
     "Embedding2D",
     "Launch",

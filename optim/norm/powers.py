@@ -72,9 +72,8 @@ def p_norm(values: Tensor, norm_type: float, dim: int = 0) -> Tensor:
 def _high_norm(gradient: Tensor, norm_type: float) -> Tensor:
     if gradient.numel() == 0:
         return gradient.new_zeros((), dtype=accumulation_dtype(gradient.device))
-    parts = [
-        part.to(accumulation_dtype(part.device)).abs_() for part in flattened(gradient).detach().clone().split(SCRATCH)
-    ]
+    dtype = accumulation_dtype(gradient.device)
+    parts = [part.to(dtype, copy=True).abs_() for part in flattened(gradient).split(SCRATCH)]
     return p_norm(torch.stack([p_norm(part, norm_type) for part in parts]), norm_type)
 
 

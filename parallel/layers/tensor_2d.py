@@ -32,7 +32,7 @@ from ..layout.spec import P
 from ..mesh.collectives import Over, all_gather, all_gather_to, broadcast_from, copy_to
 from ..mesh.registry import ProcessGroupRegistry
 from .initialization import draw_linear
-from .summa import Grid, summa
+from .summa import Grid, autocast, summa
 
 BiasLayout = Literal["column", "all", "row0"]
 
@@ -113,8 +113,8 @@ class Linear2D(nn.Module):
                 f"{self.weight.size(0)} of them in the last dim, got shape {tuple(input.shape)}; split a full input "
                 f"with scatter_to(input, registry, {self.col!r}, dim=-1)"
             )
-        rows = _autocast(input).reshape(-1, input.size(-1))
-        output = self.matmul(rows, _autocast(self.weight), self._grid)
+        rows = autocast(input).reshape(-1, input.size(-1))
+        output = self.matmul(rows, autocast(self.weight), self._grid)
         bias = self._column_bias()
         if bias is not None:
             output = output + bias.to(output.dtype)
@@ -143,14 +143,6 @@ class Linear2D(nn.Module):
     def extra_repr(self) -> str:
         sizes = f"{self.row}={self._grid.size}, {self.col}={self._grid.size}"
         return f"{self.in_features}, {self.out_features}, bias={self.bias_layout!r}, {sizes}"
-
-
-def _autocast(tensor: Tensor) -> Tensor:
-    """Cast as autocast casts the operands of a matrix product: to its dtype, where it is on, but for float64."""
-    device = tensor.device.type
-    if tensor.dtype is torch.float64 or not torch.is_autocast_enabled(device):
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(device))
 
 
 class LayerNorm2D(nn.Module):

@@ -41,7 +41,7 @@ class ProcessGroupRegistry:
     Args:
         topology: Its world size must be the default process group's. A topology of one rank needs no
             ``torch.distributed`` at all.
-        timeout: For collectives on the groups made here; the default group keeps its own.
+        timeout: For collectives on the groups made here; by default that of the default group, which always keeps its own.
         backend: For the groups made here; the default group's otherwise.
 
     Raises:
@@ -151,7 +151,7 @@ class ProcessGroupRegistry:
 
         Args:
             mesh: A mesh of the whole world, its dims named, ranks row-major (as `init_device_mesh` makes it).
-            roles: As in `Topology`; a mesh often names its dims ``pp`` and ``dp``, which say no role by default.
+            roles: As in `Topology`, which knows the usual names of a mesh's dims.
 
         Raises:
             ValueError: The mesh has no dim names, or isn't the whole world in row-major order.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from dense import assert_near, assert_same_grads, assert_same_parameters, collectives
@@ -178,18 +180,25 @@ def cross_entropy_equals_torch(size: int, dtype: torch.dtype, reduction: Reducti
         for ignore_index, ignored in ((-100, -100), (4, 4), (999, 999)):
             target[1, :3] = ignored
             check_loss(logits, target, registry, ignore_index, reduction)
+        finite = logits.nan_to_num(neginf=-5.0)  # a smoothed target asks for every class
+        for smoothing in (0.1, 1.0):
+            check_loss(finite, target, registry, 4, reduction, smoothing)
 
 
 def check_loss(
-    logits: Tensor, target: Tensor, registry: ProcessGroupRegistry, ignore_index: int, reduction: Reduction
+    logits: Tensor,
+    target: Tensor,
+    registry: ProcessGroupRegistry,
+    ignore_index: int,
+    reduction: Reduction,
+    label_smoothing: float = 0.0,
 ) -> None:
     reference = logits.detach().double().requires_grad_()
-    expected = F.cross_entropy(reference.movedim(-1, 1), target, ignore_index=ignore_index, reduction=reduction)
+    options: Any = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+    expected = F.cross_entropy(reference.movedim(-1, 1), target, **options)
     torch.autograd.backward((expected.sin() if reduction == "none" else expected).sum())
     leaf = logits.clone().requires_grad_()
-    loss = vocab_parallel_cross_entropy(
-        scatter_to(leaf, registry, "tensor", dim=-1), target, registry, ignore_index=ignore_index, reduction=reduction
-    )
+    loss = vocab_parallel_cross_entropy(scatter_to(leaf, registry, "tensor", dim=-1), target, registry, **options)
     torch.autograd.backward((loss.sin() if reduction == "none" else loss).sum())
     assert loss.dtype is (torch.float64 if logits.dtype is torch.float64 else torch.float32)
     assert_near(loss, expected)
@@ -225,6 +234,8 @@ def unusual_losses() -> None:
             vocab_parallel_cross_entropy(torch.randn(4, 3), torch.zeros(3, dtype=torch.int64), registry)
         with pytest.raises(ValueError, match="use 'mean', 'sum' or 'none'"):
             vocab_parallel_cross_entropy(torch.randn(4, 3), torch.arange(4), registry, reduction="max")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"label_smoothing=1\.5: give a number from 0 to 1"):
+            vocab_parallel_cross_entropy(torch.randn(4, 3), torch.arange(4), registry, label_smoothing=1.5)
 
 
 def cross_entropy_equals_torch_half(registry: ProcessGroupRegistry, dtype: torch.dtype) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...amp.stochastic_rounding import BUCKET_NUMEL, stochastic_round_
 from ...parallel.layout.annotation import Annotation, annotation_of
 from ...parallel.layout.spec import P
+from .elementwise import check_each_alone
 from .link import Binding, Link, Placement, Position
 from .pieces import SCALAR_STATE, Held, StandIns
 
@@ -42,6 +43,7 @@ class HalfStates(Placement):
             raise ValueError(f"HalfStates({self.dtype}): states are kept in torch.bfloat16, whose range is float32's")
         if binding.precision.stochastic_rounding:
             raise ValueError("the precision mode has its states in bfloat16 already: leave HalfStates out of states=")
+        check_each_alone(binding.optimizer, "HalfStates steps bucket by bucket")
 
     def link(self, binding: Binding) -> Link:
         return Halves(self, binding)

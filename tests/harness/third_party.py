@@ -37,7 +37,7 @@ class TrustRatio(SignDescent):
         super().step()
 
     def update(self, param: Tensor, momentum: Tensor) -> Tensor:
-        return momentum * (param.norm() / momentum.norm())
+        return momentum.mul(param.norm() / momentum.norm())
 
 
 def under_the_name(package: str, name: str, base: type[SignDescent] = SignDescent) -> type[SignDescent]:

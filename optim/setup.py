@@ -39,6 +39,8 @@ from .step.window import Window
 
 NamedGroups = Sequence[Sequence[tuple[str | None, Tensor]]]
 
+OPTIONS = ("max_norm", "precision", "accumulation_steps", "data_parallel", "states", "measure")  # as `Setup` has them
+
 
 @dataclass(frozen=True)
 class Setup:

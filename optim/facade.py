@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +21,11 @@ from .clip.policies import ByNorm, Clip, clip_of
 from .clip.thresholds import AgreedThresholds
 from .norm.plan import ReductionPlan
 from .norm.stats import GradStats
-from .setup import Setup
+from .setup import OPTIONS, Setup
 from .states.chain import Chain
 from .states.completion import Completion
+from .states.coordinates import Coordinates, check_caller
+from .states.copies import Recipe, rebuilt
 from .states.pieces import Piece, named_params_of
 from .states.saved import Saved
 from .step.data_parallel import Switch
@@ -163,8 +166,10 @@ class OptimizerFacade(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state of this rank's pieces, and under ``"meshstep"`` all else a new process needs:
-        precision mode, loss scale, master weights, count of skipped steps. Host reads: a few."""
-        return self._saved().state_dict(self.skipped_steps)
+        precision mode, loss scale, master weights, count of skipped steps, coordinates. Host reads: a few."""
+        saved = self._saved()
+        check_caller(saved.coordinates, self._states.stepped, (param for group in self._groups for _, param in group))
+        return saved.state_dict(self.skipped_steps)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue, bit for bit, from what `state_dict` gave; every rank must call it, with the state of its own pieces.
@@ -183,7 +188,29 @@ class OptimizerFacade(torch.optim.Optimizer):
 
     def _saved(self) -> Saved:
         params = self._model_params
-        return Saved(self.optimizer, self._states, self.precision, self.loss_scale, params, self.registry)
+        where = Coordinates.of(self.plan, self.registry)
+        return Saved(self.optimizer, self._states, self.precision, self.loss_scale, params, self.registry, where)
+
+    # Copies ----------------------------------------------------------------------------------------------------------
+
+    def _recipe(self) -> Recipe:
+        options = {key: getattr(self._setup, key) for key in OPTIONS} | {"on_nonfinite": self.on_nonfinite}
+        return Recipe.of(self.optimizer, self._groups, self.registry, options, self.state_dict())
+
+    def __copy__(self) -> OptimizerFacade:
+        """As torch's: the same parameters, param groups, state and window, and no hooks."""
+        new = object.__new__(type(self))
+        new.__dict__.update({key: value for key, value in self.__dict__.items() if key != "step"})
+        new._optimizer_step_pre_hooks, new._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OptimizerFacade:
+        """As torch's: of copies of the parameters, without hooks and gradients. Raises, collectives: as the constructor."""
+        return rebuilt(type(self), deepcopy(self._recipe(), memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle: as a deep copy. Read in a process of another world, it needs a world of that size."""
+        return rebuilt, (type(self), self._recipe())
 
     def __repr__(self) -> str:
         how = (

@@ -32,7 +32,7 @@ from .norm.replicas import ReplicaCheck
 from .norm.units import Units
 from .states.chain import Chain
 from .states.completion import Completion
-from .states.elementwise import check_update
+from .states.elementwise import check_each_alone, check_whole
 from .states.link import Binding, Placement, Position
 from .states.local_tensors import LocalTensors
 from .states.masters import precision_link
@@ -41,6 +41,8 @@ from .step.update import OnNonfinite, checked_nonfinite
 from .step.window import Window
 
 NamedGroups = Sequence[Sequence[tuple[str | None, Tensor]]]
+
+OPTIONS = ("max_norm", "precision", "accumulation_steps", "data_parallel", "states", "measure")  # as `Setup` has them
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,9 @@ class Setup:
             if precision_of(self.precision).stochastic_rounding and topology.world_size > 1:
                 check_named(pair for group in groups for pair in group)
             named = [[param if name is None else (name, param) for name, param in group] for group in groups]
-            return ReductionPlan.of(entries_of(named, topology), topology, self.registry.global_rank)
+            plan = ReductionPlan.of(entries_of(named, topology), topology, self.registry.global_rank)
+            check_whole(self.optimizer, plan.entries, topology)
+            return plan
 
         plan = on_all_ranks(plan_locally, self.registry)
         self._check_prepared(plan)
@@ -152,11 +156,12 @@ class Setup:
         if self.wrong_call is not None:
             raise self.wrong_call
         precision = precision_of(self.precision)
+        if precision.stochastic_rounding:
+            check_each_alone(self.optimizer, "stochastic rounding steps bucket by bucket")
         self.measure.check()
         checked_nonfinite(self.on_nonfinite)
         Window[Any, Any](self.accumulation_steps)
         self._check_clip()
-        check_update(self.optimizer)
         self.reduce.check()
         binding = self.binding(precision)
         for placement in self.placements:

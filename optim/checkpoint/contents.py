@@ -84,7 +84,7 @@ class OptimizerState(NamedTuple):
 def optimizer_state(optimizer: ParallelOptimizer, parameters: LogicalParameters) -> OptimizerState:
     """Raises ValueError where the optimizer steps what is not in the model. Collectives: none. Host reads: a few."""
     state = optimizer.state_dict()
-    rest = state["meshstep"]
+    rest = {key: value for key, value in state["meshstep"].items() if key != "coordinates"}  # any rank reads it
     stepped = []
     for piece in optimizer.pieces():
         name, region = parameters.of(piece.param)

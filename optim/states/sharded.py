@@ -83,7 +83,7 @@ class Sharded(Placement):
             raise ValueError(
                 "Reduce(overlap=True) is for states that are whole: Sharded(gradients=True) reduces while backward runs"
             )
-        check_elementwise(binding.optimizer, "Sharded gives it 1-dim pieces of parameters")
+        check_elementwise(binding.optimizer, "Sharded gives the optimizer 1-dim pieces of parameters")
 
     def link(self, binding: Binding) -> Link:
         return Shards(self, binding) if binding.registry.size(self.axis) > 1 else Link()

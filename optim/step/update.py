@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...amp.casting import is_half
 from ..gradients.in_place import scale_gradients
 from ..norm.stats import GradStats
+from .hooks import step_within
 
 
 def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
@@ -63,7 +64,7 @@ def apply_update(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Te
     fused.found_inf = found_inf
     fused.grad_scale = None if factor is None else factor.reciprocal().float()
     try:
-        optimizer.step()
+        step_within(optimizer)
     finally:
         del fused.found_inf, fused.grad_scale
 
@@ -94,7 +95,7 @@ def _step_rightly(optimizer: torch.optim.Optimizer) -> None:
     try:
         for group in groups:
             group["fused"] = False
-        optimizer.step()
+        step_within(optimizer)
     finally:
         for group, value in zip(groups, fused, strict=True):
             group["fused"] = value

@@ -17,7 +17,8 @@ import itertools
 from collections.abc import Mapping
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _fake_registries = itertools.count()
+_alive: WeakSet[ProcessGroupRegistry] = WeakSet()
 
 
 class ProcessGroupRegistry:
@@ -63,6 +65,7 @@ class ProcessGroupRegistry:
         self._name = _agreed_name(topology, self.global_rank) if topology.world_size > 1 else ""
         if self._world is not None and backend in (None, dist.get_backend(self._world)):
             self._groups[tuple(range(topology.world_size))] = self._world
+        _alive.add(self)
 
     @property
     def device(self) -> torch.device:
@@ -178,6 +181,14 @@ class ProcessGroupRegistry:
         self._closed = True
         self._made, self._groups, self._by_axes = [], {}, {}
 
+    def __copy__(self) -> ProcessGroupRegistry:
+        """Itself: groups are shared, never copied."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled it is its topology: read again, the open registry of that topology in the process, or else a new one."""
+        return _of_topology, (self.topology, self._timeout, self._backend)
+
     def __enter__(self) -> ProcessGroupRegistry:
         return self
 
@@ -259,3 +270,11 @@ def _agreed_name(topology: Topology, rank: int) -> str:
             f"with {first}; every rank must build the same registries in the same order"
         )
     return name
+
+
+def _of_topology(topology: Topology, timeout: timedelta | None, backend: str | None) -> ProcessGroupRegistry:
+    for registry in list(_alive):
+        is_current = not registry._closed and registry._world is (dist.group.WORLD if dist.is_initialized() else None)
+        if is_current and (registry.topology, registry._timeout, registry._backend) == (topology, timeout, backend):
+            return registry
+    return ProcessGroupRegistry(topology, timeout=timeout, backend=backend)

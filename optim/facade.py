@@ -29,10 +29,18 @@ from .step.skips import SkipMonitor
 from .step.window import Window
 
 
+def _run_as_it_is(kind: Any) -> None:
+    """Let ``torch.compile`` call the class's `step` and not trace it: hooks, collectives and counts are no graph."""
+    if not getattr(kind.step, "untraced", False):
+        kind.step = torch.compiler.disable(kind.step)
+        kind.step.untraced = True
+
+
 class OptimizerFacade(torch.optim.Optimizer):
     """A `torch.optim.Optimizer` whose param groups, state and defaults are those of ``self.optimizer``.
 
-    Schedulers, ``isinstance`` checks and step hooks work on it; hooks run around the whole `step`.
+    Schedulers, ``isinstance`` checks and step hooks work on it; hooks run around the whole `step`. ``torch.compile`` leaves
+    `step` as it is.
     """
 
     registry: ProcessGroupRegistry
@@ -62,6 +70,7 @@ class OptimizerFacade(torch.optim.Optimizer):
         self._optimizer_load_state_dict_pre_hooks = optimizer._optimizer_load_state_dict_pre_hooks
         self._optimizer_load_state_dict_post_hooks = optimizer._optimizer_load_state_dict_post_hooks
         self._patch_step_function()
+        _run_as_it_is(type(self))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -116,6 +125,26 @@ class OptimizerFacade(torch.optim.Optimizer):
         self._plan, self._clipping = plan, Clipping(thresholds, self._clipping.measure)
         self._groups.append(added)
         self._bind()
+
+    # Modes of the wrapped optimizer ----------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Tell an optimizer that has modes (a schedule-free one), and bring the weights that it sets, which may be those of
+        masters and pieces, into the model. Nothing happens to others. Every rank must call it.
+
+        Collectives: those that bring weights into the model, see `Sharded`.
+        """
+        self._change_mode("train")
+
+    def eval(self) -> None:
+        """As `train`, before an evaluation or a checkpoint of the weights that are evaluated."""
+        self._change_mode("eval")
+
+    def _change_mode(self, name: str) -> None:
+        change = getattr(self.optimizer, name, None)
+        if callable(change):
+            change()
+            self._states.publish()
 
     # Reports and state -----------------------------------------------------------------------------------------------
 

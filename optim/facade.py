@@ -33,10 +33,18 @@ from .step.update import SkipMonitor
 from .step.window import Window
 
 
+def _run_as_it_is(kind: Any) -> None:
+    """Let ``torch.compile`` call the class's `step` and not trace it: hooks, collectives and counts are no graph."""
+    if not getattr(kind.step, "untraced", False):
+        kind.step = torch.compiler.disable(kind.step)
+        kind.step.untraced = True
+
+
 class OptimizerFacade(torch.optim.Optimizer):
     """A `torch.optim.Optimizer` whose param groups, state and defaults are those of ``self.optimizer``.
 
-    Schedulers, ``isinstance`` checks and step hooks work on it; hooks run around the whole `step`.
+    Schedulers, ``isinstance`` checks and step hooks work on it; hooks run around the whole `step`. ``torch.compile`` leaves
+    `step` as it is.
     """
 
     _step_supports_amp_scaling = True  # a GradScaler then calls `step` on every rank, overflow or not
@@ -68,6 +76,7 @@ class OptimizerFacade(torch.optim.Optimizer):
         self._optimizer_load_state_dict_pre_hooks = optimizer._optimizer_load_state_dict_pre_hooks
         self._optimizer_load_state_dict_post_hooks = optimizer._optimizer_load_state_dict_post_hooks
         self._patch_step_function()
+        _run_as_it_is(type(self))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -123,6 +132,26 @@ class OptimizerFacade(torch.optim.Optimizer):
         self._plan = plan
         self._groups.append(added)
         self._bind(thresholds)
+
+    # Modes of the wrapped optimizer ----------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Tell an optimizer that has modes (a schedule-free one), and bring the weights that it sets, which may be those of
+        masters and pieces, into the model. Nothing happens to others. Every rank must call it.
+
+        Collectives: those that bring weights into the model, see `Sharded`.
+        """
+        self._change_mode("train")
+
+    def eval(self) -> None:
+        """As `train`, before an evaluation or a checkpoint of the weights that are evaluated."""
+        self._change_mode("eval")
+
+    def _change_mode(self, name: str) -> None:
+        change = getattr(self.optimizer, name, None)
+        if callable(change):
+            change()
+            self._states.publish()
 
     # Reports and state -----------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from .layers.embedding import Embedding2D, VocabParallelEmbedding
 from .layers.tensor_1d import ColumnParallelLinear, LayerNorm1D, RowParallelLinear
 from .layers.tensor_2d import BiasLayout, LayerNorm2D, Linear2D
 from .layout.annotation import annotate, declare
+from .layout.blocks import blocks
 from .layout.pieces import Region
 from .layout.shard import full_shape, local_shape, shard, unshard
 from .layout.spec import P
@@ -46,6 +47,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "all_gather_to",
     "annotate",
+    "blocks",
     "broadcast_from",
     "copy_to",
     "cross_entropy_2d",

@@ -92,11 +92,13 @@ class LogicalParameters:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside of `DistributedDataParallel` and ``torch.compile``, whose parameters have the plain names."""
+    """The module inside of `DistributedDataParallel`, ``torch.compile`` and frameworks' wrappers, whose parameters have the
+    plain names."""
     while True:
+        within = (model._modules.get(name) for name in ("_orig_mod", "_forward_module"))
         if isinstance(model, DistributedDataParallel):
             model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+        elif (inner := next((module for module in within if module is not None), None)) is not None:
             model = inner
         else:
             return model

@@ -238,6 +238,12 @@ def checked_norm_type(norm_type: float) -> float:
         ValueError: It is below 1 or NaN.
     """
     value = float(norm_type)
+    if 0 < value < 1:
+        raise ValueError(
+            f"norm_type={norm_type}: give a number >= 1 (2.0 is the usual norm) or float('inf'); below 1 it is no norm (a "
+            "sum of two gradients could be longer than both together), and grows with the number n of elements so fast, as "
+            f"n^{1 / value:.3g}, that a threshold means little"
+        )
     if isnan(value) or value < 1:
         raise ValueError(f"norm_type={norm_type}: give a number >= 1 (2.0 is the usual norm) or float('inf')")
     return value

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from ...parallel.layout.pieces import Region
 from ...parallel.layout.spec import P
 from ...parallel.mesh.text import aligned
 from ...parallel.mesh.topology import Topology
@@ -101,6 +102,8 @@ class ReductionPlan:
         coordinate = topology.coordinate(rank)
         for entry in entries:
             entry.spec.validate(len(entry.shape), topology, entry.name)
+            if entry.spec.blocks and entry.full_shape is not None:
+                Region.of_shard(entry.full_shape, entry.shape, entry.spec, topology, coordinate, entry.name)
             if not entry.spec.holds(coordinate, topology):
                 raise ValueError(
                     f"{entry.name}: {entry.spec} says that rank {rank} at {_coordinate(coordinate)} does not hold it, "
@@ -175,6 +178,8 @@ class ReductionPlan:
         header = ("bucket", "group ranks", "weight", "parameters", "local numel", "counted numel")
         rows = [header, *(self._row(index, bucket) for index, bucket in enumerate(self.buckets))]
         lines += ["  " + line for line in aligned(rows, right=range(2, 6))]
+        if in_blocks := sorted({repr(entry.spec) for entry in self.entries if entry.spec.blocks}):
+            lines.append(f"in blocks: {', '.join(in_blocks)}")
         stage = " of this pipeline stage" if self.topology.size(*self.topology.pipe_axes) > 1 else ""
         if self.cut_over is None:
             counted = sum(map(self.counted_numel, self.entries))

@@ -126,17 +126,19 @@ class DataParallelSwitch(Switch):
     """Turns the gradient synchronisation of torch's data parallelism on and off.
 
     Args:
-        module: A `DistributedDataParallel`, or a module that `fully_shard` was applied to.
+        module: A `DistributedDataParallel`, or a module that `fully_shard` was applied to; or a wrapper of one of these
+            (``torch.compile``, a framework's).
     Raises:
         TypeError: It is neither.
     """
 
     def __init__(self, module: nn.Module) -> None:
+        given, module = module, reducing_module(module)
         self.module = module
         self.is_ddp = isinstance(module, DistributedDataParallel)
         if not self.is_ddp and not hasattr(module, "set_requires_gradient_sync"):
             raise TypeError(
-                f"data_parallel={type(module).__name__}: give the DistributedDataParallel module, or the root module that "
+                f"data_parallel={type(given).__name__}: give the DistributedDataParallel module, or the root module that "
                 "fully_shard was applied to, or Reduce(...)"
             )
 
@@ -167,3 +169,16 @@ class DataParallelSwitch(Switch):
                 "gradients: finish the window with a micro-batch that it reduces, after window_ends() and outside of "
                 "no_sync(), before zero_grad()"
             )
+
+
+def reducing_module(module: nn.Module) -> nn.Module:
+    """The module within wrappers that is a `DistributedDataParallel` or has been given to `fully_shard`; the innermost
+    where none is."""
+    while True:
+        wrapped = [module._modules.get(name) for name in ("_orig_mod", "_forward_module")]
+        if not isinstance(module, DistributedDataParallel) and not hasattr(module, "set_requires_gradient_sync"):
+            wrapped.append(module._modules.get("module"))
+        inner = next((found for found in wrapped if found is not None), None)
+        if inner is None:
+            return module
+        module = inner

@@ -114,8 +114,7 @@ def annotation_for(param: DTensor) -> Annotation:
             f"{_label(param)} is declared {spec}, but its placements over {', '.join(axes)} make it {P(*dims)}; declare "
             f"only what the mesh doesn't say: {P(*outer)}"
         )
-    whole = P(*dims, partial=spec.partial, owned=owned, tied=tied)
-    return Annotation(whole, declared.name, mesh_axes=axes)
+    return Annotation(spec.with_dims(dims), declared.name, mesh_axes=axes)
 
 
 def mesh_axes(tensor: DTensor) -> tuple[str, ...]:

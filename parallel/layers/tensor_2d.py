@@ -18,7 +18,7 @@ Reference: Xu et al. 2021 (Optimus), arXiv:2104.05343.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..layout.annotation import annotate
+from ..layout.blocks import blocks as in_blocks
 from ..layout.shard import local_shape, shard
 from ..layout.spec import P
 from ..mesh.collectives import Over, all_gather, all_gather_to, broadcast_from, copy_to
@@ -37,13 +38,14 @@ from .summa import Grid, autocast, summa
 BiasLayout = Literal["column", "all", "row0"]
 
 
-def bias_spec(layout: BiasLayout, row: str = "row", col: str = "col") -> P:
+def bias_spec(layout: BiasLayout, row: str = "row", col: str = "col", blocks: int | Sequence[int] = 1) -> P:
     """How each published bias layout of `Linear2D` is declared.
 
     Raises:
         ValueError: The layout is unknown.
     """
-    layouts = {"column": P(col), "all": P((col, row)), "row0": P(col, owned={row: 0})}
+    columns = in_blocks(col, blocks)
+    layouts = {"column": P(columns), "all": P((columns, row)), "row0": P(columns, owned={row: 0})}
     if layout not in layouts:
         raise ValueError(f"bias layout {layout!r} is unknown; use {', '.join(map(repr, layouts))}, or None for no bias")
     return layouts[layout]
@@ -57,6 +59,8 @@ class Linear2D(nn.Module):
         bias: Who holds the bias of this column's features. "column": every row a copy, whose gradient backward
             completes over row. "all": every row 1/q of it. "row0": row 0 alone, the other rows' ``bias`` is None.
             None: no bias.
+        blocks: Several layers in one, each of which is split over col: a number of equal ones, or the ratio of their
+            sizes. The output then has this column's features of each, one after the other.
         row, col: The mesh axes of the grid.
         generator, device, dtype: For the initial weights, which are those of `nn.Linear` for the same seed (the weight
             transposed).
@@ -65,6 +69,7 @@ class Linear2D(nn.Module):
         input [batch/q, ..., in/q] -> output [batch/q, ..., out/q].
         weight [in/q, out/q] P(row, col).
         bias [out/q] P(col), [out/q^2] P((col, row)) or [out/q] P(col, owned={row: 0}).
+        With several blocks blocks(col, ...) stands for col.
         Under autocast the operands are cast to its dtype before they travel.
     Collectives: forward q broadcasts along each axis, backward twice q broadcasts and q reductions (see `summa`). The
     bias adds one collective over row: "column" an all-reduce in backward, "all" an all-gather in forward and a
@@ -81,6 +86,7 @@ class Linear2D(nn.Module):
         registry: ProcessGroupRegistry,
         *,
         bias: BiasLayout | None = "column",
+        blocks: int | Sequence[int] = 1,
         row: str = "row",
         col: str = "col",
         generator: torch.Generator | None = None,
@@ -96,11 +102,12 @@ class Linear2D(nn.Module):
         weight, full_bias = draw_linear(
             in_features, out_features, bias=bias is not None, generator=generator, device=device, dtype=dtype
         )
-        self.weight = nn.Parameter(shard(weight.t(), P(row, col), registry))
-        annotate(self.weight, P(row, col))
+        weight_spec = P(row, in_blocks(col, blocks))
+        self.weight = nn.Parameter(shard(weight.t(), weight_spec, registry))
+        annotate(self.weight, weight_spec)
         self.bias: nn.Parameter | None = None
         if bias is not None and full_bias is not None:
-            spec = bias_spec(bias, row, col)
+            spec = bias_spec(bias, row, col, blocks)
             piece = shard(full_bias, spec, registry)
             if bias != "row0" or registry.coordinate[row] == 0:
                 self.bias = nn.Parameter(piece)

@@ -15,8 +15,10 @@ from meshstep.parallel import (
     RowParallelLinear,
     Topology,
     VocabParallelEmbedding,
+    blocks,
     gather_from,
     scatter_to,
+    shard,
     spec_of,
     vocab_parallel_cross_entropy,
 )
@@ -116,6 +118,50 @@ def full_activations_outside() -> None:
 
 def test_gather_output_and_split_input(world: World) -> None:
     world.run(4, full_activations_outside)
+
+
+def fused_layers(sizes: tuple[int, ...], gather_output: bool) -> None:
+    """Several layers in one: each rank has its features of every one, and gathered they are the full layer's."""
+    with ProcessGroupRegistry(Topology(tensor=4)) as registry:
+        torch.manual_seed(SEED)
+        dense = nn.Linear(WIDTH, 48, dtype=torch.float64)
+        torch.manual_seed(SEED)
+        layer = ColumnParallelLinear(
+            WIDTH, 48, registry, blocks=sizes, gather_output=gather_output, dtype=torch.float64
+        )
+        assert spec_of(layer.weight) == P(blocks("tensor", sizes)) == spec_of(layer.bias)
+        assert_same_parameters(layer, dense, registry)
+        x = torch.randn(5, WIDTH, dtype=torch.float64)
+        weight = torch.randn(5, 48, dtype=torch.float64)
+        inputs = [x.clone().requires_grad_() for _ in range(2)]
+        expected = dense(inputs[0])
+        torch.autograd.backward((expected * weight).sum())
+        output = layer(inputs[1])
+        if gather_output:
+            assert_near(output, expected)
+            torch.autograd.backward((output * weight).sum())
+        else:
+            for index, part in enumerate(output.split(layer.block_features, -1)):
+                at, features = sum(sizes[:index]) * 48 // sum(sizes), sizes[index] * 48 // sum(sizes)
+                assert_near(part, expected[:, at : at + features].chunk(4, -1)[registry.rank("tensor")])
+            local = shard(weight, P(None, blocks("tensor", sizes)), registry)
+            torch.autograd.backward((output * local).sum())
+        assert_same_grads(layer, dense, registry)
+        assert inputs[0].grad is not None
+        assert inputs[1].grad is not None
+        assert_near(inputs[1].grad, inputs[0].grad)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (4, 1, 1)])
+@pytest.mark.parametrize("gather_output", [False, True])
+def test_fused_layers_have_a_part_of_each(world: World, sizes: tuple[int, ...], gather_output: bool) -> None:
+    world.run(4, fused_layers, sizes, gather_output)
+
+
+def test_blocks_of_a_layer_that_do_not_divide_are_refused() -> None:
+    registry = ProcessGroupRegistry(Topology(tensor=1))
+    with pytest.raises(ValueError, match="length 40 is no multiple of 6"):
+        ColumnParallelLinear(WIDTH, 40, registry, blocks=(4, 1, 1))
 
 
 def partial_gradients() -> None:

@@ -17,6 +17,7 @@ from meshstep.parallel import (
     P,
     ProcessGroupRegistry,
     Topology,
+    blocks,
     copy_to,
     cross_entropy_2d,
     gather_from,
@@ -104,6 +105,33 @@ def test_linear_in_one_process() -> None:
 @pytest.mark.parametrize("layout", ["row0", "all"])
 def test_linear_on_nine_ranks(world: World, layout: BiasLayout) -> None:
     world.run(9, linear_equals_dense, Topology(row=3, col=3), layout, torch.float64)
+
+
+def fused_equals_dense(layout: BiasLayout | None, sizes: tuple[int, ...]) -> None:
+    with ProcessGroupRegistry(GRID) as registry:
+        torch.manual_seed(SEED)
+        dense = nn.Linear(6, 24, bias=layout is not None, dtype=torch.float64)
+        torch.manual_seed(SEED)
+        layer = Linear2D(6, 24, registry, bias=layout, blocks=sizes, dtype=torch.float64)
+        rows, columns = P("row", blocks("col", sizes)), P("row", "col")
+        x, weight = torch.randn(4, 6, dtype=torch.float64), torch.randn(4, 24, dtype=torch.float64)
+        expected = dense(x)
+        torch.autograd.backward((expected * weight).sum())
+        output = layer(shard(x, columns, registry))
+        assert_near(output, shard(expected, rows, registry))
+        torch.autograd.backward((output * shard(weight, rows, registry)).sum())
+        assert_near(full_grad(layer.weight, spec_of(layer.weight), registry), grad_of(dense.weight).t())
+        assert torch.equal(unshard(layer.weight, rows, registry), dense.weight.t())
+        if layout is not None:
+            spec = bias_spec(layout, blocks=sizes)
+            assert_near(full_grad(layer.bias, spec, registry), grad_of(dense.bias))
+            assert torch.equal(unshard(layer.bias, spec, registry), dense.bias)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("sizes", [(1, 1), (4, 1, 1)])
+def test_linear_of_several_layers_in_one(world: World, layout: BiasLayout | None, sizes: tuple[int, ...]) -> None:
+    world.run(4, fused_equals_dense, layout, sizes)
 
 
 def bias_holders(layout: BiasLayout) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layouts import Axes, Run
 from meshstep.optim import ParallelOptimizer, load_checkpoint, save_checkpoint
-from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, blocks
 from meshstep.parallel.layout.pieces import boxes_of_run
 from properties import WITHOUT_SHRINKING, random_cases
 from scenarios import SCENARIOS, backward, batch, build
@@ -175,10 +175,25 @@ Layout = tuple[Axes, Specs, "str | None"]
 
 
 @st.composite
+def in_blocks(draw: st.DrawFn, spec: P, shape: tuple[int, ...], axes: Axes) -> P:
+    """The spec, but that dims which one axis cuts are cut in blocks where these divide."""
+    entries = []
+    for dim, length in enumerate(shape):
+        over = spec.dim_axes(dim)
+        size = prod(dict(axes)[axis] for axis in over)
+        fit = [ratio for ratio in ((1, 1), (1, 1, 1), (2, 1, 1), (1, 2)) if length % (size * sum(ratio)) == 0]
+        entries.append(
+            blocks(over, draw(st.sampled_from(fit))) if len(over) == 1 and fit and draw(st.booleans()) else over
+        )
+    return P(*entries, partial=spec.partial, owned=dict(spec.owned), tied=dict(spec.tied))
+
+
+@st.composite
 def any_layouts(draw: st.DrawFn) -> Layout:
     axes = tuple((axis, size) for axis, size in draw(topologies(4)) if axis != "pipe")
     zero = draw(st.sampled_from([None, *(axis for axis, _ in axes)]))
-    return axes, tuple(draw(specs(axes, len(shape))) for shape in SHAPES), zero
+    drawn = (draw(in_blocks(draw(specs(axes, len(shape))), shape, axes)) for shape in SHAPES)
+    return axes, tuple(drawn), zero
 
 
 @random_cases(st.tuples(any_layouts(), any_layouts()), 20, phases=WITHOUT_SHRINKING)  # it would take minutes

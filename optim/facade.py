@@ -29,7 +29,7 @@ from .states.copies import Recipe, rebuilt
 from .states.pieces import Piece, named_params_of
 from .states.saved import Saved
 from .step.data_parallel import Switch
-from .step.update import SkipMonitor
+from .step.update import OnNonfinite, SkipMonitor
 from .step.window import Window
 
 
@@ -47,6 +47,7 @@ class OptimizerFacade(torch.optim.Optimizer):
     `step` as it is.
     """
 
+    on_nonfinite: OnNonfinite
     _step_supports_amp_scaling = True  # a GradScaler then calls `step` on every rank, overflow or not
 
     registry: ProcessGroupRegistry

@@ -75,7 +75,8 @@ class Fp8(Precision):
             raise ValueError(f"base={self.base!r} is no base for 8-bit layers; give 'bf16' or 'fp32'")
         if self.scales not in ("tensor", "row"):
             raise ValueError(f"scales={self.scales!r}: give 'tensor', one scale a tensor, or 'row', one for each row")
-        if isinstance(self.leave_out, str) or not all(isinstance(pattern, str) for pattern in self.leave_out):
+        given: Any = self.leave_out
+        if isinstance(given, str) or not all(isinstance(pattern, str) for pattern in given):
             raise ValueError(f"leave_out={self.leave_out!r}: give a tuple of names or patterns, as ('head', '*.out')")
         object.__setattr__(self, "leave_out", tuple(self.leave_out))
 

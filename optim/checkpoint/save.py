@@ -130,7 +130,7 @@ def _write(path: Path, snapshot: _Snapshot, facts: dict[str, Any], registry: Pro
 
 
 def _check_window(optimizer: ParallelOptimizer) -> None:
-    pending = optimizer.window.micro_batches
+    pending = optimizer._window.micro_batches
     if pending:
         raise ValueError(
             f"{pending} micro-batches have been accumulated since the last step, and their gradients would be lost: call "

@@ -46,6 +46,7 @@ class HoldOnSkip(LRScheduler):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        assert isinstance(self.optimizer, ParallelOptimizer)
         self._hold = Hold(self.optimizer, self.schedule.step)
 
     def step(self) -> None:  # type: ignore[override]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
 
 from ...amp.casting import is_half
 from ..gradients.in_place import scale_gradients
 from ..norm.stats import GradStats
-from .hooks import step_within
 
 
 def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
@@ -129,6 +131,31 @@ def _fused_sgd_is_wrong() -> bool:
     weight.grad = torch.ones_like(weight)
     torch.optim.SGD([weight], lr=0.5, fused=True).step()
     return bool((weight != 0.5).any())
+
+
+# torch's global step hooks are to run once a step: around that of the optimizer that the user calls -------------------
+
+
+def step_within(optimizer: torch.optim.Optimizer) -> None:
+    """``optimizer.step()``, around which only its own hooks run: it is a part of another optimizer's step."""
+    with _no_global_hooks():
+        optimizer.step()
+
+
+@contextmanager
+def _no_global_hooks() -> Iterator[None]:
+    """Without the hooks of `register_optimizer_step_pre_hook` and ``..._post_hook``."""
+    registries: list[Any] = [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
+    kept = [dict(hooks) for hooks in registries]
+    for hooks in registries:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in zip(registries, kept, strict=True):
+            new = dict(hooks)
+            hooks.clear()
+            hooks.update({**before, **new})
 
 
 # Skips ----------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from .environment import LaunchEnvironment, Launcher, read_environment
@@ -91,7 +92,7 @@ def _join(backend: str, place: LaunchEnvironment, timeout: timedelta | None) -> 
         if attempt:
             given = {} if timeout is None else {"timeout": timeout}
             store, *_ = next(rendezvous(url, place.rank, place.world_size, **given))
-            dist.init_process_group(backend, store=dist.PrefixStore(attempt, store), **ranks)
+            dist.init_process_group(backend, store=PrefixStore(attempt, store), **ranks)
         else:
             dist.init_process_group(backend, init_method=url, **ranks)
     except dist.DistError as error:

@@ -109,7 +109,8 @@ class Region:
             if not self.numel:
                 return {} if prod(self.full_shape) else {self.offsets: tensor}
             return dict(self._rectangles(Box((0,) * tensor.dim(), self.shape), tensor))
-        found, flat, at = {}, tensor.reshape(-1), 0
+        found: dict[Shape, Tensor] = {}
+        flat, at = tensor.reshape(-1), 0
         for box in boxes_of_run(self.shape, self.start, self.stop):
             found.update(self._rectangles(box, flat[at : at + prod(box.sizes)].view(box.sizes)))
             at += prod(box.sizes)

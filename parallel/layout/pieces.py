@@ -26,6 +26,11 @@ class Box:
     offsets: Shape
     sizes: Shape
 
+    def overlaps(self, other: Box) -> bool:
+        """Whether some element is in both."""
+        sides = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        return all(max(a, b) < min(a + length, b + width) for a, length, b, width in sides)
+
 
 @dataclass(frozen=True)
 class Region:
@@ -95,11 +100,19 @@ class Region:
         if tensor.shape == self.shape:
             return {self.offsets: tensor} if self.numel or not prod(self.full_shape) else {}
         found, flat, at = {}, tensor.reshape(-1), 0
-        for box in boxes_of_run(self.shape, self.start, self.stop):
-            offsets = tuple(a + b for a, b in zip(self.offsets, box.offsets, strict=True))
-            found[offsets] = flat[at : at + prod(box.sizes)].view(box.sizes)
+        for box in self.boxes():
+            found[box.offsets] = flat[at : at + prod(box.sizes)].view(box.sizes)
             at += prod(box.sizes)
         return found
+
+    def boxes(self) -> Iterator[Box]:
+        """The rectangles of the logical tensor that it is made of, in the order of its elements."""
+        for box in boxes_of_run(self.shape, self.start, self.stop):
+            yield Box(tuple(a + b for a, b in zip(self.offsets, box.offsets, strict=True)), box.sizes)
+
+    def overlaps(self, other: Region) -> bool:
+        """Whether some element of the logical tensor is in both."""
+        return any(one.overlaps(two) for one in self.boxes() for two in other.boxes())
 
     def __str__(self) -> str:
         """Where it is, in a few characters: ``0,4+8,4`` for offsets and shape; a run has its ends added."""

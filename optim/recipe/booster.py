@@ -240,6 +240,7 @@ class Booster:
         dataloader: ShardedDataLoader[Any] | None = None,
         *,
         extra: Any = None,
+        keep: int = 1,
     ) -> Path:
         """`save_checkpoint`, with the loader's position in its epoch. Every rank calls it.
 
@@ -249,7 +250,7 @@ class Booster:
 
         position = None if dataloader is None else dataloader.state_dict()
         own = {"extra": extra, "dataloader": position}
-        return save_checkpoint(path, model, optimizer, lr_scheduler=lr_scheduler, extra=own)
+        return save_checkpoint(path, model, optimizer, lr_scheduler=lr_scheduler, extra=own, keep=keep)
 
     def load(
         self,

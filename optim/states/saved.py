@@ -73,7 +73,7 @@ class Saved:
         try:
             on_all_ranks(partial(_all_there, load), self.registry)
             self._load_weights(own)
-        except (ValueError, TypeError, RuntimeError):
+        except Exception:
             # torch put new containers in place of the old ones, which are therefore what they were.
             inner.__setstate__(backup)
             if scale is not None:
@@ -93,7 +93,7 @@ class Saved:
 
         try:
             on_all_ranks(partial(_all_there, load), self.registry)
-        except (ValueError, TypeError, RuntimeError):
+        except Exception:
             self.chain.load_state_dict(backup)
             with torch.no_grad():
                 for param, value in model:

@@ -31,6 +31,11 @@ class Box:
     offsets: Shape
     sizes: Shape
 
+    def overlaps(self, other: Box) -> bool:
+        """Whether some element is in both."""
+        sides = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        return all(max(a, b) < min(a + length, b + width) for a, length, b, width in sides)
+
 
 @dataclass(frozen=True)
 class Region:
@@ -132,6 +137,15 @@ class Region:
             for dim, (_, start, length) in enumerate(places):
                 rectangle = rectangle.narrow(dim, start, length)
             yield tuple(offset for offset, _, _ in places), rectangle
+
+    def boxes(self) -> list[Box]:
+        """The rectangles of the logical tensor that it is made of."""
+        parts = self.parts(torch.empty(self.numel, device="meta"))
+        return [Box(offsets, tuple(part.shape)) for offsets, part in parts.items()]
+
+    def overlaps(self, other: Region) -> bool:
+        """Whether some element of the logical tensor is in both."""
+        return any(one.overlaps(two) for one in self.boxes() for two in other.boxes())
 
     def __str__(self) -> str:
         """Where it is, in a few characters: ``0,4+8,4`` for offsets and shape; a run has its ends added, and blocks are

@@ -29,26 +29,36 @@ def gather_objects(value: T, registry: ProcessGroupRegistry) -> list[T]:
 
 
 def on_all_ranks(function: Callable[[], T], registry: ProcessGroupRegistry) -> T:
-    """``function()``, whose ValueError, TypeError or RuntimeError on any rank is raised on every rank.
+    """``function()``, whose error on any rank is raised on every rank.
 
     Every rank must call it at the same point; ``function`` must issue no collective.
 
     Raises:
-        The rank's own error where it has one; else one of the type of the first rank that failed, with its rank and text.
+        The rank's own error where it has one; else a ValueError, TypeError or RuntimeError with the rank and the text of
+        the first one that failed: of the same type if it is one of these, and a RuntimeError that names the type if not.
     Collectives: those of `gather_objects`. Host reads: yes.
     """
     try:
         result, error = function(), None
-    except (ValueError, TypeError, RuntimeError) as caught:
+    except Exception as caught:  # of any type: the other ranks must not wait for this one
         result, error = None, caught
     reports = gather_objects(None if error is None else (type(error).__name__, str(error)), registry)
     if error is not None:
         raise error
     for rank, report in enumerate(reports):
         if report is not None:
-            kinds = {"ValueError": ValueError, "TypeError": TypeError}
-            raise kinds.get(report[0], RuntimeError)(f"rank {rank}: {report[1]}")
+            kind, text = report
+            if kind in _SAME_KIND:
+                raise _SAME_KIND[kind](f"rank {rank}: {text}")
+            raise RuntimeError(f"rank {rank}: {kind}: {text}")
     return result  # type: ignore[return-value]
+
+
+_SAME_KIND: dict[str, type[Exception]] = {
+    "ValueError": ValueError,
+    "TypeError": TypeError,
+    "RuntimeError": RuntimeError,
+}
 
 
 def check_same(settings: Mapping[str, object], registry: ProcessGroupRegistry) -> None:

@@ -45,13 +45,22 @@ class ProcessGroupRegistry:
             ``torch.distributed`` at all.
         timeout: For collectives on the groups made here; by default that of the default group, which always keeps its own.
         backend: For the groups made here; the default group's otherwise.
+        apart: Use no group but those made here: the default group serves as the whole world's else. For collectives in a
+            thread of their own.
 
     Raises:
         RuntimeError: ``torch.distributed`` isn't initialised and the topology has more than one rank.
         ValueError: The topology's size isn't the world size, or another rank built a different one.
     """
 
-    def __init__(self, topology: Topology, *, timeout: timedelta | None = None, backend: str | None = None) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        *,
+        timeout: timedelta | None = None,
+        backend: str | None = None,
+        apart: bool = False,
+    ) -> None:
         self.topology = topology
         self._timeout = timeout
         self._backend = backend
@@ -63,7 +72,7 @@ class ProcessGroupRegistry:
         self.global_rank = 0 if self._world is None else dist.get_rank()
         self.coordinate = topology.coordinate(self.global_rank)
         self._name = _agreed_name(topology, self.global_rank) if topology.world_size > 1 else ""
-        if self._world is not None and backend in (None, dist.get_backend(self._world)):
+        if self._world is not None and not apart and backend in (None, dist.get_backend(self._world)):
             self._groups[tuple(range(topology.world_size))] = self._world
         _alive.add(self)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from layouts import Axes, Run
 from meshstep.optim import ParallelOptimizer, load_checkpoint, save_checkpoint
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, blocks
-from meshstep.parallel.layout.pieces import boxes_of_run
+from meshstep.parallel.layout.pieces import Region, boxes_of_run
 from properties import WITHOUT_SHRINKING, random_cases
 from scenarios import SCENARIOS, backward, batch, build
 from torch import Tensor, nn
@@ -36,6 +36,24 @@ def test_a_run_is_a_few_rectangles_in_order(shape: list[int], data: st.DataObjec
         found += part.flatten().tolist()
     assert found == list(range(start, stop))
     assert len(list(boxes_of_run(shape, start, stop))) <= max(1, 2 * len(shape) - 1)
+
+
+@st.composite
+def regions(draw: st.DrawFn, full: list[int]) -> Region:
+    """A run of a shard of a tensor."""
+    offsets = [draw(st.integers(0, length)) for length in full]
+    shape = [draw(st.integers(0, length - offset)) for length, offset in zip(full, offsets, strict=True)]
+    start = draw(st.integers(0, prod(shape)))
+    stop = draw(st.integers(start, prod(shape)))
+    return Region(tuple(full), tuple(offsets), tuple(shape), start, stop)
+
+
+@given(full=st.lists(st.integers(0, 4), max_size=3), data=st.data())
+def test_regions_overlap_where_they_have_elements_in_common(full: list[int], data: st.DataObject) -> None:
+    index = torch.arange(prod(full)).view(full)
+    one, other = (data.draw(regions(full)) for _ in range(2))
+    elements = [set(region.of(index).flatten()[region.start : region.stop].tolist()) for region in (one, other)]
+    assert one.overlaps(other) == (not elements[0].isdisjoint(elements[1]))
 
 
 # Other layouts ---------------------------------------------------------------------------------------------------------

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...parallel.layout.pieces import Region, Shape
+from ...parallel.layout.blocks import Span
+from ...parallel.layout.pieces import Region
 from ..states.pieces import SCALAR_STATE
 
-Place = tuple[Shape, Shape, int, int]
-"""A region of a parameter whose full shape is known: offsets, shape, start, stop."""
+Place = tuple[tuple[tuple[Span, ...], ...], int, int]
+"""A region of a parameter whose full shape is known: spans, start, stop."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def is_scalar(key: str, value: Tensor, region: Region) -> bool:
 
 def place_of(region: Region) -> Place:
     """Where in its parameter a region is."""
-    return region.offsets, region.shape, region.start, region.stop
+    return region.spans, region.start, region.stop
 
 
 # Of all ranks ---------------------------------------------------------------------------------------------------------

@@ -45,7 +45,8 @@ def regions(draw: st.DrawFn, full: list[int]) -> Region:
     shape = [draw(st.integers(0, length - offset)) for length, offset in zip(full, offsets, strict=True)]
     start = draw(st.integers(0, prod(shape)))
     stop = draw(st.integers(start, prod(shape)))
-    return Region(tuple(full), tuple(offsets), tuple(shape), start, stop)
+    spans = tuple(((offset, length),) for offset, length in zip(offsets, shape, strict=True))
+    return Region(tuple(full), spans, start, stop)
 
 
 @given(full=st.lists(st.integers(0, 4), max_size=3), data=st.data())

@@ -40,6 +40,8 @@ class Experts(nn.Module):
 class IntegerSteps(torch.optim.Optimizer):
     """Counts its steps in an int, as many do."""
 
+    elementwise = True
+
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
 

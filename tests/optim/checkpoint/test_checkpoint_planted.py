@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import zlib
 from collections.abc import Callable
@@ -23,13 +24,13 @@ from world import World
 
 
 class Payload:
-    """Makes a file where it is unpickled."""
+    """Makes a folder where it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = str(mark)
 
     def __reduce__(self) -> Any:
-        return (open, (self.mark, "w"))
+        return (os.mkdir, (self.mark,))
 
 
 def zipped(value: Any) -> bytes:

@@ -109,7 +109,7 @@ def cleared_by_the_model(precision: str) -> None:
         built.optimizer.backward(built.model(x).sum())
         built.optimizer.clip_grad_by_norm(1.0)
         built.model.zero_grad()
-        built.optimizer.window.close()
+        built.optimizer._window.close()
         stats = built.optimizer.step()
         assert stats is not None
         assert float(stats.total_norm) == 0

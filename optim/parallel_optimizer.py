@@ -214,17 +214,24 @@ class ParallelOptimizer(OptimizerFacade):
             self._clip_now(self._window.asked)
         problem = self._completion(self._window, self._switch)
         verdict = self._window.verdict or self._clipping(self.clip, self._window.divisor(self.registry, scale))
-        reason = self._skips.count(verdict.stats, self.on_nonfinite)
+        stats = verdict.stats
+        reason = self._skips.count(stats, self.on_nonfinite)
+        if reason is None:
+            update: Callable[[], object] = partial(apply_update, self.optimizer, stats.found_inf, verdict.factor)
+            for link in self._states.stepping:
+                update = partial(link.step, update)
+            update()
+        if self.loss_scale is not None:
+            self.loss_scale.update(stats.found_inf)  # only now: gradients were divided by the scale that backward used
+        self.last_stats = stats
+        self._window.close()
+        if self._switch is not None:
+            self._switch.expect(self._window)
         if reason is not None:
-            raise self._stopped(reason, verdict.stats)
-        update: Callable[[], object] = partial(apply_update, self.optimizer, verdict.stats.found_inf, verdict.factor)
-        for link in self._states.stepping:
-            update = partial(link.step, update)
-        update()
-        self._close(verdict.stats)
+            raise self._stopped(reason)  # whoever catches it goes on with a lower loss scale
         if problem is not None:
             raise problem
-        return verdict.stats
+        return stats
 
     def _scale_of_scaler(self) -> Tensor | None:
         """What a GradScaler that calls `step` multiplied the loss by, and has not undone; it sets ``self.grad_scale``."""
@@ -241,23 +248,13 @@ class ParallelOptimizer(OptimizerFacade):
         scale: Tensor | None = getattr(self, "grad_scale", None)
         return scale
 
-    def _stopped(self, reason: str, stats: GradStats) -> FloatingPointError:
+    def _stopped(self, reason: str) -> FloatingPointError:
         """The error that ends training, in the place of an update. Collectives, host reads: some."""
         names = nonfinite_names(self._clipping.params, self._clipping.plan.entries, self.registry)
-        self._close(stats)  # whoever catches the error goes on with a lower loss scale
         return FloatingPointError(
             f"{reason}; gradients that are not finite now: {', '.join(names) or 'none (the norm itself overflowed)'}. "
             "Nothing was stepped: look for a too large learning rate, a division by zero or a too large loss scale"
         )
-
-    def _close(self, stats: GradStats) -> None:
-        """Count the step, only now: the gradients were divided by the scale that backward used."""
-        if self.loss_scale is not None:
-            self.loss_scale.update(stats.found_inf)
-        self.last_stats = stats
-        self._window.close()
-        if self._switch is not None:
-            self._switch.expect(self._window)
 
     # Explicit clipping -----------------------------------------------------------------------------------------------
 

@@ -3,13 +3,13 @@
 from .checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from .clip.functional import clip_grad_norm_, clip_grad_value_, global_norm
 from .clip.policies import Adaptive, ByGroup, ByNorm, ByValue, Clip, PerParameter
+from .gradients.bucket import Exact, Exchange
 from .gradients.compressed import Bf16Wire
-from .gradients.exchange import Exact, Exchange
-from .gradients.gradients import Measure
 from .gradients.sync import sync_gradients
 from .monitor import Monitor, Report, TensorBoardWriter
 from .norm.entries import ParameterEntry
 from .norm.global_norm import GlobalNorm, Norms
+from .norm.measure import Measure
 from .norm.plan import Bucket, ReductionPlan
 from .norm.replicas import ReplicaMismatchError
 from .norm.stats import GradStats
@@ -23,7 +23,7 @@ from .states.offloaded import Offloaded
 from .states.pieces import Piece
 from .states.sharded import Sharded
 from .step.data_parallel import Reduce
-from .step.skips import Skip
+from .step.update import Skip
 
 __all__ = [
     "Adaptive",

@@ -17,15 +17,16 @@ from ..parallel.mesh.agreement import on_all_ranks
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .clip.decide import Clipping, Verdict
 from .clip.policies import ByNorm, Clip, clip_of
-from .gradients.gradients import Gradients
+from .clip.thresholds import AgreedThresholds
 from .norm.plan import ReductionPlan
 from .norm.stats import GradStats
 from .setup import Setup
 from .states.chain import Chain
+from .states.completion import Completion
 from .states.pieces import Piece, named_params_of
 from .states.saved import Saved
 from .step.data_parallel import Switch
-from .step.skips import SkipMonitor
+from .step.update import SkipMonitor
 from .step.window import Window
 
 
@@ -46,10 +47,10 @@ class OptimizerFacade(torch.optim.Optimizer):
     _plan: ReductionPlan
     _clipping: Clipping
     _states: Chain
-    _gradients: Gradients
+    _completion: Completion
     _switch: Switch | None
     _around_backward: Sequence[Callable[[Window[Clip, Verdict]], AbstractContextManager[None]]]
-    _monitor: SkipMonitor
+    _skips: SkipMonitor
     _model_params: Sequence[Tensor]
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -80,12 +81,13 @@ class OptimizerFacade(torch.optim.Optimizer):
 
     # Binding ---------------------------------------------------------------------------------------------------------
 
-    def _bind(self) -> None:
+    def _bind(self, thresholds: AgreedThresholds) -> None:
         """What belongs to the plan as it is now."""
         # Where backward leaves gradients.
         self._model_params = [param for group in self._groups for _, param in group]
-        self._gradients = self._setup.gradients(self._plan, self._states)
-        self._switch = self._setup.switch(self._gradients, getattr(self, "_switch", None))
+        self._completion = self._setup.completion(self._plan, self._states)
+        self._clipping = self._setup.clipping(self._plan, self._states, thresholds)
+        self._switch = self._setup.switch(self._completion, getattr(self, "_switch", None))
         self._around_backward = self._states.around_backward
         if self._switch is not None:
             self._around_backward = [*self._around_backward, self._switch.micro_batch]
@@ -113,9 +115,9 @@ class OptimizerFacade(torch.optim.Optimizer):
         finally:
             del self.param_groups[before:]
         self._states.add_param_group(group)
-        self._plan, self._clipping = plan, Clipping(thresholds, self._clipping.measure)
+        self._plan = plan
         self._groups.append(added)
-        self._bind()
+        self._bind(thresholds)
 
     # Reports and state -----------------------------------------------------------------------------------------------
 
@@ -134,7 +136,7 @@ class OptimizerFacade(torch.optim.Optimizer):
         setup = replace(self._setup, max_norm=value)
         plan = setup.plan_for_clip(self._plan)
         if plan is not self._plan:
-            self._gradients.replan(self._states.derive(plan))
+            self._clipping.replan(self._states.derive(plan))
         self._setup, self._plan, self.clip = setup, plan, clip_of(value)
 
     @property
@@ -145,12 +147,12 @@ class OptimizerFacade(torch.optim.Optimizer):
     @property
     def skipped_steps(self) -> int:
         """How many steps were skipped so far. Host reads: one."""
-        return self._monitor.total()
+        return self._skips.total()
 
     @property
     def plan(self) -> ReductionPlan:
         """What the norm sums over which ranks, agreed by all ranks; print it."""
-        return self._gradients.plan
+        return self._clipping.plan
 
     def pieces(self) -> list[Piece]:
         """Everything that the optimizer steps on this rank, with which part of which logical tensor it is; in the order of
@@ -172,7 +174,7 @@ class OptimizerFacade(torch.optim.Optimizer):
                 changed then.
         Collectives: two object all-gathers. Host reads: a few.
         """
-        self._monitor.restore(self._saved().load(state_dict))
+        self._skips.restore(self._saved().load(state_dict))
         self.window.close()
         if self._switch is not None:
             self._switch.expect(self.window)

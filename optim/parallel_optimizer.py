@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from ..amp.by_name import precision_of
 from ..amp.precision import Precision
 from ..parallel.mesh.registry import ProcessGroupRegistry
-from .clip.decide import Clipping, Verdict
+from .clip.decide import Verdict
 from .clip.policies import ByNorm, ByValue, Clip, clip_of
 from .facade import OptimizerFacade
-from .gradients.gradients import Measure
+from .gradients.kinds import nonfinite_names
+from .norm.measure import Measure
 from .norm.stats import GradStats
 from .setup import Setup
 from .states.link import Placement
 from .states.pieces import named_params_of
 from .step.data_parallel import Reduce
 from .step.old_arguments import wrong_arguments
-from .step.skips import OnNonfinite, SkipMonitor, reason_to_stop
-from .step.update import apply_update
-from .step.window import Window, weight_slots
+from .step.update import OnNonfinite, SkipMonitor, apply_update
+from .step.window import Window
 
 
 class ParallelOptimizer(OptimizerFacade):
@@ -72,8 +72,8 @@ class ParallelOptimizer(OptimizerFacade):
         ValueError, TypeError: On every rank, when an argument is out of range or when, on any rank, a parameter is
             undeclared, complex, sparse or laid out in a way that does not fit; when ranks declare different things.
             The optimizer is left as it was.
-    Collectives: here, object all-gathers. A step: those of `GradientSync`, and one to measure. Host reads: none in a
-    step but where said above, and on the first one, which checks on all ranks that gradients are dense and real.
+    Collectives: here, object all-gathers. A step: one all-reduce a bucket of gradients, and one to measure. Host reads:
+    none in a step but where said above, and on the first one, which checks on all ranks that gradients are dense and real.
     """
 
     def __init__(
@@ -99,13 +99,13 @@ class ParallelOptimizer(OptimizerFacade):
         self._setup = Setup(optimizer, registry, *given, wrong)
         self._groups = [named_params_of([group]) for group in self.param_groups]
         self._plan, thresholds = self._setup.agreed_plan(self._groups)
-        self._clipping = Clipping(thresholds, measure)
         self.clip, self.precision = clip_of(max_norm), precision_of(precision)
         self.window: Window[Clip, Verdict] = Window(accumulation_steps)
         self.loss_scale = self.precision.make_loss_scale(registry.device)
+        self._scale = None if self.loss_scale is None else self.loss_scale.scale
         self._states = self._setup.chain(self.precision)
-        self._bind()
-        self._monitor = SkipMonitor(registry.device)
+        self._bind(thresholds)
+        self._skips = SkipMonitor(registry.device)
         self.last_stats: GradStats | None = None
 
     # The window ------------------------------------------------------------------------------------------------------
@@ -141,7 +141,8 @@ class ParallelOptimizer(OptimizerFacade):
                 for around in self._around_backward:
                     stack.enter_context(around(self.window))
                 if loss is not None:
-                    self.scale_loss(loss).backward(**kwargs)
+                    loss = loss if self.loss_scale is None else self.scale_loss(loss)
+                    loss.backward(**kwargs)
         except BaseException:
             self.window.phase = "broken"
             raise
@@ -198,50 +199,27 @@ class ParallelOptimizer(OptimizerFacade):
             raise ValueError("step takes no closure: a skipped step can't be evaluated again; call backward, then step")
         if not self.window.ends(last):
             return None
-        problem = self._complete()
-        verdict = self._explicit() or self._decide(self.clip)
-        self._stop_if_nonfinite(verdict.stats)
-        self._states.step(partial(apply_update, self.optimizer, verdict.stats.found_inf, verdict.factor))
+        if self.window.asked is not None and self.window.verdict is None:
+            self._clip_now(self.window.asked)
+        problem = self._completion(self.window, self._switch)
+        verdict = self.window.verdict or self._clipping(self.clip, self.window.divisor(self.registry, self._scale))
+        reason = self._skips.count(verdict.stats, self.on_nonfinite)
+        if reason is not None:
+            raise self._stopped(reason, verdict.stats)
+        update: Callable[[], object] = partial(apply_update, self.optimizer, verdict.stats.found_inf, verdict.factor)
+        for link in self._states.stepping:
+            update = partial(link.step, update)
+        update()
         self._close(verdict.stats)
         if problem is not None:
             raise problem
         return verdict.stats
 
-    def _complete(self) -> TypeError | None:
-        """Reduce the gradients, once a window. Returns what is wrong with this rank's, after all ranks have been served."""
-        if self.window.phase in ("complete", "clipped"):
-            return None
-        self._states.look_at_frozen()
-        averaged = self._switch is None or self._switch.averages(self.window)
-        if self._gradients.early is not None:
-            self._gradients.complete_early(self.window.reduced)
-        self._states.bring(self.window, averaged)
-        problem = self._gradients.complete(averaged)
-        if self._states.frozen_since:
-            self._states.forget_frozen()
-        self.window.complete()
-        return problem
-
-    def _decide(self, clip: Clip | None, *, now: bool = False) -> Verdict:
-        """Measure, in one collective, and apply the rule."""
-        scale = None if self.loss_scale is None else self.loss_scale.scale
-        return self._clipping(
-            clip,
-            self._gradients,
-            self.optimizer.param_groups,
-            weight_slots(self.window.weight, self.registry),
-            partial(self.window.inverse, scale=scale, registry=self.registry),
-            loss_scale=scale,
-            now=now,
-        )
-
-    def _stop_if_nonfinite(self, stats: GradStats) -> None:
-        reason = reason_to_stop(self.on_nonfinite, self._monitor, stats)
-        if reason is None:
-            return
-        names = self._gradients.nonfinite_names()
+    def _stopped(self, reason: str, stats: GradStats) -> FloatingPointError:
+        """The error that ends training, in the place of an update. Collectives, host reads: some."""
+        names = nonfinite_names(self._clipping.params, self._clipping.plan.entries, self.registry)
         self._close(stats)  # whoever catches the error goes on with a lower loss scale
-        raise FloatingPointError(
+        return FloatingPointError(
             f"{reason}; gradients that are not finite now: {', '.join(names) or 'none (the norm itself overflowed)'}. "
             "Nothing was stepped: look for a too large learning rate, a division by zero or a too large loss scale"
         )
@@ -250,7 +228,6 @@ class ParallelOptimizer(OptimizerFacade):
         """Count the step, only now: the gradients were divided by the scale that backward used."""
         if self.loss_scale is not None:
             self.loss_scale.update(stats.found_inf)
-        self._monitor.update(stats.found_inf)
         self.last_stats = stats
         self.window.close()
         if self._switch is not None:
@@ -280,15 +257,9 @@ class ParallelOptimizer(OptimizerFacade):
         self.window.asked = clip
         return None
 
-    def _explicit(self) -> Verdict | None:
-        """What an explicit call decided in this window, or what it asked for in the middle of it."""
-        if self.window.verdict is None and self.window.asked is not None:
-            self._clip_now(self.window.asked)
-        return self.window.verdict
-
     def _clip_now(self, clip: Clip) -> Verdict:
-        problem = self._complete()
-        verdict = self._decide(clip, now=True)
+        problem = self._completion(self.window, self._switch)
+        verdict = self._clipping(clip, self.window.divisor(self.registry, self._scale), now=True)
         if self.window.verdict is not None:  # a second clip in one window must not hide what the first one found
             found_inf = torch.maximum(verdict.stats.found_inf, self.window.verdict.stats.found_inf)
             verdict = Verdict(replace(verdict.stats, found_inf=found_inf), None)

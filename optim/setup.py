@@ -15,24 +15,26 @@ from ..amp.stochastic_rounding import check_named
 from ..parallel.mesh.agreement import on_all_ranks
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from ..parallel.mesh.topology import default_role
+from .clip.decide import Clipping
 from .clip.policies import Clip, clip_of
 from .clip.thresholds import AgreedThresholds, agreed_thresholds, check_thresholds
 from .gradients.axes import sync_axes
 from .gradients.bucket import BUCKET_BYTES
 from .gradients.during_backward import BackwardReducer
-from .gradients.gradients import Gradients, Measure
-from .gradients.sync import GradientSync
+from .gradients.sync import gradient_buckets
 from .norm.agreement import agree, with_names
 from .norm.entries import ParameterEntry, entries_of
+from .norm.measure import Measure
 from .norm.plan import ReductionPlan
 from .norm.units import Units
 from .states.chain import Chain
+from .states.completion import Completion
 from .states.elementwise import check_update
 from .states.link import Binding, Placement, Position
 from .states.local_tensors import LocalTensors
 from .states.masters import precision_link
 from .step.data_parallel import DataParallelSwitch, Overlap, Reduce, Switch
-from .step.skips import OnNonfinite, checked_nonfinite
+from .step.update import OnNonfinite, checked_nonfinite
 from .step.window import Window
 
 NamedGroups = Sequence[Sequence[tuple[str | None, Tensor]]]
@@ -151,9 +153,14 @@ class Setup:
         links.insert(precision_at, precision_link(binding))
         return Chain(self.optimizer, [LocalTensors(self.registry.topology), *links], self.registry)
 
-    def gradients(self, plan: ReductionPlan, chain: Chain) -> Gradients:
-        """Those of what the chain steps, and which of them are reduced in backward (`switch`)."""
+    def clipping(self, plan: ReductionPlan, chain: Chain, thresholds: AgreedThresholds) -> Clipping:
+        """What measures the gradients of what the chain steps, and applies rules to them."""
         regions = [piece.region for piece in chain.pieces(plan.entries)]
+        tensors = chain.measured(), chain.compared(), regions
+        return Clipping(*tensors, chain.derive(plan), self.registry, self.measure, thresholds, self.optimizer)
+
+    def completion(self, plan: ReductionPlan, chain: Chain) -> Completion:
+        """What completes the gradients of what the chain steps, some of them while backward runs (`switch`)."""
         derived, measured, reduce = chain.derive(plan), chain.measured(), self.reduce
         leaves = {id(param) for param in chain.leaves}
         # A master's gradient is its parameter's too, a local tensor's its DTensor's: nobody may put another in its place.
@@ -165,23 +172,22 @@ class Setup:
             # Masters know by a gradient's identity whether it has been cleared.
             whole = not precision_of(self.precision).masters
             options = {**common, "adopt": whole, "only": can_be_early, "bucket_bytes": bucket_bytes}
-            early = GradientSync(chain.model_params, plan, self.registry, **options)
+            early = gradient_buckets(chain.model_params, plan, self.registry, **options)
             only = lambda entry: not can_be_early(entry)  # noqa: E731
         options = {**common, "adopt": adopt, "only": only, "bucket_bytes": reduce.bucket_bytes}
-        sync = GradientSync(measured, derived, self.registry, **options)
-        return Gradients(measured, chain.compared(), regions, derived, self.registry, self.measure, sync, early)
+        return Completion(chain, derived, gradient_buckets(measured, derived, self.registry, **options), early)
 
-    def switch(self, gradients: Gradients, before: Switch | None) -> Switch | None:
+    def switch(self, completion: Completion, before: Switch | None) -> Switch | None:
         """Who reduces gradients in backward; None: nobody.
 
         Args:
             before: Who did before param groups were added, and may have been turned off meanwhile.
         """
-        early = gradients.early
-        if early is None:
+        if completion.early is None:
             return before or self.binding(precision_of(self.precision)).data_parallel
-        names = {id(p): e.name for p, e in zip(early.params, gradients.plan.entries, strict=True)}
-        reducer = BackwardReducer(lambda param: names[id(param)], early.buckets, (), in_flight=None)
+        chain, entries = completion.chain, completion.plan.entries
+        names = {id(param): entry.name for param, entry in zip(chain.model_params, entries, strict=True)}
+        reducer = BackwardReducer(lambda param: names[id(param)], completion.early, (), in_flight=None)
         if not isinstance(before, Overlap):
             return Overlap(reducer)
         before.renew(reducer)

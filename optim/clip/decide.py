@@ -8,17 +8,23 @@ sees the norms of the gradients as they will be stepped with, and so does whoeve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..gradients.gradients import Gradients, Measure, Needs
-from ..norm.global_norm import Level, Norms
+from ...parallel.layout.pieces import Region
+from ...parallel.mesh.registry import ProcessGroupRegistry
+from ..gradients.in_place import is_complete, mark_complete, scale_gradients
+from ..norm.global_norm import GlobalNorm, Level, Norms
+from ..norm.measure import Measure
+from ..norm.plan import ReductionPlan
+from ..norm.replicas import ReplicaCheck, ReplicaMismatchError
 from ..norm.stats import GradStats
-from .policies import Clip
+from ..norm.units import UnitDim, Units
+from .policies import ByGroup, Clip
 from .thresholds import AgreedThresholds
 
 
@@ -30,77 +36,177 @@ class Verdict(NamedTuple):
     factor: Tensor | None
 
 
+class Divisor(NamedTuple):
+    """What gradients are to be divided by, which only the sum over all ranks tells.
+
+    Args:
+        slots: 1-dim; summed over all ranks in the collective that measures.
+        inverse: From that sum what gradients and norms are multiplied by; 0-dim, None for 1.
+        loss_scale: The part of it that backward put in, for the report.
+    """
+
+    slots: Tensor
+    inverse: Callable[[Tensor], Tensor | None]
+    loss_scale: Tensor | None = None
+
+
 @dataclass(frozen=True)
+class Needs:
+    """What one measurement needs besides the total and the groups; the key under which its `GlobalNorm` is kept."""
+
+    norm_type: float
+    level: Level = "total"
+    weights: bool = False
+    unit_dim: UnitDim = 0
+
+    def __hash__(self) -> int:
+        return hash((self.norm_type, self.level, self.weights, repr(self.unit_dim)))
+
+
 class Clipping:
     """Measures gradients, in one collective, and applies a rule to them.
 
     Args:
-        thresholds: Those of single param groups.
+        params: The tensors whose gradients are stepped with, in the order of the plan's entries.
+        compared: For each of them the tensor whose copies must be equal.
+        regions: For each of them which part of the logical tensor it is; None where pieces are of unequal sizes.
+        plan: Agreed by all ranks.
+        registry: The groups.
         measure: What is measured besides what a rule needs.
+        thresholds: Those of single param groups.
+        optimizer: Its param groups may have them.
     """
 
-    thresholds: AgreedThresholds
-    measure: Measure
-
-    def __call__(
+    def __init__(
         self,
-        clip: Clip | None,
-        gradients: Gradients,
-        param_groups: Sequence[Mapping[str, Any]],
-        slots: Tensor,
-        inverse_of: Callable[[Tensor], Tensor | None],
-        *,
-        loss_scale: Tensor | None = None,
-        now: bool = False,
-    ) -> Verdict:
+        params: Sequence[Tensor],
+        compared: Sequence[Tensor],
+        regions: Sequence[Region | None],
+        plan: ReductionPlan,
+        registry: ProcessGroupRegistry,
+        measure: Measure,
+        thresholds: AgreedThresholds,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        self.params, self.plan, self.registry, self.measure = list(params), plan, registry, measure
+        self.thresholds, self.optimizer = thresholds, optimizer
+        self._compared, self._regions = list(compared), list(regions)
+        self._replicas = ReplicaCheck(plan) if measure.check_replicas else None
+        self._measurers: dict[Needs, GlobalNorm] = {}
+
+    def replan(self, plan: ReductionPlan) -> None:
+        """The same plan, of which more is known now."""
+        self.plan = plan
+        self._measurers.clear()
+
+    def __call__(self, clip: Clip | None, divisor: Divisor, *, now: bool = False) -> Verdict:
         """What is done with the gradients; it has been done where it is not one factor for all.
 
         Args:
             clip: None: measure only.
-            gradients: As they are.
-            param_groups: This rank's, which may have thresholds.
-            slots: 1-dim; summed over all ranks in the same collective.
-            inverse_of: From that sum what gradients and norms are multiplied by; 0-dim, None for 1.
-            loss_scale: What is in the gradients, for the report.
+            divisor: What is still in the gradients.
             now: Unscale and clip in place, even where the factor could be folded into the update.
         Raises:
             ValueError: A group's threshold was changed, of which other ranks would not know.
-        Collectives: one. Host reads: none.
+            ReplicaMismatchError: On every rank, if copies are compared and differ.
+        Collectives: one. Host reads: none, unless copies are compared.
         """
         norm_type = self.measure.norm_type if clip is None or clip.norm_type is None else clip.norm_type
-        try:
-            clip = self.thresholds.rule(clip, param_groups, norm_type)
-        except ValueError:
-            gradients.measure(Needs(norm_type), slots)  # thresholds by group need no more: the other ranks do not wait
-            raise
+        clip = self._with_thresholds(clip, norm_type, divisor.slots)
         needs = Needs(norm_type) if clip is None else Needs(norm_type, clip.level, clip.weights, clip.unit_dim)
-        norms = gradients.measure(needs, slots)
-        inverse = inverse_of(norms.extra)
-        inverse = None if inverse is None else inverse.to(norms.total)
-        norms = norms.times(inverse)
+        norms = self._measured(needs, divisor.slots)
+        inverse = divisor.inverse(norms.extra)
+        if inverse is not None:
+            inverse = inverse.to(norms.total)
+            norms = norms._replace(
+                total=norms.total * inverse,
+                groups=norms.groups * inverse,
+                parameters=norms.parameters * inverse,
+                units=norms.units * inverse,
+            )
+        finite, one = norms.total.isfinite(), torch.ones_like(norms.total)
         factors = None if clip is None else clip.factors(norms)
-        shown = None if clip is None or factors is None else clip.shown(factors, norms)
-        stats = self._stats(shown, norms, gradients, loss_scale)
-        factor: Tensor | None = inverse
+        coef, factor = one, inverse
         level: Level = "total"
         if clip is not None and factors is not None:
-            factors = torch.where(norms.total.isfinite(), factors, torch.ones_like(norms.total))
+            coef = torch.where(finite, clip.shown(factors, norms), one)
+            factors = torch.where(finite, factors, one)
             factor, level = factors if inverse is None else factors * inverse, clip.level
         if factor is not None and (now or level != "total" or (clip is not None and clip.in_place)):
-            gradients.multiply_(level, factor)
+            self._multiply_(needs, level, factor)
             factor = None
         if clip is not None and clip.in_place:
-            clip.finish_(gradients.params)
-        return Verdict(stats, factor)
-
-    def _stats(self, shown: Tensor | None, norms: Norms, gradients: Gradients, loss_scale: Tensor | None) -> GradStats:
-        finite, one = norms.total.isfinite(), torch.ones_like(norms.total)
-        names = gradients.plan.parameter_names if self.measure.per_parameter else ()
-        return GradStats(
+            clip.finish_(self.params)
+        names = self.plan.parameter_names if self.measure.per_parameter else ()
+        stats = GradStats(
             total_norm=norms.total,
-            clip_coef=one if shown is None else torch.where(finite, shown, one),
+            clip_coef=coef,
             found_inf=finite.logical_not().float(),
             group_norms=norms.groups,
-            loss_scale=None if loss_scale is None else loss_scale.clone(),
+            loss_scale=None if divisor.loss_scale is None else divisor.loss_scale.clone(),
             parameter_norms=dict(zip(names, norms.parameters.unbind(), strict=True)) if names else {},
         )
+        return Verdict(stats, factor)
+
+    def _with_thresholds(self, clip: Clip | None, norm_type: float, slots: Tensor) -> Clip | None:
+        """The rule, with the thresholds of single param groups in it."""
+        groups = self.optimizer.param_groups
+        if not (
+            self.thresholds.some or isinstance(clip, ByGroup) or any(g.get("max_norm") is not None for g in groups)
+        ):
+            return clip
+        try:
+            return self.thresholds.rule(clip, groups, norm_type)
+        except ValueError:
+            self._measured(Needs(norm_type), slots)  # as the other ranks do, which must not wait
+            raise
+
+    # Measuring -------------------------------------------------------------------------------------------------------
+
+    def _measured(self, needs: Needs, extra: Tensor) -> Norms:
+        """The norms of the gradients as they are; ``Norms.extra`` is the sum of all ranks' ``extra``."""
+        if needs not in self._measurers:
+            self._measurers[needs] = self._measurer(needs)
+        gradients = [param.grad for param in self.params]
+        weights = self.params if needs.weights else ()
+        if self._replicas is None:
+            return self._measurers[needs](gradients, extra, weights)
+        copies = self._replicas.slots(self._compared, gradients, self.registry.device)
+        norms = self._measurers[needs](gradients, torch.cat([extra, copies]), weights)
+        if mismatches := self._replicas.mismatches(norms.extra[len(extra) :]):
+            raise ReplicaMismatchError(mismatches)
+        return norms._replace(extra=norms.extra[: len(extra)])
+
+    def _measurer(self, needs: Needs) -> GlobalNorm:
+        return GlobalNorm(
+            self.plan,
+            self.registry,
+            needs.norm_type,
+            self.measure.reduction,
+            self.measure.per_parameter or needs.level == "parameters",
+            Units.of(self.plan, self._regions, needs.unit_dim) if needs.level == "units" else None,
+            needs.level if needs.weights else None,
+        )
+
+    # Multiplying -----------------------------------------------------------------------------------------------------
+
+    def _multiply_(self, needs: Needs, level: Level, factors: Tensor) -> None:
+        """Multiply the gradients by factors at that level, in place."""
+        # All at once: gradients that are views of one buffer are written to together, as far as torch can tell.
+        complete = [param for param in self.params if is_complete(param)]
+        units = self._measurers[needs].units
+        if level == "total":
+            scale_gradients(self.params, factors)
+        elif level == "units" and units is not None:
+            for index, param in enumerate(self.params):
+                if param.grad is not None:
+                    units.multiply_(index, param.grad, factors)
+        else:
+            slots = [entry.group for entry in self.plan.entries] if level == "groups" else self.plan.parameter_slots
+            together: dict[int, list[Tensor]] = {}
+            for slot, param in zip(slots, self.params, strict=True):
+                together.setdefault(slot, []).append(param)
+            for slot, members in together.items():
+                scale_gradients(members, factors[slot])
+        for param in complete:
+            mark_complete(param)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from ...parallel.mesh.agreement import gather_objects
@@ -22,6 +23,11 @@ class AgreedThresholds:
 
     values: tuple[float | None, ...]
     everywhere: bool
+
+    @cached_property
+    def some(self) -> bool:
+        """Whether any group has one."""
+        return any(value is not None for value in self.values)
 
     def now(self, param_groups: Sequence[Mapping[str, Any]]) -> list[float | None]:
         """The thresholds, with those of this rank's groups as they are now.

@@ -10,17 +10,85 @@ it is summed, and copies get the same bits whatever order a backend sums in.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import Exchange, Finish, Memory
 from .flat import FlatBucket
-from .in_place import gradient_dtype
+from .in_place import mark_complete
 
 BUCKET_BYTES = 32 * 2**20
+
+Finish = Callable[[], object]
+Memory = dict[str, Tensor]
+
+
+class Exchange(ABC):
+    """How a flat buffer of gradients is summed over a group: what goes over the wire. Collectives: one a call. Host reads:
+    none.
+
+    It starts a sum and returns what finishes it, so that buckets overlap with each other and with backward; the caller
+    keeps the tensors until then. What it has to remember it keeps in the bucket's ``memory``; all ranks of the group give
+    the same exchange.
+    """
+
+    @abstractmethod
+    def all_reduce(self, flat: Tensor, group: dist.ProcessGroup, memory: Memory) -> Finish:
+        """Start to put the sum of all ranks' ``flat`` (1-dim, contiguous) in its place; the result finishes it."""
+
+    @abstractmethod
+    def reduce_scatter(self, own: Tensor, flat: Tensor, group: dist.ProcessGroup, memory: Memory) -> Finish:
+        """Start to put this rank's slice of the sum of all ranks' ``flat`` into ``own``; the result finishes it."""
+
+
+class Exact(Exchange):
+    """Sums in the gradients' own dtype."""
+
+    def all_reduce(self, flat: Tensor, group: dist.ProcessGroup, memory: Memory) -> Finish:
+        work: Any = dist.all_reduce(flat, group=group, async_op=True)
+        return work.wait  # type: ignore[no-any-return]
+
+    def reduce_scatter(self, own: Tensor, flat: Tensor, group: dist.ProcessGroup, memory: Memory) -> Finish:
+        work: Any = dist.reduce_scatter_single(own, flat, group=group, async_op=True)
+        return work.wait  # type: ignore[no-any-return]
+
+
+class Reducible(Protocol):
+    """Gradients that are completed together, when all of them are there."""
+
+    @property
+    def params(self) -> Sequence[Tensor]: ...
+
+    def start(self) -> Finish:
+        """Start to reduce the gradients that there are; the result finishes it."""
+
+
+class LocalGradients:
+    """The gradients that this rank sums with nobody, but has to divide.
+
+    Args:
+        params: The tensors whose ``.grad`` it is.
+        scale: What they are multiplied by.
+    """
+
+    def __init__(self, params: Sequence[Tensor], scale: float) -> None:
+        self.params, self.scale = list(params), scale
+
+    @torch.no_grad()
+    def start(self) -> Finish:
+        """Multiply them. Collectives, host reads: none."""
+        gradients = [param.grad for param in self.params if param.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, self.scale)
+        return _nothing
+
+
+def _nothing() -> None:
+    pass
 
 
 class GradientBucket:
@@ -36,6 +104,7 @@ class GradientBucket:
             one rank's gradient would.
         adopt: Let gradients become views of the flat buffer after an all-reduce, which saves a copy. Not where a gradient
             has another owner who would not see that.
+        pending: Those that must not be summed twice, and are marked: their gradients are never views.
     """
 
     def __init__(
@@ -47,9 +116,13 @@ class GradientBucket:
         dtype: torch.dtype,
         scale: float = 1.0,
         adopt: bool = False,
+        pending: Sequence[Tensor] = (),
     ) -> None:
         self.params, self.layout, self.dtype, self.scale = list(params), layout, dtype, scale
-        self._group, self._exchange, self._adopt = group, exchange, adopt
+        self._group, self._exchange, self._pending = group, exchange, list(pending)
+        self._adopt = (
+            adopt and not self._pending
+        )  # a mark knows a gradient by its version, which views of a buffer share
         self._memory: Memory = {}
         self._numel, self._padded = layout.numel, layout.padded_numel
         self._spans = [(at, at + numel) for at, numel in zip(layout.offsets, layout.numels, strict=True)]
@@ -71,22 +144,26 @@ class GradientBucket:
         def finish() -> None:
             arrived()
             self._unpack(flat)
+            for param in self._pending:
+                mark_complete(param)
 
         return finish
 
     @torch.no_grad()
-    def reduce_scatter(self, own: Tensor) -> Finish:
+    def reduce_scatter(self, own: Tensor) -> tuple[Finish, Tensor]:
         """Start to put this rank's slice of the sum into ``own``, [slice_numel] of the bucket's dtype.
 
-        The gradients are not needed any more when it returns, unless one is the whole buffer. Collectives: one. Host reads:
-        none.
+        Returns:
+            What finishes it, and the buffer, which must be kept until then. The gradients are not needed any more, unless
+            one is the whole buffer.
+        Collectives: one. Host reads: none.
         """
         first = dense(self.params[0].grad)
         if first is not None and first.dtype == self.dtype and self.fits_exactly(first):
             flat = first.view(-1) if self.scale == 1.0 else first.view(-1) * self.scale
         else:
             flat = self._packed()
-        return self._exchange.reduce_scatter(own, flat, self._group, self._memory)
+        return self._exchange.reduce_scatter(own, flat, self._group, self._memory), flat
 
     def _packed(self) -> Tensor:
         """[padded_numel]: the gradients times the scale, zeros where there are none."""
@@ -113,11 +190,11 @@ class GradientBucket:
         for view, param in zip(self.views(flat), self.params, strict=True):
             if param.grad is None and not param.requires_grad:
                 continue  # frozen since the bucket was made: what is no gradient must not be stepped with
-            if self._adopt and param.is_contiguous() and gradient_dtype(param) == self.dtype:
+            if self._adopt and param.is_contiguous():
                 param.grad = view
                 continue
             if param.grad is None:
-                param.grad = torch.empty_like(param, dtype=gradient_dtype(param))
+                param.grad = torch.empty_like(param, dtype=self.dtype)
             targets.append(param.grad)
             sources.append(view)
         if targets:
@@ -131,6 +208,12 @@ class GradientBucket:
         """Where each parameter lies in the flat buffer, of its shape."""
         places = zip(self.params, self._spans, strict=True)
         return [flat[start:stop].view(param.shape) for param, (start, stop) in places]
+
+
+def reduce_all(buckets: Iterable[Reducible]) -> None:
+    """Start all, then finish all in the same order. Collectives: those of the buckets."""
+    for finish in [bucket.start() for bucket in buckets]:
+        finish()
 
 
 def dense(gradient: Tensor | None) -> Tensor | None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import Exact, Exchange, Finish, Memory
+from .bucket import Exact, Exchange, Finish, Memory
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,12 @@ class Bf16Wire(Exchange):
         if flat.dtype != torch.float32:
             return Exact().reduce_scatter(own, flat, group, memory)
         part = torch.empty_like(own, dtype=torch.bfloat16)
-        arrived = Exact().reduce_scatter(part, self._rounded(flat, memory), group, memory)
+        held = [self._rounded(flat, memory)]  # the collective reads it until it has finished
+        arrived = Exact().reduce_scatter(part, held[0], group, memory)
 
         def finish() -> None:
             arrived()
+            held.clear()
             own.copy_(part)
 
         return finish

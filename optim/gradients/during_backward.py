@@ -6,11 +6,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Protocol
 
 from torch import Tensor
 
-from .exchange import Finish
+from .bucket import Finish, Reducible
 
 
 class InFlight:
@@ -24,34 +23,19 @@ class InFlight:
         self.most = most
         self._started: deque[Finish] = deque()
 
-    def add(self, finish: Finish) -> None:
-        """Take charge of an exchange that has been started; may finish an earlier one."""
-        self._started.append(finish)
-        if self.most is not None and len(self._started) >= self.most:
-            self._started.popleft()()
-
-    def finish(self) -> None:
-        """Finish all."""
-        while self._started:
-            self._started.popleft()()
-
-    @classmethod
-    def run(cls, starts: Iterable[Callable[[], Finish]], most: int | None = 2) -> None:
-        """Start and finish all of them."""
-        exchanges = cls(most)
+    def run(self, starts: Iterable[Callable[[], Finish]], *, to_the_end: bool = False) -> None:
+        """Start them, which may finish earlier ones; ``to_the_end``: then finish all."""
         for start in starts:
-            exchanges.add(start())
-        exchanges.finish()
+            self._started.append(start())
+            if self.most is not None and len(self._started) >= self.most:
+                self._started.popleft()()
+        while to_the_end and self._started:
+            self._started.popleft()()
 
 
-class Reducible(Protocol):
-    """A bucket that can be reduced when all of its parameters have their gradients."""
-
-    @property
-    def params(self) -> Sequence[Tensor]: ...
-
-    def start(self) -> Finish:
-        """Start to reduce the gradients that there are; the result finishes it."""
+def run_all(starts: Iterable[Callable[[], Finish]], most: int | None = 2) -> None:
+    """Start exchanges, and finish them; ``most`` as for `InFlight`."""
+    InFlight(most).run(starts, to_the_end=True)
 
 
 class BackwardReducer:
@@ -99,18 +83,17 @@ class BackwardReducer:
         except Exception:
             self._is_open, self._exchanges = False, InFlight(None)
             with suppress(Exception):  # the first one says more
-                self._start_rest()
+                self._exchanges.run(self._rest())
             raise
         finally:
             self._is_open = False
-        self._start_rest()
-        self._exchanges.finish()
+        self._exchanges.run(self._rest(), to_the_end=True)
         self.stray = None
 
-    def _start_rest(self) -> None:
+    def _rest(self) -> Iterator[Callable[[], Finish]]:
         for bucket in (*self._eager[self._next :], *self._late):
             self._next += 1
-            self._exchanges.add(bucket.start())
+            yield bucket.start
 
     def _arrived(self, param: Tensor) -> None:
         if not self._is_open:
@@ -125,12 +108,12 @@ class BackwardReducer:
             )
         self._waiting[index].discard(param)
         while self._next < len(self._eager) and not self._waiting[self._next]:
-            self._exchanges.add(self._eager[self._next].start())
+            self._exchanges.run([self._eager[self._next].start])
             self._next += 1
 
     def reduce_now(self) -> None:
         """Reduce all buckets, where backward has not. Collectives: those of the buckets."""
-        InFlight.run((bucket.start for bucket in (*self._eager, *self._late)), self._in_flight)
+        run_all([bucket.start for bucket in (*self._eager, *self._late)], self._in_flight)
 
     def check_nothing_came(self) -> None:
         """Raise RuntimeError if a parameter whose gradients have been reduced, and taken, has one again."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...parallel.interop.local import local_parameters
@@ -17,10 +16,9 @@ from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..norm.entries import ParameterEntry, entries_of
 from ..norm.plan import Bucket, ReductionPlan
 from .axes import layout_kind, sync_axes, sync_ranks, sync_scale
-from .bucket import BUCKET_BYTES, GradientBucket
-from .exchange import Exact, Exchange
+from .bucket import BUCKET_BYTES, Exact, Exchange, GradientBucket, LocalGradients, Reducible, reduce_all
 from .flat import flat_buckets
-from .in_place import gradient_dtype, is_complete, mark_complete
+from .in_place import gradient_dtype, is_complete
 
 
 class _Kind(NamedTuple):
@@ -33,8 +31,22 @@ class _Kind(NamedTuple):
     scale: float
 
 
-class GradientSync:
-    """Completes the gradients of one plan's parameters, in place.
+def gradient_buckets(
+    params: Sequence[Tensor],
+    plan: ReductionPlan,
+    registry: ProcessGroupRegistry,
+    average_data: bool = True,
+    *,
+    exchange: Exchange | None = None,
+    adopt: bool = False,
+    only: Callable[[ParameterEntry], bool] | None = None,
+    bucket_bytes: int | None = None,
+) -> list[Reducible]:
+    """What completes the gradients of one plan's parameters, in place; afterwards one that takes part in a sum is there on
+    every rank.
+
+    In the order in which backward fills them, but buckets with other peers apart: it is one order on all ranks that share
+    one. Last what is only divided.
 
     Args:
         params: The parameters, in the order of the plan's entries.
@@ -44,86 +56,41 @@ class GradientSync:
             and tied gradients are summed all the same.
         exchange: How flat buckets are summed.
         adopt: As for `GradientBucket`.
-        only: The entries that it completes; all, if None.
+        only: The entries whose gradients are completed; all, if None.
         bucket_bytes: Of a bucket; a larger parameter gets one of its own.
-
-    Attributes:
-        buckets: In the order in which backward fills them, but those with other peers apart: it is one order on all ranks
-            that share one.
+    Collectives: of each bucket one all-reduce, none where no group is larger than 1. Host reads: none.
     """
+    topology = plan.topology
+    together: dict[_Kind, list[int]] = {}
+    alone: dict[float, list[Tensor]] = {}  # by scale
+    for index, (param, entry) in enumerate(zip(params, plan.entries, strict=True)):
+        if only is not None and not only(entry):
+            continue
+        ranks = sync_ranks(entry.spec, topology, plan.rank, average_data, entry.averaged)
+        scale = sync_scale(topology, average_data, entry.averaged)
+        if entry.trained and len(ranks) > 1:
+            layout_of = layout_kind(entry.spec, topology)
+            key = _Kind(ranks, layout_of, str(gradient_dtype(param)), str(param.device), scale)
+            together.setdefault(key, []).append(index)
+        elif scale != 1.0:
+            alone.setdefault(scale, []).append(param)
+    made: list[tuple[tuple[int, ...], Bucket, int, GradientBucket]] = []
+    for kind, indices in sorted(together.items()):
+        dtype, numels = gradient_dtype(params[indices[0]]), [params[index].numel() for index in indices]
+        group, nbytes = registry.group_of(kind.ranks), BUCKET_BYTES if bucket_bytes is None else bucket_bytes
+        for layout in flat_buckets(indices, numels, 1, nbytes // dtype.itemsize):
+            members = [params[index] for index in layout.indices]
+            pending = [params[index] for index in layout.indices if _is_pending(plan, index)]
+            bucket = GradientBucket(members, layout, group, exchange or Exact(), dtype, kind.scale, adopt, pending)
+            # Tied copies stand in other places of other stages, so only the kind says the same on all ranks.
+            made.append((kind.ranks, kind.layout if kind.layout.tied else Bucket(), -layout.indices[-1], bucket))
+    divided = [LocalGradients(members, scale) for scale, members in alone.items()]
+    return [*(bucket for *_, bucket in sorted(made, key=lambda item: item[:3])), *divided]
 
-    def __init__(
-        self,
-        params: Sequence[Tensor],
-        plan: ReductionPlan,
-        registry: ProcessGroupRegistry,
-        average_data: bool = True,
-        *,
-        exchange: Exchange | None = None,
-        adopt: bool = False,
-        only: Callable[[ParameterEntry], bool] | None = None,
-        bucket_bytes: int | None = None,
-    ) -> None:
-        self.params, self.registry = list(params), registry
-        topology = plan.topology
-        together: dict[_Kind, list[int]] = {}
-        self._local: dict[float, list[int]] = {}  # by scale
-        chosen = [i for i, entry in enumerate(plan.entries) if only is None or only(entry)]
-        for index in chosen:
-            param, entry = self.params[index], plan.entries[index]
-            ranks = sync_ranks(entry.spec, topology, plan.rank, average_data, entry.averaged)
-            scale = sync_scale(topology, average_data, entry.averaged)
-            if entry.trained and len(ranks) > 1:
-                kind = layout_kind(entry.spec, topology)
-                key = _Kind(ranks, kind, str(gradient_dtype(param)), str(param.device), scale)
-                together.setdefault(key, []).append(index)
-            else:
-                self._local.setdefault(scale, []).append(index)
-        # Only what must not be summed twice needs a mark.
-        self._pending = [
-            self.params[index]
-            for index in chosen
-            if len(sync_ranks(plan.entries[index].spec, topology, plan.rank, average_data=False)) > 1
-        ]
-        # A mark knows a gradient by its version, which views of one buffer share.
-        self._adopted = {id(param) for param in self.params if adopt} - {id(param) for param in self._pending}
-        nbytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
-        self.buckets = self._make_buckets(together, exchange or Exact(), nbytes)
 
-    def _make_buckets(self, together: dict[_Kind, list[int]], exchange: Exchange, nbytes: int) -> list[GradientBucket]:
-        """The parameters of each kind in flat buckets of about so many bytes."""
-        made: list[tuple[tuple[int, ...], Bucket, int, GradientBucket]] = []
-        for kind, indices in sorted(together.items()):
-            dtype, numels = gradient_dtype(self.params[indices[0]]), [self.params[index].numel() for index in indices]
-            group = self.registry.group_of(kind.ranks)
-            for layout in flat_buckets(indices, numels, 1, nbytes // dtype.itemsize):
-                members = [self.params[index] for index in layout.indices]
-                adopt = all(id(param) in self._adopted for param in members)
-                bucket = GradientBucket(members, layout, group, exchange, dtype, kind.scale, adopt)
-                # Tied copies stand in other places of other stages, so only the kind says the same on all ranks.
-                made.append((kind.ranks, kind.layout if kind.layout.tied else Bucket(), -layout.indices[-1], bucket))
-        return [bucket for *_, bucket in sorted(made, key=lambda item: item[:3])]
-
-    @torch.no_grad()
-    def __call__(self) -> None:
-        """Reduce the gradients; afterwards a parameter that takes part in a bucket has one on every rank.
-
-        Collectives: one all-reduce a bucket, none where no group is larger than 1. Host reads: none.
-        """
-        finishes = [bucket.start() for bucket in self.buckets]
-        for finish in finishes:
-            finish()
-        self.finish()
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """What is left to do when the buckets have been reduced."""
-        for scale, indices in self._local.items():
-            local = [grad for index in indices if (grad := self.params[index].grad) is not None]
-            if local and scale != 1.0:
-                torch._foreach_mul_(local, scale)
-        for param in self._pending:
-            mark_complete(param)
+def _is_pending(plan: ReductionPlan, index: int) -> bool:
+    """Whether backward leaves a sum to be made that must not be made twice."""
+    return len(sync_ranks(plan.entries[index].spec, plan.topology, plan.rank, average_data=False)) > 1
 
 
 def sync_gradients(
@@ -136,7 +103,7 @@ def sync_gradients(
     Args:
         params: Declared parameters, or (name, parameter) pairs.
         registry: The groups.
-        average_data: As for `GradientSync`.
+        average_data: As for `gradient_buckets`.
     Raises:
         ValueError: A parameter has no spec; a pending sum has been made already (nothing was written to it since).
     Collectives: one all-reduce for each set of peers and kind of layout (and 32 MiB of gradients). Host reads: none.
@@ -153,4 +120,4 @@ def sync_gradients(
                     f"the gradient of {entry.name} ({entry.spec}) has been summed already and not written since; summing "
                     "it again would multiply it: call sync_gradients once, after the last backward"
                 )
-        GradientSync(local, plan, registry, average_data)()
+        reduce_all(gradient_buckets(local, plan, registry, average_data))

@@ -49,18 +49,6 @@ class Norms(NamedTuple):
     units: Tensor
     weights: Tensor
 
-    def times(self, factor: Tensor | None) -> Norms:
-        """The norms of the gradients times a 0-dim factor (None: 1)."""
-        if factor is None:
-            return self
-        factor = factor.to(self.total)
-        return self._replace(
-            total=self.total * factor,
-            groups=self.groups * factor,
-            parameters=self.parameters * factor,
-            units=self.units * factor,
-        )
-
 
 class GlobalNorm:
     """Measures the gradients of one plan.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from ...parallel.layout.pieces import Region
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from ..gradients.in_place import clear_gradients
 from ..norm.entries import ParameterEntry
 from ..norm.plan import ReductionPlan
 from .link import AnyWindow, Link
@@ -27,38 +25,43 @@ class Chain:
         optimizer: It may have stepped already.
         links: From the model's side on.
         registry: The groups.
+
+    Attributes:
+        held: What stands at each position of the param groups.
+        given: The model's parameters, some of which this rank may have no piece of: name, parameter, whether it was
+            trained.
+        bringing: The links that have gradients to `bring`, from the model's side on.
+        stepping: The links that do something around an update, `step`, the one next to the optimizer first.
     Collectives: those of the links.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, links: Sequence[Link], registry: ProcessGroupRegistry) -> None:
         self.optimizer, self.links, self.registry = optimizer, list(links), registry
-        self._held: list[Held] = []
-        # The model's parameters, some of which this rank may have no piece of: name, parameter, whether it was trained.
-        self._given: list[tuple[str, Tensor, bool]] = []
-        self.frozen_since: set[int] = set()
+        self.held: list[Held] = []
+        self.given: list[tuple[str, Tensor, bool]] = []
         self._add(optimizer.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group to the optimizer, and the stand-ins of its parameters; nothing changes where it raises."""
-        before, given = len(self.optimizer.param_groups), self._given[:]
+        before, given = len(self.optimizer.param_groups), self.given[:]
         self.optimizer.add_param_group(param_group)
         try:
             self._add(self.optimizer.param_groups[-1:])
         except Exception:
             del self.optimizer.param_groups[before:]
-            self._given = given
+            self.given = given
             raise
 
     def _add(self, groups: list[dict[str, Any]]) -> None:
-        held = held_in(groups, first=len(self._given))
+        held = held_in(groups, first=len(self.given))
         # The plan is agreed anew, without what has been frozen since: that is frozen for good.
-        self._given = [(name, param, trained and param.requires_grad) for name, param, trained in self._given]
-        self._given += [(h.name, h.param, h.param.requires_grad) for h in held]
+        self.given = [(name, param, trained and param.requires_grad) for name, param, trained in self.given]
+        self.given += [(h.name, h.param, h.param.requires_grad) for h in held]
         for link in self.links:
             held = self._install(link, groups, held)
-        self._held += held
-        self._bringing = self._those_with("bring")
-        self._stepping = self._those_with("step", "publish")
+        self.held += held
+        self.bringing = self._those_with("bring")
+        self.stepping = self._those_with("step", "publish")[::-1]
 
     def _those_with(self, *methods: str) -> list[Link]:
         """The links that do something there: a step should not pass through the others."""
@@ -91,12 +94,12 @@ class Chain:
     @property
     def leaves(self) -> list[Tensor]:
         """What the optimizer was given at each position, for which backward makes gradients."""
-        return [h.path[0] for h in self._held]
+        return [h.path[0] for h in self.held]
 
     @property
     def model_params(self) -> list[Tensor]:
         """The model's (local) parameter at each position."""
-        return [h.param for h in self._held]
+        return [h.param for h in self.held]
 
     def pieces(self, entries: Sequence[ParameterEntry]) -> list[Piece]:
         """The same, with what each is of the model.
@@ -104,7 +107,7 @@ class Chain:
         Args:
             entries: Of the model's parameters, by index.
         """
-        pairs = zip(self._held, self.stepped, strict=True)
+        pairs = zip(self.held, self.stepped, strict=True)
         return [
             Piece(h.name, h.param, tensor, h.offset, self._region(h, tensor, entries[h.index])) for h, tensor in pairs
         ]
@@ -128,7 +131,7 @@ class Chain:
         return [self._before(h, tensor, lambda link, given: link.differs) for h, tensor in self._both()]
 
     def _both(self) -> Iterator[tuple[Held, Tensor]]:
-        return zip(self._held, self.stepped, strict=True)
+        return zip(self.held, self.stepped, strict=True)
 
     def _before(self, held: Held, tensor: Tensor, stops: Callable[[Link, Tensor], bool]) -> Tensor:
         """What the first link was given at which to stop, else what is stepped."""
@@ -138,11 +141,11 @@ class Chain:
     def derive(self, plan: ReductionPlan) -> ReductionPlan:
         """The plan of what is `measured`, from that of the model's parameters; no collective."""
         measured = self.measured()
-        entries = tuple(plan.entries[h.index] for h in self._held)
-        slots = tuple(plan.parameter_slots[h.index] for h in self._held) if plan.parameter_slots else ()
+        entries = tuple(plan.entries[h.index] for h in self.held)
+        slots = tuple(plan.parameter_slots[h.index] for h in self.held) if plan.parameter_slots else ()
         plan = replace(plan, entries=entries, parameter_slots=slots)
         for link in self.links:
-            plan = link.derive(plan, self._held, measured)
+            plan = link.derive(plan, self.held, measured)
         return plan
 
     # The step --------------------------------------------------------------------------------------------------------
@@ -151,43 +154,6 @@ class Chain:
     def around_backward(self) -> list[Callable[[AnyWindow], AbstractContextManager[None]]]:
         """What every rank enters around the backward of one micro-batch, with the window."""
         return [link.micro_batch for link in self._those_with("micro_batch")]
-
-    def bring(self, window: AnyWindow, averaged: bool = True) -> None:
-        """Give `measured` the gradients that backward made; see `Link.bring`."""
-        for link in self._bringing:
-            link.bring(window, averaged)
-        window.holds_old = True
-
-    def look_at_frozen(self) -> None:
-        """Note in ``frozen_since`` the ids of parameters that have been frozen since they came, and have no gradient.
-
-        Raises:
-            RuntimeError: One was unfrozen that was frozen when it came: no rank would average its gradient.
-        """
-        found = self.frozen_since = set()
-        for name, param, trained in self._given:
-            if param.requires_grad == trained:
-                continue
-            if not trained:
-                raise RuntimeError(
-                    f"{name} was frozen when the optimizer was made, and is not now; whose gradients are averaged was "
-                    "agreed then: unfreeze before making ParallelOptimizer, or leave it out and add it later with "
-                    "add_param_group"
-                )
-            if param.grad is None:
-                found.add(id(param))
-
-    def forget_frozen(self) -> None:
-        """Clear what other ranks gave for parameters that are frozen here: zeros, which are no gradients."""
-        for h, tensor in zip(self._held, self.measured(), strict=True):
-            if id(h.path[0]) in self.frozen_since:
-                clear_gradients([tensor, *h.path], set_to_none=True)
-
-    def step(self, update: Callable[[], object]) -> None:
-        """Call ``update``, which steps the optimizer or skips, and bring the result into the model."""
-        for link in reversed(self._stepping):
-            update = partial(link.step, update)
-        update()
 
     def clear(self, set_to_none: bool = True) -> None:
         """Clear all gradients."""

@@ -84,11 +84,12 @@ class Masters(Link):
         self._made.collect()
 
     def step(self, update: Callable[[], object]) -> None:
-        for tensor, master in self._made.pairs:
+        masters = self._made
+        for tensor, master in masters.pairs:
             if master.grad is None and tensor.grad is not None:  # it came only now, to a copy on the CPU
                 master.grad = tensor.grad.float()
         update()
-        self.publish()
+        masters.publish()
 
     def publish(self) -> None:
         self._made.publish()

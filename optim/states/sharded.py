@@ -12,8 +12,8 @@ Reference: Rajbhandari et al. 2019, "ZeRO", arXiv:1910.02054.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -27,9 +27,8 @@ from ...parallel.layout.annotation import annotate
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.topology import default_role
 from ..gradients.axes import sync_axes
-from ..gradients.bucket import BUCKET_BYTES
-from ..gradients.during_backward import BackwardReducer, InFlight
-from ..gradients.exchange import Exact, Exchange
+from ..gradients.bucket import BUCKET_BYTES, Exact, Exchange
+from ..gradients.during_backward import BackwardReducer, run_all
 from ..gradients.flat import FlatBucket, flat_buckets
 from ..norm.entries import ParameterEntry, entries_of
 from ..norm.plan import Bucket, ReductionPlan
@@ -96,6 +95,7 @@ class Shards(Link):
     def __init__(self, how: Sharded, binding: Binding) -> None:
         self.how, self.registry, self._main_grads = how, binding.registry, binding.main_grads
         self._averages_data = binding.averages_data
+        self.buckets: list[Slices] = []  # early and late: all, in the order in which they are reduced and gathered
         self._early: list[Slices] = []
         self._late: list[Slices] = []
         self._norm_buckets: set[Bucket] = set()
@@ -103,11 +103,6 @@ class Shards(Link):
         self._names: dict[Tensor, str] = {}
         self._cuts: list[tuple[int, int]] = []
         self._reducer: BackwardReducer | None = None
-
-    @property
-    def buckets(self) -> list[Slices]:
-        """All, in the order in which they are reduced and gathered."""
-        return self._early + self._late
 
     # Layout ----------------------------------------------------------------------------------------------------------
 
@@ -126,6 +121,7 @@ class Shards(Link):
                 index = layout.indices[segment.position]
                 annotate(piece, piece_spec(entries[index].spec, self.how.axis), entries[index].name)
                 pieces[tensors[index]].append((piece, segment.start))
+        self.buckets = self._early + self._late
         self._cuts += [
             (offset, piece.numel()) for tensor in tensors for piece, offset in pieces.get(tensor, [(tensor, 0)])
         ]
@@ -210,8 +206,7 @@ class Shards(Link):
 
     # The step --------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def micro_batch(self, window: AnyWindow) -> Iterator[None]:
+    def micro_batch(self, window: AnyWindow) -> AbstractContextManager[None]:
         """With sharded gradients every bucket is reduced into this rank's slice, where micro-batches add up, and the
         parameters have no gradients afterwards.
 
@@ -219,11 +214,9 @@ class Shards(Link):
             RuntimeError: The gradients of the window before have not been cleared.
         """
         if self._reducer is None:
-            yield
-            return
+            return nullcontext()
         _check_cleared(window)
-        with self._reducer.micro_batch():
-            yield
+        return self._reducer.micro_batch()
 
     @torch.no_grad()
     def bring(self, window: AnyWindow, averaged: bool) -> None:
@@ -233,31 +226,32 @@ class Shards(Link):
             RuntimeError: With sharded gradients: those of the window before have not been cleared; or a micro-batch went
                 past `micro_batch`, in a window in which another did not.
         """
-        self._refresh()
+        buckets = self.buckets
+        if self._reducer is not None:
+            _check_cleared(window)
+        for bucket in buckets:  # see what was written to the model's parameters since the last step
+            bucket.refresh()
         if self._reducer is None:
-            for bucket in self.buckets:
+            for bucket in buckets:
                 bucket.gradients = [None] * len(bucket.pieces)  # the parameters' gradients hold all of the window
             summed = not averaged and self.how.axis in self.registry.topology.data_axes
-            InFlight.run(partial(bucket.reduce, summed=summed) for bucket in self.buckets)
+            run_all([partial(bucket.reduce, summed=summed) for bucket in buckets])
+        elif window.micro_batches:
+            self._reducer.check_nothing_came()
         else:
-            _check_cleared(window)
-            if window.micro_batches:
-                self._reducer.check_nothing_came()
-            else:
-                self._reducer.reduce_now()
-        for bucket in self.buckets:
+            self._reducer.reduce_now()
+        for bucket in buckets:
             for piece, gradient in zip(bucket.pieces, bucket.gradients, strict=True):
                 piece.grad = gradient
 
-    def _refresh(self) -> None:
-        """See what was written to the model's parameters since the last step."""
-        for bucket in self.buckets:
-            bucket.refresh()
+    def step(self, update: Callable[[], object]) -> None:
+        update()
+        self.publish()
 
     @torch.no_grad()
     def publish(self) -> None:
         """Bring all ranks' pieces together in the model's parameters."""
-        InFlight.run(bucket.gather for bucket in self.buckets)
+        run_all([bucket.gather for bucket in self.buckets])
 
     def clear(self, set_to_none: bool) -> None:
         """Clear the gradients of the pieces and of the model's parameters."""
@@ -280,7 +274,8 @@ class Shards(Link):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The model may have been loaded before; masters, if there are any, then have the last word."""
-        self._refresh()
+        for bucket in self.buckets:
+            bucket.refresh()
 
 
 def _check_cleared(window: AnyWindow) -> None:

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from ..gradients.bucket import GradientBucket, dense
-from ..gradients.exchange import Exchange, Finish
+from ..gradients.bucket import Exchange, Finish, GradientBucket, dense
 from ..gradients.flat import FlatBucket, Segment
 from ..gradients.in_place import clear_gradients
 
@@ -55,6 +54,8 @@ class Slices:
         # Divided before the sum, float16 gradients overflow no earlier than one rank's would; else the slice is less work.
         early = average if grad_dtype == torch.float16 else 1.0
         self._late = 1.0 if grad_dtype == torch.float16 else average
+        self._filled = layout.numel
+        self._travels_as_it_is = len(self.params) == 1 and self.params[0].numel() == layout.padded_numel
         self._bucket = GradientBucket(self.params, layout, self._group, exchange, grad_dtype, early)
         self.segments = layout.segments(self._rank)
         self.pieces: list[Tensor] = [nn.Parameter(self._piece(segment)) for segment in self.segments]
@@ -88,7 +89,7 @@ class Slices:
 
     def gather(self) -> Finish:
         """Start to bring all ranks' pieces into the parameters. Collectives: one all-gather."""
-        if self._bucket.fits_exactly(self.params[0]):
+        if self._travels_as_it_is and self.params[0].is_contiguous():
             flat = self.params[0].data.view(-1)
         else:
             flat = self.params[0].new_empty(self._numel * self.layout.slices)
@@ -103,7 +104,10 @@ class Slices:
             if flat.data_ptr() == self.params[0].data_ptr():
                 torch.autograd.graph.increment_version(self.params)
             else:
-                torch._foreach_copy_(self.params, self._bucket.views(flat))
+                parts = flat[: self._filled].split(self.layout.numels)
+                torch._foreach_copy_(
+                    self.params, [part.view(p.shape) for part, p in zip(parts, self.params, strict=True)]
+                )
             self._seen = self._look()
 
         return finish
@@ -132,7 +136,7 @@ class Slices:
         """
         if summed := summed or self.summed:
             own = self.params[0].new_empty(self._numel, dtype=self.grad_dtype)
-            arrived = self._bucket.reduce_scatter(own)
+            arrived, *held = self._bucket.reduce_scatter(own)
         else:
             parts = [self._gradient_part(segment) for segment in self.segments]
         if self.release:
@@ -143,6 +147,7 @@ class Slices:
         def finish() -> None:
             if summed:
                 arrived()
+                held.clear()
                 if self._late != 1.0:
                     own.mul_(self._late)
                 self._add([own[s.offset : s.offset + s.numel] for s in self.segments])

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..gradients.bucket import Exchange
 from ..gradients.during_backward import BackwardReducer
-from ..gradients.exchange import Exchange
 from .window import Window
 
 

@@ -1,15 +1,18 @@
-"""Step a torch optimizer with one factor on the gradients, or not at all: on the device where the optimizer can."""
+"""Step a torch optimizer with one factor on the gradients, or skip: on the device where the optimizer can, and count it."""
 
 from __future__ import annotations
 
+import ctypes
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ...amp.casting import is_half
 from ..gradients.in_place import scale_gradients
+from ..norm.stats import GradStats
 
 
 def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
@@ -113,3 +116,100 @@ def _fused_sgd_is_wrong() -> bool:
     weight.grad = torch.ones_like(weight)
     torch.optim.SGD([weight], lr=0.5, fused=True).step()
     return bool((weight != 0.5).any())
+
+
+# Skips ----------------------------------------------------------------------------------------------------------------
+
+LAG = 16
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Skip a step whose gradient norm is not finite, on every rank; so many in a row are an error on every rank.
+
+    Args:
+        most_in_a_row: >= 1; noticed at most `LAG` steps late, because nobody waits for the device.
+    """
+
+    most_in_a_row: int = 50
+
+    def check(self) -> None:
+        """Raise ValueError if it is out of range."""
+        if self.most_in_a_row < 1:
+            raise ValueError(f"most_in_a_row={self.most_in_a_row}: give a number >= 1")
+
+
+OnNonfinite = Literal["skip", "raise"] | Skip
+
+
+def checked_nonfinite(on_nonfinite: OnNonfinite) -> OnNonfinite:
+    """``on_nonfinite``; ValueError where it is none of these."""
+    if isinstance(on_nonfinite, Skip):
+        on_nonfinite.check()
+    elif on_nonfinite not in ("skip", "raise"):
+        raise ValueError(f"on_nonfinite={on_nonfinite!r}: give 'skip', 'raise' or Skip(most_in_a_row=...)")
+    return on_nonfinite
+
+
+class SkipMonitor:
+    """Counts of skipped steps: in all, and in a row.
+
+    The counts live on the device. Each step copies them to host memory without waiting, and `count` reads the
+    copy that was made `LAG` steps earlier, which has arrived long since. All ranks read the same step's counts, so what
+    they conclude is agreed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.counts = torch.zeros(2, dtype=torch.int64, device=device)
+        self._copies = torch.zeros(LAG, 2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._arrived: list[torch.cuda.Event | None] = [None] * LAG
+        self._step = 0
+
+    def count(self, stats: GradStats, on_nonfinite: OnNonfinite) -> str | None:
+        """Count one step, which is skipped where ``stats.found_inf`` is 1, before it is made.
+
+        Returns:
+            Why training should end here, if it should; the same on every rank.
+        Host reads: one with ``"raise"``, else none.
+        """
+        most = (on_nonfinite if isinstance(on_nonfinite, Skip) else Skip()).most_in_a_row
+        in_a_row = self._in_a_row_before()
+        self._add(stats.found_inf)
+        if in_a_row >= most:
+            return f"{in_a_row} steps in a row were skipped because the gradient norm was not finite"
+        if on_nonfinite == "raise" and bool(stats.found_inf):
+            return f"the gradient norm is {float(stats.total_norm)}"
+        return None
+
+    def _add(self, found_inf: Tensor) -> None:
+        skipped = found_inf.to(torch.int64)
+        self.counts.add_(skipped)
+        self.counts[1].mul_(skipped)
+        if self.counts.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        slot = self._step % LAG
+        self._copies[slot].copy_(self.counts, non_blocking=True)
+        if self.counts.is_cuda:
+            self._arrived[slot] = torch.cuda.Event()
+            self._arrived[slot].record()  # type: ignore[union-attr]
+        self._step += 1
+
+    def _in_a_row_before(self) -> int:
+        """Skipped steps in a row as of `LAG` steps before this one; 0 in the first steps."""
+        if self._step < LAG:
+            return 0
+        slot = self._step % LAG
+        event = self._arrived[slot]
+        if event is not None:
+            event.synchronize()
+        address = self._copies.data_ptr() + slot * 2 * 8 + 8
+        return ctypes.c_int64.from_address(address).value
+
+    def total(self) -> int:
+        """Skipped steps in all. Host reads: one."""
+        return int(self.counts[0])
+
+    def restore(self, total: int) -> None:
+        """Start again from ``total`` skipped steps and none in a row."""
+        self.counts[0], self.counts[1] = total, 0
+        self._step = 0

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Generic, Literal, TypeVar
 from weakref import WeakKeyDictionary
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from ..clip.decide import Divisor
 
 Phase = Literal["open", "accumulating", "complete", "clipped", "broken"]
 Asked = TypeVar("Asked")
@@ -103,13 +105,12 @@ class Window(Generic[Asked, Verdict]):
         """Whether `zero_grad` is to do anything: not in the middle of a window of managed accumulation."""
         return self.steps is None or not self.micro_batches or self.phase == "broken"
 
-    def inverse(self, totals: Tensor, scale: Tensor | None, registry: ProcessGroupRegistry) -> Tensor | None:
-        """What undoes the loss scale and divides by the window's weight; 0-dim, None for 1.
+    def divisor(self, registry: ProcessGroupRegistry, scale: Tensor | None) -> Divisor:
+        """What gradients are to be divided by: the loss scale, if there is one, and the weight of the window."""
+        slots = weight_slots(self.weight, registry)
+        return Divisor(slots, partial(self._inverse, scale=scale, registry=registry), scale)
 
-        Args:
-            totals: Of all ranks' `weight_slots`.
-            scale: The loss scale, if there is one.
-        """
+    def _inverse(self, totals: Tensor, scale: Tensor | None, registry: ProcessGroupRegistry) -> Tensor | None:
         if self.verdict is not None:
             return None  # the gradients were clipped in place in this window, and have it in them already
         inverse = None if scale is None else scale.to(totals).reciprocal()

@@ -35,7 +35,8 @@ def slices_off(layout_name: str, how: Sharded, mode: Precision | str, micros: in
         groups: Any = model.groups()
         optimizer = ParallelOptimizer(torch.optim.SGD(groups, lr=0.1), registry, precision=mode, states=how)
         run_step(model, optimizer, 0, micros)
-        optimizer._states.bring(optimizer.window)
+        for link in optimizer._states.bringing:
+            link.bring(optimizer.window, True)
         scale = 1.0 if optimizer.loss_scale is None else float(optimizer.loss_scale.scale)
         found = []
         for bucket in link_of(optimizer, Shards).buckets:

@@ -1,0 +1,100 @@
+"""The end of a window: gradients made whole, on their way from where backward left them to what is stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...parallel.mesh.agreement import on_all_ranks
+from ..gradients.bucket import Reducible, reduce_all
+from ..gradients.in_place import clear_gradients
+from ..gradients.kinds import check_kinds, poison_bad_kinds
+from ..gradients.sync import gradient_buckets
+from ..norm.plan import ReductionPlan
+from ..step.data_parallel import Switch
+from .chain import Chain
+from .link import AnyWindow
+
+
+class Completion:
+    """Completes the gradients of what one chain steps; made anew when parameters are added.
+
+    Args:
+        chain: What stands in for the model's parameters.
+        plan: Of what is stepped.
+        buckets: They complete the gradients that have come to the end of the chain.
+        early: They complete first those of the model's parameters that can be reduced while backward runs, if that is
+            wanted.
+    """
+
+    def __init__(
+        self, chain: Chain, plan: ReductionPlan, buckets: Sequence[Reducible], early: Sequence[Reducible] | None
+    ) -> None:
+        self.chain, self.plan, self.early = chain, plan, early
+        self.params = chain.measured()
+        self._buckets = list(buckets)
+        self._checked_kinds = False
+
+    @torch.no_grad()
+    def __call__(self, window: AnyWindow, switch: Switch | None) -> TypeError | None:
+        """Reduce the gradients, once a window.
+
+        Args:
+            switch: What reduces gradients in backward, if anything does.
+        Returns:
+            What is wrong with the gradients of this rank alone, after all ranks have been served.
+        Raises:
+            RuntimeError: A parameter was unfrozen; torch's data parallelism has not reduced what only it can reduce.
+            TypeError: On every rank, the first time, where on any a gradient is sparse or complex.
+        Collectives: those of the buckets and links; the first time an object all-gather. Host reads: only then.
+        """
+        if window.phase in ("complete", "clipped"):
+            return None
+        frozen = self._frozen_since()
+        averaged = switch is None or switch.averages(window)
+        # Before anybody else takes, or looks at, the gradients of the model's parameters: a rank has the same order of
+        # collectives whether it ran a backward or not.
+        if self.early is not None and not window.reduced:
+            reduce_all(self.early)
+        for link in self.chain.bringing:
+            link.bring(window, averaged)
+        window.holds_old = True
+        problem = None
+        if not self._checked_kinds:
+            on_all_ranks(lambda: check_kinds(self.params, self.plan.entries), self.chain.registry)
+            self._checked_kinds = True
+        for param in self.params:
+            gradient = param.grad
+            if gradient is not None and (gradient.layout is not torch.strided or gradient.is_complex()):
+                problem = poison_bad_kinds(self.params, self.plan.entries)
+        # Else torch's data parallelism left the last micro-batch out, and nobody else averages.
+        buckets = self._buckets if averaged else gradient_buckets(self.params, self.plan, self.chain.registry)
+        if buckets:
+            reduce_all(buckets)
+        if frozen:
+            self._forget(frozen)
+        window.complete()
+        return problem
+
+    def _frozen_since(self) -> set[int]:
+        """The ids of parameters that have been frozen since they came, and have no gradient."""
+        found = set()
+        for name, param, trained in self.chain.given:
+            if param.requires_grad == trained:
+                continue
+            if not trained:
+                raise RuntimeError(
+                    f"{name} was frozen when the optimizer was made, and is not now; whose gradients are averaged was "
+                    "agreed then: unfreeze before making ParallelOptimizer, or leave it out and add it later with "
+                    "add_param_group"
+                )
+            if param.grad is None:
+                found.add(id(param))
+        return found
+
+    def _forget(self, frozen: set[int]) -> None:
+        """Clear what other ranks gave for parameters that are frozen here: zeros, which are no gradients."""
+        for h, tensor in zip(self.chain.held, self.params, strict=True):
+            if id(h.path[0]) in frozen:
+                clear_gradients([tensor, *h.path], set_to_none=True)

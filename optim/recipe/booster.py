@@ -20,19 +20,21 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from ...amp.by_name import precision_of
+from ...amp.by_name import Mode, precision_of
 from ...amp.precision import Precision
 from ...parallel.data.loader import ShardedDataLoader, prepare_dataloader
 from ...parallel.mesh.agreement import on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..clip.policies import Clip, clip_of
+from ..norm.stats import GradStats
+from ..options import Stats_co, StepOptions
 from ..parallel_optimizer import ParallelOptimizer
 from ..schedule.follow import follow, followers
 from ..step.window import Window
@@ -46,10 +48,17 @@ from .checks import (
 )
 from .data_parallel import DataParallel, check_data_parallel, optimizer_options, share_weights, wrap
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
+Criterion = TypeVar("Criterion")
+Loader = TypeVar("Loader")
+Schedule = TypeVar("Schedule")
 
 
-class Booster:
+class Booster(Generic[Stats_co]):
     """Prepares what a training loop uses, in one precision mode and one form of data parallelism.
 
     Args:
@@ -74,9 +83,29 @@ class Booster:
         RuntimeError: ``registry`` is None under torchrun, but `init_distributed` has not been called.
     """
 
+    @overload
+    def __init__(
+        self: Booster[GradStats],
+        mixed_precision: Mode | Precision = ...,
+        registry: ProcessGroupRegistry | None = ...,
+        data_parallel: DataParallel | None = ...,
+        max_norm: float | Clip | None = ...,
+        accumulation_steps: Literal[1] = ...,
+        **options: Unpack[StepOptions],
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: Booster[GradStats | None],
+        mixed_precision: Mode | Precision = ...,
+        registry: ProcessGroupRegistry | None = ...,
+        data_parallel: DataParallel | None = ...,
+        max_norm: float | Clip | None = ...,
+        accumulation_steps: int = ...,
+        **options: Unpack[StepOptions],
+    ) -> None: ...
     def __init__(
         self,
-        mixed_precision: str | Precision = "fp32",
+        mixed_precision: Mode | Precision = "fp32",
         registry: ProcessGroupRegistry | None = None,
         data_parallel: DataParallel | None = None,
         max_norm: float | Clip | None = None,
@@ -99,18 +128,16 @@ class Booster:
     @overload
     def boost(
         self,
-        model: nn.Module,
+        model: M,
         optimizer: torch.optim.Optimizer,
-        criterion: Any = ...,
-        dataloader: Any = ...,
-        lr_scheduler: Any = ...,
-    ) -> tuple[nn.Module, ParallelOptimizer, Any, Any, Any]: ...
-
+        criterion: Criterion = ...,
+        dataloader: Loader = ...,
+        lr_scheduler: Schedule = ...,
+    ) -> tuple[M, ParallelOptimizer[Stats_co], Criterion, Loader, Schedule]: ...
     @overload
     def boost(
-        self, model: nn.Module, optimizer: None = ..., criterion: Any = ..., dataloader: Any = ...
-    ) -> tuple[nn.Module, None, Any, Any, None]: ...
-
+        self, model: M, optimizer: None = ..., criterion: Criterion = ..., dataloader: Loader = ...
+    ) -> tuple[M, None, Criterion, Loader, None]: ...
     def boost(
         self,
         model: nn.Module,
@@ -118,7 +145,7 @@ class Booster:
         criterion: Any = None,
         dataloader: Any = None,
         lr_scheduler: Any = None,
-    ) -> tuple[nn.Module, ParallelOptimizer | None, Any, Any, Any]:
+    ) -> tuple[Any, Any, Any, Any, Any]:
         """Prepare all of them, in place as far as possible. Every rank calls it at the same point.
 
         Replicas start equal: the weights and buffers of data coordinate 0 are broadcast. Where the mesh has model axes,
@@ -133,7 +160,7 @@ class Booster:
                 their ``step`` (but see `HoldOnSkip`); meshstep's only when the optimizer has really stepped.
         Returns:
             (model, optimizer, criterion, dataloader, lr_scheduler), None for what was not given. The optimizer is a
-            `ParallelOptimizer`; the model is wrapped with ``"ddp"``.
+            `ParallelOptimizer`; the model is wrapped with ``"ddp"``: yours, as the type says, is its ``.module`` then.
         Raises:
             ValueError, TypeError: On every rank, before anything is changed: things that don't fit together. Or as
                 `ParallelOptimizer` does, when the model has been prepared; build it anew then.

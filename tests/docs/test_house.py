@@ -37,7 +37,7 @@ FLOORS: Mapping[str, tuple[frozenset[str], ...]] = {
         frozenset({"clip"}),
         frozenset({"step"}),
         frozenset({"states"}),
-        frozenset({"setup"}),
+        frozenset({"setup", "options"}),
         frozenset({"facade"}),
         frozenset({"parallel_optimizer"}),
         frozenset({"schedule", "monitor", "checkpoint"}),

@@ -20,12 +20,11 @@ from .facade import OptimizerFacade
 from .gradients.kinds import nonfinite_names
 from .norm.measure import Measure
 from .norm.stats import GradStats
-from .options import AllOptions, Stats_co
+from .options import AllOptions, Stats_co, check_optimizer, wrong_arguments
 from .setup import Setup
 from .states.link import Placement
 from .states.pieces import named_params_of
 from .step.data_parallel import Reduce
-from .step.old_arguments import wrong_arguments
 from .step.update import OnNonfinite, SkipMonitor, apply_update
 from .step.window import Window
 
@@ -112,6 +111,7 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         on_nonfinite: OnNonfinite = "skip",
         **removed: object,
     ) -> None:
+        check_optimizer(optimizer, registry)
         wrong = wrong_arguments(removed)
         if isinstance(optimizer, ParallelOptimizer):
             wrong = TypeError("the optimizer is a ParallelOptimizer already; wrap a plain torch optimizer")

@@ -43,7 +43,7 @@ from .checks import (
     check_optimizer,
     check_options,
     check_unwrapped,
-    declare_replicated,
+    name_parameters,
     registry_of_replicas,
 )
 from .data_parallel import DataParallel, check_data_parallel, optimizer_options, share_weights, wrap
@@ -167,8 +167,7 @@ class Booster(Generic[Stats_co]):
         Collectives: gathers of Python objects, broadcasts of the model over the data axes.
         """
         on_all_ranks(lambda: self._check(model, optimizer, dataloader, lr_scheduler), self.registry)
-        if not self.registry.topology.model_axes:
-            declare_replicated(model)
+        name_parameters(model, self.registry.topology)
         if self.registry.device.type == "cuda":
             model.to(self.registry.device)
         self.precision.prepare(model, self.registry)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,13 +13,13 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from ...parallel.data.loader import ShardedDataLoader
-from ...parallel.layout.annotation import annotation_of, declare
+from ...parallel.layout.annotation import annotate, annotation_of, attach
 from ...parallel.layout.spec import P
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from ..norm.entries import entries_of
+from ..options import renamed
 from ..parallel_optimizer import ParallelOptimizer
-from ..step.old_arguments import renamed
 
 
 def registry_of_replicas() -> ProcessGroupRegistry:
@@ -53,11 +54,17 @@ def check_options(options: dict[str, Any]) -> None:
             )
 
 
-def declare_replicated(model: nn.Module) -> None:
-    """Call every parameter replicated, and by its name, unless the author has declared some."""
-    params = list(model.parameters())
-    if params and not any(annotation_of(param) for param in params):
-        declare(model, {"*": P()})
+def name_parameters(model: nn.Module, topology: Topology) -> None:
+    """Let every declared parameter carry its name in the model, for errors, norms and checkpoints.
+
+    Where there are no model axes, those that nobody declared are replicated.
+    """
+    for name, param in model.named_parameters():
+        known = annotation_of(param)
+        if known is None and not topology.model_axes:
+            annotate(param, P(), name)
+        elif known is not None and known.name is None:
+            attach(param, replace(known, name=name))
 
 
 def check_loader(loader: Any, registry: ProcessGroupRegistry) -> None:

@@ -17,17 +17,20 @@ __version__ = "0.2.0"
 _PACKAGES = ("parallel", "amp", "optim")
 
 
+def _offered() -> dict[str, str]:
+    """Where each name is from."""
+    return {name: package for package in _PACKAGES for name in import_module(f".{package}", __name__).__all__}
+
+
 def __getattr__(name: str) -> object:
     if name in _PACKAGES:
         return import_module(f".{name}", __name__)
-    if not name.startswith("_"):
-        for package in _PACKAGES:
-            module = import_module(f".{package}", __name__)
-            if name in module.__all__:
-                return getattr(module, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "__all__":
+        return sorted(_offered())
+    if name.startswith("_") or name not in (offered := _offered()):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{offered[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:
-    offered = [name for package in _PACKAGES for name in import_module(f".{package}", __name__).__all__]
-    return sorted([*globals(), *_PACKAGES, *offered])
+    return sorted([*globals(), *_PACKAGES, *_offered()])

@@ -200,6 +200,7 @@ def test_all_that_the_packages_offer_is_offered_at_the_front_as_well() -> None:
     for package, name in offered:
         assert getattr(meshstep, name) is getattr(importlib.import_module(f"meshstep.{package}"), name), name
         assert name in dir(meshstep)
+        assert name in meshstep.__all__
     assert [(level, module, names) for level, module, names in imported(ast.parse(FRONT.read_text())) if level] == [
         (1, package, ("*",)) for package in sorted(PACKAGES)
     ], "what type checkers see"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-TRAIN = '''\
+TRAIN = """\
 from collections.abc import Callable
 
 import meshstep
@@ -61,8 +61,6 @@ either(windows)
 
 # A boosted model is still a Net, a criterion is still called as before.
 schedule = CosineAnnealingLR(adam, total_steps=3)
-samples: list[tuple[Tensor, Tensor]] = []
-loader = prepare_dataloader(samples, registry, 1)  # type: ignore[arg-type]
 data = torch.utils.data.TensorDataset(torch.ones(2, 4), torch.ones(2, 2))
 loader_of_tensors = prepare_dataloader(data, registry, 1)
 assert_type(loader_of_tensors, ShardedDataLoader[tuple[Tensor, ...]])
@@ -91,7 +89,7 @@ ParallelOptimizer(adam, registry, on_nonfinite="ignore")  # type: ignore[call-ov
 ParallelOptimizer(adam, registry, max_grad_norm=1.0)  # type: ignore[call-overload]
 ApexFp16("O4")  # type: ignore[arg-type]
 Topology(roles={"expert": "dta"}, expert=2)  # type: ignore[dict-item]
-'''
+"""
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from .apex import ApexFp16
 from .by_name import Mode, precision_of
-from .fp8.mode import Fp8
+from .fp8.mode import Fp8, fp8_layers
 from .grad_scaler import GradScaler
 from .loss_scale import ConstantLossScale, DynamicLossScale, LossScale
 from .master_weights import MasterWeights
@@ -25,6 +25,7 @@ __all__ = [
     "Precision",
     "StochasticRounding",
     "TorchFp16",
+    "fp8_layers",
     "precision_of",
     "stochastic_round_",
 ]

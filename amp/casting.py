@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..parallel.interop.local import has_dtensors
+
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -47,7 +49,8 @@ def cast_model_(model: nn.Module, wanted: Callable[[nn.Module, Tensor], torch.dt
     Returns:
         Whether anything had another dtype.
     Raises:
-        ValueError: Something would have to be cast that `DistributedDataParallel` has taken over; nothing is changed.
+        ValueError: Something would have to be cast that `DistributedDataParallel` has taken over, or that is a DTensor;
+            nothing is changed.
     """
     changes = [
         (tensor, dtype)
@@ -59,6 +62,11 @@ def cast_model_(model: nn.Module, wanted: Callable[[nn.Module, Tensor], torch.dt
         raise ValueError(
             f"the model is wrapped in DistributedDataParallel, whose buckets are {changes[0][0].dtype}, but the mode "
             f"needs {changes[0][1]}: prepare the model first and wrap it then"
+        )
+    if has_dtensors(tensor for tensor, _ in changes):
+        raise ValueError(
+            f"the model has DTensors (fully_shard or parallelize_module was applied), whose {changes[0][0].dtype} parts "
+            f"would stay as they are, but the mode needs {changes[0][1]}: prepare the model first and shard it then"
         )
     for tensor, dtype in changes:
         # A gradient of another dtype than its tensor's is refused, and .data alone would leave it behind.

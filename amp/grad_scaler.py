@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -58,6 +60,18 @@ class GradScaler(torch.amp.GradScaler):
             enabled=enabled,
         )
         self._registry = registry
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """As torch's; a `meshstep.optim.ParallelOptimizer` unscales and skips itself, on the device.
+
+        Raises:
+            RuntimeError: It steps other tensors than the model's, or has a loss scale of its own.
+        """
+        optimizer._overflow_is_agreed = True  # type: ignore[attr-defined]
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            del optimizer._overflow_is_agreed  # type: ignore[attr-defined]
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         # torch makes the scale when `scale` is first called, which only a rank with a loss does.

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 MAX_FLOAT32 = torch.finfo(torch.float32).max
+SMALLEST = torch.finfo(torch.float32).tiny
+"""Below it a scale would be 0 one day, or have no inverse in float32."""
 
 
 class LossScale(ABC):
@@ -109,7 +111,7 @@ class DynamicLossScale(LossScale):
         backoff_factor: Between 0 and 1, exclusive.
         growth_interval: Good steps in a row before a growth, >= 1.
         hysteresis: Overflows before the first back-off, >= 1.
-        min_scale, max_scale: Bounds of the scale; by default there are none.
+        min_scale, max_scale: Bounds of the scale; by default those of float32's normal numbers.
         device: Of the state.
     Raises:
         ValueError: An argument is out of range.
@@ -146,7 +148,7 @@ class DynamicLossScale(LossScale):
         )
         if before is not None:
             self._tolerate(found_inf, before)
-        self.scale.clamp_(settings.min_scale, settings.max_scale)
+        self.scale.clamp_(max(settings.min_scale, SMALLEST), settings.max_scale)
 
     def _tolerate(self, found_inf: Tensor, before: Tensor) -> None:
         """Take the back-off of an overflow back that only counts, and count it."""

@@ -111,6 +111,8 @@ class MasterWeights:
     def collect(self) -> None:
         """Give every master the main grad of its parameter: the same tensor, not a copy (cast without ``main_grads``).
 
+        Where the parameter has none, a gradient that was given to the master itself stays.
+
         Raises:
             RuntimeError: The model's weights were changed since the last step, which would be undone by the next; or
                 gradients were cleared by the optimizer's ``zero_grad``, so that old ones are still in the sum; or a
@@ -133,7 +135,10 @@ class MasterWeights:
             grad = param.grad
             if grad is not None:
                 setattr(grad, _COLLECTED, True)
-            master.grad = None if grad is None else grad.float()
+                master.grad = grad.float()
+                setattr(master.grad, _COLLECTED, True)
+            elif hasattr(master.grad, _COLLECTED):  # else somebody gave the master itself one
+                master.grad = None
 
     def step(self, update: Callable[[], object]) -> None:
         """Call ``update``, which steps the optimizer or skips, and then `publish`."""

@@ -54,8 +54,8 @@ class Precision(ABC):
         Returns:
             ``model``.
         Raises:
-            ValueError: It, or a part of it, has been prepared already; or parameters that `DistributedDataParallel`
-                holds would have to be cast. Nothing is changed then.
+            ValueError: It, or a part of it, has been prepared already; or parameters would have to be cast that are
+                DTensors or that `DistributedDataParallel` holds. Nothing is changed then.
         Collectives: none here.
         """
         for name, module in model.named_modules():

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..parallel.interop.local import spec_of
 from ..parallel.layout.annotation import annotation_of, copy_annotation
 from ..parallel.mesh.registry import ProcessGroupRegistry
+from .optimizer_state import is_half_kept, load_shared_numbers_exactly
 
 BUCKET_NUMEL = 2**22
 
@@ -85,8 +86,9 @@ class StochasticRounding:
     they are, once. Not for a CUDA graph: a replay would repeat the captured step's bits.
 
     Args:
-        optimizer: Its floating-point state for bfloat16 parameters is kept in bfloat16 (but for ``"step"``), which is
-            also what torch's ``load_state_dict`` makes of it. Add param groups through `add_param_group` here.
+        optimizer: Its floating-point state for bfloat16 parameters is kept in bfloat16, which is also what torch's
+            ``load_state_dict`` makes of it; numbers that all elements share (NAdam's ``"mu_product"``) stay as they are.
+            Add param groups through `add_param_group` here.
         registry: The groups of the mesh that the parameters' specs name.
         seed: The same on all ranks.
         bucket_numel: Elements of a bucket, >= 1.
@@ -110,6 +112,7 @@ class StochasticRounding:
         self.steps = 0
         self._generators: dict[torch.device, torch.Generator] = {}
         self._keys = self._make_keys()
+        load_shared_numbers_exactly(optimizer)
 
     def _make_keys(self) -> dict[Tensor, str]:
         """For each bfloat16 parameter what its generator is seeded by, besides the seed and the step."""
@@ -202,7 +205,7 @@ class StochasticRounding:
         state = self.optimizer.state.get(param)
         if state:
             self.optimizer.state[copy] = {
-                key: value.float() if _is_rounded(key, value) else value for key, value in state.items()
+                key: value.float() if is_half_kept(key, value, param) else value for key, value in state.items()
             }
         return copy
 
@@ -212,7 +215,7 @@ class StochasticRounding:
         state = self.optimizer.state.get(copy, {})
         for key in sorted(state):  # replicas may have made their states in different orders
             value = state[key]
-            if _is_rounded(key, value):
+            if is_half_kept(key, value, param):
                 kept = self.optimizer.state[param].get(key)
                 if kept is None or kept.dtype != torch.bfloat16:
                     kept = torch.empty_like(value, dtype=torch.bfloat16)
@@ -251,10 +254,6 @@ class StochasticRounding:
                 "weights and the optimizer's own state"
             )
         self.seed, self.steps = int(saved["seed"]), int(saved["steps"])
-
-
-def _is_rounded(key: str, value: Any) -> bool:
-    return key != "step" and isinstance(value, Tensor) and value.is_floating_point()
 
 
 def check_named(params: Iterable[tuple[str | None, Tensor]]) -> None:

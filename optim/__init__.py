@@ -1,6 +1,6 @@
 """The step: global gradient norm, clipping and the parallel optimizer."""
 
-from .checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from .checkpoint import AsyncSaver, load_checkpoint, newest_checkpoint, save_checkpoint
 from .clip.functional import clip_grad_norm_, clip_grad_value_, global_norm
 from .clip.policies import Adaptive, ByGroup, ByNorm, ByValue, Clip, PerParameter
 from .gradients.bucket import Exact, Exchange
@@ -27,6 +27,7 @@ from .step.update import Skip
 
 __all__ = [
     "Adaptive",
+    "AsyncSaver",
     "Bf16Wire",
     "Binding",
     "Booster",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -20,26 +21,39 @@ from .clip.policies import ByNorm, Clip, clip_of
 from .clip.thresholds import AgreedThresholds
 from .norm.plan import ReductionPlan
 from .norm.stats import GradStats
-from .setup import Setup
+from .setup import OPTIONS, Setup
 from .states.chain import Chain
 from .states.completion import Completion
+from .states.coordinates import Coordinates, check_caller
+from .states.copies import Recipe, rebuilt
 from .states.pieces import Piece, named_params_of
 from .states.saved import Saved
 from .step.data_parallel import Switch
-from .step.update import SkipMonitor
+from .step.update import OnNonfinite, SkipMonitor
 from .step.window import Window
+
+
+def _run_as_it_is(kind: Any) -> None:
+    """Let ``torch.compile`` call the class's `step` and not trace it: hooks, collectives and counts are no graph."""
+    if not getattr(kind.step, "untraced", False):
+        kind.step = torch.compiler.disable(kind.step)
+        kind.step.untraced = True
 
 
 class OptimizerFacade(torch.optim.Optimizer):
     """A `torch.optim.Optimizer` whose param groups, state and defaults are those of ``self.optimizer``.
 
-    Schedulers, ``isinstance`` checks and step hooks work on it; hooks run around the whole `step`.
+    Schedulers, ``isinstance`` checks and step hooks work on it; hooks run around the whole `step`. ``torch.compile`` leaves
+    `step` as it is.
     """
+
+    on_nonfinite: OnNonfinite
+    _step_supports_amp_scaling = True  # a GradScaler then calls `step` on every rank, overflow or not
 
     registry: ProcessGroupRegistry
     precision: Precision
     loss_scale: LossScale | None
-    window: Window[Clip, Verdict]
+    _window: Window[Clip, Verdict]
     clip: Clip | None
     last_stats: GradStats | None
     _setup: Setup
@@ -63,6 +77,7 @@ class OptimizerFacade(torch.optim.Optimizer):
         self._optimizer_load_state_dict_pre_hooks = optimizer._optimizer_load_state_dict_pre_hooks
         self._optimizer_load_state_dict_post_hooks = optimizer._optimizer_load_state_dict_post_hooks
         self._patch_step_function()
+        _run_as_it_is(type(self))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -79,6 +94,21 @@ class OptimizerFacade(torch.optim.Optimizer):
         """The wrapped optimizer's defaults."""
         return self.optimizer.defaults
 
+    def _scale_of_scaler(self) -> Tensor | None:
+        """What a GradScaler that calls `step` multiplied the loss by, and has not undone; it sets ``self.grad_scale``."""
+        if not hasattr(self, "_overflow_is_agreed"):
+            raise RuntimeError(
+                "torch's GradScaler decides on each rank alone whether to step: take meshstep.amp.GradScaler(registry), or "
+                "leave it out and give precision='fp16', whose loss scale is the optimizer's own"
+            )
+        if self._states.bringing or self.loss_scale is not None:
+            raise RuntimeError(
+                f"a GradScaler can't see the gradients that are stepped with in precision={self.precision.name!r} with "
+                "these states: leave it out and take a precision with a loss scale of its own, 'fp16' or 'fp16_naive'"
+            )
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        return scale
+
     # Binding ---------------------------------------------------------------------------------------------------------
 
     def _bind(self, thresholds: AgreedThresholds) -> None:
@@ -91,7 +121,7 @@ class OptimizerFacade(torch.optim.Optimizer):
         self._around_backward = self._states.around_backward
         if self._switch is not None:
             self._around_backward = [*self._around_backward, self._switch.micro_batch]
-            self._switch.expect(self.window)
+            self._switch.expect(self._window)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group and plan anew; every rank must, at the same point. Nothing changes where it raises.
@@ -118,6 +148,26 @@ class OptimizerFacade(torch.optim.Optimizer):
         self._plan = plan
         self._groups.append(added)
         self._bind(thresholds)
+
+    # Modes of the wrapped optimizer ----------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Tell an optimizer that has modes (a schedule-free one), and bring the weights that it sets, which may be those of
+        masters and pieces, into the model. Nothing happens to others. Every rank must call it.
+
+        Collectives: those that bring weights into the model, see `Sharded`.
+        """
+        self._change_mode("train")
+
+    def eval(self) -> None:
+        """As `train`, before an evaluation or a checkpoint of the weights that are evaluated."""
+        self._change_mode("eval")
+
+    def _change_mode(self, name: str) -> None:
+        change = getattr(self.optimizer, name, None)
+        if callable(change):
+            change()
+            self._states.publish()
 
     # Reports and state -----------------------------------------------------------------------------------------------
 
@@ -161,8 +211,10 @@ class OptimizerFacade(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state of this rank's pieces, and under ``"meshstep"`` all else a new process needs:
-        precision mode, loss scale, master weights, count of skipped steps. Host reads: a few."""
-        return self._saved().state_dict(self.skipped_steps)
+        precision mode, loss scale, master weights, count of skipped steps, coordinates. Host reads: a few."""
+        saved = self._saved()
+        check_caller(saved.coordinates, self._states.stepped, (param for group in self._groups for _, param in group))
+        return saved.state_dict(self.skipped_steps)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue, bit for bit, from what `state_dict` gave; every rank must call it, with the state of its own pieces.
@@ -175,13 +227,35 @@ class OptimizerFacade(torch.optim.Optimizer):
         Collectives: two object all-gathers. Host reads: a few.
         """
         self._skips.restore(self._saved().load(state_dict))
-        self.window.close()
+        self._window.close()
         if self._switch is not None:
-            self._switch.expect(self.window)
+            self._switch.expect(self._window)
 
     def _saved(self) -> Saved:
         params = self._model_params
-        return Saved(self.optimizer, self._states, self.precision, self.loss_scale, params, self.registry)
+        where = Coordinates.of(self.plan, self.registry)
+        return Saved(self.optimizer, self._states, self.precision, self.loss_scale, params, self.registry, where)
+
+    # Copies ----------------------------------------------------------------------------------------------------------
+
+    def _recipe(self) -> Recipe:
+        options = {key: getattr(self._setup, key) for key in OPTIONS} | {"on_nonfinite": self.on_nonfinite}
+        return Recipe.of(self.optimizer, self._groups, self.registry, options, self.state_dict())
+
+    def __copy__(self) -> OptimizerFacade:
+        """As torch's: the same parameters, param groups, state and window, and no hooks."""
+        new = object.__new__(type(self))
+        new.__dict__.update({key: value for key, value in self.__dict__.items() if key != "step"})
+        new._optimizer_step_pre_hooks, new._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OptimizerFacade:
+        """As torch's: of copies of the parameters, without hooks and gradients. Raises, collectives: as the constructor."""
+        return rebuilt(type(self), deepcopy(self._recipe(), memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle: as a deep copy. Read in a process of another world, it needs a world of that size."""
+        return rebuilt, (type(self), self._recipe())
 
     def __repr__(self) -> str:
         how = (

@@ -5,6 +5,7 @@
         for x, y in loader:
             ...
             monitor(optimizer.step(), loss, count=len(x))
+        monitor.flush()
 
 Every rank calls the monitor in every step; what it is given stays on the device until it is time for a report.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import nan
 from os import PathLike
 from types import TracebackType
 
@@ -34,7 +36,8 @@ class Report:
 
     Attributes:
         step: Steps so far, skipped ones among them.
-        loss: Mean over everything since the last report, weighted by the counts; None where no rank gave a loss.
+        loss: Mean over everything since the last report, weighted by the counts; None where no rank gave a loss. One that
+            isn't finite is left out where the step was skipped, unless there are no others.
         grad_norm: Global norm in the last step, unscaled, before clipping; inf or NaN as it is.
         clip_coef: What the last step's gradients were multiplied by.
         loss_scale: That of the last step; None in modes without.
@@ -96,7 +99,7 @@ class Monitor:
     Collectives: one small all-reduce over the world a report. Host reads: one a report, on rank 0.
 
     Attributes:
-        step: Steps so far; set it after a resume, so that a curve continues.
+        step: Steps so far; `state_dict` has it, so that a curve continues after a resume.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class Monitor:
         self.registry, self.callbacks, self.every, self.unit = registry, callbacks, every, unit
         self.step = 0
         self._skipped = self._zero()
+        self._window, self._window_count = self._zero(), 0.0  # of the step that is to come: the sum of loss * count
         self._start_over()
 
     def _zero(self) -> Tensor:
@@ -118,9 +122,11 @@ class Monitor:
         return torch.zeros((), dtype=accumulation_dtype(device), device=device)
 
     def _start_over(self) -> None:
-        self._loss = self._zero()  # the sum of loss * count
-        self._loss_count = self._count = 0.0
+        # Sums of loss * count and of the counts that have a loss; the latter also of those whose loss is left out.
+        self._loss, self._loss_count, self._left_out = self._zero(), self._zero(), self._zero()
+        self._count = 0.0
         self._since = time.perf_counter()
+        self._last: GradStats | None = None
 
     @torch.no_grad()
     def __call__(self, stats: GradStats | None, loss: Tensor | float | None = None, count: float = 1) -> None:
@@ -133,16 +139,55 @@ class Monitor:
         Collectives, host reads: as the class says; none between reports.
         """
         if loss is not None:
-            self._loss += loss * count
-            self._loss_count += count
+            self._window += loss * count
+            self._window_count += count
         self._count += count
         if stats is None:
             return
+        self._close_window(stats)
         self._skipped += stats.found_inf
         self.step += 1
+        self._last = stats
         if self.step % self.every == 0:
-            self._report(stats)
+            self.flush()
+
+    def _close_window(self, stats: GradStats) -> None:
+        """Add the step's losses to the sums. What a skipped step's gradients overflowed on says nothing of the model."""
+        left_out = stats.found_inf.bool() & ~self._window.isfinite()
+        count = self._window.new_full((), self._window_count)
+        self._loss += torch.where(left_out, 0.0, self._window)
+        self._loss_count += torch.where(left_out, 0.0, count)
+        self._left_out += torch.where(left_out, count, 0.0)
+        self._window, self._window_count = self._zero(), 0.0
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Report the steps since the last report now, at the end of an epoch or of training; nothing if there are none.
+
+        All ranks call it. Collectives, host reads: those of a report.
+        """
+        if self._last is not None:
+            self._report(self._last)
             self._start_over()
+
+    def state_dict(self) -> dict[str, int]:
+        """The counts of steps and of skipped ones, the same on all ranks, for a checkpoint's ``extra=``. Losses since the
+        last report are not in it: `flush` before. Host reads: one."""
+        return {"step": self.step, "skipped_steps": int(self._skipped)}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on counting where `state_dict` was called; what has been collected meanwhile is forgotten.
+
+        Raises:
+            ValueError: It is something else; nothing is changed.
+        """
+        try:
+            step, skipped = int(state["step"]), int(state["skipped_steps"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{state!r} is no state of a Monitor; give what its state_dict() returned") from error
+        self.step, self._skipped = step, self._zero() + skipped
+        self._window, self._window_count = self._zero(), 0.0
+        self._start_over()
 
     def _report(self, stats: GradStats) -> None:
         sums = self._sums()
@@ -151,11 +196,11 @@ class Monitor:
         scale = self._zero() if stats.loss_scale is None else stats.loss_scale
         parts = [sums, self._skipped, stats.total_norm, stats.clip_coef, scale, stats.group_norms]
         numbers = torch.cat([part.to(sums).view(-1) for part in (*parts, *stats.parameter_norms.values())]).tolist()
-        loss, loss_count, count, skipped, norm, clip_coef, loss_scale, *rest = numbers
+        loss, loss_count, left_out, count, skipped, norm, clip_coef, loss_scale, *rest = numbers
         groups = stats.group_norms.numel()
         report = Report(
             step=self.step,
-            loss=loss / loss_count if loss_count else None,
+            loss=loss / loss_count if loss_count else nan if left_out else None,
             grad_norm=norm,
             clip_coef=clip_coef,
             loss_scale=None if stats.loss_scale is None else loss_scale,
@@ -169,11 +214,12 @@ class Monitor:
             callback(report)
 
     def _sums(self) -> Tensor:
-        """[3]: loss * count, the counts that have a loss, and each data coordinate's count, over the world."""
+        """[4]: loss * count, the counts that have a loss, those whose loss is left out, and each data coordinate's count,
+        over the world."""
         topology = self.registry.topology
         sharers = topology.world_size // topology.size(*topology.data_axes)
-        counts = self._loss.new_tensor([self._loss_count, self._count / sharers])
-        sums = torch.cat([self._loss.view(1), counts])
+        count = self._loss.new_full((), self._count / sharers)
+        sums = torch.stack([self._loss, self._loss_count, self._left_out, count])
         if topology.world_size > 1:
             dist.all_reduce(sums, group=self.registry.group(*topology.axes))
         return sums

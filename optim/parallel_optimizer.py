@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, overload
@@ -25,6 +25,7 @@ from .setup import Setup
 from .states.link import Placement
 from .states.pieces import named_params_of
 from .step.data_parallel import Reduce
+from .step.first_look import check_window_is_used
 from .step.update import OnNonfinite, SkipMonitor, apply_update
 from .step.window import Window
 
@@ -122,23 +123,25 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         self._groups = [named_params_of([group]) for group in self.param_groups]
         self._plan, thresholds = self._setup.agreed_plan(self._groups)
         self.clip, self.precision = clip_of(max_norm), precision_of(precision)
-        self.window: Window[Clip, Verdict] = Window(accumulation_steps)
         self.loss_scale = self.precision.make_loss_scale(registry.device)
+        self._window: Window[Clip, Verdict] = Window(accumulation_steps, scaled=self.loss_scale is not None)
         self._scale = None if self.loss_scale is None else self.loss_scale.scale
         self._states = self._setup.chain(self.precision)
         self._bind(thresholds)
         self._skips = SkipMonitor(registry.device)
         self.last_stats: GradStats | None = None
+        self._looked = False  # whether a window without micro-batches is none by mistake
 
     # The window ------------------------------------------------------------------------------------------------------
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale, for code that calls backward itself (a pipeline's last stage).
+        """The loss times the loss scale, for code that calls backward itself (a pipeline's last stage), within `window`.
 
         Args:
             loss: 0-dim; float32 or float64 in modes with a loss scale, or it is cast: scaled half types overflow. Returned
                 as it is in modes without.
         """
+        self._window.calls += 1
         if self.loss_scale is None:
             return loss
         return (loss if loss.dtype == torch.float64 else loss.float()) * self.loss_scale.scale
@@ -157,20 +160,22 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
                 already; an earlier backward of the window raised (`zero_grad` then gives the window up).
         Collectives: those of the model's and data_parallel's backward, of `Sharded` and `Reduce`. Host reads: none.
         """
-        self.window.begin(weight, self._model_params, empty=loss is None and weight is None)
-        try:
-            with ExitStack() as stack:
-                for around in self._around_backward:
-                    stack.enter_context(around(self.window))
-                if loss is not None:
-                    loss = loss if self.loss_scale is None else self.scale_loss(loss)
-                    loss.backward(**kwargs)
-        except BaseException:
-            self.window.phase = "broken"
-            raise
-        self.window.end(self._model_params, left_out=self._switch is not None and not self._switch.on)
-        if self._switch is not None:
-            self._switch.expect(self.window)
+        empty = loss is None and weight is None
+        with self._window.micro_batch(weight, self._model_params, self._around_backward, empty):
+            if loss is not None:
+                loss = loss if self.loss_scale is None else self.scale_loss(loss)
+                loss.backward(**kwargs)
+
+    def window(self, *, weight: float | Tensor | None = None) -> AbstractContextManager[None]:
+        """Around backward calls that others make, a pipeline schedule's say; all of them are one micro-batch.
+
+            with optimizer.window():
+                schedule.step(inputs, target=targets)  # its loss function ends with optimizer.scale_loss(loss)
+            optimizer.step()
+
+        Args, raises, collectives, host reads: as `backward`. On every rank, whatever it computes.
+        """
+        return self._window.micro_batch(weight, self._model_params, self._around_backward, several=True)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Nothing is reduced in backward: for all micro-batches but the last, where you decide when to step. Forward and
@@ -187,45 +192,48 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         """Forget the gradients, of the model's parameters too where there are masters. Nothing happens in the middle of a
         window of managed accumulation, unless a backward of it raised. RuntimeError where `fully_shard` has some unreduced.
         """
-        if self.window.may_clear():
+        if self._window.may_clear():
             if self._switch is not None:
-                self._switch.check_clearing(self.window.left_out)
+                self._switch.check_clearing(self._window.left_out)
             self._states.clear(set_to_none)
-            self.window.clear()
+            self._window.clear()
             if self._switch is not None:
-                self._switch.expect(self.window)
+                self._switch.expect(self._window)
 
     # The step --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(  # type: ignore[override]
-        self, closure: Callable[[], object] | None = None, *, last: bool = False
-    ) -> Stats_co:
+    def step(self, closure: Callable[[], object] | None = None, *, last: bool = False) -> Stats_co:  # type: ignore[override]
         """Complete, measure and clip the gradients, and step; or skip on every rank. Then update the loss scale.
 
         Args:
             last: Step now though fewer than ``accumulation_steps`` micro-batches have come: the tail of an epoch. Its
                 gradient is the mean over those that have.
         Returns:
-            GradStats, device tensors; None in the middle of a window, where nothing is done. A type checker knows that
-            there is none without ``accumulation_steps``.
+            GradStats, device tensors; None in the middle of a managed window, where nothing is done.
         Raises:
             FloatingPointError: On every rank: with ``on_nonfinite="raise"``; or too many steps in a row were skipped.
             ReplicaMismatchError: On every rank, with ``Measure(check_replicas=True)``.
             TypeError: A gradient is complex or sparse; later than in the first step only on the rank that has it.
             ValueError: A closure is given.
-            RuntimeError: `fully_shard` has not reduced the window's gradients (see `window_ends`); a backward of the window
-                raised; a parameter was unfrozen that was frozen when the optimizer was made.
+            RuntimeError: torch's own GradScaler calls it; `fully_shard` has not reduced the window's gradients (see
+                `window_ends`); a backward of the window raised; a parameter was unfrozen that was frozen when the optimizer
+                was made. In the first step, on every rank: there are no gradients, or they did not come through `backward`
+                or `window`.
         Collectives, host reads: as the class says.
         """
         if closure is not None:
             raise ValueError("step takes no closure: a skipped step can't be evaluated again; call backward, then step")
-        if not self.window.ends(last):
+        scale = self._scale if not hasattr(self, "found_inf") else self._scale_of_scaler()
+        if not self._window.ends(last):
+            if self._window.is_unused and not self._looked:
+                check_window_is_used(self._window, self._model_params, self.registry)
+                self._looked = True
             return None  # type: ignore[return-value]
-        if self.window.asked is not None and self.window.verdict is None:
-            self._clip_now(self.window.asked)
-        problem = self._completion(self.window, self._switch)
-        verdict = self.window.verdict or self._clipping(self.clip, self.window.divisor(self.registry, self._scale))
+        if self._window.asked is not None and self._window.verdict is None:
+            self._clip_now(self._window.asked)
+        problem = self._completion(self._window, self._switch)
+        verdict = self._window.verdict or self._clipping(self.clip, self._window.divisor(self.registry, scale))
         reason = self._skips.count(verdict.stats, self.on_nonfinite)
         if reason is not None:
             raise self._stopped(reason, verdict.stats)
@@ -252,9 +260,9 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         if self.loss_scale is not None:
             self.loss_scale.update(stats.found_inf)
         self.last_stats = stats
-        self.window.close()
+        self._window.close()
         if self._switch is not None:
-            self._switch.expect(self.window)
+            self._switch.expect(self._window)
 
     # Explicit clipping -----------------------------------------------------------------------------------------------
 
@@ -275,18 +283,18 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
 
     def _clip_or_ask(self, clip: Clip) -> Stats_co:
         clip_of(clip)
-        if self.window.is_full:
+        if self._window.is_full:
             return self._clip_now(clip).stats  # type: ignore[return-value]
-        self.window.asked = clip
+        self._window.asked = clip
         return None  # type: ignore[return-value]
 
     def _clip_now(self, clip: Clip) -> Verdict:
-        problem = self._completion(self.window, self._switch)
-        verdict = self._clipping(clip, self.window.divisor(self.registry, self._scale), now=True)
-        if self.window.verdict is not None:  # a second clip in one window must not hide what the first one found
-            found_inf = torch.maximum(verdict.stats.found_inf, self.window.verdict.stats.found_inf)
+        problem = self._completion(self._window, self._switch)
+        verdict = self._clipping(clip, self._window.divisor(self.registry, self._scale), now=True)
+        if self._window.verdict is not None:  # a second clip in one window must not hide what the first one found
+            found_inf = torch.maximum(verdict.stats.found_inf, self._window.verdict.stats.found_inf)
             verdict = Verdict(replace(verdict.stats, found_inf=found_inf), None)
-        self.window.clipped(verdict)
+        self._window.clipped(verdict)
         if problem is not None:
             raise problem  # only now: `step` must do on this rank what it does on the others
         return verdict

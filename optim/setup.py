@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from ..amp.by_name import Mode, precision_of
+from ..amp.casting import HALF_DTYPES
 from ..amp.precision import Precision
 from ..amp.stochastic_rounding import check_named
-from ..parallel.mesh.agreement import on_all_ranks
+from ..parallel.interop.local import local_parameter
+from ..parallel.mesh.agreement import check_same, gather_objects, on_all_ranks
 from ..parallel.mesh.registry import ProcessGroupRegistry
-from ..parallel.mesh.topology import default_role
+from ..parallel.mesh.topology import only_splits_the_batch
 from .clip.decide import Clipping
 from .clip.policies import Clip, clip_of
 from .clip.thresholds import AgreedThresholds, agreed_thresholds, check_thresholds
@@ -26,10 +28,11 @@ from .norm.agreement import agree, with_names
 from .norm.entries import ParameterEntry, entries_of
 from .norm.measure import Measure
 from .norm.plan import ReductionPlan
+from .norm.replicas import ReplicaCheck
 from .norm.units import Units
 from .states.chain import Chain
 from .states.completion import Completion
-from .states.elementwise import check_update
+from .states.elementwise import check_each_alone, check_whole
 from .states.link import Binding, Placement, Position
 from .states.local_tensors import LocalTensors
 from .states.masters import precision_link
@@ -38,6 +41,8 @@ from .step.update import OnNonfinite, checked_nonfinite
 from .step.window import Window
 
 NamedGroups = Sequence[Sequence[tuple[str | None, Tensor]]]
+
+OPTIONS = ("max_norm", "precision", "accumulation_steps", "data_parallel", "states", "measure")  # as `Setup` has them
 
 
 @dataclass(frozen=True)
@@ -71,12 +76,57 @@ class Setup:
             if precision_of(self.precision).stochastic_rounding and topology.world_size > 1:
                 check_named(pair for group in groups for pair in group)
             named = [[param if name is None else (name, param) for name, param in group] for group in groups]
-            return ReductionPlan.of(entries_of(named, topology), topology, self.registry.global_rank)
+            plan = ReductionPlan.of(entries_of(named, topology), topology, self.registry.global_rank)
+            check_whole(self.optimizer, plan.entries, topology)
+            return plan
 
         plan = on_all_ranks(plan_locally, self.registry)
-        plan = agree(plan, self.registry, names=self.measure.per_parameter or self.measure.check_replicas)
+        self._check_prepared(plan)
+        check_same(self._settings(), self.registry)
+        plan = agree(plan, self.registry, names=self.measure.per_parameter or bool(self.measure.check_replicas))
+        plan.warn_of_experts()
         plan = self.plan_for_clip(plan)
         return plan, agreed_thresholds(self.optimizer.param_groups, self.registry)
+
+    def _check_prepared(self, plan: ReductionPlan) -> None:
+        """Raise ValueError, on every rank, where the mode steps half-precision parameters and there are none."""
+        precision = precision_of(self.precision)
+        if not (precision.masters or precision.stochastic_rounding):
+            return
+        dtypes = gather_objects({entry.dtype for entry in plan.entries}, self.registry)
+        found = {dtype for of_rank in dtypes for dtype in of_rank}
+        if found and not found & {*HALF_DTYPES}:
+            raise ValueError(
+                f"precision={precision.name!r} steps half-precision parameters, but all are "
+                f"{', '.join(sorted(map(str, found)))}: call meshstep.amp.precision_of({precision.name!r}).prepare(model) "
+                "before the optimizer is made"
+            )
+
+    def _settings(self) -> dict[str, object]:
+        """What all ranks must say alike; of the optimizer and its groups, those of one pipeline stage."""
+        topology, measure = self.registry.topology, self.measure
+        said: dict[str, object] = {
+            "max_norm": clip_of(self.max_norm),
+            "precision": precision_of(self.precision),
+            "accumulation_steps": self.accumulation_steps,
+            "states": self.placements,
+            "on_nonfinite": self.on_nonfinite,
+            "norm_type": float(measure.norm_type),
+            "reduction": measure.reduction,
+            "per_parameter": measure.per_parameter,
+            "check_replicas": measure.check_replicas,
+        }
+        stage = [self.registry.coordinate[axis] for axis in topology.pipe_axes]
+        where = f" of pipeline stage {stage}" if topology.size(*topology.pipe_axes) > 1 else ""
+        said[f"the optimizer{where}"] = type(self.optimizer).__name__
+        module = self.data_parallel if isinstance(self.data_parallel, nn.Module) else None
+        said[f"data_parallel{where}"] = type(module).__name__
+        said |= {f"data_parallel: {name}{where}": value for name, value in vars(self.reduce).items()}
+        for index, group in enumerate(self.optimizer.param_groups):
+            # In which group a parameter is, plans compare; a rank may have none of a group's.
+            for key in group.keys() - {"params", "param_names", "max_norm"} if group["params"] else ():
+                said[f"{key} of param group {index}{where}"] = group[key]
+        return said
 
     def plan_for_clip(self, plan: ReductionPlan) -> ReductionPlan:
         """``plan``, with what the rule needs to know of it.
@@ -106,11 +156,12 @@ class Setup:
         if self.wrong_call is not None:
             raise self.wrong_call
         precision = precision_of(self.precision)
+        if precision.stochastic_rounding:
+            check_each_alone(self.optimizer, "stochastic rounding steps bucket by bucket")
         self.measure.check()
         checked_nonfinite(self.on_nonfinite)
         Window[Any, Any](self.accumulation_steps)
         self._check_clip()
-        check_update(self.optimizer)
         self.reduce.check()
         binding = self.binding(precision)
         for placement in self.placements:
@@ -156,8 +207,16 @@ class Setup:
     def clipping(self, plan: ReductionPlan, chain: Chain, thresholds: AgreedThresholds) -> Clipping:
         """What measures the gradients of what the chain steps, and applies rules to them."""
         regions = [piece.region for piece in chain.pieces(plan.entries)]
-        tensors = chain.measured(), chain.compared(), regions
-        return Clipping(*tensors, chain.derive(plan), self.registry, self.measure, thresholds, self.optimizer)
+        derived, topology = chain.derive(plan), self.registry.topology
+        checks = []
+        if self.measure.check_replicas and topology.world_size > 1:
+            checks.append(ReplicaCheck(derived, chain.compared(), self.registry.device))
+            if derived.cut_over is not None:  # equal pieces say nothing of the copies that they were cut from
+                whole = [local_parameter(param, topology) for _, param, _ in chain.given]
+                checks.append(ReplicaCheck(plan, whole, self.registry.device))
+        return Clipping(
+            chain.measured(), regions, derived, self.registry, self.measure, thresholds, self.optimizer, checks
+        )
 
     def completion(self, plan: ReductionPlan, chain: Chain) -> Completion:
         """What completes the gradients of what the chain steps, some of them while backward runs (`switch`)."""
@@ -208,4 +267,4 @@ class _Early:
     def _is_free(self, axis: str) -> bool:
         named = {name for b in self.plan.buckets for name in (*b.distinct, *dict(b.owned), *dict(b.tied))}
         named.update(*(entry.spec.partial for entry in self.plan.entries))
-        return default_role(axis) == "data" and axis not in named
+        return only_splits_the_batch(axis) and axis not in named

@@ -4,11 +4,13 @@ from .data import ShardedDataLoader, prepare_dataloader
 from .interop.deepspeed import ModelParallelUnit, mark_model_parallel
 from .interop.local import spec_of
 from .launch import Launch, get_dist_logger, init_distributed
+from .layers.classifier_2d import Classifier2D
 from .layers.cross_entropy import cross_entropy_2d, vocab_parallel_cross_entropy
 from .layers.embedding import Embedding2D, VocabParallelEmbedding
 from .layers.tensor_1d import ColumnParallelLinear, LayerNorm1D, RowParallelLinear
 from .layers.tensor_2d import BiasLayout, LayerNorm2D, Linear2D
 from .layout.annotation import annotate, declare
+from .layout.blocks import blocks
 from .layout.pieces import Region
 from .layout.shard import full_shape, local_shape, shard, unshard
 from .layout.spec import P
@@ -27,6 +29,7 @@ from .mesh.topology import Role, Topology
 
 __all__ = [
     "BiasLayout",
+    "Classifier2D",
     "ColumnParallelLinear",
     "Embedding2D",
     "Launch",
@@ -44,6 +47,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "all_gather_to",
     "annotate",
+    "blocks",
     "broadcast_from",
     "copy_to",
     "cross_entropy_2d",

@@ -13,6 +13,7 @@ Reference: Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,10 +76,13 @@ class Fp8Linear(nn.Linear):
         matmul: How; with its default the weight and the input are whole.
     """
 
-    matmul = Fp8Matmul()
+    matmul: Callable[[Tensor, Tensor, Tensor | None], Tensor] = Fp8Matmul()
 
     def forward(self, input: Tensor) -> Tensor:
         return self.matmul(input, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + ("" if fits(self.weight) else ", not in 8 bits: dims must be multiples of 16")
 
 
 def fits(weight: Tensor) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...parallel.interop.local import spec_of
 from ...parallel.layers.tensor_1d import ColumnParallelLinear, RowParallelLinear
@@ -19,8 +21,14 @@ from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..loss_scale import LossScale
 from ..modes import Bf16, Fp32
 from ..precision import Criterion, Precision
-from .linear import Fp8Linear, Fp8Matmul
+from .linear import Fp8Linear, Fp8Matmul, fits
+from .rowwise import Fp8RowMatmul
 from .summa import fp8_summa
+
+Matmul = Callable[..., torch.Tensor]
+_LOGGER = logging.getLogger(__name__)
+_LINEAR = (nn.Linear, ColumnParallelLinear, RowParallelLinear, Linear2D)
+FELL_BACK = "not in 8 bits: a dim of this rank's weight is no multiple of 16"
 
 
 @dataclass(frozen=True)
@@ -32,29 +40,45 @@ class Fp8(Precision):
     (`nn.MultiheadAttention`) stay as they are. A layer falls back to the base's dtype where the dims of its weight, of
     this rank's piece, aren't multiples of 16: see `Fp8Matmul`; for `Linear2D` see `fp8_summa`.
 
+    `prepare` logs a warning that names these layers, and `fp8_layers` lists what became of every one.
+
     Every tensor has one scale, from the maximum of the logical tensor: it is agreed over the axes that the spec of the
     layer's weight names, as sharded or as partial (the activations are split over those). So a model split over tensor
     axes rounds as the whole one does.
 
     Args:
         base: "bf16" or "fp32".
+        scales: "tensor": one scale a tensor. "row": one for each row, see `Fp8RowMatmul`; more exact where there are
+            outliers, but operands are kept for backward in the base's dtype. `Linear2D` has "tensor" only.
+        leave_out: Layers that stay in the base's dtype, by their names or patterns (``"head"``, ``"blocks.*.out"``; ``*``
+            crosses dots).
         across_data: Agree on the maxima of activations and their gradients over the data axes too, so that replicas
             round as one process does that sees the whole batch. Costs collectives in every linear layer, and binds the
             replicas to run the same number of micro-batches. Without, each replica scales for the samples it has.
 
     Raises:
-        ValueError: The base is another; in `prepare`, an `nn.Linear` has no spec though the registry has model axes.
+        ValueError: The base is another; in `prepare`, an `nn.Linear` has no spec though the registry has model axes, a
+            pattern of leave_out matches no linear layer (where there is one pipeline stage only), or a `Linear2D` is to
+            have scales by row. Nothing is changed then.
     Collectives: per layer up to two small all-reduces, see `Fp8Matmul`. Host reads: none.
     """
 
     base: Literal["bf16", "fp32"] = "bf16"
     across_data: bool = False
+    scales: Literal["tensor", "row"] = "tensor"
+    leave_out: tuple[str, ...] = ()
 
     name: ClassVar[str] = "fp8"
 
     def __post_init__(self) -> None:
         if self.base not in ("bf16", "fp32"):
             raise ValueError(f"base={self.base!r} is no base for 8-bit layers; give 'bf16' or 'fp32'")
+        if self.scales not in ("tensor", "row"):
+            raise ValueError(f"scales={self.scales!r}: give 'tensor', one scale a tensor, or 'row', one for each row")
+        given: Any = self.leave_out
+        if isinstance(given, str) or not all(isinstance(pattern, str) for pattern in given):
+            raise ValueError(f"leave_out={self.leave_out!r}: give a tuple of names or patterns, as ('head', '*.out')")
+        object.__setattr__(self, "leave_out", tuple(self.leave_out))
 
     @property
     def _base(self) -> Precision:
@@ -74,9 +98,10 @@ class Fp8(Precision):
         return self._base.export_state_dict(model)
 
     def _prepare(self, model: nn.Module, registry: ProcessGroupRegistry | None) -> None:
+        self._check_left_out(model, registry)
         matmuls = {}
         for name, module in model.named_modules():
-            matmul = self._matmul_of(name, module, registry)
+            matmul = None if self._leaves_out(name) else self._matmul_of(name, module, registry)
             if matmul is not None:
                 matmuls[module] = matmul
         self._base._prepare(model, registry)
@@ -84,11 +109,41 @@ class Fp8(Precision):
             if type(module) is nn.Linear:
                 module.__class__ = Fp8Linear
             module.matmul = matmul
+        self._tell(model, registry)
 
-    def _matmul_of(
-        self, name: str, module: nn.Module, registry: ProcessGroupRegistry | None
-    ) -> Callable[..., torch.Tensor] | None:
+    def _leaves_out(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.leave_out)
+
+    def _check_left_out(self, model: nn.Module, registry: ProcessGroupRegistry | None) -> None:
+        """On a pipeline stage a pattern may be meant for another."""
+        topology = None if registry is None else registry.topology
+        if topology is not None and topology.size(*topology.pipe_axes) > 1:
+            return
+        names = [name for name, module in model.named_modules() if isinstance(module, _LINEAR)]
+        for pattern in self.leave_out:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ValueError(
+                    f"leave_out={pattern!r} matches no linear layer; there are {', '.join(names[:10]) or 'none'}"
+                )
+
+    def _tell(self, model: nn.Module, registry: ProcessGroupRegistry | None) -> None:
+        found = fp8_layers(model)
+        fell = [f"{name} {tuple(_weight(model, name).shape)}" for name, how in found.items() if how == FELL_BACK]
+        if fell and (registry is None or registry.global_rank == 0):
+            more = f" and {len(fell) - 10} more" if len(fell) > 10 else ""
+            _LOGGER.warning(
+                "%d of %d linear layers are computed in %s and not in 8 bits, because a dim of their weight is no multiple "
+                "of 16: %s%s",
+                *(len(fell), len(found), self.base, ", ".join(fell[:10]), more),
+            )
+
+    def _matmul_of(self, name: str, module: nn.Module, registry: ProcessGroupRegistry | None) -> Matmul | None:
         if isinstance(module, Linear2D):
+            if self.scales == "row":
+                raise ValueError(
+                    f"{name or 'the model'} is a Linear2D, whose blocks travel as they are rounded, with one scale a "
+                    "tensor: take scales='tensor', or name it in leave_out"
+                )
             return partial(fp8_summa, data_axes=self._data_axes(module.registry))
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             return self._fp8_matmul(spec_of(module.weight), module.registry)
@@ -96,11 +151,15 @@ class Fp8(Precision):
             return self._fp8_matmul(_spec_of_linear(name, module, registry), registry)
         return None
 
-    def _fp8_matmul(self, spec: P, registry: ProcessGroupRegistry | None) -> Fp8Matmul:
+    def _fp8_matmul(self, spec: P, registry: ProcessGroupRegistry | None) -> Matmul:
+        rows = self.scales == "row"
         if registry is None:
-            return Fp8Matmul()
+            return Fp8RowMatmul() if rows else Fp8Matmul()
         out_axes, in_axes = spec.dim_axes(0), spec.dim_axes(1)
         batch_axes = (*spec.partial, *self._data_axes(registry))
+        if rows:
+            by_row = [_split(axes, registry) for axes in (in_axes, out_axes, batch_axes)]
+            return Fp8RowMatmul(registry, *by_row) if any(by_row) else Fp8RowMatmul()
         forward = _split((*out_axes, *in_axes, *batch_axes), registry)
         # Without a registry where none is needed: such a layer can be copied and pickled.
         return Fp8Matmul(registry, forward, _split((*out_axes, *batch_axes), registry)) if forward else Fp8Matmul()
@@ -126,3 +185,32 @@ def _spec_of_linear(name: str, module: nn.Linear, registry: ProcessGroupRegistry
             "meaning replicated"
         )
     return P()
+
+
+def fp8_layers(model: nn.Module) -> dict[str, str]:
+    """What `Fp8` made of every linear layer of this rank's part of a model, by name: ``"8 bits"``, or why not.
+
+    Collectives, host reads: none.
+    """
+    return {
+        name: _how(module)
+        for name, module in model.named_modules()
+        if isinstance(module, (*_LINEAR, nn.MultiheadAttention))
+    }
+
+
+def _how(module: nn.Module) -> str:
+    if isinstance(module, nn.MultiheadAttention):
+        return "not in 8 bits: nn.MultiheadAttention holds its weights otherwise"
+    matmul = getattr(module, "matmul", None)
+    if isinstance(matmul, (Fp8Matmul, Fp8RowMatmul)) or getattr(matmul, "func", None) is fp8_summa:
+        return "8 bits" if fits(_weight(module)) else FELL_BACK
+    if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
+        return f"not in 8 bits: {type(module).__name__} is a subclass of nn.Linear, which stays as it is"
+    return "not in 8 bits: left out"
+
+
+def _weight(model: nn.Module, name: str = "") -> Tensor:
+    weight = model.get_submodule(name).weight
+    assert isinstance(weight, Tensor)
+    return weight

@@ -3,7 +3,7 @@
 Logical tensors, each by a key:
 
     model/<parameter>               the model's parameters and declared buffers
-    state/<key>/<parameter>         the optimizer's state of the parameter's shape, and its 0-dim tensors
+    state/<key>/<parameter>         the optimizer's state of the parameter's shape; zeros where a piece has none yet
     piece/<key>/<where>/<parameter> state of any other shape: it belongs to this piece of the parameter
     master/<parameter>              float32 masters
     buffer/<digest>/<buffer>        buffers that nothing declared, one for each content
@@ -19,12 +19,14 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...parallel.layout.pieces import Region
 from ..parallel_optimizer import ParallelOptimizer
 from .logical_parameters import LogicalParameters
 from .logical_tensor import LogicalTensor, part_of
+from .piece_states import PieceState, PieceStates, Place, place_of
 
 _FIELDS = {"model": 1, "state": 2, "piece": 3, "master": 1, "buffer": 2}
 LAYOUT = (
@@ -54,12 +56,12 @@ class RankRecord:
     Args:
         groups: For each param group the names of its parameters on this rank and its hyper-parameters.
         buffers: Digests of the undeclared buffers, by name.
-        values: The optimizer's state that is no tensor, by parameter and key.
+        pieces: What the optimizer has for each piece of a parameter, by parameter and place.
     """
 
     groups: list[tuple[list[str], dict[str, Any]]] = field(default_factory=list)
     buffers: dict[str, str] = field(default_factory=dict)
-    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    pieces: dict[str, dict[Place, PieceState]] = field(default_factory=dict)
 
 
 class Stepped(NamedTuple):
@@ -84,7 +86,7 @@ class OptimizerState(NamedTuple):
 def optimizer_state(optimizer: ParallelOptimizer, parameters: LogicalParameters) -> OptimizerState:
     """Raises ValueError where the optimizer steps what is not in the model. Collectives: none. Host reads: a few."""
     state = optimizer.state_dict()
-    rest = state["meshstep"]
+    rest = {key: value for key, value in state["meshstep"].items() if key != "coordinates"}  # any rank reads it
     stepped = []
     for piece in optimizer.pieces():
         name, region = parameters.of(piece.param)
@@ -125,25 +127,35 @@ def collect(parameters: LogicalParameters, state: OptimizerState) -> tuple[dict[
         record.groups.append((sorted(set(names)), hyper))
     for position, stepped in enumerate(state.stepped):
         if parameters.is_first(stepped.param):
-            tensors.update(_state_tensors(stepped, state.tensors.get(position, {}), record))
+            kept = state.tensors.get(position, {})
+            own = PieceState.of(kept, stepped.piece, stepped.region)
+            record.pieces.setdefault(stepped.name, {})[place_of(stepped.region)] = own
+            tensors.update(_state_tensors(stepped, own, kept))
             if position in state.masters:
                 tensors[f"master/{stepped.name}"] = part_of(stepped.region, state.masters[position].detach())
     return tensors, record
 
 
-def _state_tensors(
-    stepped: Stepped, state: Mapping[str, Any], record: RankRecord
+def _state_tensors(stepped: Stepped, own: PieceState, state: Mapping[str, Any]) -> Iterator[tuple[str, LogicalTensor]]:
+    for key in own.tensors:
+        yield f"state/{key}/{stepped.name}", part_of(stepped.region, state[key].detach())
+    for key in own.odd:
+        yield f"piece/{key}/{stepped.region}/{stepped.name}", whole(state[key])
+
+
+def zeros_for_others(
+    parameters: LogicalParameters, state: OptimizerState, pieces: PieceStates
 ) -> Iterator[tuple[str, LogicalTensor]]:
-    name, region = stepped.name, stepped.region
-    for key, value in state.items():
-        if not isinstance(value, Tensor):
-            record.values.setdefault(name, {})[key] = value
-        elif value.dim() == 0:
-            yield f"state/{key}/{name}", whole(value)
-        elif value.shape == stepped.piece.shape:
-            yield f"state/{key}/{name}", part_of(region, value)
-        else:
-            yield f"piece/{key}/{region}/{name}", whole(value)
+    """State of the parameters' shapes that this rank's pieces lack and other pieces of the same parameters have.
+
+    Args:
+        pieces: Of all ranks.
+    """
+    for stepped in state.stepped:
+        if parameters.is_first(stepped.param):
+            for key, dtype in pieces.missing(stepped.name, stepped.region):
+                zeros = torch.zeros((), dtype=dtype).expand(stepped.piece.shape)
+                yield f"state/{key}/{stepped.name}", part_of(stepped.region, zeros)
 
 
 def whole(tensor: Tensor) -> LogicalTensor:

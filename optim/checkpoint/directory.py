@@ -1,11 +1,11 @@
 """Directories that appear complete or not at all, and that are found out when they are damaged.
 
     path/meshstep-00000007              complete
-    path/meshstep-00000008.writing      being written, or left behind by a crash
+    path/meshstep-00000008.5f0c.writing being written, or left behind by a crash
     path/meshstep-00000006.removing     being removed, or left behind by a crash
 
 A checkpoint is written beside the previous one and gets its name by one rename, after everything in it has reached the
-disk; only then is the previous one removed. Each has a manifest, ``meshstep.json``, with the size and the checksum of
+disk; only then are previous ones removed. Each has a manifest, ``meshstep.json``, with the size and the checksums of
 every file in it, and of itself.
 """
 
@@ -14,58 +14,70 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-FORMAT = 1
+from .checksums import FileRecord
+
+FORMAT = 2
 MANIFEST = "meshstep.json"
 _COMPLETE = re.compile(r"meshstep-(\d+)")
-_LEFT_BEHIND = re.compile(r"meshstep-\d+\.(writing|removing)")
-_BLOCK = 2**22
-
-
-class FileRecord(NamedTuple):
-    """Size in bytes and CRC-32 of a file."""
-
-    size: int
-    crc32: int
+_LEFT_BEHIND = re.compile(r"meshstep-\d+(\.\w+)?\.(writing|removing)")
 
 
 def newest_checkpoint(path: str | os.PathLike[str]) -> Path | None:
     """The directory of the newest complete checkpoint under ``path``; None where there is none.
 
-    It looks at names only, so it says nothing about damage. Collectives: none.
+    It looks at names only, so it says nothing about damage; and a run that goes on saving may remove it at any moment.
+    Collectives: none.
     """
     complete = _complete(Path(path))
     return complete[max(complete)] if complete else None
 
 
-def begin(path: Path) -> Path:
+def is_checkpoint(path: Path) -> bool:
+    """Whether ``path`` is the directory of one complete checkpoint, not of a run's."""
+    return _COMPLETE.fullmatch(path.name) is not None and (path / MANIFEST).is_file()
+
+
+def begin(path: Path, known: str | None) -> Path:
     """A new, empty directory to write the next checkpoint under ``path`` in. What crashes left there is removed.
 
+    Args:
+        known: The name of the last checkpoint under ``path`` that this run saved or loaded; None where there is none.
     Raises:
+        ValueError: The newest one there is another.
         OSError: It can't be made.
     """
+    newest = newest_checkpoint(path)
+    if newest is not None and newest.name != known:
+        raise ValueError(
+            f"{newest} is another run's: this one has neither saved nor loaded it, and would remove it. Continue from it "
+            "with load_checkpoint, give a path of this run's own, or remove it"
+        )
     path.mkdir(parents=True, exist_ok=True)
     for entry in path.iterdir():
         if _LEFT_BEHIND.fullmatch(entry.name):
             shutil.rmtree(entry, ignore_errors=True)
-    directory = path / f"meshstep-{max(_complete(path), default=0) + 1:08}.writing"
+    # A name of its own: two runs that write here at once must not mix their files.
+    directory = path / f"meshstep-{max(_complete(path), default=0) + 1:08}.{secrets.token_hex(4)}.writing"
     directory.mkdir()
     _synchronise_directory(path.parent)
     return directory
 
 
-def publish(directory: Path, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> Path:
-    """Give what `begin` returned, now filled, the name of a complete checkpoint, and remove the previous ones.
+def publish(directory: Path, files: Mapping[str, FileRecord], about: Mapping[str, Any], keep: int) -> Path:
+    """Give what `begin` returned, now filled, the name of a complete checkpoint, and remove the oldest ones.
 
     Args:
         files: All files in it, synchronised, by name.
         about: What the manifest says besides; JSON.
+        keep: How many complete ones stay.
     Returns:
         The complete checkpoint's directory.
     Raises:
@@ -81,16 +93,15 @@ def publish(directory: Path, files: Mapping[str, FileRecord], about: Mapping[str
             )
     manifest = {"format": FORMAT, **about, "files": {name: list(record) for name, record in files.items()}}
     with open(directory / MANIFEST, "w") as stream:
-        json.dump({"crc32": _crc32_of(manifest), "manifest": manifest}, stream, indent=1)
+        json.dump({"crc32": _crc32_of(manifest), "manifest": manifest}, stream)
         stream.flush()
         os.fsync(stream.fileno())
     _synchronise_directory(directory)
-    complete = directory.with_suffix("")
-    previous = _complete(directory.parent).values()
+    complete = directory.parent / directory.name.partition(".")[0]
     os.rename(directory, complete)
     _synchronise_directory(complete.parent)
-    with suppress(OSError):  # the new one is in place; `begin` tries again
-        for older in previous:
+    with suppress(OSError):  # the new one is in place; the next save tries again
+        for _, older in sorted(_complete(complete.parent).items())[:-keep]:
             removing = older.with_suffix(".removing")
             os.rename(older, removing)  # so that a crash now leaves nothing half removed under a complete one's name
             shutil.rmtree(removing)
@@ -120,41 +131,13 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     return manifest
 
 
-def verify(directory: Path, files: Mapping[str, FileRecord]) -> None:
-    """Read ``files`` and compare them with their records.
-
-    Raises:
-        ValueError: One is missing or is not what was written.
-    """
-    for name, expected in files.items():
-        try:
-            found = record_of(directory / name, synchronise=False)
-        except OSError as problem:
-            raise ValueError(f"{directory / name} is missing or can't be read: {problem}") from problem
-        if found != expected:
-            what = (
-                f"it has {found.size} bytes of {expected.size}" if found.size != expected.size else "bytes were changed"
-            )
-            raise ValueError(f"{directory / name} is damaged: {what}")
-
-
-def record_of(file: Path, *, synchronise: bool) -> FileRecord:
-    """Size and checksum of a file, which is first brought to the disk if asked. Raises OSError."""
-    size = checksum = 0
-    with open(file, "rb") as stream:
-        if synchronise:
-            os.fsync(stream.fileno())
-        while block := stream.read(_BLOCK):
-            size += len(block)
-            checksum = zlib.crc32(block, checksum)
-    return FileRecord(size, checksum)
-
-
 def _complete(path: Path) -> dict[int, Path]:
-    if not path.is_dir():
-        return {}
-    found = ((_COMPLETE.fullmatch(entry.name), entry) for entry in path.iterdir() if entry.is_dir())
-    return {int(match[1]): entry for match, entry in found if match}
+    for _ in range(2):  # a writer who renames between two entries of one listing may hide both from it
+        names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
+        found = {int(match[1]): path / name for name in names if (match := _COMPLETE.fullmatch(name))}
+        if found or not any(map(_LEFT_BEHIND.fullmatch, names)):
+            break
+    return {number: entry for number, entry in found.items() if entry.is_dir()}
 
 
 def _crc32_of(manifest: Mapping[str, Any]) -> int:

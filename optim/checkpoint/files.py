@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
 
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
@@ -15,6 +18,21 @@ SHARED_FILE = "shared.pt"  # what belongs to all ranks; written by rank 0
 def rank_file(rank: int) -> str:
     """The name of the file with what belongs to one rank: the states of its random number generators."""
     return f"rank-{rank}.pt"
+
+
+def plain_content(file: Path) -> Any:
+    """What a file holds that `torch.save` wrote: tensors on the CPU, numbers and strings, in lists, tuples and dicts.
+
+    Raises:
+        ValueError: It is something else. Nothing has been executed.
+        OSError: It can't be read.
+    """
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as problem:
+        raise ValueError(f"{file} is damaged, or was planted: {str(problem).splitlines()[0]}") from problem
 
 
 def files_on_all_ranks(function: Callable[[], T], registry: ProcessGroupRegistry) -> T:

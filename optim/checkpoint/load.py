@@ -6,83 +6,205 @@ Everything is read and compared beside the run first; only when all of it fits, 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from copy import deepcopy
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...parallel.data.random_state import set_random_state
+from ...parallel.data.random_state import random_state, set_random_state
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from ..parallel_optimizer import ParallelOptimizer
+from .checksums import FileRecord, verify
 from .contents import OptimizerState, optimizer_state
-from .directory import FileRecord, newest_checkpoint, read_manifest, verify
-from .files import SHARED_FILE, files_on_all_ranks, files_on_first_rank, rank_file
+from .directory import is_checkpoint, newest_checkpoint, read_manifest
+from .files import SHARED_FILE, files_on_all_ranks, files_on_first_rank, plain_content, rank_file
 from .logical_parameters import LogicalParameters
 from .restoration import Restoration
+from .run_history import remember
 from .shared_record import SharedRecord
+
+_ATTEMPTS = 10
 
 
 def load_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: ParallelOptimizer,
+    optimizer: ParallelOptimizer | None,
     *,
     lr_scheduler: LRScheduler | None = None,
+    registry: ProcessGroupRegistry | None = None,
 ) -> Any:
     """Continue from the newest complete checkpoint under ``path``.
 
     On the mesh it was saved on training goes on bit for bit. On another mesh, or with states sharded otherwise, the same
     numbers are laid out anew; random number generators are left as they are then, and batch norm's statistics, where
-    ranks had different ones, are those of data coordinate 0 (as `DistributedDataParallel` does it).
+    ranks had different ones, are those of data coordinate 0 (as `DistributedDataParallel` does it). Where pieces of a
+    parameter come together that had made different numbers of steps (experts), all of it goes on with the fewest, and
+    elements that had no optimizer state yet have zeros; a warning names them.
 
-    Load only what you trust: one of torch's files is a pickle.
+    Nothing in a checkpoint is executed, whoever wrote it. Another run may save there meanwhile: if it removes what is being
+    read, the newer one is read.
 
     Args:
-        path, model, optimizer, lr_scheduler: As they were for `save_checkpoint`, on the same or another mesh: the same
+        path: As for `save_checkpoint`; or the directory of one checkpoint, ``path/meshstep-<number>``.
+        model, optimizer, lr_scheduler: As they were for `save_checkpoint`, on the same or another mesh: the same
             logical parameters, param groups, kind of optimizer and schedule, and precision mode. Gradients are forgotten.
+        optimizer: None loads the model alone, parameters and buffers, in the dtypes that it has been saved in; random
+            number generators are left as they are.
+        registry: The groups, where there is no optimizer that has them.
     Returns:
         What was given as ``extra``, on every rank; tensors on the CPU.
     Raises:
-        ValueError: On every rank: there is no checkpoint; a file in it is missing, truncated or changed; it does not
-            fit. Nothing has been changed then, on any rank.
+        ValueError: On every rank: there is no checkpoint; a file in it is missing, truncated, changed or planted; it does
+            not fit. Nothing has been changed then, on any rank.
         RuntimeError: On every rank, when one could not read. Nothing has been changed.
+        TypeError: There is neither an optimizer nor a registry; a schedule, but no optimizer.
     Collectives: gathers of Python objects over the world, at all ranks' pace. Memory: once more this rank's parameters
     and states, on the CPU.
     """
-    from .tensors import read_tensors
+    if optimizer is not None:
+        registry = optimizer.registry
+    elif lr_scheduler is not None:
+        raise TypeError("a schedule goes on with its optimizer: give optimizer= too, or leave lr_scheduler= out")
+    elif registry is None:
+        raise TypeError("to load the model alone give registry=, whose ranks hold it")
+    run = _Run(model, optimizer, lr_scheduler, registry)
+    for attempt in range(1, _ATTEMPTS + 1):
+        directory, manifest = files_on_first_rank(lambda: _open(Path(path), optimizer), registry)
+        try:
+            found = run.read(directory, manifest)
+            break
+        except Exception as problem:  # on every rank
+            if files_on_first_rank(directory.exists, registry):
+                raise
+            if attempt == _ATTEMPTS:
+                raise RuntimeError(
+                    f"the checkpoint under {path} was replaced {attempt} times while it was read: another run saves faster "
+                    "than this one reads; let it keep more, save_checkpoint(..., keep=2)"
+                ) from problem
+    run.take(found)
+    if optimizer is not None:
+        remember(optimizer, directory)
+    if found.restoration.together:
+        warnings.warn(
+            "pieces that are put together here had made different numbers of optimizer steps: "
+            f"{'; '.join(found.restoration.together)}. Each goes on with the fewest, and with zeros where there was no "
+            "state yet, so that its next updates are others than on the mesh of the checkpoint",
+            stacklevel=2,
+        )
+    return found.content["extra"]
 
-    registry = optimizer.registry
-    directory, manifest = files_on_first_rank(lambda: _open(Path(path), optimizer), registry)
-    files_on_all_ranks(lambda: _verify_share(directory, manifest, registry), registry)
-    saved = Topology(roles=manifest["roles"], **manifest["axes"])
-    parameters = LogicalParameters(model, registry)
-    content, own = files_on_all_ranks(lambda: _read(directory, optimizer, lr_scheduler, parameters), registry)
-    restoration = _restoration(directory, content, saved, parameters, own, registry)
-    state = on_all_ranks(lambda: restoration.state_dict(content["rest"]), registry)
-    random = files_on_all_ranks(lambda: _random_state_in(directory, saved, registry), registry)
-    read_tensors(directory, restoration.tensors, registry)
-    # Up to here nothing has been changed.
-    _load_schedule_and_optimizer(lr_scheduler, content["schedule"], optimizer, state)
-    optimizer.zero_grad()
-    restoration.write_model()
-    if random is not None:
-        set_random_state(random)
-    return content["extra"]
+
+class _Found(NamedTuple):
+    """A checkpoint that fits, read beside the run."""
+
+    content: dict[str, Any]
+    restoration: Restoration
+    state: dict[str, Any] | None  # the optimizer's
+    random: dict[str, Any] | None
 
 
-def _open(path: Path, optimizer: ParallelOptimizer) -> tuple[Path, dict[str, Any]]:
-    directory = newest_checkpoint(path)
-    if directory is None:
-        raise ValueError(f"there is no complete checkpoint under {path}; newest_checkpoint(path) tells beforehand")
-    manifest = read_manifest(directory)
-    if manifest["precision"] != optimizer.precision.name:
+class _Run(NamedTuple):
+    """What is to be loaded."""
+
+    model: nn.Module
+    optimizer: ParallelOptimizer | None
+    schedule: LRScheduler | None
+    registry: ProcessGroupRegistry
+
+    def read(self, directory: Path, manifest: Mapping[str, Any]) -> _Found:
+        """Read a checkpoint and compare it with the run, which is not changed.
+
+        Raises, collectives: as `load_checkpoint`.
+        """
+        from .tensors import Reader, read_tensors
+
+        registry = self.registry
+        files, saved = on_all_ranks(lambda: _said_in(manifest), registry)
+        files_on_all_ranks(lambda: _verify_share(directory, files, registry), registry)
+        parameters = LogicalParameters(self.model, registry)
+        content, own = files_on_all_ranks(lambda: self._content(directory, parameters), registry)
+        named = [[own.stepped[position].name for position in group["params"]] for group in own.groups] if own else []
+        groups = _names_by_group(gather_objects(named, registry))
+        reader = Reader(directory, files)
+
+        def fit() -> tuple[Restoration, dict[str, Any] | None]:
+            shared = SharedRecord(content["record"], saved, registry.topology, registry.global_rank)
+            restoration = Restoration(parameters, own, groups, reader.stored(), shared)
+            return restoration, None if own is None else restoration.state_dict(content["rest"])
+
+        restoration, state = files_on_all_ranks(fit, registry)
+        random = files_on_all_ranks(lambda: self._random_state(directory, saved), registry)
+        read_tensors(reader, restoration.tensors, registry)
+        return _Found(content, restoration, state, random)
+
+    def _content(self, directory: Path, parameters: LogicalParameters) -> tuple[dict[str, Any], OptimizerState | None]:
+        """What is there for all ranks, and the optimizer's state as it is now. ValueError if they are not of a kind."""
+        content: dict[str, Any] = plain_content(directory / SHARED_FILE)
+        if self.optimizer is None:
+            return content, None
+        _check_kinds(content, self.optimizer, self.schedule)
+        return content, optimizer_state(self.optimizer, parameters)
+
+    def _random_state(self, directory: Path, saved: Topology) -> dict[str, Any] | None:
+        if saved != self.registry.topology or self.optimizer is None:
+            return None
+        state: dict[str, Any] = plain_content(directory / rank_file(self.registry.global_rank))
+        return state
+
+    def take(self, found: _Found) -> None:
+        """Change the run, on all ranks or on none."""
+        if self.optimizer is not None and found.state is not None:
+            self._take_state(self.optimizer, found.state, found.content["schedule"], found.random)
+            on_all_ranks(self.optimizer.zero_grad, self.registry)
+        found.restoration.write_model()
+
+    def _take_state(
+        self, optimizer: ParallelOptimizer, state: dict[str, Any], schedule: Any, random: dict[str, Any] | None
+    ) -> None:
+        before = None if self.schedule is None else deepcopy(self.schedule.state_dict())
+        random_before = random_state()
+
+        def load() -> None:
+            if self.schedule is not None:
+                try:
+                    self.schedule.load_state_dict(schedule)
+                except Exception as problem:
+                    raise ValueError(
+                        f"the schedule can't continue from the state in the checkpoint: {problem!r}"
+                    ) from problem
+            if random is not None:
+                set_random_state(random)
+
+        try:
+            on_all_ranks(load, self.registry)
+            optimizer.load_state_dict(state)
+        except Exception:
+            if self.schedule is not None and before is not None:
+                self.schedule.load_state_dict(before)
+            set_random_state(random_before)
+            raise
+
+
+def _open(path: Path, optimizer: ParallelOptimizer | None) -> tuple[Path, dict[str, Any]]:
+    while True:
+        directory = path if is_checkpoint(path) else newest_checkpoint(path)
+        if directory is None:
+            raise ValueError(f"there is no complete checkpoint under {path}; newest_checkpoint(path) tells beforehand")
+        try:
+            manifest = read_manifest(directory)
+            break
+        except ValueError:
+            if directory.exists():
+                raise
+    if optimizer is not None and manifest["precision"] != optimizer.precision.name:
         raise ValueError(
             f"{directory} was saved with precision={manifest['precision']!r}, but this optimizer runs with "
             f"{optimizer.precision.name!r}; continue in the mode it was saved in"
@@ -90,19 +212,18 @@ def _open(path: Path, optimizer: ParallelOptimizer) -> tuple[Path, dict[str, Any
     return directory, manifest
 
 
-def _verify_share(directory: Path, manifest: Mapping[str, Any], registry: ProcessGroupRegistry) -> None:
-    """Check this rank's share of the files."""
-    files = {name: FileRecord(*record) for name, record in manifest["files"].items()}
-    verify(directory, dict(islice(files.items(), registry.global_rank, None, registry.topology.world_size)))
+def _said_in(manifest: Mapping[str, Any]) -> tuple[dict[str, FileRecord], Topology]:
+    """The records of all files, and the mesh that the checkpoint was saved on."""
+    files = {name: FileRecord.of_json(record) for name, record in manifest["files"].items()}
+    return files, Topology(roles=manifest["roles"], **manifest["axes"])
 
 
-def _read(
-    directory: Path, optimizer: ParallelOptimizer, schedule: LRScheduler | None, parameters: LogicalParameters
-) -> tuple[dict[str, Any], OptimizerState]:
-    """What is there for all ranks, and the optimizer's state as it is now. Raises ValueError if they are not of a kind."""
-    content: dict[str, Any] = torch.load(directory / SHARED_FILE, map_location="cpu", weights_only=True)
-    _check_kinds(content, optimizer, schedule)
-    return content, optimizer_state(optimizer, parameters)
+def _verify_share(directory: Path, files: Mapping[str, FileRecord], registry: ProcessGroupRegistry) -> None:
+    """Check this rank's share of the files; the contents of tensors' files are checked by who reads them."""
+    share = dict(islice(files.items(), registry.global_rank, None, registry.topology.world_size))
+    tensors = {name: record for name, record in share.items() if name.endswith(".distcp")}
+    verify(directory, tensors, contents=False)
+    verify(directory, {name: record for name, record in share.items() if name not in tensors}, contents=True)
 
 
 def _check_kinds(content: Mapping[str, Any], optimizer: ParallelOptimizer, schedule: LRScheduler | None) -> None:
@@ -121,58 +242,7 @@ def _check_kinds(content: Mapping[str, Any], optimizer: ParallelOptimizer, sched
         )
 
 
-def _restoration(
-    directory: Path,
-    content: Mapping[str, Any],
-    saved: Topology,
-    parameters: LogicalParameters,
-    own: OptimizerState,
-    registry: ProcessGroupRegistry,
-) -> Restoration:
-    """The plan of what this rank needs. Raises ValueError on every rank. Collectives: gathers of objects over the world."""
-    from .tensors import stored_tensors
-
-    names = [[own.stepped[position].name for position in group["params"]] for group in own.groups]
-    groups = _names_by_group(gather_objects(names, registry))
-    shared = SharedRecord(content["record"], saved, registry.topology, registry.global_rank)
-    return on_all_ranks(lambda: Restoration(parameters, own, groups, stored_tensors(directory), shared), registry)
-
-
 def _names_by_group(named: list[list[list[str]]]) -> list[set[str]]:
     """The names in each param group, those of all ranks."""
     count = max(len(groups) for groups in named)
     return [{name for groups in named if index < len(groups) for name in groups[index]} for index in range(count)]
-
-
-def _random_state_in(directory: Path, saved: Topology, registry: ProcessGroupRegistry) -> dict[str, Any] | None:
-    if saved != registry.topology:
-        return None
-    state: dict[str, Any] = torch.load(directory / rank_file(registry.global_rank), weights_only=True)
-    return state
-
-
-def _load_schedule_and_optimizer(
-    schedule: LRScheduler | None,
-    saved: dict[str, Any],
-    optimizer: ParallelOptimizer,
-    state: dict[str, Any],
-) -> None:
-    """Both, on all ranks, or none of them."""
-    backup = None if schedule is None else deepcopy(schedule.state_dict())
-
-    def load() -> None:
-        if schedule is not None:
-            try:
-                schedule.load_state_dict(saved)
-            except Exception as problem:
-                raise ValueError(
-                    f"the schedule can't continue from the state in the checkpoint: {problem!r}"
-                ) from problem
-
-    try:
-        on_all_ranks(load, optimizer.registry)
-        optimizer.load_state_dict(state)
-    except (ValueError, TypeError, RuntimeError):
-        if schedule is not None and backup is not None:
-            schedule.load_state_dict(backup)
-        raise

@@ -92,11 +92,13 @@ class LogicalParameters:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside of `DistributedDataParallel` and ``torch.compile``, whose parameters have the plain names."""
+    """The module inside of `DistributedDataParallel`, ``torch.compile`` and frameworks' wrappers, whose parameters have the
+    plain names."""
     while True:
+        within = (model._modules.get(name) for name in ("_orig_mod", "_forward_module"))
         if isinstance(model, DistributedDataParallel):
             model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+        elif (inner := next((module for module in within if module is not None), None)) is not None:
             model = inner
         else:
             return model
@@ -107,14 +109,20 @@ def _parameters_and_buffers(model: nn.Module) -> tuple[dict[str, Tensor], dict[s
     params: dict[str, Tensor] = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
     saved = model.state_dict(keep_vars=True)
-    for name in saved:
-        if name.endswith("_extra_state") and name not in params and name not in buffers:
+    for name, value in saved.items():
+        own_kind = name.endswith("_extra_state") and name not in params and name not in buffers
+        if own_kind and not _is_nothing(value):
             raise ValueError(
                 f"{name} is state of a kind of its own (get_extra_state), which can't be laid out anew; give it as extra="
             )
     persistent = {name: buffer for name, buffer in buffers.items() if name in saved}
     declared = {name: buffer for name, buffer in persistent.items() if annotation_of(buffer) is not None}
     return {name: b for name, b in persistent.items() if name not in declared}, {**params, **declared}
+
+
+def _is_nothing(value: object) -> bool:
+    """What layers say that could have state of their own and have none (those of Megatron and Transformer Engine)."""
+    return value is None or (isinstance(value, Tensor) and value.numel() == 0)
 
 
 def _is_first_holder(entry: ParameterEntry, plan: ReductionPlan) -> bool:

@@ -65,7 +65,7 @@ class PartsSavePlanner(DefaultSavePlanner):
         return super().create_global_plan(all_plans)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return _part(self.state_dict, index)
+        return _part(self.state_dict, index).contiguous()  # who reads it relies on that
 
 
 class PartsLoadPlanner(LoadPlanner):

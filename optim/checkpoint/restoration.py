@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ...parallel.layout.pieces import Region, Shape
-from ..states.pieces import SCALAR_STATE
 from .contents import LAYOUT, OptimizerState, Stepped, parse_key, whole
 from .logical_parameters import LogicalParameters
 from .logical_tensor import LogicalTensor, Stored, part_of
@@ -23,7 +22,8 @@ class Restoration:
     `state_dict` is the optimizer's and `write_model` changes the model.
 
     Args:
-        parameters, own: The model's, and the optimizer's state, as they are now.
+        parameters: The model's.
+        own: The optimizer's state, as it is now; None where the model is loaded alone.
         groups: The names of the parameters in each param group, those of all ranks together.
         stored: What tensors the checkpoint has, by key.
         shared: What else is in it.
@@ -38,33 +38,38 @@ class Restoration:
     def __init__(
         self,
         parameters: LogicalParameters,
-        own: OptimizerState,
+        own: OptimizerState | None,
         groups: Sequence[Iterable[str]],
         stored: Mapping[str, Stored],
         shared: SharedRecord,
     ) -> None:
         self.tensors: dict[str, LogicalTensor] = {}
-        self._own, self._stored, self._shared = own, stored, shared
-        self._check_names(parameters, groups)
+        self._stored, self._shared = stored, shared
+        self._check_names(parameters)
         self._model = [
             (tensor, self._room(f"model/{name}", region, tensor.shape, tensor.dtype))
             for name, tensor, region in parameters.regions
         ]
         self._model += [(buffer, self._room_for_buffer(name, buffer)) for name, buffer in parameters.buffers.items()]
-        self._kept: dict[str, list[tuple[str, ...]]] = {}  # of each parameter what there is of the optimizer's state
-        for key in stored:
-            kind, *between, name = parse_key(key)
-            if kind in ("state", "piece", "master"):
-                self._kept.setdefault(name, []).append((kind, *between))
-        self._state = [self._room_for_state(stepped) for stepped in own.stepped]
-        self._masters = self._room_for_masters()
+        self._own, self._state, self._masters = own, list[dict[str, Any]](), dict[int, Tensor]()
+        if own is not None:
+            self._check_groups(groups)
+            self._state = [self._room_for_state(stepped) for stepped in own.stepped]
+            self._masters = self._room_for_masters(own)
+
+    @property
+    def together(self) -> list[str]:
+        """The parameters, each with a few words, whose pieces come from pieces that had made different numbers of steps."""
+        return self._shared.pieces.together
 
     # What fits --------------------------------------------------------------------------------------------------------
 
-    def _check_names(self, parameters: LogicalParameters, groups: Sequence[Iterable[str]]) -> None:
+    def _check_names(self, parameters: LogicalParameters) -> None:
         saved = {parse_key(key)[-1] for key in self._stored if key.startswith("model/")}
         _check_same("parameters", saved, set(parameters.names), "in the model")
         _check_same("buffers", set(self._shared.buffers), parameters.buffer_names, "in the model")
+
+    def _check_groups(self, groups: Sequence[Iterable[str]]) -> None:
         if len(groups) != len(self._shared.groups):
             raise ValueError(
                 f"the checkpoint has {len(self._shared.groups)} param groups, the optimizer {len(groups)}; build the "
@@ -109,44 +114,37 @@ class Restoration:
     def _room_for_state(self, stepped: Stepped) -> dict[str, Any]:
         """The optimizer's state at one position."""
         name, region = stepped.name, stepped.region
-        state: dict[str, Any] = self._shared.values(name)
-        elsewhere = set()
-        for kind, *between in self._kept.get(name, []):
-            if kind == "state":
-                key = f"state/{between[0]}/{name}"
-                found = self._stored[key]
-                if found.shape == () and (region.full_shape != () or between[0] in SCALAR_STATE):
-                    state[between[0]] = self._room_for_all(key)
-                else:
-                    state[between[0]] = self._room(key, region, stepped.piece.shape, found.dtype)
-            elif kind == "piece" and between[1] == str(region):
-                state[between[0]] = self._room_for_all(f"piece/{between[0]}/{between[1]}/{name}")
-            elif kind == "piece":
-                elsewhere.add(between[0])
-        if lost := sorted(elsewhere - state.keys()):
+        kept = self._shared.pieces.of(name, region)
+        state = kept.plain()
+        for key in kept.tensors:
+            found = self._find(f"state/{key}/{name}")
+            state[key] = self._room(f"state/{key}/{name}", region, stepped.piece.shape, found.dtype)
+        places = {key: f"piece/{key}/{region}/{name}" for key in kept.odd}
+        if lost := sorted(key for key, place in places.items() if place not in self._stored):
             raise ValueError(
                 f"the optimizer's {', '.join(lost)} of {name} belongs to pieces of the parameter that no rank has now (it "
                 "is not of the parameter's shape, so it can't be cut anew); continue on the mesh of the checkpoint"
             )
-        return state
+        return state | {key: self._room_for_all(place) for key, place in places.items()}
 
-    def _room_for_masters(self) -> dict[int, Tensor]:
+    def _room_for_masters(self, own: OptimizerState) -> dict[int, Tensor]:
         masters = {}
-        for position, (_, piece, name, region) in enumerate(self._own.stepped):
-            if position in self._own.masters:
+        for position, (_, piece, name, region) in enumerate(own.stepped):
+            if position in own.masters:
                 masters[position] = self._room(f"master/{name}", region, piece.shape, torch.float32)
-            elif ("master",) in self._kept.get(name, []):
+            elif f"master/{name}" in self._stored:
                 raise ValueError(f"the checkpoint has a float32 master of {name}, the optimizer has none: another mode")
         return masters
 
     # Putting it back ----------------------------------------------------------------------------------------------------
 
     def state_dict(self, rest: Mapping[str, Any]) -> dict[str, Any]:
-        """For the optimizer's ``load_state_dict``.
+        """For the ``load_state_dict`` of the optimizer, if there is one.
 
         Args:
             rest: What `OptimizerState.rest` was when it was saved, its ``"weights"`` reduced to what is portable.
         """
+        assert self._own is not None, "asked for with an optimizer only"
         groups = [
             {**now, **self._shared.hyper(index), **{k: now[k] for k in ("params", "param_names") if k in now}}
             for index, now in enumerate(self._own.groups)

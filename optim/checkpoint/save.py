@@ -33,11 +33,14 @@ from ...parallel.data.random_state import random_state
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..parallel_optimizer import ParallelOptimizer
-from .contents import RankRecord, collect, optimizer_state, portable_in
-from .directory import FileRecord, begin, publish, record_of
+from .checksums import FileRecord, record_of
+from .contents import OptimizerState, RankRecord, collect, optimizer_state, portable_in, zeros_for_others
+from .directory import begin, publish
 from .files import SHARED_FILE, files_on_all_ranks, files_on_first_rank, rank_file
 from .logical_parameters import LogicalParameters
 from .logical_tensor import LogicalTensor
+from .piece_states import PieceStates
+from .run_history import last_known, remember
 from .shared_record import SharedRecord
 
 
@@ -48,8 +51,9 @@ def save_checkpoint(
     *,
     lr_scheduler: LRScheduler | None = None,
     extra: Any = None,
+    keep: int = 1,
 ) -> Path:
-    """Write a checkpoint under ``path``, and then remove the previous one there.
+    """Write a checkpoint under ``path``, and then remove the oldest ones there.
 
     It is written beside the previous one, brought to the disk and then renamed. Whenever the ranks or the machine
     crash, the newest complete checkpoint is either the previous one or this one.
@@ -59,78 +63,101 @@ def save_checkpoint(
     are not, so the position in an accumulation window is always its beginning: call it after `step`.
 
     Args:
-        path: A directory for this run alone, in a file system that all ranks share; it is made if it isn't there. To keep
-            more than the newest, give each a path of its own.
+        path: A directory for this run alone, in a file system that all ranks share; it is made if it isn't there.
         model: This rank's part of the model (``nn.Module()`` where there is none), all of the optimizer's parameters in it;
             may be wrapped in `DistributedDataParallel`. Buffers have no spec: they are stored for each rank, but only once
             where they are equal. ``annotate(buffer, P(...))`` declares one that is sharded.
         optimizer: The optimizer.
         lr_scheduler: Any torch schedule.
         extra: What else you want back: numbers, strings, tensors, in lists, tuples and dicts. Rank 0's is stored.
+        keep: How many of the newest checkpoints stay, this one among them; `load_checkpoint` takes the directory of an
+            older one too.
     Returns:
         The checkpoint's own directory, ``path/meshstep-<number>``.
     Raises:
         ValueError: On every rank: gradients have been accumulated that no `step` has used yet; the schedule's state or
             ``extra`` holds something that could not be read back; ranks disagree on the parameters, don't hold equal
-            pieces of them, or don't share ``path``. The previous checkpoint stays.
+            pieces of them, or don't share ``path``; the newest checkpoint there is another run's, which this one has
+            neither saved nor loaded. The previous checkpoint stays.
         RuntimeError: On every rank, when one could not write. The previous checkpoint stays.
     Collectives: gathers of Python objects over the world, at all ranks' pace. Host reads: everything.
     """
-    registry = optimizer.registry
-    parameters = LogicalParameters(model, registry)
-    snapshot = on_all_ranks(lambda: _snapshot(parameters, optimizer, lr_scheduler, extra), registry)
-    return _write(Path(path), snapshot, _facts(optimizer), registry)
+    snapshot = snapshot_of(model, optimizer, lr_scheduler, extra, keep)
+    checkpoint = write(Path(path), snapshot, last_known(optimizer, Path(path)), optimizer.registry)
+    remember(optimizer, checkpoint)
+    return checkpoint
 
 
-class _Snapshot(NamedTuple):
-    """What this rank has to write: its parts of the tensors, its record, and what is the same for all ranks."""
+class Snapshot(NamedTuple):
+    """What this rank has to write: its parts of the tensors, its record, its random state, and what is the same for all
+    ranks."""
 
     tensors: dict[str, LogicalTensor]
-    record: RankRecord
+    record: dict[str, Any]  # of all ranks
+    random: dict[str, Any]
     common: dict[str, Any]
+    facts: dict[str, Any]
+    keep: int
 
 
-def _snapshot(
-    parameters: LogicalParameters, optimizer: ParallelOptimizer, lr_scheduler: LRScheduler | None, extra: Any
-) -> _Snapshot:
-    """Raises ValueError where there is something that can't be stored. Collectives: none."""
-    _check_window(optimizer)
-    # First: a schedule that has not seen yet whether the last step was skipped may correct the rates now.
-    schedule = None if lr_scheduler is None else lr_scheduler.state_dict()
-    state = optimizer_state(optimizer, parameters)
-    tensors, record = collect(parameters, state)
-    common = {
-        "rest": {**state.rest, "weights": portable_in(state.rest["weights"])},
-        "optimizer": type(optimizer.optimizer).__name__,
-        "schedule": _readable(schedule, "the schedule's state"),
-        "schedule_kind": type(lr_scheduler).__name__,
-        "extra": _readable(extra, "extra="),
-    }
-    return _Snapshot(tensors, record, common)
+def snapshot_of(
+    model: nn.Module, optimizer: ParallelOptimizer, lr_scheduler: LRScheduler | None, extra: Any, keep: int
+) -> Snapshot:
+    """What `write` writes; tensors are views of the run's. Raises, collectives: as `save_checkpoint`."""
+    registry = optimizer.registry
+    parameters = LogicalParameters(model, registry)
+
+    def collected() -> tuple[OptimizerState, dict[str, LogicalTensor], RankRecord, dict[str, Any]]:
+        check_keep(keep)
+        _check_window(optimizer)
+        # First: a schedule that has not seen yet whether the last step was skipped may correct the rates now.
+        schedule = None if lr_scheduler is None else lr_scheduler.state_dict()
+        state = optimizer_state(optimizer, parameters)
+        common = {
+            "rest": {**state.rest, "weights": portable_in(state.rest["weights"])},
+            "optimizer": type(optimizer.optimizer).__name__,
+            "schedule": _readable(schedule, "the schedule's state"),
+            "schedule_kind": type(lr_scheduler).__name__,
+            "extra": _readable(extra, "extra="),
+        }
+        return state, *collect(parameters, state), common
+
+    state, tensors, record, common = on_all_ranks(collected, registry)
+    merged = SharedRecord.merge(gather_objects(record, registry))
+    tensors |= zeros_for_others(parameters, state, PieceStates(merged["pieces"], set()))
+    return Snapshot(tensors, merged, random_state(), common, _facts(optimizer), keep)
 
 
-def _write(path: Path, snapshot: _Snapshot, facts: dict[str, Any], registry: ProcessGroupRegistry) -> Path:
-    """The complete checkpoint's directory; nothing is left of it after an error. Collectives: as `save_checkpoint`."""
+def write(path: Path, snapshot: Snapshot, known: str | None, registry: ProcessGroupRegistry) -> Path:
+    """The complete checkpoint's directory; nothing is left of it after an error.
+
+    Args:
+        known: As for `begin`.
+    Raises, collectives: as `save_checkpoint`.
+    """
     from .tensors import write_tensors
 
-    records = gather_objects(snapshot.record, registry)
-    directory = files_on_first_rank(lambda: begin(path), registry)
+    directory = files_on_first_rank(lambda: begin(path, known), registry)
     try:
-        write_tensors(directory, snapshot.tensors, registry)
-        own = files_on_all_ranks(
-            lambda: _write_own(directory, records, snapshot.common, registry.global_rank), registry
-        )
+        own = write_tensors(directory, snapshot.tensors, registry)
+        own |= files_on_all_ranks(lambda: _write_own(directory, snapshot, registry.global_rank), registry)
         files = {name: record for found in gather_objects(own, registry) for name, record in found.items()}
-        return files_on_first_rank(lambda: publish(directory, files, facts), registry)
-    except (ValueError, RuntimeError):
+        return files_on_first_rank(lambda: publish(directory, files, snapshot.facts, snapshot.keep), registry)
+    except Exception:
         if registry.global_rank == 0:
             shutil.rmtree(directory, ignore_errors=True)
         gather_objects(None, registry)  # nobody goes on before it is gone
         raise
 
 
+def check_keep(keep: int) -> None:
+    """Raise ValueError where it is no number of checkpoints."""
+    if not isinstance(keep, int) or keep < 1:
+        raise ValueError(f"keep={keep!r}: give how many checkpoints stay, the new one among them: 1, 2, ...")
+
+
 def _check_window(optimizer: ParallelOptimizer) -> None:
-    pending = optimizer.window.micro_batches
+    pending = optimizer._window.micro_batches
     if pending:
         raise ValueError(
             f"{pending} micro-batches have been accumulated since the last step, and their gradients would be lost: call "
@@ -153,14 +180,14 @@ def _readable(value: Any, what: str) -> Any:
     return value
 
 
-def _write_own(directory: Path, records: list[RankRecord], common: dict[str, Any], rank: int) -> dict[str, FileRecord]:
-    """Write what is no tensor, and bring all that this rank wrote to the disk. Raises OSError."""
-    torch.save(random_state(), directory / rank_file(rank))
-    files = [rank_file(rank), *(file.name for file in directory.glob(f"__{rank}_*"))]
+def _write_own(directory: Path, snapshot: Snapshot, rank: int) -> dict[str, FileRecord]:
+    """Write what is no tensor, and bring it to the disk. Raises OSError."""
+    contents = {rank_file(rank): snapshot.random}
     if rank == 0:
-        torch.save({"record": SharedRecord.merge(records), **common}, directory / SHARED_FILE)
-        files += [SHARED_FILE, ".metadata"]
-    return {name: record_of(directory / name, synchronise=True) for name in files}
+        contents[SHARED_FILE] = {"record": snapshot.record, **snapshot.common}
+    for name, content in contents.items():
+        torch.save(content, directory / name)
+    return {name: record_of(directory / name, synchronise=True) for name in contents}
 
 
 def _facts(optimizer: ParallelOptimizer) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from ...parallel.mesh.topology import Topology
 from .contents import RankRecord
+from .piece_states import PieceStates, merged, same
 
 T = TypeVar("T")
 Variants = list[tuple[T, list[int]]]
@@ -19,13 +20,18 @@ class SharedRecord:
     What ranks said differently (batch norm's running statistics on data ranks, a learning rate on pipeline stages) goes to
     the rank at the same coordinates. On another mesh it comes from the saved ranks whose coordinates are the same along
     every axis that has the same size in both, and 0 along other data axes; if these differ among themselves it is an error.
+
+    Attributes:
+        groups: The names of each param group's parameters, and the variants of its hyper-parameters.
+        buffers: The variants of the undeclared buffers' digests.
+        pieces: What the optimizer had for the pieces of parameters.
     """
 
     def __init__(self, content: Mapping[str, Any], saved: Topology, now: Topology, rank: int) -> None:
         self.groups: list[tuple[list[str], Variants[dict[str, Any]]]] = content["groups"]
         self.buffers: dict[str, Variants[str]] = content["buffers"]
-        self._values: dict[str, dict[str, Variants[Any]]] = content["values"]
         self._saved, self._now, self._ranks = saved, now, _similar_ranks(saved, now, rank)
+        self.pieces = PieceStates(content["pieces"], self._ranks)
 
     @staticmethod
     def merge(records: Sequence[RankRecord]) -> dict[str, Any]:
@@ -36,11 +42,10 @@ class SharedRecord:
             names = sorted({name for own, _ in found.values() for name in own})
             # A rank without parameters has a group only because torch wants one.
             groups.append((names, _variants({rank: hyper for rank, (own, hyper) in found.items() if own or not names})))
-        stepped = {name for record in records for name in record.values}
         return {
             "groups": groups,
             "buffers": _by_name([record.buffers for record in records]),
-            "values": {name: _by_name([record.values.get(name, {}) for record in records]) for name in sorted(stepped)},
+            "pieces": merged([record.pieces for record in records]),
         }
 
     def hyper(self, index: int) -> dict[str, Any]:
@@ -50,11 +55,6 @@ class SharedRecord:
     def buffer(self, name: str) -> str:
         """The digest of an undeclared buffer for this rank."""
         return self._choose(self.buffers[name], f"the buffer {name}")
-
-    def values(self, name: str) -> dict[str, Any]:
-        """The optimizer's state of a parameter that is no tensor, for this rank."""
-        found = self._values.get(name, {})
-        return {key: self._choose(variants, f"the optimizer's {key} of {name}") for key, variants in found.items()}
 
     def _choose(self, variants: Variants[T], what: str) -> T:
         alike = [value for value, ranks in variants if not self._ranks.isdisjoint(ranks)]
@@ -85,16 +85,9 @@ def _variants(values: Mapping[int, T]) -> Variants[T]:
     found: Variants[T] = []
     for rank, value in values.items():
         for known, ranks in found:
-            if _equal(known, value):
+            if same(known, value):
                 ranks.append(rank)
                 break
         else:
             found.append((value, [rank]))
     return found
-
-
-def _equal(one: object, other: object) -> bool:
-    try:
-        return bool(one == other)
-    except RuntimeError:  # tensors within
-        return False

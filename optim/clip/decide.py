@@ -68,30 +68,29 @@ class Clipping:
 
     Args:
         params: The tensors whose gradients are stepped with, in the order of the plan's entries.
-        compared: For each of them the tensor whose copies must be equal.
         regions: For each of them which part of the logical tensor it is; None where pieces are of unequal sizes.
         plan: Agreed by all ranks.
         registry: The groups.
         measure: What is measured besides what a rule needs.
         thresholds: Those of single param groups.
         optimizer: Its param groups may have them.
+        checks: Of copies, in the first measurement or in all; the first one of what is measured, gradients too.
     """
 
     def __init__(
         self,
         params: Sequence[Tensor],
-        compared: Sequence[Tensor],
         regions: Sequence[Region | None],
         plan: ReductionPlan,
         registry: ProcessGroupRegistry,
         measure: Measure,
         thresholds: AgreedThresholds,
         optimizer: torch.optim.Optimizer,
+        checks: Sequence[ReplicaCheck] = (),
     ) -> None:
         self.params, self.plan, self.registry, self.measure = list(params), plan, registry, measure
         self.thresholds, self.optimizer = thresholds, optimizer
-        self._compared, self._regions = list(compared), list(regions)
-        self._replicas = ReplicaCheck(plan) if measure.check_replicas else None
+        self._regions, self._checks = list(regions), list(checks)
         self._measurers: dict[Needs, GlobalNorm] = {}
 
     def replan(self, plan: ReductionPlan) -> None:
@@ -169,13 +168,17 @@ class Clipping:
             self._measurers[needs] = self._measurer(needs)
         gradients = [param.grad for param in self.params]
         weights = self.params if needs.weights else ()
-        if self._replicas is None:
+        if not self._checks:
             return self._measurers[needs](gradients, extra, weights)
-        copies = self._replicas.slots(self._compared, gradients, self.registry.device)
-        norms = self._measurers[needs](gradients, torch.cat([extra, copies]), weights)
-        if mismatches := self._replicas.mismatches(norms.extra[len(extra) :]):
+        slots = [check.slots(None if index else gradients) for index, check in enumerate(self._checks)]
+        norms = self._measurers[needs](gradients, torch.cat([extra, *slots]), weights)
+        extra, *totals = norms.extra.split([len(extra), *(check.numel for check in self._checks)])
+        found = [check.mismatches(total) for check, total in zip(self._checks, totals, strict=True)]
+        if mismatches := [mismatch for of_check in found for mismatch in of_check]:
             raise ReplicaMismatchError(mismatches)
-        return norms._replace(extra=norms.extra[: len(extra)])
+        if self.measure.check_replicas == "first":
+            self._checks = []
+        return norms._replace(extra=extra)
 
     def _measurer(self, needs: Needs) -> GlobalNorm:
         return GlobalNorm(

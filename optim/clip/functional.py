@@ -60,6 +60,7 @@ def clip_grad_norm_(
     registry: ProcessGroupRegistry,
     norm_type: float = 2.0,
     *,
+    error_if_nonfinite: bool = False,
     reduction: Reduction = "packed",
 ) -> GradStats:
     """Clip sharded gradients by their global p-norm, in place.
@@ -71,10 +72,12 @@ def clip_grad_norm_(
     Args:
         params: As for `global_norm`.
         max_norm: Threshold in unscaled gradient units; finite, > 0.
+        error_if_nonfinite: Raise instead, on every rank, which reads the host in every call.
     Returns:
         GradStats with the norm before clipping; 0-dim tensors, the same bits on every rank.
     Raises:
-        As `global_norm`; ValueError for a bad max_norm. Nothing is changed then.
+        As `global_norm`; ValueError for a bad max_norm; RuntimeError for a norm that is not finite, if asked for. Nothing
+            is changed then.
     Collectives, host reads: as `global_norm`.
     Reference: Pascanu et al. 2013, arXiv:1211.5063.
     """
@@ -82,6 +85,11 @@ def clip_grad_norm_(
     clip.check()
     with _listed(params, registry) as named:
         stats = _stats(_measure(named, registry, norm_type, reduction), clip)
+        if error_if_nonfinite and stats.found_inf:
+            raise RuntimeError(
+                f"the gradients' norm of order {float(norm_type)} is {float(stats.total_norm)}, so they can't be clipped, "
+                "and were not changed; leave error_if_nonfinite=True out to get it as found_inf, and skip the step then"
+            )
         scale_gradients([param for _, param in named], stats.clip_coef)
     return stats
 

@@ -70,13 +70,16 @@ class BackwardReducer:
         self._hooks = [param.register_post_accumulate_grad_hook(_weak_hook(self)) for param in self._bucket_of]
 
     @contextmanager
-    def micro_batch(self) -> Iterator[None]:
-        """Around one backward: all buckets have been reduced when it ends.
+    def micro_batch(self, several: bool = False) -> Iterator[None]:
+        """Around one backward, or ``several`` that add up: all buckets have been reduced when it ends.
+
+        Nobody knows which of several is the last that a gradient gets, so all of it is reduced after them then.
 
         Where it raises, the rest of them is started all the same and nobody waits for it: a rank has done its part then,
         wherever its backward and those of other ranks have come to, and the next one begins at the first bucket everywhere.
         """
-        self._waiting = [{param for param in bucket.params if param.requires_grad} for bucket in self._eager]
+        buckets: list[set[Tensor | None]] = [{p for p in bucket.params if p.requires_grad} for bucket in self._eager]
+        self._waiting = [{None} for _ in self._eager] if several else buckets
         self._next, self._exchanges, self._is_open = 0, InFlight(self._in_flight), True
         try:
             yield

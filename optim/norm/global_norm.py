@@ -5,8 +5,8 @@
 The packed vector holds one power for each param group (where asked for, for each parameter or unit, and of the weights
 too), every piece divided by its number of holders; what ranks hold decides only what they write into it, never its length
 or who takes part. A NaN or inf in any gradient on any rank makes the sum NaN or inf, so the overflow flag costs no slot.
-For p = inf a MAX all-reduce would lose a NaN on some backends; there the vectors are gathered and reduced on every rank,
-again in one collective.
+For p = inf a MAX all-reduce would lose a NaN on some backends, and for a high p the powers are out of range; there norms
+are gathered and put together on every rank, again in one collective.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from .plan import ReductionPlan
-from .powers import accumulation_dtype, local_powers
+from .powers import HIGH, accumulation_dtype, local_powers, p_norm
 from .units import Units
 
 Reduction = Literal["packed", "per_group"]
@@ -89,6 +89,7 @@ class GlobalNorm:
         weights = 0 if weights_at is None else sizes[weights_at]
         self._sizes = [plan.num_groups, parameters, sizes["units"], weights]
         self._slots = sum(self._sizes)
+        self._by_norms = self.norm_type >= HIGH  # what travels is norms, not powers
         self._constants: dict[tuple[object, ...], Tensor] = {}
         alone = registry.topology.world_size == 1
         self._world = None if alone else registry.group(*registry.topology.axes)
@@ -114,8 +115,8 @@ class GlobalNorm:
         else:
             vector, extra = self._per_group(powers, present, extra)
         groups, parameters, units, of_weights = vector.split(self._sizes)
-        if self.norm_type == inf:
-            return Norms(groups.amax(), groups, parameters, extra, units, of_weights)
+        if self._by_norms:
+            return Norms(p_norm(groups, self.norm_type), groups, parameters, extra, units, of_weights)
         root = 1 / self.norm_type
         powered = (x.pow(root) for x in (groups.sum(), groups, parameters, units, of_weights))
         total, groups, parameters, units, of_weights = powered
@@ -125,21 +126,32 @@ class GlobalNorm:
         """This rank's weighted powers of units, and of the weights at their level."""
         found = []
         if self.units is not None:
-            found.append(self.units.powers(gradients, self.norm_type, self.plan.weights).to(like))
+            found.append(self._of_units(self.units, gradients).to(like))
         if self.weights_at == "units" and self.units is not None:
-            found.append(self.units.powers(weights, self.norm_type, self.plan.weights).to(like))
+            found.append(self._of_units(self.units, weights).to(like))
         elif self.weights_at is not None:
             everything = list(range(len(weights)))
             powers = self._local_powers([weight.detach() for weight in weights]).to(like)
             slots = self._fill_slots(self._weighted(powers, everything), everything)
             groups, parameters = slots.split(self._sizes[:2])
-            whole = groups.amax() if self.norm_type == inf else groups.sum()
+            whole = self._together(groups)
             found.append({"total": whole.view(1), "groups": groups, "parameters": parameters}[self.weights_at])
         return found
 
+    def _of_units(self, units: Units, tensors: Sequence[Tensor | None]) -> Tensor:
+        powers = units.powers(tensors, self.norm_type, self.plan.weights)
+        return powers.pow(1 / self.norm_type) if HIGH <= self.norm_type < inf else powers
+
+    def _together(self, values: Tensor) -> Tensor:
+        """0-dim: of several powers, or norms, that of all of them."""
+        return p_norm(values, self.norm_type) if self._by_norms else values.sum()
+
     def _weighted(self, powers: Tensor, present: list[int]) -> Tensor:
         """Each piece divided by its number of holders; for p = inf copies do no harm."""
-        return powers if self.norm_type == inf else powers * self._constant("weights", present, powers)
+        if self.norm_type == inf:
+            return powers
+        weights = self._constant("weights", present, powers)
+        return powers * (weights.pow(1 / self.norm_type) if self._by_norms else weights)
 
     def _local_powers(self, gradients: Sequence[Tensor]) -> Tensor:
         device = self.registry.device if not gradients else gradients[0].device
@@ -156,17 +168,16 @@ class GlobalNorm:
         vector = torch.cat([self._fill_slots(self._weighted(powers, present), present), *more, extra])
         if self._world is not None:
             group = self._world
-            if self.norm_type == inf:
-                gathered = vector.new_empty(self._world.size() * vector.numel())
-                dist.all_gather_single(gathered, vector, group=group)
-                rows = gathered.view(-1, vector.numel())
-                vector = torch.cat([rows[:, : self._slots].amax(0), rows[:, self._slots :].sum(0)])
+            if self._by_norms:
+                rows = _rows(vector, group)
+                norms = p_norm(rows[:, : self._slots], self.norm_type) if self._slots else rows[0, :0]
+                vector = torch.cat([norms, rows[:, self._slots :].sum(0)])
             else:
                 dist.all_reduce(vector, group=group)
         return vector[: self._slots], vector[self._slots :]
 
     def _per_group(self, powers: Tensor, present: list[int], extra: Tensor) -> tuple[Tensor, Tensor]:
-        plan, op = self.plan, dist.ReduceOp.MAX if self.norm_type == inf else dist.ReduceOp.SUM
+        plan = self.plan
         total = powers.new_zeros(self._slots)
         flags = torch.cat([powers.isfinite().logical_not().any().to(powers).view(1), extra])
         for index, bucket in enumerate(plan.buckets):
@@ -174,12 +185,14 @@ class GlobalNorm:
             mine = [k for k, i in enumerate(present) if counted and plan.bucket_indices[i] == index]
             vector = self._fill_slots(powers[mine], [present[k] for k in mine])
             axes = bucket.axes(plan.topology)
-            if axes and self.registry.size(*axes) > 1:
-                dist.all_reduce(vector, op=op, group=self.registry.group(*axes))
-            total = torch.maximum(total, vector) if self.norm_type == inf else total + vector
+            if axes and self.registry.size(*axes) > 1 and self._by_norms:
+                vector = p_norm(_rows(vector, self.registry.group(*axes)), self.norm_type)
+            elif axes and self.registry.size(*axes) > 1:
+                dist.all_reduce(vector, group=self.registry.group(*axes))
+            total = p_norm(torch.stack([total, vector]), self.norm_type) if self._by_norms else total + vector
         if plan.topology.world_size > 1:
             dist.all_reduce(flags, group=self.registry.group(*plan.topology.axes))
-        # A NaN that MAX dropped, or that only one of several replicas has, must reach everybody.
+        # A NaN or inf that only one of several replicas has, must reach everybody.
         return torch.where(flags[0] > 0, total + torch.nan, total), flags[1:]
 
     def _fill_slots(self, powers: Tensor, present: list[int]) -> Tensor:
@@ -192,7 +205,7 @@ class GlobalNorm:
         while start < len(groups):  # entries come group by group: each is one run
             stop = start + groups[start:].count(groups[start])
             run = powers[start:stop]
-            slots[groups[start]] = run.amax() if self.norm_type == inf else run.sum()
+            slots[groups[start]] = self._together(run)
             start = stop
         if self.per_parameter:
             slots[self._constant("slots", present, powers)] = powers
@@ -211,6 +224,13 @@ class GlobalNorm:
         return self._constants[key]
 
 
+def _rows(vector: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[ranks of the group, len(vector)]: of all of them."""
+    gathered = vector.new_empty(group.size() * vector.numel())
+    dist.all_gather_single(gathered, vector, group=group)
+    return gathered.view(group.size(), -1)
+
+
 def checked_norm_type(norm_type: float) -> float:
     """``norm_type`` as a float.
 
@@ -218,6 +238,12 @@ def checked_norm_type(norm_type: float) -> float:
         ValueError: It is below 1 or NaN.
     """
     value = float(norm_type)
+    if 0 < value < 1:
+        raise ValueError(
+            f"norm_type={norm_type}: give a number >= 1 (2.0 is the usual norm) or float('inf'); below 1 it is no norm (a "
+            "sum of two gradients could be longer than both together), and grows with the number n of elements so fast, as "
+            f"n^{1 / value:.3g}, that a threshold means little"
+        )
     if isnan(value) or value < 1:
         raise ValueError(f"norm_type={norm_type}: give a number >= 1 (2.0 is the usual norm) or float('inf')")
     return value

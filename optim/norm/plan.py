@@ -12,10 +12,12 @@ are all-reduced over exactly the axes that index their pieces.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from ...parallel.layout.pieces import Region
 from ...parallel.layout.spec import P
 from ...parallel.mesh.text import aligned
 from ...parallel.mesh.topology import Topology
@@ -100,6 +102,8 @@ class ReductionPlan:
         coordinate = topology.coordinate(rank)
         for entry in entries:
             entry.spec.validate(len(entry.shape), topology, entry.name)
+            if entry.spec.blocks and entry.full_shape is not None:
+                Region.of_shard(entry.full_shape, entry.shape, entry.spec, topology, coordinate, entry.name)
             if not entry.spec.holds(coordinate, topology):
                 raise ValueError(
                     f"{entry.name}: {entry.spec} says that rank {rank} at {_coordinate(coordinate)} does not hold it, "
@@ -124,10 +128,6 @@ class ReductionPlan:
         """This rank's coordinate."""
         return self.topology.coordinate(self.rank)
 
-    def full_numel(self, entry: ParameterEntry) -> int:
-        """Elements of the logical tensor, if every piece is as large as this rank's."""
-        return entry.numel * self.topology.size(*entry.spec.sharded_axes)
-
     def counted_numel(self, entry: ParameterEntry) -> int:
         """Elements of this pipeline stage that the weighted sum counts: local elements x ranks that add them x weight."""
         spec, topology = entry.spec, self.topology
@@ -138,6 +138,24 @@ class ReductionPlan:
             elif axis not in dict(spec.owned) and (axis not in topology.pipe_axes or axis in spec.named_axes):
                 ranks *= topology.size(axis)
         return entry.numel * ranks // spec.holders(topology)
+
+    def warn_of_experts(self) -> None:
+        """Warn, on the first rank of a stage, where an expert axis of which nobody told the role shards some parameters and
+        has copies of others, whose gradients are then not averaged over it."""
+        topology = self.topology
+        if any(index and axis not in topology.pipe_axes for axis, index in self.coordinate.items()):
+            return
+        for axis in topology.untold_expert_axes:
+            silent = [e for e in self.entries if e.trained and axis not in (*e.spec.named_axes, *e.averaged)]
+            sharded = [e for e in self.entries if axis in e.spec.sharded_axes]
+            if silent and sharded:
+                warnings.warn(
+                    f"{axis!r} shards {sharded[0].name} and has copies of {silent[0].name}, but it has no role told: as a "
+                    "model axis its ranks are taken to see the same samples, and gradients of copies are not averaged over "
+                    f"it. Write Topology(roles={{{axis!r}: 'data'}}, ...) if they see different samples, in which case "
+                    f"copies would drift apart; {{{axis!r}: 'model'}} if they see the same",
+                    stacklevel=2,
+                )
 
     def check_numel(self, full: int) -> None:
         """Compare with the dense model's number of elements; of this stage's part of it, before `agree`.
@@ -160,11 +178,14 @@ class ReductionPlan:
         header = ("bucket", "group ranks", "weight", "parameters", "local numel", "counted numel")
         rows = [header, *(self._row(index, bucket) for index, bucket in enumerate(self.buckets))]
         lines += ["  " + line for line in aligned(rows, right=range(2, 6))]
-        counted, full = sum(map(self.counted_numel, self.entries)), sum(map(self.full_numel, self.entries))
+        if in_blocks := sorted({repr(entry.spec) for entry in self.entries if entry.spec.blocks}):
+            lines.append(f"in blocks: {', '.join(in_blocks)}")
         stage = " of this pipeline stage" if self.topology.size(*self.topology.pipe_axes) > 1 else ""
-        verdict = "equal to" if counted == full else "NOT EQUAL to"
         if self.cut_over is None:
-            lines.append(f"counts {counted:,} elements, {verdict} the {full:,} of the full parameters{stage}")
+            counted = sum(map(self.counted_numel, self.entries))
+            lines.append(
+                f"counts {counted:,} elements{stage}, as declared; plan.check_numel(n) compares with a dense model of n"
+            )
         else:
             lines.append(
                 f"pieces of parameters cut over {self.cut_over!r}, counted as if all were as large as this rank's"

@@ -1,9 +1,9 @@
 """The sums of |g|^p that one rank computes by itself, in one read of the gradients.
 
-The plain reference is `reference_powers`, in float64 throughout. `local_powers` reads float32 and half gradients once at
-memory speed: rows of 1,024 elements are accumulated in float32, the rows in float64. One float32 accumulator over a whole
-gradient, which is what a plain ``vector_norm`` on a CPU amounts to, is 1e-5 off at a million elements and 3e-4 at ten
-million; rows stay below 1e-7.
+The plain reference is `reference_powers`; both are float64 throughout, so that no finite gradient overflows or vanishes,
+however it is cut. (One float32 accumulator over a whole gradient, which is what a plain ``vector_norm`` on a CPU amounts
+to, is 1e-5 off at a million elements and 3e-4 at ten million.) From p = `HIGH` on p-th powers leave the range of float64
+too: there p-norms stand in for them, which are put together with their maximum taken out.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from ...amp.casting import is_half
-
-ROW = 1024
-SCRATCH = 2**20  # elements of half precision that are cast at a time
+SMALL = 1024  # elements
+SCRATCH = 2**16  # elements that are cast at a time: half a MiB
+HIGH = 12.0
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
@@ -27,7 +26,11 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
 
 
 def reference_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-    """[n] float64: the sum of |g|^p of each gradient, its largest |g| for p = inf. Slow and plain."""
+    """[n] float64: what `local_powers` returns. Slow and plain."""
+    if norm_type >= HIGH and norm_type != inf:
+        largest = reference_powers(gradients, inf)
+        scaled = [g.double() / max(float(m), 1e-300) for g, m in zip(gradients, largest, strict=True)]
+        return torch.stack([g.abs().pow(norm_type).sum() for g in scaled]).pow(1 / norm_type) * largest
     if norm_type == inf:
         powers = [g.double().abs().max() if g.numel() else g.new_zeros((), dtype=torch.float64) for g in gradients]
     else:
@@ -36,10 +39,9 @@ def reference_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def local_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-    """[n] float64: the sum of |g|^p of each gradient, its largest |g| for p = inf.
+    """[n] float64: the sum of |g|^p of each gradient, its largest |g| for p = inf, its p-norm for `HIGH` <= p < inf.
 
-    A NaN or inf in a gradient makes its entry NaN or inf. Squares are float32 inside a row, so finite values beyond 1e19
-    count as inf; for p other than 1, 2 and inf everything is float64, at several times the cost on a CPU.
+    A NaN or inf in a gradient makes its entry NaN or inf, and finite values don't: squares and sums are float64.
 
     Args:
         gradients: Dense real tensors of any float dtype, all on one device.
@@ -51,44 +53,56 @@ def local_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     dtype = accumulation_dtype(gradients[0].device)
     if norm_type == inf:
         return torch.stack([_largest(g) for g in gradients]).to(dtype)
+    if norm_type >= HIGH:
+        return torch.stack([_high_norm(g, norm_type).to(dtype) for g in gradients])
     if gradients[0].is_cpu:
-        return _powers_by_rows(gradients, norm_type)
-    # On a GPU the multi-tensor kernel reduces in a tree, which is as exact as rows are.
-    norms = torch._foreach_norm(list(gradients), norm_type, dtype=_row_dtype(gradients[0], norm_type))
-    return torch.stack(norms).to(dtype).pow(norm_type)
+        return _powers_on_cpu(gradients, norm_type)
+    return torch.stack(torch._foreach_norm(list(gradients), norm_type, dtype=dtype)).pow(norm_type)
 
 
-def _row_dtype(gradient: Tensor, norm_type: float) -> torch.dtype:
-    exact_in_float32 = norm_type in (1.0, 2.0) and gradient.dtype != torch.float64
-    return torch.float32 if exact_in_float32 else accumulation_dtype(gradient.device)
+def p_norm(values: Tensor, norm_type: float, dim: int = 0) -> Tensor:
+    """The p-norm of non-negative values along a dim, also where their p-th powers are out of range."""
+    largest = values.amax(dim, keepdim=True)
+    if norm_type == inf:
+        return largest.squeeze(dim)
+    unit = torch.where((largest > 0) & largest.isfinite(), largest, torch.ones_like(largest))
+    return ((values / unit).pow(norm_type).sum(dim, keepdim=True).pow(1 / norm_type) * unit).squeeze(dim)
 
 
-def _powers_by_rows(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
+def _high_norm(gradient: Tensor, norm_type: float) -> Tensor:
+    if gradient.numel() == 0:
+        return gradient.new_zeros((), dtype=accumulation_dtype(gradient.device))
+    dtype = accumulation_dtype(gradient.device)
+    parts = [part.to(dtype, copy=True).abs_() for part in flattened(gradient).split(SCRATCH)]
+    return p_norm(torch.stack([p_norm(part, norm_type) for part in parts]), norm_type)
+
+
+def _powers_on_cpu(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     powers = torch.zeros(len(gradients), dtype=torch.float64)
-    small = [i for i, gradient in enumerate(gradients) if gradient.numel() <= ROW]
-    large = [i for i, gradient in enumerate(gradients) if gradient.numel() > ROW]
+    small = [i for i, gradient in enumerate(gradients) if gradient.numel() <= SMALL]
     if small:
         # Gathered into one tensor: a thousand kernel calls on a few elements each would cost more than a copy of them.
         tensors = [gradients[i] for i in small]
         values = _flatten_dense_tensors(tensors).double().abs()  # one float64 gradient is flattened to itself
         powers[small] = _segment_sums(values, norm_type, [tensor.numel() for tensor in tensors])
-    if large:
-        rows = [_norms_of_rows(gradients[i], norm_type) for i in large]
-        powers[large] = _segment_sums(torch.cat(rows).double(), norm_type, [len(norms) for norms in rows])
+    scratch = torch.empty(0, dtype=torch.float64)
+    for index, gradient in enumerate(gradients):
+        if gradient.numel() > SMALL:
+            scratch = torch.empty(SCRATCH, dtype=torch.float64) if not scratch.numel() else scratch
+            powers[index] = _power_by_parts(flattened(gradient), norm_type, scratch)
     return powers
 
 
-def _norms_of_rows(gradient: Tensor, norm_type: float) -> Tensor:
-    flat, dtype = flattened(gradient), _row_dtype(gradient, norm_type)
-    if is_half(flat) and dtype == torch.float32:
-        # A copy and its norm take an eighth of the time of a norm that casts as it goes; new memory costs more than both.
-        scratch = torch.empty(min(flat.numel(), SCRATCH), dtype=dtype)
-        return torch.cat([_norms_of_rows(scratch[: len(p)].copy_(p), norm_type) for p in flat.split(SCRATCH)])
-    whole = flat.numel() // ROW * ROW
-    norms: Tensor = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), norm_type, dim=1, dtype=dtype)
-    if whole == flat.numel():
-        return norms
-    return torch.cat([norms, torch.linalg.vector_norm(flat[whole:], norm_type, dtype=dtype).view(1)])
+def _power_by_parts(flat: Tensor, norm_type: float, scratch: Tensor) -> Tensor:
+    """Parts that stay in the cache are cast and summed: a kernel that casts as it sums takes ten times as long."""
+    sums = []
+    for part in flat.split(len(scratch)):
+        values = scratch[: len(part)].copy_(part)
+        if norm_type == 2:
+            sums.append(values.dot(values))
+        else:
+            sums.append((values.abs_() if norm_type == 1 else values.abs_().pow_(norm_type)).sum())
+    return torch.stack(sums).sum()
 
 
 def _segment_sums(values: Tensor, norm_type: float, lengths: list[int]) -> Tensor:

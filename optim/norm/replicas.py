@@ -18,6 +18,7 @@ from ...parallel.layout.spec import P
 from .plan import ReductionPlan
 
 KINDS = ("parameter", "gradient")
+CHUNK = 2**20  # elements that are hashed at a time, in 8 bytes each
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -30,8 +31,10 @@ class ReplicaMismatchError(RuntimeError):
         more = f"\n  and {len(self.mismatches) - 20} more" if len(self.mismatches) > 20 else ""
         super().__init__(
             f"replicas differ, nothing was stepped:\n{shown}{more}\nA parameter that differs was initialised or stepped "
-            "differently (same seed on all replicas?); a gradient that differs lacks a reduction over that axis "
-            "(a layer that should all-reduce in backward, or P(partial=...) that was not said)"
+            "differently (the same seed on all replicas, or share_weights(model, registry)), or is split and declared as "
+            "if it were not; a gradient that differs lacks a reduction over that axis (a layer that should all-reduce in "
+            "backward, or P(partial=...) that was not said), or comes of another batch than its copies' "
+            "(Measure(check_replicas=False) where copies may differ)"
         )
 
 
@@ -48,22 +51,29 @@ class Mismatch:
 
 
 class ReplicaCheck:
-    """Writes and reads the slots of one plan (agreed with ``names=True``)."""
+    """Writes and reads the slots of one plan (agreed with ``names=True``).
 
-    def __init__(self, plan: ReductionPlan) -> None:
-        self.plan = plan
+    Args:
+        params: The tensors of its entries.
+        device: Where the slots are.
+    """
+
+    def __init__(self, plan: ReductionPlan, params: Sequence[Tensor], device: torch.device) -> None:
+        self.plan, self.params, self.device = plan, list(params), device
         self._axes = plan.topology.axes
         self.numel = len(plan.parameter_names) * len(self._axes) * len(KINDS)
 
-    def slots(self, params: Sequence[Tensor], gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
-        """[numel] float64: what this rank adds. Reads parameters and gradients once more. Host reads: none."""
-        values = torch.zeros(self.numel, dtype=torch.float64, device=device)
-        values = values.view(-1, len(self._axes), len(KINDS))
+    def slots(self, gradients: Sequence[Tensor | None] | None = None) -> Tensor:
+        """[numel] float64: what this rank adds. Reads the parameters, and the gradients if they are given, once more. Host
+        reads: none."""
+        values = torch.zeros(self.numel, dtype=torch.float64, device=self.device)
+        values = values.view(len(self.plan.parameter_names), len(self._axes), len(KINDS))
         entries = zip(self.plan.entries, self.plan.parameter_slots, strict=True)
-        for param, gradient, (entry, slot) in zip(params, gradients, entries, strict=True):
+        gradients = [None] * len(self.params) if gradients is None else gradients
+        for param, gradient, (entry, slot) in zip(self.params, gradients, entries, strict=True):
             signs = [self._sign(axis, entry.spec) for axis in self._axes]
-            hashes = torch.stack([fingerprint(param).to(device), fingerprint(gradient).to(device)])
-            values[slot] = torch.tensor(signs, dtype=torch.float64, device=device)[:, None] * hashes
+            hashes = torch.stack([fingerprint(param).to(self.device), fingerprint(gradient).to(self.device)])
+            values[slot] = torch.tensor(signs, dtype=torch.float64, device=self.device)[:, None] * hashes
         return values.view(-1)
 
     def _sign(self, axis: str, spec: P) -> float:
@@ -79,7 +89,7 @@ class ReplicaCheck:
 
     def mismatches(self, totals: Tensor) -> list[Mismatch]:
         """What the summed slots say. Host reads: one."""
-        where = totals.view(-1, len(self._axes), len(KINDS)).nonzero().tolist()
+        where = totals.view(len(self.plan.parameter_names), len(self._axes), len(KINDS)).nonzero().tolist()
         return [Mismatch(self.plan.parameter_names[slot], self._axes[axis], KINDS[kind]) for slot, axis, kind in where]
 
 
@@ -87,12 +97,16 @@ def fingerprint(tensor: Tensor | None) -> Tensor:
     """0-dim float64, an integer below 2^31: a hash of the bits of ``tensor``, of all NaNs alike, -0 as 0; None has one."""
     if tensor is None:
         return torch.ones((), dtype=torch.float64)
-    value = tensor.detach().reshape(-1) + 0.0
-    value = torch.where(value.isnan(), torch.full_like(value, torch.nan), value)
-    bits = value.view(_INTEGERS[value.element_size()]).to(torch.int64)
-    position = torch.arange(1, bits.numel() + 1, device=bits.device)
-    # Multiplication by odd constants and shifts mixes the bits; int64 wraps around.
-    mixed = (bits ^ (position * -7046029254386353131)) * -4658895280553007687
-    mixed = (mixed ^ (mixed >> 29)) * -7723592293110705685
-    total = mixed.sum() * -7046029254386353131
-    return ((total >> 33) & 0x7FFFFFFF).double()
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    start = 1
+    for part in tensor.detach().reshape(-1).split(CHUNK):
+        value = part + 0.0
+        value = torch.where(value.isnan(), torch.full_like(value, torch.nan), value)
+        bits = value.view(_INTEGERS[value.element_size()]).to(torch.int64)
+        position = torch.arange(start, start + bits.numel(), device=bits.device)
+        # Multiplication by odd constants and shifts mixes the bits; int64 wraps around.
+        mixed = (bits ^ (position * -7046029254386353131)) * -4658895280553007687
+        mixed = (mixed ^ (mixed >> 29)) * -7723592293110705685
+        total += mixed.sum()
+        start += bits.numel()
+    return ((total * -7046029254386353131 >> 33) & 0x7FFFFFFF).double()

@@ -30,7 +30,7 @@ from torch.utils.data import Dataset
 from ...amp.by_name import Mode, precision_of
 from ...amp.precision import Precision
 from ...parallel.data.loader import ShardedDataLoader, prepare_dataloader
-from ...parallel.mesh.agreement import on_all_ranks
+from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..clip.policies import Clip, clip_of
 from ..norm.stats import GradStats
@@ -39,11 +39,14 @@ from ..parallel_optimizer import ParallelOptimizer
 from ..schedule.follow import follow, followers
 from ..step.window import Window
 from .checks import (
+    check_contents,
     check_loader,
     check_optimizer,
     check_options,
     check_unwrapped,
+    first_samples,
     name_parameters,
+    prepare_criterion,
     registry_of_replicas,
 )
 from .data_parallel import DataParallel, check_data_parallel, optimizer_options, share_weights, wrap
@@ -155,7 +158,8 @@ class Booster(Generic[Stats_co]):
             model: Bare, and not stepped yet; it is moved to the registry's device if that is a CUDA device.
             optimizer: A torch optimizer over its parameters. None: the model is prepared for evaluation.
             criterion: A function or module, run as the precision mode wants it.
-            dataloader: Returned as it is, once it is sure that data ranks share its samples.
+            dataloader: Returned as it is, once data ranks are seen to share its samples: by its sampler, or by the first
+                samples of an IterableDataset, which are read for it. Samplers of your own class are trusted.
             lr_scheduler: A torch or meshstep schedule that was made on ``optimizer``. torch's own move with every call of
                 their ``step`` (but see `HoldOnSkip`); meshstep's only when the optimizer has really stepped.
         Returns:
@@ -166,13 +170,14 @@ class Booster(Generic[Stats_co]):
                 `ParallelOptimizer` does, when the model has been prepared; build it anew then.
         Collectives: gathers of Python objects, broadcasts of the model over the data axes.
         """
-        on_all_ranks(lambda: self._check(model, optimizer, dataloader, lr_scheduler), self.registry)
+        begins = on_all_ranks(lambda: self._check(model, optimizer, dataloader, lr_scheduler), self.registry)
+        check_contents(gather_objects(begins, self.registry), self.registry.topology)
         name_parameters(model, self.registry.topology)
         if self.registry.device.type == "cuda":
             model.to(self.registry.device)
         self.precision.prepare(model, self.registry)
         share_weights(model, self.registry)
-        boosted, criterion = model, self._prepare_criterion(criterion)
+        boosted, criterion = model, prepare_criterion(criterion, self.precision, self.registry)
         if optimizer is None:
             if self.data_parallel == "fsdp":
                 boosted = wrap(model, None, self.registry, "fsdp")
@@ -189,8 +194,8 @@ class Booster(Generic[Stats_co]):
         self._optimizers[boosted] = stepped
         return boosted, stepped, criterion, dataloader, lr_scheduler
 
-    def _check(self, model: nn.Module, optimizer: Any, dataloader: Any, lr_scheduler: Any) -> None:
-        """Raise ValueError or TypeError for what does not fit together; issues no collective."""
+    def _check(self, model: nn.Module, optimizer: Any, dataloader: Any, lr_scheduler: Any) -> str | None:
+        """Raise ValueError or TypeError for what does not fit together; issues no collective. Returns `first_samples`."""
         check_unwrapped(model)
         check_data_parallel(self.data_parallel, self.registry, model, optimizer)
         check_loader(dataloader, self.registry)
@@ -200,13 +205,7 @@ class Booster(Generic[Stats_co]):
                 followers(lr_scheduler, optimizer)
         elif lr_scheduler is not None:
             raise ValueError("lr_scheduler is given without the optimizer it was made on; give that too")
-
-    def _prepare_criterion(self, criterion: Any) -> Any:
-        if criterion is None:
-            return None
-        if isinstance(criterion, nn.Module) and self.registry.device.type == "cuda":
-            criterion.to(self.registry.device)
-        return self.precision.prepare_criterion(criterion)
+        return first_samples(dataloader)
 
     # Training --------------------------------------------------------------------------------------------------------
 
@@ -261,6 +260,7 @@ class Booster(Generic[Stats_co]):
         dataloader: ShardedDataLoader[Any] | None = None,
         *,
         extra: Any = None,
+        keep: int = 1,
     ) -> Path:
         """`save_checkpoint`, with the loader's position in its epoch. Every rank calls it.
 
@@ -270,7 +270,7 @@ class Booster(Generic[Stats_co]):
 
         position = None if dataloader is None else dataloader.state_dict()
         own = {"extra": extra, "dataloader": position}
-        return save_checkpoint(path, model, optimizer, lr_scheduler=lr_scheduler, extra=own)
+        return save_checkpoint(path, model, optimizer, lr_scheduler=lr_scheduler, extra=own, keep=keep)
 
     def load(
         self,
@@ -282,10 +282,10 @@ class Booster(Generic[Stats_co]):
     ) -> Any:
         """`load_checkpoint` of what `save` wrote, into what `boost` returned, on this mesh or another. Every rank calls it.
 
-        The next ``for`` over the loader has the batches that were left of the saved epoch.
+        The next ``for`` over the loader has what was left of the saved epoch; see `ShardedDataLoader.load_state_dict`.
 
-        Returns, raises, collectives: as there; and ValueError, once all else is loaded, where the loader's epoch has
-            another length.
+        Returns, raises, collectives: as there; and ValueError, once all else is loaded, where the loader does not have the
+            saved epoch's order.
         """
         from ..checkpoint import load_checkpoint
 

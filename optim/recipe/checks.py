@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import os
+import pickle
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
+from ...amp.precision import Precision
 from ...parallel.data.loader import ShardedDataLoader
+from ...parallel.data.random_state import cpu_random_state_kept
 from ...parallel.layout.annotation import annotate, annotation_of, attach
 from ...parallel.layout.spec import P
 from ...parallel.mesh.registry import ProcessGroupRegistry
@@ -67,20 +82,82 @@ def name_parameters(model: nn.Module, topology: Topology) -> None:
             attach(param, replace(known, name=name))
 
 
+def prepare_criterion(criterion: Any, precision: Precision, registry: ProcessGroupRegistry) -> Any:
+    """The criterion on the registry's device, run as the mode wants it."""
+    if criterion is None:
+        return None
+    if isinstance(criterion, nn.Module) and registry.device.type == "cuda":
+        criterion.to(registry.device)
+    return precision.prepare_criterion(criterion)
+
+
+# Each gives all samples of a dataset; where that is a part of them, nobody can tell.
+_EVERYTHING = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+_ADVICE = (
+    "make the loader with booster.prepare_dataloader(dataset, batch_size, ...), or give it a sampler or batch sampler of "
+    "your own class that chooses by registry.rank(*registry.topology.sample_axes)"
+)
+
+
 def check_loader(loader: Any, registry: ProcessGroupRegistry) -> None:
-    """Raise ValueError where torch's DataLoader gives data ranks the same samples, or model peers different ones."""
-    axes = registry.topology.data_axes
+    """Raise ValueError where torch's DataLoader gives data ranks the same samples, or model peers different ones, by what
+    its sampler is. Samplers and batch samplers of other classes are trusted."""
+    axes = registry.topology.sample_axes
     size, rank = (registry.size(*axes), registry.rank(*axes)) if axes else (1, 0)
-    sampler = getattr(loader, "sampler", None) if isinstance(loader, DataLoader) else None
-    advice = "make the loader with booster.prepare_dataloader(dataset, batch_size, ...)"
+    if not isinstance(loader, DataLoader) or isinstance(loader, ShardedDataLoader):
+        return
+    batch_sampler = loader.batch_sampler
+    # A loader with a batch sampler has a sampler that it does not use.
+    sampler = loader.sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None)
     if isinstance(sampler, DistributedSampler):
         if (sampler.num_replicas, sampler.rank) != (size, rank):
             raise ValueError(
                 f"the loader's DistributedSampler is part {sampler.rank} of {sampler.num_replicas}, but this rank is data "
-                f"coordinate {rank} of {size} in {registry.topology!r}; {advice}"
+                f"coordinate {rank} of {size} in {registry.topology!r}; {_ADVICE}"
             )
-    elif size > 1 and type(sampler) in (RandomSampler, SequentialSampler) and not isinstance(loader, ShardedDataLoader):
-        raise ValueError(f"each of the {size} data ranks would see all of the loader's samples; {advice}")
+    elif size > 1 and type(sampler) in _EVERYTHING and type(batch_sampler) in (BatchSampler, type(None)):
+        raise ValueError(
+            f"each of the {size} data ranks would see all of the loader's samples, by {type(sampler).__name__}; {_ADVICE}"
+        )
+
+
+def first_samples(loader: Any) -> str | None:
+    """A digest of the first samples of a DataLoader's IterableDataset, which are read for it; None: nobody can tell."""
+    dataset = loader.dataset if isinstance(loader, DataLoader) else None
+    if not isinstance(dataset, IterableDataset):
+        return None
+    try:
+        with cpu_random_state_kept():
+            samples = pickle.dumps(list(islice(dataset, 4)))
+    except Exception:  # the loop that iterates over it will say what is wrong
+        return None
+    return hashlib.blake2b(samples).hexdigest()
+
+
+def check_contents(digests: Sequence[str | None], topology: Topology) -> None:
+    """Raise ValueError where IterableDatasets give data ranks the same samples, or model peers different ones.
+
+    Args:
+        digests: `first_samples` of every rank.
+    """
+    advice = "let each choose its part by registry.rank(*registry.topology.sample_axes)"
+    seen: dict[tuple[int, ...], tuple[int, str]] = {}
+    for rank, digest in enumerate(digests):
+        if digest is not None:
+            place = tuple(topology.coordinate_of(rank, axis) for axis in topology.sample_axes)
+            first, begins = seen.setdefault(place, (rank, digest))
+            if begins != digest:
+                raise ValueError(
+                    f"the IterableDatasets of ranks {first} and {rank}, which are on the same data coordinate, begin with "
+                    f"different samples; {advice}"
+                )
+    first_with: dict[str, int] = {}
+    for rank, digest in seen.values():
+        if (other := first_with.setdefault(digest, rank)) != rank:
+            raise ValueError(
+                f"the IterableDatasets of ranks {other} and {rank}, which are on different data coordinates, begin with "
+                f"the same samples; {advice}"
+            )
 
 
 def check_unwrapped(model: nn.Module) -> None:

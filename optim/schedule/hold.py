@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..parallel_optimizer import ParallelOptimizer
-from .taken_steps import HostCopy, TakenSteps
+from .taken_steps import HostCopy, TakenSteps, hook_weakly
 
 
 class Hold:
@@ -26,7 +26,7 @@ class Hold:
     `step`; where no hook of it ran since the last call (a replayed CUDA graph), that may be too late, so `step` waits.
 
     Args:
-        optimizer: Whose steps count.
+        optimizer: Whose steps count; it does not keep this object, nor the schedule, alive.
         move: Moves the schedule by one.
         take_back: Undoes the last move; None where that can't be done.
         hold_on_skip: False: skipped steps count too, and nothing reads the host.
@@ -45,7 +45,7 @@ class Hold:
         self._verdict: HostCopy | None = None  # of the last period, until it has been read
         self._has_moved = False  # as if that verdict were "taken"
         self._taken = TakenSteps(optimizer)
-        optimizer.register_step_pre_hook(self._before_step)
+        hook_weakly(optimizer.register_step_pre_hook, self._before_step)
 
     def step(self) -> None:
         """The schedule's `step`. Host reads: as the class says."""

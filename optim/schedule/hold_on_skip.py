@@ -39,6 +39,16 @@ class HoldOnSkip(LRScheduler):
         self.schedule, self.optimizer = schedule, schedule.optimizer
         self._hold = Hold(schedule.optimizer, schedule.step)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, and pickle. Host reads: one flag, where it has not been read yet."""
+        self._hold.settle()
+        return {key: value for key, value in self.__dict__.items() if key != "_hold"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        assert isinstance(self.optimizer, ParallelOptimizer)
+        self._hold = Hold(self.optimizer, self.schedule.step)
+
     def step(self) -> None:  # type: ignore[override]
         """Move by one, if the optimizer has stepped since the last call; see the class."""
         self._hold.step()

@@ -24,8 +24,10 @@ class ConstantLR(WarmupLR):
     Args, errors, collectives, host reads: as in `WarmupLR`.
     """
 
-    def __init__(self, optimizer: Optimizer, warmup_steps: int = 0, *, hold_on_skip: bool = True) -> None:
-        super().__init__(optimizer, warmup_steps=warmup_steps, hold_on_skip=hold_on_skip)
+    def __init__(
+        self, optimizer: Optimizer, warmup_steps: int = 0, *, hold_on_skip: bool = True, last_epoch: int = -1
+    ) -> None:
+        super().__init__(optimizer, warmup_steps=warmup_steps, hold_on_skip=hold_on_skip, last_epoch=last_epoch)
 
     def decay(self, step: int) -> float:
         """1."""
@@ -52,12 +54,13 @@ class MultiStepLR(WarmupLR):
         gamma: float = 0.1,
         *,
         hold_on_skip: bool = True,
+        last_epoch: int = -1,
     ) -> None:
         self.milestones = sorted(whole_steps(milestone, "a milestone", 0) for milestone in milestones)
         if not 0 < gamma <= 1:
             raise ValueError(f"gamma={gamma}: give a number in (0, 1]")
         self.gamma = gamma
-        super().__init__(optimizer, warmup_steps=warmup_steps, hold_on_skip=hold_on_skip)
+        super().__init__(optimizer, warmup_steps=warmup_steps, hold_on_skip=hold_on_skip, last_epoch=last_epoch)
 
     def decay(self, step: int) -> float:
         """gamma to the power of the milestones that were reached."""
@@ -84,12 +87,15 @@ class PolynomialLR(WarmupLR):
         eta_min: float = 0.0,
         *,
         hold_on_skip: bool = True,
+        last_epoch: int = -1,
     ) -> None:
         self.total_steps = whole_steps(total_steps, "total_steps", 1)
         if not 0 < power < math.inf:
             raise ValueError(f"power={power}: give a finite number > 0")
         self.power = power
-        super().__init__(optimizer, warmup_steps=warmup_steps, floor=eta_min, hold_on_skip=hold_on_skip)
+        super().__init__(
+            optimizer, warmup_steps=warmup_steps, floor=eta_min, hold_on_skip=hold_on_skip, last_epoch=last_epoch
+        )
 
     def decay(self, step: int) -> float:
         """(1 - x) ** power."""
@@ -106,9 +112,15 @@ class LinearWarmupLR(PolynomialLR):
     """
 
     def __init__(
-        self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, *, hold_on_skip: bool = True
+        self,
+        optimizer: Optimizer,
+        total_steps: int,
+        warmup_steps: int = 0,
+        *,
+        hold_on_skip: bool = True,
+        last_epoch: int = -1,
     ) -> None:
-        super().__init__(optimizer, total_steps, warmup_steps, hold_on_skip=hold_on_skip)
+        super().__init__(optimizer, total_steps, warmup_steps, hold_on_skip=hold_on_skip, last_epoch=last_epoch)
 
 
 class CosineAnnealingLR(WarmupLR):
@@ -132,9 +144,12 @@ class CosineAnnealingLR(WarmupLR):
         eta_min: float = 0.0,
         *,
         hold_on_skip: bool = True,
+        last_epoch: int = -1,
     ) -> None:
         self.total_steps = whole_steps(total_steps, "total_steps", 1)
-        super().__init__(optimizer, warmup_steps=warmup_steps, floor=eta_min, hold_on_skip=hold_on_skip)
+        super().__init__(
+            optimizer, warmup_steps=warmup_steps, floor=eta_min, hold_on_skip=hold_on_skip, last_epoch=last_epoch
+        )
 
     def decay(self, step: int) -> float:
         """(1 + cos(pi x)) / 2."""

@@ -2,10 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakMethod, finalize
+
 import torch
 from torch import Tensor
 
 from ..parallel_optimizer import ParallelOptimizer
+
+
+def hook_weakly(register: Callable[[Callable[..., None]], Any], method: Callable[..., None]) -> None:
+    """Register a bound method as a step hook that doesn't keep its object alive, and goes when that does.
+
+    Args:
+        register: Of an optimizer, ``register_step_pre_hook`` or ``register_step_post_hook``.
+    """
+    weak = WeakMethod(method)
+
+    def hook(*args: object) -> None:
+        alive = weak()
+        if alive is not None:
+            alive(*args)
+
+    owner: Any = method.__self__  # type: ignore[attr-defined]
+    finalize(owner, register(hook).remove).atexit = False
+
+
+def weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """A call of a bound method that doesn't keep its object alive; nothing where that is gone."""
+    weak = WeakMethod(method)
+
+    def call() -> None:
+        alive = weak()
+        if alive is not None:
+            alive()
+
+    return call
 
 
 class TakenSteps:
@@ -26,8 +59,8 @@ class TakenSteps:
         self._optimizer = optimizer
         self._seen = optimizer.last_stats
         self.start_over()
-        optimizer.register_step_pre_hook(self._before_call)
-        optimizer.register_step_post_hook(self._look)
+        hook_weakly(optimizer.register_step_pre_hook, self._before_call)
+        hook_weakly(optimizer.register_step_post_hook, self._look)
 
     @property
     def in_window(self) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from abc import abstractmethod
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -13,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..parallel_optimizer import ParallelOptimizer
 from .formulas import warmup
 from .hold import Hold
+from .taken_steps import weakly
 
 
 class WarmupLR(LRScheduler):
@@ -31,15 +33,24 @@ class WarmupLR(LRScheduler):
         warmup_steps: W >= 0.
         floor: Absolute rate, >= 0, at which decay ends (the warm-up may begin below it).
         hold_on_skip: False: count skipped steps too, and never read the host.
+        last_epoch: As in torch: -1 to begin; or n >= 0 to go on after n + 1 taken steps with the base rates that are in the
+            param groups as ``"initial_lr"``.
     Raises:
         ValueError: An argument is out of range, or floor is above a base rate; the optimizer is left as it was.
+        KeyError: With ``last_epoch``, a param group has no ``"initial_lr"``.
         TypeError: The optimizer is none of torch's.
     Collectives: none; all ranks find the same steps skipped, so their schedules agree. Host reads: one flag a step, as said
     above, with ``hold_on_skip`` and a ParallelOptimizer.
     """
 
     def __init__(
-        self, optimizer: Optimizer, *, warmup_steps: int = 0, floor: float = 0.0, hold_on_skip: bool = True
+        self,
+        optimizer: Optimizer,
+        *,
+        warmup_steps: int = 0,
+        floor: float = 0.0,
+        hold_on_skip: bool = True,
+        last_epoch: int = -1,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"{type(optimizer).__name__} is no torch optimizer; give the optimizer, not its parameters")
@@ -47,7 +58,8 @@ class WarmupLR(LRScheduler):
         self.floor = _checked_floor(floor, optimizer)
         self.hold_on_skip = hold_on_skip
         self._hold: Hold | None = None
-        super().__init__(optimizer)
+        self._watched: ParallelOptimizer | None = None
+        super().__init__(optimizer, whole_steps(last_epoch, "last_epoch", -1))
         if isinstance(optimizer, ParallelOptimizer):
             self.watch(optimizer)
 
@@ -61,7 +73,8 @@ class WarmupLR(LRScheduler):
             raise ValueError(
                 f"the schedule is of another {type(self.optimizer).__name__}; give the ParallelOptimizer that wraps it"
             )
-        self._hold = Hold(optimizer, super().step, self._take_back, hold_on_skip=self.hold_on_skip)
+        self._watched = optimizer
+        self._hold = Hold(optimizer, weakly(self._move), weakly(self._take_back), hold_on_skip=self.hold_on_skip)
 
     @abstractmethod
     def decay(self, step: int) -> float:
@@ -73,7 +86,13 @@ class WarmupLR(LRScheduler):
         return warm * (base * left + self.floor * (1 - left))  # exactly the base rate where all is left
 
     def get_lr(self) -> list[float | Tensor]:
-        """By param group: the rate for ``last_epoch`` taken steps."""
+        """By param group: the rate for ``last_epoch`` taken steps. A param group that has been added since begins with its
+        own ``"lr"`` (or ``"initial_lr"``) as its base rate, which the schedule's present factor multiplies.
+
+        Raises:
+            ValueError: That base rate is below the floor.
+        """
+        self._see_new_groups()
         return [self.rate(base, self.last_epoch) for base in self.base_lrs]
 
     def step(self, epoch: int | None = None) -> None:
@@ -87,6 +106,27 @@ class WarmupLR(LRScheduler):
             super().step(epoch)
         else:
             self._hold.step()
+
+    def _see_new_groups(self) -> None:
+        for group in self.optimizer.param_groups[len(self.base_lrs) :]:
+            _checked_floor(self.floor, self.optimizer)
+            self.base_lrs.append(_copied(group.setdefault("initial_lr", _copied(group["lr"]))))
+
+    def _move(self) -> None:
+        super().step()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, and pickle. Host reads: one flag, where it has not been read yet."""
+        self._settle()
+        return {key: value for key, value in self.__dict__.items() if key != "_hold"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._hold = None
+        if self._watched is not None:
+            if self.optimizer is not self._watched:
+                self.optimizer = self._watched.optimizer  # a copy of the wrapper wraps a copy of its own
+            self.watch(self._watched)
 
     def _settle(self) -> None:
         if self._hold is not None:
@@ -140,11 +180,15 @@ class WarmupLR(LRScheduler):
         self._write_rates()
 
 
-def whole_steps(value: int, name: str, least: int) -> int:
-    """``value``, checked. Raises ValueError where it is no whole number of steps >= ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+def whole_steps(value: SupportsIndex, name: str, least: int) -> int:
+    """``value``, an int of any library, checked. Raises ValueError where it is no whole number of steps >= ``least``."""
+    try:
+        number = -math.inf if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = -math.inf
+    if number < least:
         raise ValueError(f"{name}={value!r}: give a whole number of steps >= {least}")
-    return value
+    return int(number)
 
 
 def _checked_floor(floor: float, optimizer: Optimizer) -> float:

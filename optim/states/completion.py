@@ -13,6 +13,7 @@ from ..gradients.kinds import check_kinds, poison_bad_kinds
 from ..gradients.sync import gradient_buckets
 from ..norm.plan import ReductionPlan
 from ..step.data_parallel import Switch
+from ..step.first_look import check_gradients_came
 from .chain import Chain
 from .link import AnyWindow
 
@@ -34,7 +35,7 @@ class Completion:
         self.chain, self.plan, self.early = chain, plan, early
         self.params = chain.measured()
         self._buckets = list(buckets)
-        self._checked_kinds = False
+        self._looked = False
 
     @torch.no_grad()
     def __call__(self, window: AnyWindow, switch: Switch | None) -> TypeError | None:
@@ -45,13 +46,16 @@ class Completion:
         Returns:
             What is wrong with the gradients of this rank alone, after all ranks have been served.
         Raises:
-            RuntimeError: A parameter was unfrozen; torch's data parallelism has not reduced what only it can reduce.
+            RuntimeError: A parameter was unfrozen; torch's data parallelism has not reduced what only it can reduce; on
+                every rank, the first time: there are no gradients, or they have not come through `backward` or `window`.
             TypeError: On every rank, the first time, where on any a gradient is sparse or complex.
         Collectives: those of the buckets and links; the first time an object all-gather. Host reads: only then.
         """
         if window.phase in ("complete", "clipped"):
             return None
         frozen = self._frozen_since()
+        if not self._looked:
+            check_gradients_came(window, [param for _, param, _ in self.chain.given], self.chain.registry)
         averaged = switch is None or switch.averages(window)
         # Before anybody else takes, or looks at, the gradients of the model's parameters: a rank has the same order of
         # collectives whether it ran a backward or not.
@@ -61,9 +65,9 @@ class Completion:
             link.bring(window, averaged)
         window.holds_old = True
         problem = None
-        if not self._checked_kinds:
+        if not self._looked:
             on_all_ranks(lambda: check_kinds(self.params, self.plan.entries), self.chain.registry)
-            self._checked_kinds = True
+            self._looked = True
         for param in self.params:
             gradient = param.grad
             if gradient is not None and (gradient.layout is not torch.strided or gradient.is_complex()):

@@ -1,39 +1,165 @@
-"""Optimizers whose update of a whole tensor is made of those of its elements; others can't be given pieces."""
+"""Which optimizers may step pieces of tensors: those whose update of a tensor is made of the updates of its elements.
+
+Others (Muon, Shampoo, LAMB, Adafactor) take norms, means or products of a whole tensor, and would take a piece for the
+whole. Some (Prodigy, D-Adaptation) take sums over all tensors of a rank, and estimate something else on each.
+
+Nothing is imported to know an optimizer: the names of its classes and of their packages tell.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from inspect import unwrap
+from typing import Any
+
 import torch
 
-from ...parallel.interop.local import has_dtensors
+from ...parallel.mesh.topology import Topology
+from ..norm.entries import ParameterEntry
 
-_ELEMENTWISE = (
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,  # and AdamW
-    torch.optim.Adamax,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
+_LOW_BIT = [
+    f"{paged}{kind}{bits}"
+    for paged in ("", "Paged")
+    for kind in ("Adam", "AdamW", "AdEMAMix", "Lion")
+    for bits in ("", "8bit", "32bit")
+]
+_ELEMENTWISE: Mapping[str, Sequence[str]] = {
+    "torch": (
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "Adamax",
+        "ASGD",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+        "SparseAdam",
+    ),
+    "adabelief_pytorch": ("AdaBelief",),
+    "adan": ("Adan",),
+    "adan_pytorch": ("Adan",),
+    "apex": ("FusedAdam", "FusedAdagrad", "FusedSGD"),
+    "bitsandbytes": (
+        *_LOW_BIT,
+        *(f"{kind}{bits}" for kind in ("Adagrad", "RMSprop", "SGD") for bits in ("", "8bit", "32bit")),
+    ),
+    "deepspeed": ("FusedAdam", "FusedLion", "DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion"),
+    "lion_pytorch": ("Lion",),
+    "pytorch_optimizer": (
+        *("AdaBelief", "Adan", "AdEMAMix", "Lion", "Tiger"),
+        *("ScheduleFreeAdamW", "ScheduleFreeRAdam", "ScheduleFreeSGD"),
+    ),
+    "schedulefree": ("AdamWScheduleFree", "RAdamScheduleFree", "SGDScheduleFree"),
+    "timm": ("AdaBelief", "Adan", "Lion"),
+    "torch_optimizer": ("AdaBelief",),
+    "torchao": ("Adam4bit", "Adam8bit", "AdamFp8", "AdamW4bit", "AdamW8bit", "AdamWFp8"),
+    "transformer_engine": ("FusedAdam", "FusedSGD"),
+}
+# Options by which those look at whole tensors after all, and the value that turns each off.
+_WHOLE_TENSOR_OPTIONS: Mapping[str, float] = {
+    "adanorm": False,
+    "caution": False,
+    "cautious": False,
+    "cautious_factor": 1.0,
+    "max_grad_norm": 0.0,
+    "max_unorm": 0.0,
+    "percentile_clipping": 100,
+    "stable_adamw": False,
+    "use_gc": False,
+}
+_ACROSS_TENSORS = (
+    "DAdaptAdaGrad",
+    "DAdaptAdam",
+    "DAdaptAdan",
+    "DAdaptLion",
+    "DAdaptSGD",
+    "Prodigy",
+    "ProdigyPlusScheduleFree",
+)
+_WAY_OUT = (
+    "Take one that treats every element alike (AdamW, Lion, ...); or, if this one does, say so with "
+    "optimizer.elementwise = True"
 )
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, why: str) -> None:
-    """Raise ValueError if the optimizer is not known to treat every element alike."""
-    if not (isinstance(optimizer, _ELEMENTWISE) or getattr(optimizer, "elementwise", False)):
+    """Raise ValueError if the optimizer is not known to treat every element alike.
+
+    ``optimizer.elementwise``, True or False, has the last word.
+
+    Args:
+        why: What gives it pieces, and of what: the beginning of the message.
+    """
+    doubt = _doubt(optimizer)
+    if doubt is not None:
         raise ValueError(
-            f"{why}, which is right only for optimizers that treat all elements alike (Adam, SGD, ...), and "
-            f"{type(optimizer).__name__} is not known to; if this one does, set optimizer.elementwise = True"
+            f"{why}, which is right only for an optimizer whose update is elementwise; {doubt}. {_WAY_OUT}"
         )
 
 
-def check_update(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if the update of a whole matrix isn't made of those of its pieces, and DTensors are stepped so."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if isinstance(optimizer, (torch.optim.Muon, torch.optim.Adafactor)) and has_dtensors(params):
+def check_whole(optimizer: torch.optim.Optimizer, entries: Iterable[ParameterEntry], topology: Topology) -> None:
+    """Raise ValueError if the optimizer would take pieces of parameters, declared or DTensors', for whole ones.
+
+    Args:
+        entries: Of all parameters that it steps, their specs validated; frozen ones count for nothing.
+    """
+    trained = [entry for entry in entries if entry.trained]
+    split = [entry for entry in trained if topology.size(*entry.spec.sharded_axes) > 1]
+    if split:
+        more = f" and {len(split) - 3} more" if len(split) > 3 else ""
+        names = ", ".join(f"{entry.name} ({entry.spec})" for entry in split[:3])
+        check_elementwise(optimizer, f"{names}{more} {'is' if len(split) == 1 else 'are'} split, so it gets pieces")
+    named = {axis for entry in trained for axis in (*dict(entry.spec.owned), *dict(entry.spec.tied))}
+    if topology.size(*{*topology.pipe_axes, *named}) > 1:
+        check_each_alone(optimizer, "ranks hold different parameters")
+
+
+def check_each_alone(optimizer: torch.optim.Optimizer, why: str) -> None:
+    """Raise ValueError for an optimizer that computes something from all of its parameters together.
+
+    Args:
+        why: Why it would not get all of them together: the beginning of the message.
+    """
+    if _across_tensors(optimizer) and not getattr(optimizer, "elementwise", False):
         raise ValueError(
-            f"{type(optimizer).__name__} computes with whole matrices, but DTensor parameters are stepped piece by piece; "
-            "take an optimizer that treats every element alike (AdamW, SGD, ...)"
+            f"{why}, but {type(optimizer).__name__} estimates its step size from all parameters together, so it would "
+            f"find different ones. {_WAY_OUT}"
         )
+
+
+def _doubt(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why the optimizer may not be elementwise; None where it is."""
+    said, name = getattr(optimizer, "elementwise", None), type(optimizer).__name__
+    if said is not None:
+        return None if said else f"{name} says elementwise = False"
+    if not any(_is_known(kind) and _steps_like(optimizer, kind) for kind in type(optimizer).__mro__):
+        return f"{name} is not known to be"
+    if type(optimizer).__module__.partition(".")[0] == "torch":
+        return None
+    for option, off in _WHOLE_TENSOR_OPTIONS.items():
+        values = [value for value in _values(optimizer, option) if value not in (None, off)]
+        if values:
+            return f"{name} with {option}={values[0]!r} is not (with {option}={off!r} it is)"
+    return None
+
+
+def _is_known(kind: type) -> bool:
+    return kind.__name__ in _ELEMENTWISE.get(kind.__module__.partition(".")[0], ())
+
+
+def _steps_like(optimizer: torch.optim.Optimizer, kind: type) -> bool:
+    """Whether its update is that of the class, which may be its base; torch wraps the `step` of what it makes."""
+    own, known = (getattr(owner, "step", None) for owner in (type(optimizer), kind))
+    return own is not None and known is not None and unwrap(own) is unwrap(known)
+
+
+def _values(optimizer: torch.optim.Optimizer, option: str) -> list[Any]:
+    """What the optimizer was given for an option: libraries keep them in different places."""
+    found = [group.get(option) for group in optimizer.param_groups]
+    return [*found, getattr(optimizer, option, None), getattr(getattr(optimizer, "args", None), option, None)]
+
+
+def _across_tensors(optimizer: torch.optim.Optimizer) -> bool:
+    return any(kind.__name__ in _ACROSS_TENSORS for kind in type(optimizer).__mro__)

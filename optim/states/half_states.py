@@ -10,11 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ...amp.optimizer_state import is_half_kept
 from ...amp.stochastic_rounding import BUCKET_NUMEL, stochastic_round_
 from ...parallel.layout.annotation import Annotation, annotation_of
 from ...parallel.layout.spec import P
+from .elementwise import check_each_alone
 from .link import Binding, Link, Placement, Position
-from .pieces import SCALAR_STATE, Held, StandIns
+from .pieces import Held, StandIns
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class HalfStates(Placement):
             raise ValueError(f"HalfStates({self.dtype}): states are kept in torch.bfloat16, whose range is float32's")
         if binding.precision.stochastic_rounding:
             raise ValueError("the precision mode has its states in bfloat16 already: leave HalfStates out of states=")
+        check_each_alone(binding.optimizer, "HalfStates steps bucket by bucket")
 
     def link(self, binding: Binding) -> Link:
         return Halves(self, binding)
@@ -97,7 +100,7 @@ class Halves(Link):
             digest = blake2b(f"{self.how.seed} {self.steps} {self._keys.get(param)}".encode(), digest_size=8).digest()
             generator = torch.Generator(param.device).manual_seed(int.from_bytes(digest, "big") >> 1)
             for key in sorted(state):  # copies may have made their states in different orders
-                if key not in SCALAR_STATE and isinstance(state[key], Tensor) and state[key].is_floating_point():
+                if is_half_kept(key, state[key], param):
                     state[key] = change(generator, state[key])
 
     def state_dict(self) -> dict[str, Any]:

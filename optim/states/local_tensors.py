@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...parallel.interop.local import has_dtensors
+from ...parallel.interop.local import has_dtensors, local_tensor
 from ...parallel.mesh.topology import Topology
 from ..gradients.in_place import clear_gradients
 from .link import AnyWindow, Link
 from .pieces import Held, StandIns
+
+_SHARED = "_meshstep_shared"  # the mark of a gradient that came from a DTensor
 
 
 class LocalTensors(Link):
@@ -58,13 +60,21 @@ class LocalTensors(Link):
     def bring(self, window: AnyWindow, averaged: bool) -> None:
         """Give every local parameter the local tensor of its DTensor's gradient; pending sums are made later.
 
+        Where the DTensor has none, a gradient that somebody gave to what the optimizer holds stays: trainers make states
+        before they load them by a step with gradients of zeros.
+
         Raises:
             ValueError: A gradient is laid out otherwise than its parameter and what was declared of it.
         """
         from ...parallel.interop.dtensor import local_parameter, share_gradient
 
         for param, _ in self._pairs:
-            share_gradient(param, local_parameter(param), to_sum=True)
+            piece = local_parameter(param)
+            if param.grad is None and piece.grad is not None and not hasattr(piece.grad, _SHARED):
+                continue
+            share_gradient(param, piece, to_sum=True)
+            if piece.grad is not None:
+                setattr(piece.grad, _SHARED, True)
 
     def step(self, update: Callable[[], object]) -> None:
         """Whoever clears the DTensors' gradients afterwards frees their memory."""
@@ -80,6 +90,4 @@ class LocalTensors(Link):
 
 
 def _local(value: object) -> object:
-    if isinstance(value, Tensor) and has_dtensors((value,)):
-        return value.to_local()  # type: ignore[attr-defined]
-    return value
+    return local_tensor(value) if isinstance(value, Tensor) else value

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...amp.optimizer_state import SCALAR_STATE as SCALAR_STATE
 from ...parallel.layout.annotation import annotation_of
 from ...parallel.layout.pieces import Region
-
-SCALAR_STATE = ("step", "mu", "mu_product", "eta")  # one number a parameter in torch's optimizers, whatever its shape
 
 
 @dataclass(frozen=True)

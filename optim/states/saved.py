@@ -15,6 +15,7 @@ from ...amp.precision import Precision
 from ...parallel.mesh.agreement import on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from .chain import Chain
+from .coordinates import Coordinates
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Saved:
         optimizer: The wrapped one.
         chain: What stands in for its parameters.
         model_params: What loading may change.
+        coordinates: Where this rank's states belong.
     """
 
     optimizer: torch.optim.Optimizer
@@ -33,6 +35,7 @@ class Saved:
     loss_scale: LossScale | None
     model_params: Sequence[Tensor]
     registry: ProcessGroupRegistry
+    coordinates: Coordinates
 
     def state_dict(self, skipped_steps: int) -> dict[str, Any]:
         """The wrapped optimizer's, and under ``"meshstep"`` all else. Host reads: a few."""
@@ -41,6 +44,7 @@ class Saved:
             "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
             "weights": self.chain.state_dict(),
             "skipped_steps": skipped_steps,
+            "coordinates": self.coordinates,
         }
         return {**self.optimizer.state_dict(), "meshstep": own}
 
@@ -60,6 +64,7 @@ class Saved:
 
         def load() -> None:
             self._check_mode(own)
+            self.coordinates.check((own or {}).get("coordinates"))
             self.chain.check_state({} if own is None else own["weights"])
             inner.load_state_dict({key: value for key, value in state.items() if key != "meshstep"})
             if own is not None and scale is not None:
@@ -68,7 +73,7 @@ class Saved:
         try:
             on_all_ranks(partial(_all_there, load), self.registry)
             self._load_weights(own)
-        except (ValueError, TypeError, RuntimeError):
+        except Exception:
             # torch put new containers in place of the old ones, which are therefore what they were.
             inner.__setstate__(backup)
             if scale is not None:
@@ -88,7 +93,7 @@ class Saved:
 
         try:
             on_all_ranks(partial(_all_there, load), self.registry)
-        except (ValueError, TypeError, RuntimeError):
+        except Exception:
             self.chain.load_state_dict(backup)
             with torch.no_grad():
                 for param, value in model:

@@ -25,7 +25,7 @@ from ...amp.casting import is_half
 from ...amp.master_weights import use_main_grad_
 from ...parallel.layout.annotation import annotate
 from ...parallel.mesh.agreement import gather_objects
-from ...parallel.mesh.topology import default_role
+from ...parallel.mesh.topology import only_splits_the_batch
 from ..gradients.axes import sync_axes
 from ..gradients.bucket import BUCKET_BYTES, Exact, Exchange
 from ..gradients.during_backward import BackwardReducer, run_all
@@ -55,7 +55,7 @@ class Sharded(Placement):
         axis: Over its ranks, usually ``"data"``.
         gradients: Every backward reduces gradients into this rank's slice, and all ranks must call `backward` for every
             micro-batch. Bucket by bucket while it runs; where the model itself uses the axis (a spec names it, or it is no
-            data axis by its name), only when it has ended.
+            data axis by its name, or ``cp``), only when it has ended.
         exchange: How gradients are summed over the axis; None: as they are.
     Collectives: to install it, an object all-gather; in a window (ZeRO-1) or micro-batch, one reduce-scatter a bucket of 32
     MiB of gradients that the axis still has to sum; in a step one all-gather a bucket. Host reads: none.
@@ -83,7 +83,7 @@ class Sharded(Placement):
             raise ValueError(
                 "Reduce(overlap=True) is for states that are whole: Sharded(gradients=True) reduces while backward runs"
             )
-        check_elementwise(binding.optimizer, "Sharded gives it 1-dim pieces of parameters")
+        check_elementwise(binding.optimizer, "Sharded gives the optimizer 1-dim pieces of parameters")
 
     def link(self, binding: Binding) -> Link:
         return Shards(self, binding) if binding.registry.size(self.axis) > 1 else Link()
@@ -181,7 +181,7 @@ class Shards(Link):
         axis, topology = self.how.axis, self.registry.topology
         specs = [piece_spec(e.spec, axis) if i in chosen else e.spec for i, e in enumerate(entries)]
         mine = {Bucket.of(spec, topology) for spec in specs}
-        uses_axis = default_role(axis) != "data" or any(axis in entry.spec.named_axes for entry in entries)
+        uses_axis = not only_splits_the_batch(axis) or any(axis in entry.spec.named_axes for entry in entries)
         reports = gather_objects((mine, [entries[index].name for index in sorted(chosen)], uses_axis), self.registry)
         self._model_uses_axis |= any(uses for _, _, uses in reports)
         for rank, (_, names, _) in enumerate(reports):
@@ -216,7 +216,8 @@ class Shards(Link):
         if self._reducer is None:
             return nullcontext()
         _check_cleared(window)
-        return self._reducer.micro_batch()
+        window.reduced = True
+        return self._reducer.micro_batch(window.several)
 
     @torch.no_grad()
     def bring(self, window: AnyWindow, averaged: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,8 @@ class Switch(ABC):
     def micro_batch(self, window: Window[Any, Any]) -> Iterator[None]:
         """Around the backward of one micro-batch."""
         yield
+        window.left_out = not self.on
+        self.expect(window)
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -98,17 +100,15 @@ class Overlap(Switch):
     @contextmanager
     def micro_batch(self, window: Window[Any, Any]) -> Iterator[None]:
         """Raises RuntimeError where a backward of the window has reduced already: what it summed would be summed again."""
-        if not self.on:
-            yield
-            return
-        if window.reduced:
+        if self.on and window.reduced:
             raise RuntimeError(
                 "an earlier backward of this window has reduced the gradients already, as Reduce(overlap=True) does in the "
                 "last micro-batch: call the others within optimizer.no_sync(), or give accumulation_steps"
             )
-        with self._reducer.micro_batch():
+        reduces = self.on
+        with super().micro_batch(window), self._reducer.micro_batch(window.several) if reduces else nullcontext():
             yield
-        window.reduced = True
+        window.reduced |= reduces
 
     def averages(self, window: Window[Any, Any]) -> bool:
         """What has not been reduced is reduced in `step`, but not what came to the sum afterwards."""
@@ -126,17 +126,19 @@ class DataParallelSwitch(Switch):
     """Turns the gradient synchronisation of torch's data parallelism on and off.
 
     Args:
-        module: A `DistributedDataParallel`, or a module that `fully_shard` was applied to.
+        module: A `DistributedDataParallel`, or a module that `fully_shard` was applied to; or a wrapper of one of these
+            (``torch.compile``, a framework's).
     Raises:
         TypeError: It is neither.
     """
 
     def __init__(self, module: nn.Module) -> None:
+        given, module = module, reducing_module(module)
         self.module = module
         self.is_ddp = isinstance(module, DistributedDataParallel)
         if not self.is_ddp and not hasattr(module, "set_requires_gradient_sync"):
             raise TypeError(
-                f"data_parallel={type(module).__name__}: give the DistributedDataParallel module, or the root module that "
+                f"data_parallel={type(given).__name__}: give the DistributedDataParallel module, or the root module that "
                 "fully_shard was applied to, or Reduce(...)"
             )
 
@@ -167,3 +169,16 @@ class DataParallelSwitch(Switch):
                 "gradients: finish the window with a micro-batch that it reduces, after window_ends() and outside of "
                 "no_sync(), before zero_grad()"
             )
+
+
+def reducing_module(module: nn.Module) -> nn.Module:
+    """The module within wrappers that is a `DistributedDataParallel` or has been given to `fully_shard`; the innermost
+    where none is."""
+    while True:
+        wrapped = [module._modules.get(name) for name in ("_orig_mod", "_forward_module")]
+        if not isinstance(module, DistributedDataParallel) and not hasattr(module, "set_requires_gradient_sync"):
+            wrapped.append(module._modules.get("module"))
+        inner = next((found for found in wrapped if found is not None), None)
+        if inner is None:
+            return module
+        module = inner

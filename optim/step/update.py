@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
 
 from ...amp.casting import is_half
 from ..gradients.in_place import scale_gradients
@@ -63,7 +66,7 @@ def apply_update(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Te
     fused.found_inf = found_inf
     fused.grad_scale = None if factor is None else factor.reciprocal().float()
     try:
-        optimizer.step()
+        step_within(optimizer)
     finally:
         del fused.found_inf, fused.grad_scale
 
@@ -89,15 +92,27 @@ def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
 
 def _step_rightly(optimizer: torch.optim.Optimizer) -> None:
     """Step, without fused kernels where those are wrong."""
-    groups = optimizer.param_groups if _is_miscomputed(optimizer) else []
+    groups = optimizer.param_groups if _is_miscomputed(optimizer) or _starts_late(optimizer) else []
     fused = [group["fused"] for group in groups]
     try:
         for group in groups:
             group["fused"] = False
-        optimizer.step()
+        step_within(optimizer)
     finally:
         for group, value in zip(groups, fused, strict=True):
             group["fused"] = value
+
+
+def _starts_late(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether some parameters of a fused SGD have momentum and others get theirs only now, which its kernel can't do."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return False
+    for group in optimizer.param_groups:
+        if group.get("fused") and group["momentum"] and group["dampening"]:
+            with_gradient = sum(param.grad is not None for param in group["params"])
+            if 0 < len(_without_momentum(optimizer, group)) < with_gradient:
+                return True
+    return False
 
 
 def _is_miscomputed(optimizer: torch.optim.Optimizer) -> bool:
@@ -116,6 +131,31 @@ def _fused_sgd_is_wrong() -> bool:
     weight.grad = torch.ones_like(weight)
     torch.optim.SGD([weight], lr=0.5, fused=True).step()
     return bool((weight != 0.5).any())
+
+
+# torch's global step hooks are to run once a step: around that of the optimizer that the user calls -------------------
+
+
+def step_within(optimizer: torch.optim.Optimizer) -> None:
+    """``optimizer.step()``, around which only its own hooks run: it is a part of another optimizer's step."""
+    with _no_global_hooks():
+        optimizer.step()
+
+
+@contextmanager
+def _no_global_hooks() -> Iterator[None]:
+    """Without the hooks of `register_optimizer_step_pre_hook` and ``..._post_hook``."""
+    registries: list[Any] = [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
+    kept = [dict(hooks) for hooks in registries]
+    for hooks in registries:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in zip(registries, kept, strict=True):
+            new = dict(hooks)
+            hooks.clear()
+            hooks.update({**before, **new})
 
 
 # Skips ----------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ Means of micro-batch means are something else where micro-batches hold different
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -39,6 +40,7 @@ class Window(Generic[Asked, Verdict]):
 
     Args:
         steps: Micro-batches a window in managed accumulation; None: the caller decides when to step.
+        scaled: There is a loss scale, in which gradients must have come.
     Raises:
         ValueError: steps is no whole number >= 1.
 
@@ -46,6 +48,8 @@ class Window(Generic[Asked, Verdict]):
         phase: Where it is.
         micro_batches: How many have come.
         weight: Of all of them on this rank; a number or a 0-dim tensor.
+        calls: Backward calls, and losses scaled for those of others, since the last step.
+        several: The micro-batch may have more backward calls than one.
         left_out: torch's data parallelism was told to leave the last micro-batch out.
         reduced: A backward has reduced the gradients while it ran.
         asked: What an explicit call in the middle of the window wants done at its end.
@@ -53,18 +57,18 @@ class Window(Generic[Asked, Verdict]):
         holds_old: The gradients of the window before have been reduced and nobody has cleared them.
     """
 
-    def __init__(self, steps: int | None) -> None:
+    def __init__(self, steps: int | None, scaled: bool = False) -> None:
         if steps is not None and (not isinstance(steps, int) or steps < 1):
             raise ValueError(f"accumulation_steps={steps!r}: give a whole number >= 1, or None to decide yourself")
-        self.steps = steps
-        self.holds_old = False
-        self.left_out = False
+        self.steps, self.scaled = steps, scaled
+        self.holds_old = self.left_out = self.several = False
         self.close()
 
     def close(self) -> None:
         """The step is over, or the window was given up: start an empty one."""
         self.phase: Phase = "open"
         self.micro_batches = 0
+        self.calls = 0
         self.weight: float | Tensor = 0.0
         self.reduced = False
         self.asked: Asked | None = None
@@ -86,6 +90,11 @@ class Window(Generic[Asked, Verdict]):
     def is_full(self) -> bool:
         """Whether a step is due: always, where the caller decides."""
         return self.steps is None or self.micro_batches >= self.steps
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether, in managed accumulation, no micro-batch has come."""
+        return self.steps is not None and not self.micro_batches
 
     @property
     def next_is_last(self) -> bool:
@@ -121,6 +130,35 @@ class Window(Generic[Asked, Verdict]):
 
     # Micro-batches ---------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def micro_batch(
+        self,
+        weight: float | Tensor | None,
+        params: Sequence[Tensor],
+        around: Sequence[Callable[[Window[Asked, Verdict]], AbstractContextManager[None]]],
+        empty: bool = False,
+        several: bool = False,
+    ) -> Iterator[None]:
+        """Around the backward of one micro-batch; where it raises, the window is broken.
+
+        Args:
+            weight, params, empty: As for `begin`.
+            several: There may be more backward calls than one, whose gradients add up.
+            around: What every rank enters, whether it has something to compute or not.
+        """
+        self.begin(weight, params, empty)
+        self.several = several
+        try:
+            with ExitStack() as stack:
+                for enter in around:
+                    stack.enter_context(enter(self))
+                yield
+        except BaseException:
+            self.phase = "broken"
+            raise
+        if self.steps != 1:
+            self._with_gradient = [index for index, param in enumerate(params) if param.grad is not None]
+
     def begin(self, weight: float | Tensor | None, params: Sequence[Tensor], empty: bool = False) -> None:
         """Count one micro-batch, before its backward.
 
@@ -142,7 +180,8 @@ class Window(Generic[Asked, Verdict]):
         self._check_whole()
         self._check_gradients(params)
         self._count(weight, empty)
-        self.phase = "accumulating"
+        self.phase, self.left_out = "accumulating", False
+        self.calls += 1
 
     def _count(self, weight: float | Tensor | None, empty: bool) -> None:
         if self.steps is not None and self.micro_batches >= self.steps:
@@ -160,16 +199,6 @@ class Window(Generic[Asked, Verdict]):
         if weight is None:
             weight = 0.0 if self.steps is None else 1.0
         self.weight = self.weight + weight
-
-    def end(self, params: Sequence[Tensor], *, left_out: bool) -> None:
-        """The backward of a micro-batch has ended: remember who has gradients, where more are to come.
-
-        Args:
-            left_out: Nothing was reduced in it.
-        """
-        self.left_out = left_out
-        if self.steps != 1:
-            self._with_gradient = [index for index, param in enumerate(params) if param.grad is not None]
 
     def complete(self) -> None:
         """The gradients have been reduced. A broken window stays broken."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ class ShardedBatchSampler(Sampler[Batch]):
             N; with drop_last, N < B * D.
 
     Attributes:
-        epoch, position: Where the next iteration begins: in which epoch, after how many of its batches.
+        epoch, position: Where the next iteration begins: in which epoch, after how many samples of its order.
     """
 
     def __init__(
@@ -59,9 +60,18 @@ class ShardedBatchSampler(Sampler[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         epoch, order = self.epoch, self.order(self.epoch)
-        for step in range(self.position, len(self)):
-            everybody = order[self.bounds[step] : self.bounds[step + 1]]
-            yield Batch(everybody.tensor_split(self.ranks)[self.rank].tolist(), self.seed, epoch)
+        for start, stop in pairwise(self.bounds_from(self.position)):
+            yield Batch(order[start:stop].tensor_split(self.ranks)[self.rank].tolist(), self.seed, epoch)
+
+    def bounds_from(self, position: int) -> list[int]:
+        """[steps + 1]: where in an epoch's order the steps begin and the last one ends, of what is left after ``position``
+        samples. Of ``bounds`` it is a part where the position is one of them.
+
+        Raises:
+            ValueError: A batch would be empty.
+        """
+        left = step_bounds(self.samples - position, self.batch_size, self.ranks, self.drop_last)
+        return [position + bound for bound in left]
 
     def order(self, epoch: int) -> Tensor:
         """[N] int64: the samples in the order of an epoch, the same on every rank."""

@@ -11,7 +11,7 @@ The sum and its weight make the last step of an epoch exact, where batches are s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +32,8 @@ def prepare_dataloader(
     shuffle: bool = False,
     drop_last: bool = False,
     seed: int = 0,
+    *,
+    seed_samples: bool = True,
     **loader_kwargs: Any,
 ) -> ShardedDataLoader[T]:
     """A torch DataLoader over this data coordinate's share of the dataset; its tensor and pipeline peers have the same.
@@ -44,11 +46,15 @@ def prepare_dataloader(
 
     Args:
         dataset: Map-style, with a length; the same on every rank.
-        registry: Its data axes share the samples; without any, every rank gets all.
+        registry: Its data axes share the samples, but for ``cp``, along which a sample is split; without any, every rank
+            gets all.
         batch_size: Samples in a batch of one data coordinate; the global batch is D times as large.
         shuffle: Another order in every epoch.
         drop_last: Leave out an epoch's last step where it has less than a global batch.
         seed: Of the orders and random draws; the same on every rank.
+        seed_samples: Seed the generators for every sample, as said above, which takes 16 us; a dataset that loads whole
+            batches costs that once a batch. False: what is random in loading draws from the generators as they are, or from
+            those of torch's workers, which differ between data coordinates; give it where nothing is random in loading.
         **loader_kwargs: For torch's DataLoader: ``num_workers``, ``pin_memory``, ``collate_fn``, ...
     Raises:
         TypeError: The dataset has no length.
@@ -61,19 +67,19 @@ def prepare_dataloader(
         samples = _checked_length(dataset)
         if chosen := sorted({"sampler", "batch_sampler"} & loader_kwargs.keys()):
             raise ValueError(f"{chosen[0]} is given, but prepare_dataloader chooses the samples; leave it out")
-        axes = registry.topology.data_axes
+        axes = registry.topology.sample_axes
         rank, ranks = (registry.rank(*axes), registry.size(*axes)) if axes else (0, 1)
         return ShardedBatchSampler(samples, batch_size, rank, ranks, shuffle=shuffle, drop_last=drop_last, seed=seed)
 
     sampler = on_all_ranks(share, registry)
-    here = f"{sampler.samples} samples, {batch_size=}, {shuffle=}, {drop_last=}, {seed=}"
+    here = f"{sampler.samples} samples, {batch_size=}, {shuffle=}, {drop_last=}, {seed=}, {seed_samples=}"
     for rank, there in enumerate(gather_objects(here, registry)):
         if there != here:
             raise ValueError(
                 f"rank {registry.global_rank} shares out {here}; rank {rank} shares out {there}: give every rank the same "
                 "dataset and arguments"
             )
-    return ShardedDataLoader(dataset, sampler, **loader_kwargs)
+    return ShardedDataLoader(dataset, sampler, seed_samples, **loader_kwargs)
 
 
 class ShardedDataLoader(DataLoader[T]):
@@ -84,40 +90,68 @@ class ShardedDataLoader(DataLoader[T]):
     ``dataset`` passes attributes on to the dataset given.
     """
 
-    def __init__(self, dataset: Dataset[T], sampler: ShardedBatchSampler, **loader_kwargs: Any) -> None:
+    def __init__(
+        self, dataset: Dataset[T], sampler: ShardedBatchSampler, seed_samples: bool = True, **loader_kwargs: Any
+    ) -> None:
         # Or torch would draw a seed for its workers from the global generator, which is the model's, in every epoch.
-        loader_kwargs.setdefault("generator", torch.Generator().manual_seed(mixed(sampler.seed)))
-        if loader_kwargs.get("collate_fn") is not None:
-            loader_kwargs["collate_fn"] = SeededCollate(loader_kwargs["collate_fn"])
-        super().__init__(SeededDataset(dataset), batch_sampler=sampler, **loader_kwargs)
+        workers_seed = mixed(sampler.seed, sampler.rank)
+        loader_kwargs.setdefault("generator", torch.Generator().manual_seed(workers_seed))
+        if seed_samples:
+            dataset = SeededDataset(dataset)
+            if loader_kwargs.get("collate_fn") is not None:
+                loader_kwargs["collate_fn"] = SeededCollate(loader_kwargs["collate_fn"])
+        super().__init__(dataset, batch_sampler=sampler, **loader_kwargs)
         self._sampler = sampler
-        self._now = self._next = (0, 0)  # epoch and batches: handed out so far, and where the next `for` begins
+        self._now = self._next = (0, 0)  # epoch and samples: handed out so far, and where the next `for` begins
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         epoch, position = self._now = self._next
         self._next = (epoch + 1, 0)
         self._sampler.epoch, self._sampler.position = epoch, position
-        for batch in super().__iter__():
-            position += 1
-            self._now = (epoch, position) if position < len(self) else self._next
+        _, *stops = self._sampler.bounds_from(position)
+        for batch, stop in zip(super().__iter__(), stops, strict=True):
+            self._now = (epoch, stop) if stop < stops[-1] else self._next
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """Where it is: the epoch, and how many of its batches have been handed out (not: prefetched)."""
-        return {"epoch": self._now[0], "position": self._now[1]}
+        """Where it is: the epoch, and how many samples of its order all data coordinates have been handed out together
+        (not: prefetched); and what decides that order."""
+        return {"epoch": self._now[0], "position": self._now[1], **self._order()}
 
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continue from there with the next ``for``, to the same batches as without the break, on as many data coordinates.
+    def _order(self) -> dict[str, int]:
+        sampler = self._sampler
+        return {"samples": sampler.samples, "shuffle": sampler.shuffle, "seed": sampler.seed}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Continue with the next ``for``, whose batches are of the samples that are left of the saved epoch, each once.
+
+        As long as ``batch_size`` times the number of data coordinates is the same these are the batches that were to come;
+        else, or with another ``drop_last``, what is left is shared out anew. Between two epochs everything may change.
 
         Raises:
-            ValueError: The position is not within this loader's epoch.
+            ValueError: In the middle of an epoch, whose order this loader does not have: another number of samples,
+                ``shuffle`` or ``seed``; or a batch of what is left would be empty. Nothing is changed then.
         """
+        if missing := sorted({"epoch", "position", *self._order()} - state_dict.keys()):
+            raise ValueError(f"{dict(state_dict)} is no state of this loader: it has no {', '.join(missing)}")
         epoch, position = state_dict["epoch"], state_dict["position"]
-        if epoch < 0 or not 0 <= position < len(self):
-            raise ValueError(
-                f"epoch {epoch}, position {position} is not within an epoch of {len(self)} batches; build the loader with "
-                "the dataset, batch_size and data axes it was saved with"
-            )
+        if position:
+            changed = [name for name, value in self._order().items() if state_dict[name] != value]
+            if changed:
+                name = changed[0]
+                raise ValueError(
+                    f"the state is of epoch {epoch} after {position} samples in an order of {name}={state_dict[name]}, but "
+                    f"here {name}={self._order()[name]}: samples would be skipped or come twice. Build the loader with the "
+                    f"{name} it was saved with, or begin the next epoch: load_state_dict({{**state, "
+                    f"'epoch': {epoch + 1}, 'position': 0}})"
+                )
+            if epoch < 0 or not 0 < position < self._sampler.samples:
+                samples = self._sampler.samples
+                raise ValueError(f"epoch {epoch}, position {position} is not within an epoch of {samples} samples")
+            sampler = self._sampler
+            if sampler.drop_last and sampler.samples - position < sampler.batch_size * sampler.ranks:
+                epoch, position = epoch + 1, 0  # what is left is left out
+            sampler.bounds_from(position)
         self._now = self._next = (epoch, position)
 
 
@@ -175,7 +209,7 @@ def _checked_length(dataset: object) -> int:
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
         raise TypeError(
             f"{type(dataset).__name__} has no length to share out; give a map-style dataset, or let an iterable one choose "
-            "its samples by registry.rank(*registry.topology.data_axes) and put it into torch's DataLoader"
+            "its samples by registry.rank(*registry.topology.sample_axes) and put it into torch's DataLoader"
         )
     return len(dataset)
 

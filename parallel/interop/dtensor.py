@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor as DTensor
+from torch.distributed.tensor import Partial
 
 from ..layout.annotation import Annotation, annotation_of, attach
 from ..layout.spec import P
@@ -113,8 +114,7 @@ def annotation_for(param: DTensor) -> Annotation:
             f"{_label(param)} is declared {spec}, but its placements over {', '.join(axes)} make it {P(*dims)}; declare "
             f"only what the mesh doesn't say: {P(*outer)}"
         )
-    whole = P(*dims, partial=spec.partial, owned=owned, tied=tied)
-    return Annotation(whole, declared.name, mesh_axes=axes)
+    return Annotation(spec.with_dims(dims), declared.name, mesh_axes=axes)
 
 
 def mesh_axes(tensor: DTensor) -> tuple[str, ...]:
@@ -211,6 +211,8 @@ def share_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool = False)
         return
     if not isinstance(grad, DTensor):
         raise ValueError(f"the gradient of {_label(param)} is a {type(grad).__name__}; that of a DTensor is a DTensor")
+    if any(placement.is_partial("avg") for placement in grad.placements):
+        param.grad = grad = _as_sum(grad)
     partial = _pending(grad, param, piece, to_sum)
     local = _waited(grad._local_tensor)
     _follow_version(grad, local)
@@ -218,6 +220,17 @@ def share_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool = False)
     piece.grad = local if wanted is None or wanted == local.dtype else local.to(wanted)
     if partial and to_sum and piece.grad is local:
         param.grad = _like(param, local)
+
+
+def _as_sum(grad: DTensor) -> DTensor:
+    """A pending mean as the pending sum of its terms, each over the number of ranks."""
+    mesh, count = grad.device_mesh, 1
+    placements = list(grad.placements)
+    for index, placement in enumerate(placements):
+        if placement.is_partial("avg"):
+            placements[index], count = Partial("sum"), count * mesh.size(index)
+    local = _waited(grad._local_tensor) / count
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=grad.shape, stride=grad.stride())
 
 
 def return_gradient(param: DTensor, piece: nn.Parameter) -> None:

@@ -23,6 +23,14 @@ def has_dtensors(tensors: Iterable[Tensor]) -> bool:
     return kind is not None and any(isinstance(tensor, kind) for tensor in tensors)
 
 
+def local_tensor(tensor: Tensor) -> Tensor:
+    """``tensor``; of a DTensor this rank's part, as it is. Collectives: none."""
+    if not has_dtensors((tensor,)):
+        return tensor
+    part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return part
+
+
 def local_parameter(param: Tensor, topology: Topology | None = None) -> Tensor:
     """``param``; for a DTensor its `meshstep.parallel.interop.dtensor.local_parameter`.
 

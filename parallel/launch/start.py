@@ -10,10 +10,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from .environment import LaunchEnvironment, Launcher, read_environment
 from .logger import get_dist_logger as get_dist_logger
@@ -29,7 +32,8 @@ class Launch:
         local_rank: This process among those on its machine.
         device: Where its tensors belong: its CUDA device under NCCL, else the CPU.
         backend: Of the default process group.
-        launcher: ``torchrun``, ``openmpi``, ``slurm``, ``none``, or ``other`` when somebody else had initialised.
+        launcher: ``torchrun``, ``openmpi``, ``mpich``, ``mvapich``, ``slurm``, ``none``, or ``other`` when somebody else
+            had initialised.
     """
 
     rank: int
@@ -45,12 +49,15 @@ def init_distributed(
 ) -> Launch:
     """Initialise the default process group, and choose this process's device.
 
-    Variables are read as `launch_environment` lists them. Without any of them this is a world of one process, which
-    opens no port. If the default process group is there already, it is described and nothing is changed.
+    Variables are read as the module `environment` lists them. Without any of them this is a world of one process, which
+    opens no port. If the default process group is there already, it is described and nothing is changed. When torchrun has
+    restarted the ranks of a node (``--max-restarts``), they meet anew; load the newest checkpoint then, as at any start.
 
     Args:
         backend: As in `torch.distributed.init_process_group`; by default NCCL where there is CUDA, else gloo.
-        timeout: For the ranks to meet and for collectives; torch's default otherwise.
+        timeout: How long a rank waits for the others: to meet here, in every collective of the default group, and in those
+            of all registries that are given no other. Where a rank is stopped or gone, its peers fail after this time. By
+            default torch's: 30 minutes, 10 with NCCL. It should be longer than the longest work that a rank does alone.
         launcher: Read this launcher's variables only; ``"none"`` is one process whatever the environment says.
 
     Raises:
@@ -77,16 +84,34 @@ def _join(backend: str, place: LaunchEnvironment, timeout: timedelta | None) -> 
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     # Under torchrun the agent may hold the store already; only torch's own env:// knows how to join that one.
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    url = "env://" if place.launcher == "torchrun" and agent else place.url
+    agent = place.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    url = "env://" if agent else place.url
+    ranks: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size, "timeout": timeout}
     try:
-        dist.init_process_group(backend, init_method=url, rank=place.rank, world_size=place.world_size, timeout=timeout)
+        attempt = _attempt() if agent else ""
+        if attempt:
+            given = {} if timeout is None else {"timeout": timeout}
+            store, *_ = next(rendezvous(url, place.rank, place.world_size, **given))
+            dist.init_process_group(backend, store=PrefixStore(attempt, store), **ranks)
+        else:
+            dist.init_process_group(backend, init_method=url, **ranks)
     except dist.DistError as error:
         raise RuntimeError(
             f"rank {place.rank} of {place.world_size} (started by {place.launcher}) didn't meet the others at "
             f"{place.url}; start all {place.world_size} ranks, and set MASTER_ADDR and MASTER_PORT to a host of rank 0 "
             f"and a free port that every rank reaches. torch says: {error}"
         ) from error
+
+
+def _attempt() -> str:
+    """What the keys of this start begin with, "" at the first one. torchrun's agent keeps its store when it restarts the
+    ranks, and gloo would connect to the addresses that those before left there.
+
+    Each node's agent has its own count, which is the same for all ranks on one node only.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    alone = os.environ.get("GROUP_WORLD_SIZE") == "1"
+    return f"meshstep/restart/{restarts}" if alone and restarts != "0" else ""
 
 
 def _device(backend: str, local_rank: int) -> torch.device:

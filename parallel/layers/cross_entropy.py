@@ -3,7 +3,8 @@
     loss = log(sum_c exp(x_c - m)) - (x_target - m),   m = max_c x_c
     d loss / d x_c = exp(x_c - m) / sum - [c = target]
 
-Max, sum and target logit are agreed over the axis of the classes, so each rank keeps its own classes only.
+Max, sum and target logit are agreed over the axis of the classes, so each rank keeps its own classes only. With label
+smoothing e over C classes the target is (1 - e) [c = target] + e / C, and the sum of all logits is agreed on too.
 
 Reference: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 """
@@ -32,6 +33,7 @@ def vocab_parallel_cross_entropy(
     axis: str = "tensor",
     ignore_index: int = -100,
     reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """`F.cross_entropy` of logits with the classes, their *last* dim, split over ``axis``.
 
@@ -40,14 +42,15 @@ def vocab_parallel_cross_entropy(
         target: [...], integers in 0..classes-1 or ignore_index; replicated.
         ignore_index: Targets with this value count nowhere; a mean over none at all is NaN, as in torch.
         reduction: "mean" over the targets that count, "sum", or "none".
+        label_smoothing: In [0, 1]: how much of each target is shared out over all classes.
     Returns:
         The loss, replicated: 0-dim, or [...] for "none"; fp32 for half logits, else their dtype.
     Raises:
-        ValueError: The shapes don't fit, or the reduction is unknown.
+        ValueError: The shapes don't fit, the reduction is unknown or label_smoothing is out of range.
         RuntimeError or IndexError: A target is out of range (on CPU; a device assertion on CUDA).
     Collectives: two all-reduces over ``axis`` in forward. Host reads: none.
     """
-    return _cross_entropy(logits, target, _Split(registry, axis, None, ignore_index, reduction))
+    return _cross_entropy(logits, target, _Split(registry, axis, None, ignore_index, reduction, label_smoothing))
 
 
 def cross_entropy_2d(
@@ -59,6 +62,7 @@ def cross_entropy_2d(
     col: str = "col",
     ignore_index: int = -100,
     reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """`F.cross_entropy` of logits with the batch split over ``row`` and the classes, their *last* dim, over ``col``.
 
@@ -67,6 +71,7 @@ def cross_entropy_2d(
         target: [batch/q, ...], the targets of this row's batch.
         ignore_index: Targets with this value count nowhere; a mean over none at all is NaN, as in torch.
         reduction: "mean" over the targets of the whole batch that count, "sum" over the whole batch, or "none".
+        label_smoothing: As in `vocab_parallel_cross_entropy`.
     Returns:
         The loss: 0-dim and equal on every rank; for "none" [batch/q, ...], that of this row's batch. Every rank calls
         ``backward()`` on what it got; the gradient is that of the whole batch's loss. Dtypes as in
@@ -76,7 +81,7 @@ def cross_entropy_2d(
     Collectives: two all-reduces over ``col`` and, unless the reduction is "none", one over ``row`` in forward. Host
     reads: none.
     """
-    return _cross_entropy(logits, target, _Split(registry, col, row, ignore_index, reduction))
+    return _cross_entropy(logits, target, _Split(registry, col, row, ignore_index, reduction, label_smoothing))
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,7 @@ class _Split:
     batch_axis: str | None
     ignore_index: int
     reduction: Reduction
+    smoothing: float
 
     def agree(self, tensor: Tensor, axis: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduced over the axis, in place."""
@@ -102,6 +108,8 @@ def _cross_entropy(logits: Tensor, target: Tensor, split: _Split) -> Tensor:
         )
     if split.reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction {split.reduction!r} is unknown; use 'mean', 'sum' or 'none'")
+    if not 0 <= split.smoothing <= 1:
+        raise ValueError(f"label_smoothing={split.smoothing}: give a number from 0 to 1")
     loss: Tensor = _ParallelCrossEntropy.apply(logits, target, split)
     return loss
 
@@ -118,12 +126,14 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         peak = split.agree(values.amax(-1), split.class_axis, dist.ReduceOp.MAX)
         shifted = values - peak.unsqueeze(-1)
         target_logit = shifted.gather(-1, index).squeeze(-1).masked_fill(elsewhere, 0)
+        all_logits = [shifted.sum(-1)] if split.smoothing else []
         exponentials = shifted.exp_()
-        sums = split.agree(torch.stack([exponentials.sum(-1), target_logit]), split.class_axis)
+        sums = split.agree(torch.stack([exponentials.sum(-1), target_logit, *all_logits]), split.class_axis)
         probabilities = exponentials.div_(sums[0].unsqueeze(-1))
-        loss = (sums[0].log() - sums[1]).masked_fill(ignored, 0)
+        expected_logit = sums[1] if not split.smoothing else torch.lerp(sums[1], sums[2] / classes, split.smoothing)
+        loss = (sums[0].log() - expected_logit).masked_fill(ignored, 0)
         total, weight = _reduce(loss, ignored, split)
-        ctx.dtype = logits.dtype
+        ctx.dtype, ctx.smoothing, ctx.classes = logits.dtype, split.smoothing, classes
         ctx.save_for_backward(probabilities, index, elsewhere, weight)
         return total
 
@@ -133,7 +143,9 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         probabilities, index, elsewhere, weight = ctx.saved_tensors
         scale = (grad * weight).unsqueeze(-1)
         result = probabilities * scale
-        result.scatter_add_(-1, index, -scale.masked_fill(elsewhere.unsqueeze(-1), 0))
+        if ctx.smoothing:
+            result -= scale * (ctx.smoothing / ctx.classes)
+        result.scatter_add_(-1, index, -scale.masked_fill(elsewhere.unsqueeze(-1), 0) * (1 - ctx.smoothing))
         return result.to(ctx.dtype), None, None
 
 

@@ -91,6 +91,51 @@ class _Summa(torch.autograd.Function):
         return grad_a.finish(), grad_b.finish(), None
 
 
+def summa_transposed(a: Tensor, b: Tensor, grid: Grid) -> Tensor:
+    """This rank's block [m, n] of ``A @ B.T``, from its blocks ``a`` [m, k] and ``b`` [n, k]. Differentiable, once.
+
+    Collectives: in forward q broadcasts along one axis and q reductions along the other; in backward for each operand that
+    requires grad as many, or q broadcasts along each axis. None if q is 1. Host reads: none.
+    """
+    if grid.size == 1:
+        return a @ b.t()
+    result: Tensor = _SummaTransposed.apply(a.contiguous(), b.contiguous(), grid)
+    return result
+
+
+class _SummaTransposed(torch.autograd.Function):
+    """C = A B^T, dA = dC B, dB = dC^T A: the three products of `_Summa`, in other parts."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, grid: Grid) -> Tensor | None:
+        ctx.save_for_backward(a, b)
+        ctx.grid = grid
+        product = _Reduction(grid, grid.col)
+        for k, b_k in enumerate(_panels(b, grid, grid.row)):
+            product.add(k, a @ b_k.t())
+        return product.finish()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        a, b = ctx.saved_tensors
+        grid, grad = ctx.grid, grad.contiguous()
+        grad_a = summa(grad, b, grid) if ctx.needs_input_grad[0] else None
+        grad_b = _Reduction(grid, grid.row)
+        if ctx.needs_input_grad[1]:
+            for k, grad_k in enumerate(_panels(grad, grid, grid.col)):
+                grad_b.add(k, grad_k.t() @ a)
+        return grad_a, grad_b.finish(), None
+
+
+def autocast(tensor: Tensor) -> Tensor:
+    """Cast as autocast casts the operands of a matrix product: to its dtype, where it is on, but for float64."""
+    device = tensor.device.type
+    if tensor.dtype is torch.float64 or not torch.is_autocast_enabled(device):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))
+
+
 def _panels(block: Tensor, grid: Grid, axis: str) -> Iterator[Tensor]:
     """The block of each coordinate along ``axis`` in turn; the next one is on its way while the caller uses one."""
     group, own = grid.registry.group(axis), grid.registry.rank(axis)

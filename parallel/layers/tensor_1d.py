@@ -13,7 +13,7 @@ Reference: Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism: Korthika
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..layout.annotation import annotate
-from ..layout.shard import shard
+from ..layout.blocks import blocks as in_blocks
+from ..layout.pieces import joined_in_order
+from ..layout.shard import shard, spans_of_pieces
 from ..layout.spec import P
 from ..mesh.collectives import all_gather_to, copy_to, gather_from, reduce_from, reduce_scatter_to, scatter_to
 from ..mesh.registry import ProcessGroupRegistry
@@ -76,6 +78,9 @@ class ColumnParallelLinear(_SplitLinear):
     Args:
         in_features, out_features: Sizes of the full layer; out_features must divide by t.
         bias: Whether there is one.
+        blocks: Several layers in one, each of which is split: a number of equal ones, or the ratio of their sizes, 2 for
+            gate and up, (4, 1, 1) for q, k and v with four query heads for each key head. The output then has this rank's
+            features of each, ``layer(x).split(layer.block_features, -1)``.
         axis: The mesh axis that splits the layer.
         gather_output: Return all features on every rank, not this rank's. The backward takes that what follows is
             computed alike on every rank.
@@ -85,11 +90,11 @@ class ColumnParallelLinear(_SplitLinear):
     Shapes:
         input [..., in], replicated; or [batch, seq/t, ..., in] if sequence_parallel.
         output [..., out/t]; or [..., out] if gather_output.
-        weight [out/t, in] P(axis, None); bias [out/t] P(axis).
+        weight [out/t, in] P(axis, None); bias [out/t] P(axis); with several blocks P(blocks(axis, ...)).
     Collectives: forward none, backward one all-reduce of the input's gradient; if sequence_parallel instead an
     all-gather and a reduce-scatter. gather_output adds an all-gather to forward. Host reads: none.
     Raises:
-        ValueError: out_features doesn't divide by t; a sequence-parallel input has fewer than 3 dims.
+        ValueError: out_features, or a block of it, doesn't divide by t; a sequence-parallel input has fewer than 3 dims.
     """
 
     def __init__(
@@ -99,6 +104,7 @@ class ColumnParallelLinear(_SplitLinear):
         registry: ProcessGroupRegistry,
         *,
         bias: bool = True,
+        blocks: int | Sequence[int] = 1,
         axis: str = "tensor",
         gather_output: bool = False,
         sequence_parallel: bool = False,
@@ -107,9 +113,16 @@ class ColumnParallelLinear(_SplitLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         drawn: dict[str, Any] = {"generator": generator, "device": device, "dtype": dtype}
-        bias_spec = P(axis) if bias else None
-        super().__init__(in_features, out_features, registry, axis, P(axis, None), bias_spec, **drawn)
+        spec = P(in_blocks(axis, blocks))
+        super().__init__(in_features, out_features, registry, axis, spec, spec if bias else None, **drawn)
+        self.spec = spec
         self.gather_output, self.sequence_parallel = gather_output, sequence_parallel
+
+    @property
+    def block_features(self) -> tuple[int, ...]:
+        """How many of this rank's output features are of which block."""
+        sizes = self.spec.block_sizes(self.axis)
+        return tuple(self.weight.size(0) // sum(sizes) * size for size in sizes)
 
     def forward(self, input: Tensor) -> Tensor:
         if self.sequence_parallel:
@@ -118,7 +131,14 @@ class ColumnParallelLinear(_SplitLinear):
         else:
             input = copy_to(input, self.registry, self.axis)
         output = self.matmul(input, self.weight, self.bias)
-        return gather_from(output, self.registry, self.axis, dim=-1) if self.gather_output else output
+        if not self.gather_output:
+            return output
+        output = gather_from(output, self.registry, self.axis, dim=-1)
+        return joined_in_order(output, -1, spans_of_pieces(self.out_features, 0, self.spec, self.registry.topology))
+
+    def extra_repr(self) -> str:
+        sizes = self.spec.block_sizes(self.axis)
+        return super().extra_repr() + (f", blocks={sizes}" if len(sizes) > 1 else "")
 
 
 class RowParallelLinear(_SplitLinear):

@@ -18,7 +18,7 @@ Reference: Xu et al. 2021 (Optimus), arXiv:2104.05343.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -27,23 +27,25 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..layout.annotation import annotate
+from ..layout.blocks import blocks as in_blocks
 from ..layout.shard import local_shape, shard
 from ..layout.spec import P
 from ..mesh.collectives import Over, all_gather, all_gather_to, broadcast_from, copy_to
 from ..mesh.registry import ProcessGroupRegistry
 from .initialization import draw_linear
-from .summa import Grid, summa
+from .summa import Grid, autocast, summa
 
 BiasLayout = Literal["column", "all", "row0"]
 
 
-def bias_spec(layout: BiasLayout, row: str = "row", col: str = "col") -> P:
+def bias_spec(layout: BiasLayout, row: str = "row", col: str = "col", blocks: int | Sequence[int] = 1) -> P:
     """How each published bias layout of `Linear2D` is declared.
 
     Raises:
         ValueError: The layout is unknown.
     """
-    layouts = {"column": P(col), "all": P((col, row)), "row0": P(col, owned={row: 0})}
+    columns = in_blocks(col, blocks)
+    layouts = {"column": P(columns), "all": P((columns, row)), "row0": P(columns, owned={row: 0})}
     if layout not in layouts:
         raise ValueError(f"bias layout {layout!r} is unknown; use {', '.join(map(repr, layouts))}, or None for no bias")
     return layouts[layout]
@@ -57,6 +59,8 @@ class Linear2D(nn.Module):
         bias: Who holds the bias of this column's features. "column": every row a copy, whose gradient backward
             completes over row. "all": every row 1/q of it. "row0": row 0 alone, the other rows' ``bias`` is None.
             None: no bias.
+        blocks: Several layers in one, each of which is split over col: a number of equal ones, or the ratio of their
+            sizes. The output then has this column's features of each, one after the other.
         row, col: The mesh axes of the grid.
         generator, device, dtype: For the initial weights, which are those of `nn.Linear` for the same seed (the weight
             transposed).
@@ -65,6 +69,7 @@ class Linear2D(nn.Module):
         input [batch/q, ..., in/q] -> output [batch/q, ..., out/q].
         weight [in/q, out/q] P(row, col).
         bias [out/q] P(col), [out/q^2] P((col, row)) or [out/q] P(col, owned={row: 0}).
+        With several blocks blocks(col, ...) stands for col.
         Under autocast the operands are cast to its dtype before they travel.
     Collectives: forward q broadcasts along each axis, backward twice q broadcasts and q reductions (see `summa`). The
     bias adds one collective over row: "column" an all-reduce in backward, "all" an all-gather in forward and a
@@ -81,6 +86,7 @@ class Linear2D(nn.Module):
         registry: ProcessGroupRegistry,
         *,
         bias: BiasLayout | None = "column",
+        blocks: int | Sequence[int] = 1,
         row: str = "row",
         col: str = "col",
         generator: torch.Generator | None = None,
@@ -96,11 +102,12 @@ class Linear2D(nn.Module):
         weight, full_bias = draw_linear(
             in_features, out_features, bias=bias is not None, generator=generator, device=device, dtype=dtype
         )
-        self.weight = nn.Parameter(shard(weight.t(), P(row, col), registry))
-        annotate(self.weight, P(row, col))
+        weight_spec = P(row, in_blocks(col, blocks))
+        self.weight = nn.Parameter(shard(weight.t(), weight_spec, registry))
+        annotate(self.weight, weight_spec)
         self.bias: nn.Parameter | None = None
         if bias is not None and full_bias is not None:
-            spec = bias_spec(bias, row, col)
+            spec = bias_spec(bias, row, col, blocks)
             piece = shard(full_bias, spec, registry)
             if bias != "row0" or registry.coordinate[row] == 0:
                 self.bias = nn.Parameter(piece)
@@ -113,8 +120,8 @@ class Linear2D(nn.Module):
                 f"{self.weight.size(0)} of them in the last dim, got shape {tuple(input.shape)}; split a full input "
                 f"with scatter_to(input, registry, {self.col!r}, dim=-1)"
             )
-        rows = _autocast(input).reshape(-1, input.size(-1))
-        output = self.matmul(rows, _autocast(self.weight), self._grid)
+        rows = autocast(input).reshape(-1, input.size(-1))
+        output = self.matmul(rows, autocast(self.weight), self._grid)
         bias = self._column_bias()
         if bias is not None:
             output = output + bias.to(output.dtype)
@@ -143,14 +150,6 @@ class Linear2D(nn.Module):
     def extra_repr(self) -> str:
         sizes = f"{self.row}={self._grid.size}, {self.col}={self._grid.size}"
         return f"{self.in_features}, {self.out_features}, bias={self.bias_layout!r}, {sizes}"
-
-
-def _autocast(tensor: Tensor) -> Tensor:
-    """Cast as autocast casts the operands of a matrix product: to its dtype, where it is on, but for float64."""
-    device = tensor.device.type
-    if tensor.dtype is torch.float64 or not torch.is_autocast_enabled(device):
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(device))
 
 
 class LayerNorm2D(nn.Module):

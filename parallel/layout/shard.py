@@ -1,13 +1,15 @@
 """From a full tensor to this rank's piece and back, as a spec lays it out.
 
 The piece of a dim that is sharded over axes (a, b) is number ``coordinate[a] * size(b) + coordinate[b]`` of
-``size(a) * size(b)`` equal chunks: the axis named first is the slowest. `tied` and `partial` don't matter here: they
+``size(a) * size(b)`` equal chunks: the axis named first is the slowest. Of a dim in blocks it is that chunk of every
+block, one after the other. `tied` and `partial` don't matter here: they
 say who else contributes to a gradient, not what a piece is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,7 +20,8 @@ from torch import Tensor
 from ..mesh.collectives import Over, all_gather, broadcast
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.topology import Topology
-from .pieces import Region
+from .blocks import Span
+from .pieces import Region, joined_in_order
 from .spec import P
 
 
@@ -40,6 +43,7 @@ def local_shape(full_shape: Sequence[int], spec: P, topology: Topology) -> tuple
                 f"{sizes}; make it a multiple of {parts}"
             )
         shape.append(length // parts)
+        spec.spans(dim, length, topology, dict.fromkeys(axes, 0))  # its blocks divide too
     return tuple(shape)
 
 
@@ -143,4 +147,14 @@ def _join(pieces: Tensor, axes: tuple[str, ...], spec: P, registry: ProcessGroup
     local = " ".join(f"d{dim}" for dim in dims)
     full = " ".join("(" + " ".join([*(names[axis] for axis in spec.dim_axes(dim)), f"d{dim}"]) + ")" for dim in dims)
     sizes = {names[axis]: registry.size(axis) for axis in axes}
-    return rearrange(pieces, f"({gathered}) {local} -> {full}", **sizes).contiguous()
+    joined = rearrange(pieces, f"({gathered}) {local} -> {full}", **sizes)
+    for dim, length in enumerate(joined.shape):
+        joined = joined_in_order(joined, dim, spans_of_pieces(length, dim, spec, registry.topology))
+    return joined.contiguous()
+
+
+def spans_of_pieces(length: int, dim: int, spec: P, topology: Topology) -> Iterator[tuple[Span, ...]]:
+    """Which elements of a dim of ``length`` each of its pieces has, in the order of their numbers."""
+    axes = spec.dim_axes(dim)
+    for where in product(*(range(topology.size(axis)) for axis in axes)):
+        yield spec.spans(dim, length, topology, dict(zip(axes, where, strict=True)))

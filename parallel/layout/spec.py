@@ -5,6 +5,7 @@ Axes that a spec does not name hold replicas. What the spec can't say by dims it
 
     P("tensor", None)                      dim 0 is sharded over `tensor`
     P(("col", "row"))                      dim 0 is sharded over both axes, `col` slowest
+    P(blocks("tensor", 2))                 dim 0 is two blocks, each of which is sharded over `tensor`
     P("col", owned={"row": 0})             sharded over `col`; only coordinate 0 of `row` holds it at all
     P(partial="tensor")                    whole on every rank, but its gradient is a pending sum over `tensor`
     P("tensor", None, tied={"pipe": (0, -1)})   one parameter, present on the first and the last stage
@@ -13,11 +14,15 @@ Axes that a spec does not name hold replicas. What the spec can't say by dims it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
 from ..mesh.topology import Topology
+from .blocks import Blocks, Span, blocks_repr, cut_spans
+
+Axes = str | Blocks
+Entry = Axes | tuple[Axes, ...] | None
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -26,24 +31,29 @@ class P:
 
     Args:
         entries: For each tensor dim the mesh axis that shards it, a tuple of axes (the first is the slowest), or None.
-            Dims past the last entry are not sharded.
+            Dims past the last entry are not sharded. In place of an axis `blocks` says that it cuts each of several blocks.
         partial: Axis or axes over which the gradient is still a sum to be made when backward ends.
         owned: ``{axis: coordinate}``: only that coordinate of the axis holds the parameter.
         tied: ``{axis: (coordinate, ...)}``: the same logical parameter is held at exactly these coordinates (negative
             ones count from the end), each of which contributes a part of its gradient.
+
+    Attributes:
+        entries: For each tensor dim its axes.
+        blocks: ``(axis, sizes)`` pairs of the axes that cut a dim of several blocks.
 
     Raises:
         ValueError: An axis is named twice, or an entry is not an axis name, a tuple of names or None.
     """
 
     entries: tuple[tuple[str, ...], ...]
+    blocks: tuple[tuple[str, tuple[int, ...]], ...]
     partial: tuple[str, ...]
     owned: tuple[tuple[str, int], ...]
     tied: tuple[tuple[str, tuple[int, ...]], ...]
 
     def __init__(
         self,
-        *entries: str | tuple[str, ...] | None,
+        *entries: Entry,
         partial: str | tuple[str, ...] | None = None,
         owned: Mapping[str, int] | None = None,
         tied: Mapping[str, Iterable[int]] | None = None,
@@ -52,6 +62,7 @@ class P:
         while dims and not dims[-1]:  # P("tensor", None) and P("tensor") say the same: one spelling, one hash
             dims.pop()
         object.__setattr__(self, "entries", tuple(dims))
+        object.__setattr__(self, "blocks", tuple(sorted(pair for entry in entries for pair in _blocks_of(entry))))
         object.__setattr__(self, "partial", tuple(sorted(_axes_of(partial))))
         object.__setattr__(self, "owned", tuple(sorted((owned or {}).items())))
         object.__setattr__(self, "tied", tuple(sorted((axis, tuple(where)) for axis, where in (tied or {}).items())))
@@ -76,6 +87,32 @@ class P:
     def dim_axes(self, dim: int) -> tuple[str, ...]:
         """The axes that shard tensor dim ``dim`` (>= 0), slowest first; () where it is whole."""
         return self.entries[dim] if dim < len(self.entries) else ()
+
+    def block_sizes(self, axis: str) -> tuple[int, ...]:
+        """The sizes, one to another, of the blocks that ``axis`` cuts; (1,) where it cuts the dim as one."""
+        return dict(self.blocks).get(axis, (1,))
+
+    def with_dims(self, dims: Iterable[tuple[str, ...]]) -> P:
+        """The spec with other axes for each dim; those that it cuts in blocks still do."""
+        blocks = dict(self.blocks)
+        entries = (tuple(Blocks((a,), blocks[a]) if a in blocks else a for a in axes) for axes in dims)
+        return P(*entries, partial=self.partial, owned=dict(self.owned), tied=dict(self.tied))
+
+    def spans(self, dim: int, length: int, topology: Topology, coordinate: Mapping[str, int]) -> tuple[Span, ...]:
+        """Which elements of dim ``dim``, of ``length`` in the full tensor, the rank at ``coordinate`` holds, in its order.
+
+        What doesn't divide is cut as `torch.chunk` does, axis by axis.
+
+        Raises:
+            ValueError: Blocks don't divide.
+        """
+        spans: tuple[Span, ...] = ((0, length),)
+        for axis in self.dim_axes(dim):
+            try:
+                spans = cut_spans(spans, topology.size(axis), coordinate[axis], self.block_sizes(axis))
+            except ValueError as problem:
+                raise ValueError(f"{self} can't cut dim {dim}, of length {length}, over {axis!r}: {problem}") from None
+        return spans
 
     def tied_coordinates(self, axis: str, topology: Topology) -> tuple[int, ...]:
         """The coordinates of ``axis`` that hold the parameter, ascending, none negative."""
@@ -124,7 +161,7 @@ class P:
                 raise ValueError(f"{name}: {self} names coordinate {index} of {axis!r}, which has size {size}")
 
     def __repr__(self) -> str:
-        parts = [_entry_repr(axes) for axes in self.entries]
+        parts = [_entry_repr(axes, self) for axes in self.entries]
         if self.partial:
             parts.append(f"partial={_entry_repr(self.partial)}")
         if self.owned:
@@ -134,12 +171,24 @@ class P:
         return f"P({', '.join(parts)})"
 
 
-def _axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
-    if not isinstance(axes, tuple) or not all(isinstance(axis, str) and axis for axis in axes):
+def _parts_of(entry: Entry) -> tuple[Axes, ...]:
+    parts = () if entry is None else (entry,) if isinstance(entry, str | Blocks) else entry
+    if not isinstance(parts, tuple) or not all(isinstance(part, str | Blocks) and part for part in parts):
         raise ValueError(f"{entry!r} is no entry of a spec; give an axis name, a tuple of axis names or None")
-    return axes
+    return parts
 
 
-def _entry_repr(axes: tuple[str, ...]) -> str:
-    return repr(axes[0]) if len(axes) == 1 else repr(axes or None)
+def _axes_of(entry: Entry) -> tuple[str, ...]:
+    return tuple(axis for part in _parts_of(entry) for axis in (part.axes if isinstance(part, Blocks) else (part,)))
+
+
+def _blocks_of(entry: Entry) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for part in _parts_of(entry):
+        if isinstance(part, Blocks) and len(part.sizes) > 1:
+            yield from ((axis, part.sizes) for axis in part.axes)
+
+
+def _entry_repr(axes: tuple[str, ...], spec: P | None = None) -> str:
+    sizes = {} if spec is None else dict(spec.blocks)
+    found = [blocks_repr(axis, sizes[axis]) if axis in sizes else repr(axis) for axis in axes]
+    return found[0] if len(found) == 1 else f"({', '.join(found)})" if found else "None"

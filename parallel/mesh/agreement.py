@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from .registry import ProcessGroupRegistry
 
@@ -26,23 +29,74 @@ def gather_objects(value: T, registry: ProcessGroupRegistry) -> list[T]:
 
 
 def on_all_ranks(function: Callable[[], T], registry: ProcessGroupRegistry) -> T:
-    """``function()``, whose ValueError, TypeError or RuntimeError on any rank is raised on every rank.
+    """``function()``, whose error on any rank is raised on every rank.
 
     Every rank must call it at the same point; ``function`` must issue no collective.
 
     Raises:
-        The rank's own error where it has one; else one of the type of the first rank that failed, with its rank and text.
+        The rank's own error where it has one; else a ValueError, TypeError or RuntimeError with the rank and the text of
+        the first one that failed: of the same type if it is one of these, and a RuntimeError that names the type if not.
     Collectives: those of `gather_objects`. Host reads: yes.
     """
     try:
         result, error = function(), None
-    except (ValueError, TypeError, RuntimeError) as caught:
+    except Exception as caught:  # of any type: the other ranks must not wait for this one
         result, error = None, caught
     reports = gather_objects(None if error is None else (type(error).__name__, str(error)), registry)
     if error is not None:
         raise error
     for rank, report in enumerate(reports):
         if report is not None:
-            kinds = {"ValueError": ValueError, "TypeError": TypeError}
-            raise kinds.get(report[0], RuntimeError)(f"rank {rank}: {report[1]}")
+            kind, text = report
+            if kind in _SAME_KIND:
+                raise _SAME_KIND[kind](f"rank {rank}: {text}")
+            raise RuntimeError(f"rank {rank}: {kind}: {text}")
     return result  # type: ignore[return-value]
+
+
+_SAME_KIND: dict[str, type[Exception]] = {
+    "ValueError": ValueError,
+    "TypeError": TypeError,
+    "RuntimeError": RuntimeError,
+}
+
+
+def check_same(settings: Mapping[str, object], registry: ProcessGroupRegistry) -> None:
+    """Compare settings by name over all ranks that have one of that name. Every rank must call it at the same point.
+
+    Raises:
+        ValueError: On every rank, with the first setting that differs and both values.
+    Collectives: those of `gather_objects`. Host reads: yes.
+    """
+    first: dict[str, tuple[int, str]] = {}
+    for rank, said in enumerate(gather_objects({name: describe(value) for name, value in settings.items()}, registry)):
+        for name, value in said.items():
+            known, other = first.setdefault(name, (rank, value))
+            if value != other:
+                raise ValueError(
+                    f"{name} is {other} on rank {known} and {value} on rank {rank}: give all ranks the same, or the "
+                    "copies of the model drift apart"
+                )
+
+
+def describe(value: object, depth: int = 4) -> str:
+    """What an argument is, as text that is the same in every process; 1 and 1.0 are the same."""
+    if isinstance(value, float):
+        return str(int(value)) if value.is_integer() else repr(value)
+    if isinstance(value, Tensor):
+        return describe(value.tolist()) if value.numel() <= 16 else f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(describe(item, depth) for item in value)})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {describe(item, depth)}' for key, item in sorted(value.items()))}}}"
+    if value is None or isinstance(value, (bool, int, str, type)):
+        return repr(value)
+    if isinstance(value, nn.Module) or depth == 0:
+        return type(value).__name__
+    if is_dataclass(value):
+        said = {field.name: getattr(value, field.name) for field in fields(value)}
+    elif hasattr(value, "__dict__") and not callable(value):
+        said = dict(sorted(vars(value).items()))
+    else:
+        return str(getattr(value, "__qualname__", value if isinstance(value, torch.dtype) else type(value).__name__))
+    return f"{type(value).__name__}({', '.join(f'{name}={describe(item, depth - 1)}' for name, item in said.items())})"

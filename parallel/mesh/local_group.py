@@ -40,7 +40,7 @@ def new_local_group(
     Args:
         ranks: Global ranks, ascending, this one among them.
         name: The same on every member, and never used before on this default store.
-        timeout: For the group's collectives; torch's default for the backend otherwise.
+        timeout: For the group's collectives; the default group's otherwise.
         backend: As in `torch.distributed.new_group`; the default group's otherwise.
 
     Collectives: none, and no wait for other ranks. Not thread safe against other threads that make groups.
@@ -48,7 +48,7 @@ def new_local_group(
     with _lazy(), _named(name), _unbound(dist.group.WORLD):
         group = dist.new_group(
             list(ranks),
-            timeout=timeout,
+            timeout=timeout if timeout is not None else _default_timeout(),
             backend=backend,
             use_local_synchronization=True,
             group_desc=f"meshstep: {len(ranks)} ranks, {ranks[0]} to {ranks[-1]}",  # for NCCL's timeout messages
@@ -56,6 +56,14 @@ def new_local_group(
     if not isinstance(group, dist.ProcessGroup) or group.group_name != name:
         raise RuntimeError(f"this torch doesn't let a process group be named ({group!r} instead of {name!r})")
     return group
+
+
+def _default_timeout() -> timedelta | None:
+    """The default group's as it is now; torch would take the backend's own, minutes. None: it has none (a fake group)."""
+    world = dist.group.WORLD
+    backends = [] if world is None else [world._get_backend(device) for device in world._device_types]
+    options = (getattr(backend, "options", None) for backend in backends)
+    return max((found for each in options if (found := getattr(each, "_timeout", None)) is not None), default=None)
 
 
 @contextmanager

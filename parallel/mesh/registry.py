@@ -17,7 +17,8 @@ import itertools
 from collections.abc import Mapping
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _fake_registries = itertools.count()
+_alive: WeakSet[ProcessGroupRegistry] = WeakSet()
 
 
 class ProcessGroupRegistry:
@@ -41,15 +43,24 @@ class ProcessGroupRegistry:
     Args:
         topology: Its world size must be the default process group's. A topology of one rank needs no
             ``torch.distributed`` at all.
-        timeout: For collectives on the groups made here; the default group keeps its own.
+        timeout: For collectives on the groups made here; by default that of the default group, which always keeps its own.
         backend: For the groups made here; the default group's otherwise.
+        apart: Use no group but those made here: the default group serves as the whole world's else. For collectives in a
+            thread of their own.
 
     Raises:
         RuntimeError: ``torch.distributed`` isn't initialised and the topology has more than one rank.
         ValueError: The topology's size isn't the world size, or another rank built a different one.
     """
 
-    def __init__(self, topology: Topology, *, timeout: timedelta | None = None, backend: str | None = None) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        *,
+        timeout: timedelta | None = None,
+        backend: str | None = None,
+        apart: bool = False,
+    ) -> None:
         self.topology = topology
         self._timeout = timeout
         self._backend = backend
@@ -61,8 +72,9 @@ class ProcessGroupRegistry:
         self.global_rank = 0 if self._world is None else dist.get_rank()
         self.coordinate = topology.coordinate(self.global_rank)
         self._name = _agreed_name(topology, self.global_rank) if topology.world_size > 1 else ""
-        if self._world is not None and backend in (None, dist.get_backend(self._world)):
+        if self._world is not None and not apart and backend in (None, dist.get_backend(self._world)):
             self._groups[tuple(range(topology.world_size))] = self._world
+        _alive.add(self)
 
     @property
     def device(self) -> torch.device:
@@ -151,7 +163,7 @@ class ProcessGroupRegistry:
 
         Args:
             mesh: A mesh of the whole world, its dims named, ranks row-major (as `init_device_mesh` makes it).
-            roles: As in `Topology`; a mesh often names its dims ``pp`` and ``dp``, which say no role by default.
+            roles: As in `Topology`, which knows the usual names of a mesh's dims.
 
         Raises:
             ValueError: The mesh has no dim names, or isn't the whole world in row-major order.
@@ -177,6 +189,14 @@ class ProcessGroupRegistry:
                 dist.destroy_process_group(group)
         self._closed = True
         self._made, self._groups, self._by_axes = [], {}, {}
+
+    def __copy__(self) -> ProcessGroupRegistry:
+        """Itself: groups are shared, never copied."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled it is its topology: read again, the open registry of that topology in the process, or else a new one."""
+        return _of_topology, (self.topology, self._timeout, self._backend)
 
     def __enter__(self) -> ProcessGroupRegistry:
         return self
@@ -259,3 +279,11 @@ def _agreed_name(topology: Topology, rank: int) -> str:
             f"with {first}; every rank must build the same registries in the same order"
         )
     return name
+
+
+def _of_topology(topology: Topology, timeout: timedelta | None, backend: str | None) -> ProcessGroupRegistry:
+    for registry in list(_alive):
+        is_current = not registry._closed and registry._world is (dist.group.WORLD if dist.is_initialized() else None)
+        if is_current and (registry.topology, registry._timeout, registry._backend) == (topology, timeout, backend):
+            return registry
+    return ProcessGroupRegistry(topology, timeout=timeout, backend=backend)

@@ -37,6 +37,8 @@ class Grid(Protocol):
     def model_axes(self) -> tuple[str, ...]: ...
     @property
     def pipe_axes(self) -> tuple[str, ...]: ...
+    @property
+    def untold_expert_axes(self) -> tuple[str, ...]: ...
     def size(self, *axes: str) -> int: ...
     def role(self, axis: str) -> str: ...
     def coordinate(self, rank: int) -> dict[str, int]: ...
@@ -52,6 +54,12 @@ def render(topology: Grid, rank: int | None = None) -> str:
     lines = [f"{topology!r}: {ranks}", "", *_grid(topology, rank, place)]
     if topology.axes:
         lines += ["", *_groups(topology, rank)]
+    for axis in topology.untold_expert_axes:
+        lines += [
+            "",
+            f"{axis} has no role told. As a model axis: its ranks see the same samples, copies are not averaged over it.",
+            f'If they see different samples, write roles={{"{axis}": "data"}}; if not, "model".',
+        ]
     return "\n".join(line.rstrip() for line in lines)
 
 

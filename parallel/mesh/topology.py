@@ -27,7 +27,13 @@ from .table import render
 Role = Literal["pipe", "data", "model"]
 _OF_REGISTRIES = frozenset({"topology", "global_rank", "rank", "ranks", "group", "group_of", "device", "device_mesh"})
 
-_DEFAULT_ROLES: Mapping[str, Role] = {"pipe": "pipe", "data": "data", "replica": "data"}
+_DATA = ("data", "replica", "dp", "ddp", "dp_replicate", "dp_shard", "fsdp", "hsdp", "edp", "efsdp")
+_SEQUENCE = ("cp", "context")  # a sample's sequence is split over them, so the model itself communicates along them
+_EXPERT = ("expert", "experts", "ep")
+_DEFAULT_ROLES: Mapping[str, Role] = {
+    **dict.fromkeys(("pipe", "pipeline", "pp"), "pipe"),
+    **dict.fromkeys((*_DATA, *_SEQUENCE), "data"),
+}
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -37,8 +43,10 @@ class Topology:
     Args:
         roles: Role of an axis where it isn't the default: ``"pipe"`` (every coordinate owns other parameters),
             ``"data"`` (coordinates hold replicas whose gradients are averaged) or ``"model"`` (parameters are split or
-            replicated as their spec says). By default ``pipe`` is a pipeline axis, ``data`` and ``replica`` are data
-            axes, every other name is a model axis.
+            replicated as their spec says). By default ``pipe``, ``pipeline`` and ``pp`` are pipeline axes; ``data``,
+            ``replica``, ``dp``, ``ddp``, ``dp_replicate``, ``dp_shard``, ``fsdp``, ``hsdp``, ``edp``, ``efsdp``, ``cp``
+            and ``context`` are data axes; every other name (``tensor``, ``tp``, ``sp``, ``row``, ...) is a model axis. So
+            is ``expert``, but that is for you to say; see `untold_expert_axes`.
         **axes: Number of coordinates on each axis, slowest axis first. None at all is a world of one rank.
 
     Raises:
@@ -49,6 +57,7 @@ class Topology:
     sizes: tuple[int, ...]
     roles: tuple[Role, ...]
     world_size: int = field(compare=False)
+    _told: frozenset[str] = field(compare=False)
     _strides: tuple[int, ...] = field(compare=False)
 
     def __init__(self, *, roles: Mapping[str, Role] | None = None, **axes: int) -> None:
@@ -71,6 +80,7 @@ class Topology:
             "sizes": sizes,
             "roles": tuple(given.get(axis, default_role(axis)) for axis in axes),
             "world_size": prod(sizes),
+            "_told": frozenset(given),
             "_strides": tuple(prod(sizes[i + 1 :]) for i in range(len(sizes))),
         }
         for name, value in values.items():
@@ -126,13 +136,29 @@ class Topology:
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """Axes whose coordinates hold replicas that see different samples."""
+        """Axes whose coordinates hold replicas that see different samples, or different parts of them."""
         return self._axes_with("data")
+
+    @property
+    def sample_axes(self) -> tuple[str, ...]:
+        """The data axes whose coordinates see different samples: all but ``cp`` and ``context``, whose see different parts
+        of the same ones."""
+        return tuple(axis for axis in self.data_axes if axis not in _SEQUENCE)
 
     @property
     def model_axes(self) -> tuple[str, ...]:
         """Axes that a parameter's spec speaks about."""
         return self._axes_with("model")
+
+    @property
+    def untold_expert_axes(self) -> tuple[str, ...]:
+        """Axes larger than 1 that are named ``expert``, ``experts`` or ``ep`` and were given no role.
+
+        They are model axes: their ranks are taken to see the same samples, and the gradient of what is copied along them is
+        not averaged. Where their ranks see different samples, as with most experts, the role is ``"data"``.
+        """
+        named = (axis for axis in self.axes if axis in _EXPERT and axis not in self._told)
+        return tuple(axis for axis in named if self.size(axis) > 1)
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Where ``rank`` is: its coordinate on every axis, in axis order.
@@ -249,6 +275,11 @@ class Topology:
 def default_role(axis: str) -> Role:
     """The role that an axis of this name has unless it is given another."""
     return _DEFAULT_ROLES.get(axis, "model")
+
+
+def only_splits_the_batch(axis: str) -> bool:
+    """Whether a model issues no collectives of its own over an axis of this name, unless its specs name it."""
+    return default_role(axis) == "data" and axis not in _SEQUENCE
 
 
 def _listed(names: Iterable[str]) -> str:

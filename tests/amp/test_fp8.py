@@ -10,8 +10,9 @@ import torch
 from dense import TOLERANCE, assert_near
 from hypothesis import given
 from hypothesis import strategies as st
-from meshstep.amp import Fp8, precision_of
+from meshstep.amp import Fp8, fp8_layers, precision_of
 from meshstep.amp.fp8.linear import Fp8Linear, Fp8Matmul, product, scaled_mm
+from meshstep.amp.fp8.rowwise import Fp8RowMatmul
 from meshstep.amp.fp8.tensor import E4M3, E5M2, Quantized, agreed_amax, quantize
 from probes import no_host_reads
 from small_models import Base, small_model
@@ -250,3 +251,123 @@ def test_subclasses_and_attention_stay_as_they_are() -> None:
     before = [type(module) for module in model.modules()]
     Fp8("fp32").prepare(model)
     assert [type(module) for module in model.modules()] == before
+
+
+# Which layers ---------------------------------------------------------------------------------------------------------
+
+
+def test_layers_that_fell_back_are_listed_and_shown(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(small_model(), nn.MultiheadAttention(16, 2))
+    Fp8(leave_out=("0.0",)).prepare(model)
+    fell_back = "not in 8 bits: a dim of this rank's weight is no multiple of 16"
+    assert fp8_layers(model) == {
+        "0.0": "not in 8 bits: left out",
+        "0.3": fell_back,
+        "0.4": fell_back,
+        "1": "not in 8 bits: nn.MultiheadAttention holds its weights otherwise",
+        "1.out_proj": "not in 8 bits: NonDynamicallyQuantizableLinear is a subclass of nn.Linear, which stays as it is",
+    }
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage() == (
+        "2 of 5 linear layers are computed in bf16 and not in 8 bits, because a dim of their weight is no multiple of 16: "
+        "0.3 (10, 32), 0.4 (16, 10)"
+    )
+    assert "not in 8 bits: dims must be multiples of 16" in repr(model.get_submodule("0.3"))
+    caplog.clear()
+    fitting = nn.Sequential(nn.Linear(16, 32))
+    Fp8("fp32").prepare(fitting)
+    assert fp8_layers(fitting) == {"0": "8 bits"}
+    assert not caplog.records
+    assert "8 bits" not in repr(fitting[0])
+
+
+def test_layers_that_are_left_out_are_the_bases() -> None:
+    model, plain = (nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    Fp8("fp32", leave_out=("1",)).prepare(model)
+    assert [type(module) for module in model] == [Fp8Linear, nn.Linear]
+    x = torch.randn(3, 16)
+    assert not torch.equal(model[0](x), plain[0](x))
+    assert torch.equal(model[1](plain[0](x)), plain(x))
+
+
+def test_a_pattern_that_leaves_nothing_out_is_an_error_and_nothing_is_changed() -> None:
+    model = small_model()
+    with pytest.raises(ValueError, match=r"leave_out='head' matches no linear layer; there are 0, 3, 4"):
+        Fp8(leave_out=("3", "head")).prepare(model)
+    assert [type(module) for module in model] == [nn.Linear, nn.GELU, nn.LayerNorm, nn.Linear, nn.Linear]
+    with pytest.raises(ValueError, match=r"leave_out='head': give a tuple of names or patterns"):
+        Fp8(leave_out="head")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"scales='block': give 'tensor', one scale a tensor, or 'row'"):
+        Fp8(scales="block")  # type: ignore[arg-type]
+
+
+# A scale for each row -------------------------------------------------------------------------------------------------
+
+
+def by_row(x: Tensor, format: torch.dtype) -> Tensor:
+    return torch.stack([reference(row, format) for row in x])
+
+
+def reference_row_linear(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """In float64: output, gradients of input and weight; every product with operands that are rounded along its rows."""
+    return (
+        by_row(x, E4M3) @ by_row(weight, E4M3).t(),
+        by_row(grad, E5M2) @ by_row(weight.t(), E4M3).t(),
+        by_row(grad.t(), E5M2) @ by_row(x.t(), E4M3).t(),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_linear_layer_with_scales_by_row_is_the_reference(dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    layer = nn.Linear(48, 32)
+    Fp8("bf16" if dtype == torch.bfloat16 else "fp32", scales="row").prepare(layer)
+    assert layer.matmul == Fp8RowMatmul()
+    x, grad = (torch.randn(3, 7, size) * torch.logspace(-3, 3, 7)[:, None] for size in (48, 32))
+    x, grad = x.to(dtype).requires_grad_(), grad.to(dtype)
+    output = layer(x)
+    output.backward(grad)
+    flat = [tensor.detach().double().flatten(0, 1) for tensor in (x, grad)]
+    expected = reference_row_linear(flat[0], layer.weight.detach().double(), flat[1])
+    assert x.grad is not None
+    assert layer.weight.grad is not None
+    assert_near(output.flatten(0, 1) - layer.bias, expected[0], dtype)
+    assert_near(x.grad.flatten(0, 1), expected[1], dtype)
+    assert_near(layer.weight.grad, expected[2], dtype)
+
+
+def test_with_scales_by_row_an_outlier_costs_its_row_only() -> None:
+    torch.manual_seed(1)
+    x, weight = torch.randn(20, 64), torch.randn(32, 64)
+    exact = F.linear(x, weight)
+    x[0] *= 1e7  # beyond it the others' values are below the smallest of the format
+    worst = [
+        ((how(x, weight) - exact)[1:].abs().max() / exact.abs().max()).item() for how in (Fp8Matmul(), Fp8RowMatmul())
+    ]
+    assert worst[0] > 0.5
+    assert worst[1] < 0.1
+
+
+@pytest.mark.parametrize("value", [inf, nan])
+def test_with_scales_by_row_what_is_not_finite_stays_so(value: float) -> None:
+    layer, x = nn.Linear(16, 32), torch.randn(4, 16)
+    Fp8("fp32", scales="row").prepare(layer)
+    x[1, 3] = value
+    output = layer(x)
+    assert not output[1].isfinite().any()
+    assert output[[0, 2, 3]].isfinite().all()
+    output.sum().backward()
+    assert layer.weight.grad is not None
+    assert not layer.weight.grad[:, 3].isfinite().any()
+    nothing = layer(torch.zeros(0, 16, requires_grad=True))
+    nothing.sum().backward()
+    assert nothing.shape == (0, 32)
+
+
+def test_with_scales_by_row_there_are_no_host_reads() -> None:
+    layer, x = nn.Linear(16, 32), torch.randn(4, 16)
+    Fp8("fp32", scales="row").prepare(layer)
+    with no_host_reads():
+        layer(x).sum().backward()

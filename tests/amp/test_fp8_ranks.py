@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from dense import assert_near, assert_same_grads, collectives
 from meshstep.amp import Fp8
 from meshstep.amp.fp8.linear import Fp8Matmul
+from meshstep.amp.fp8.rowwise import Fp8RowMatmul
 from meshstep.parallel import (
     BiasLayout,
     ColumnParallelLinear,
@@ -27,13 +30,13 @@ from world import World
 WIDTH, HIDDEN, BATCH, SEQ = 32, 64, 4, 6
 
 
-def whole(inputs: int, outputs: int, base: Base = "fp32") -> nn.Linear:
+def whole(inputs: int, outputs: int, base: Base = "fp32", scales: Literal["tensor", "row"] = "tensor") -> nn.Linear:
     """An 8-bit layer in one process; one outlier, so that its shards have different maxima."""
     torch.manual_seed(11)
     layer = nn.Linear(inputs, outputs)
     with torch.no_grad():
         layer.weight[1, 2] = 1.7
-    Fp8(base).prepare(layer)
+    Fp8(base, scales=scales).prepare(layer)
     return layer
 
 
@@ -187,3 +190,94 @@ def test_an_undeclared_layer_is_named_and_nothing_is_changed(world: World) -> No
     for message in world.run(2, prepare_undeclared):
         assert message.startswith("0.weight has no spec")
         assert "declare(model, {'0.weight': P(...)})" in message
+
+
+# A scale for each row -------------------------------------------------------------------------------------------------
+
+
+def split_rows_are_whole(kind: str, sequence: bool, agree: bool) -> int:
+    """Compares a prepared 1-D layer with the whole one; the number of collectives that agree on maxima a step."""
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        features = (WIDTH, HIDDEN) if kind == "column" else (HIDDEN, WIDTH)
+        dense = whole(*features, scales="row")
+        layer = (ColumnParallelLinear if kind == "column" else RowParallelLinear)(
+            *features, registry, sequence_parallel=sequence
+        )
+        for param, full in zip(layer.parameters(), dense.parameters(), strict=True):
+            param.data = shard(full, spec_of(param), registry)
+        plain_matmul = layer.matmul
+        Fp8("fp32", scales="row").prepare(layer, registry)
+        assert isinstance(layer.matmul, Fp8RowMatmul)
+        if not agree:
+            layer.matmul = Fp8RowMatmul()
+        x, grad = activations(features[0], BATCH, SEQ)
+        expected = dense(x)
+        expected.backward(grad)
+        dim, split = P(None, "tensor") if sequence else P(), P(None, None, "tensor")
+        x_spec, y_spec = (dim, split) if kind == "column" else (split, dim)
+        local = shard(x.detach(), x_spec, registry).requires_grad_()
+        output = layer(local)
+        output.backward(shard(grad, y_spec, registry))
+        assert x.grad is not None
+        assert local.grad is not None
+        assert_near(unshard(output.detach(), y_spec, registry), expected)
+        assert_near(unshard(local.grad, x_spec, registry), x.grad)
+        assert_same_grads(layer, dense, registry)
+        counts = []
+        for matmul in (layer.matmul, plain_matmul):
+            layer.matmul = matmul
+            with collectives() as seen:
+                layer(local).sum().backward()
+            counts.append(seen["all_reduce"])
+        return counts[0] - counts[1]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_layers_with_scales_by_row_are_the_whole_ones(world: World, kind: str, sequence: bool) -> None:
+    assert world.run(2, split_rows_are_whole, kind, sequence, True) == [1, 1]
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_scales_by_row_without_agreement_are_not(kind: str) -> None:
+    """The negative control, in a pool of its own because it fails."""
+    world = World()
+    with pytest.raises(AssertionError, match="relative error"):
+        world.run(2, split_rows_are_whole, kind, False, False)
+    world.close()
+
+
+def row_replicas_are_whole() -> None:
+    """Samples on two replicas: the scales of the weight's gradient are agreed over them."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        dense, layer = whole(WIDTH, HIDDEN, scales="row"), nn.Linear(WIDTH, HIDDEN)
+        layer.load_state_dict(dense.state_dict())
+        declare(layer, {"*": P()})
+        Fp8("fp32", across_data=True, scales="row").prepare(layer, registry)
+        x, grad = activations(WIDTH, BATCH, SEQ)
+        dense(x).backward(grad)
+        layer(shard(x.detach(), P("data"), registry)).backward(shard(grad, P("data"), registry))
+        assert layer.weight.grad is not None
+        assert dense.weight.grad is not None
+        total = unshard(layer.weight.grad.unsqueeze(0), P("data"), registry).sum(0)
+        assert_near(total, dense.weight.grad)
+
+
+def test_replicas_agree_on_scales_by_row_of_the_weights_gradient(world: World) -> None:
+    world.run(2, row_replicas_are_whole)
+
+
+def grid_by_row() -> str:
+    with ProcessGroupRegistry(Topology(row=2, col=2)) as registry:
+        model = nn.Sequential(Linear2D(WIDTH, HIDDEN, registry), nn.Tanh())
+        before = model[0].matmul
+        with pytest.raises(ValueError, match="0 is a Linear2D") as error:
+            Fp8("fp32", scales="row").prepare(model, registry)
+        assert model[0].matmul is before
+        Fp8("fp32", scales="row", leave_out=("0",)).prepare(model, registry)
+        return str(error.value)
+
+
+def test_the_grid_layer_with_scales_by_row_is_refused_in_words(world: World) -> None:
+    for message in world.run(4, grid_by_row):
+        assert "take scales='tensor', or name it in leave_out" in message

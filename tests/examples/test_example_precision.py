@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from meshstep.parallel import ProcessGroupRegistry, Topology
+from properties import repetitions
 from run_example import example
 from test_examples import options
 from world import World
@@ -42,7 +43,7 @@ def losses(topology: str, precision: str) -> list[float]:
 def test_losses_equal_those_of_one_process(world: World, precision: str) -> None:
     alone = losses("", precision)
     assert sum(alone[-10:]) / 10 < alone[0] - 0.5, "it should learn"
-    for topology in TOPOLOGIES:
+    for topology in repetitions(TOPOLOGIES, precision):
         for found in world.run(Topology.parse(topology).world_size, losses, topology, precision):
             difference = max(abs(a - b) for a, b in zip(found, alone, strict=True))
             assert difference <= TOLERANCE[precision], topology

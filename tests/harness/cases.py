@@ -81,10 +81,18 @@ class Case:
 
 
 def slice_of(full: Tensor, spec: P, topology: Topology, rank: int) -> Tensor:
-    """This rank's piece of ``full``; a dim that does not divide is cut as torch.chunk does, so late pieces may be empty."""
+    """This rank's piece of ``full``; a dim that does not divide is cut as torch.chunk does, so late pieces may be empty.
+
+    Blocks must divide."""
     for dim in range(full.dim()):
         axes = spec.dim_axes(dim)
-        if axes:
+        if any(axis in dict(spec.blocks) for axis in axes):
+            for axis in axes:
+                sizes = spec.block_sizes(axis)
+                blocks = full.split([full.shape[dim] // sum(sizes) * size for size in sizes], dim)
+                at = topology.coordinate_of(rank, axis)
+                full = torch.cat([block.chunk(topology.size(axis), dim)[at] for block in blocks], dim)
+        elif axes:
             pieces, index = topology.size(*axes), 0
             for axis in axes:
                 index = index * topology.size(axis) + topology.coordinate_of(rank, axis)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +22,16 @@ import torch.nn.functional as F
 from arguments import arguments
 from meshstep.amp import precision_of
 from meshstep.optim import CosineAnnealingLR, ParallelOptimizer, load_checkpoint, newest_checkpoint, save_checkpoint
-from meshstep.parallel import ColumnParallelLinear, P, ProcessGroupRegistry, RowParallelLinear, Topology, declare, shard
+from meshstep.parallel import (
+    ColumnParallelLinear,
+    P,
+    ProcessGroupRegistry,
+    RowParallelLinear,
+    Topology,
+    declare,
+    init_distributed,
+    shard,
+)
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
@@ -36,7 +46,8 @@ class Plan:
         directory: Of the run: checkpoints, marks and results.
         attempt: Its number, for names.
         stop: Where to stop and wait for the kill: ``"training"`` (after step 30), or in the second save ``"writing"``,
-            ``"renaming"`` or ``"removing"`` the one before. ``""``: nowhere.
+            ``"renaming"`` or ``"removing"`` the one before. ``"dying"``: after step 30 the last rank kills itself, each
+            time that torchrun starts the ranks but the third. ``""``: nowhere.
         second_save: Whether there is one.
     """
 
@@ -81,8 +92,11 @@ class Model(nn.Module):
 def train(plan: Plan) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    store = f"file://{plan.directory}/store-{plan.attempt}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    if dist.is_torchelastic_launched():
+        init_distributed(backend="gloo")
+    else:
+        store = f"file://{plan.directory}/store-{plan.attempt}"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     registry = ProcessGroupRegistry(Topology(roles=None, **plan.axes))
     torch.manual_seed(7)
     model = Model(registry)
@@ -108,6 +122,8 @@ def train(plan: Plan) -> None:
             save_checkpoint(plan.checkpoints, model, optimizer, lr_scheduler=schedule, extra={"steps": step + 1})
         if step + 1 == 30 and plan.stop == "training":
             stop(plan)
+        if step + 1 == 30 and plan.stop == "dying" and rank == size - 1 and dist.is_torchelastic_launched():
+            die_unless_started_for_the_third_time(plan)
     torch.save({"start": start, "losses": losses, "model": model.state_dict()}, plan.result(rank))
     registry.close()
     dist.destroy_process_group()
@@ -141,6 +157,13 @@ def arm(plan: Plan, rank: int) -> None:
 def stop(plan: Plan) -> None:
     plan.mark.touch()
     time.sleep(600)
+
+
+def die_unless_started_for_the_third_time(plan: Plan) -> None:
+    count = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    if count != "2":
+        (Path(plan.directory) / f"died-{count}").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def start_in_fork(plan: Plan, rank: int, size: int) -> None:

@@ -15,18 +15,22 @@ for the next run, as ever.
 
 from __future__ import annotations
 
+import os
 import random
+import zlib
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import TypeVar
 
+import pytest
 from hypothesis import Phase, given, seed, settings
 from hypothesis.database import DirectoryBasedExampleDatabase, ExampleDatabase, ReadOnlyDatabase
 from hypothesis.strategies import SearchStrategy
 from world import World
 
 C = TypeVar("C")
+Item = TypeVar("Item", bound=pytest.Item)
 WITHOUT_SHRINKING: Sequence[Phase] = (Phase.explicit, Phase.reuse, Phase.generate)
 FAILURES = Path(__file__).parents[2] / ".hypothesis" / "cases"
 
@@ -75,3 +79,34 @@ def random_cases(
 def number_of_cases(count: int) -> int:
     """``count``, or the profile's share of it: a profile says by its ``max_examples`` how many of 100 it draws."""
     return max(1, count * settings().max_examples // 100)
+
+
+def is_sample() -> bool:
+    """Whether this run of the suite is the second one, on the oldest torch, which takes a sample of the cases."""
+    return os.environ.get("MESHSTEP_TEST_PROFILE") == "oldest"
+
+
+def repetitions(values: Sequence[C], *key: object) -> Sequence[C]:
+    """All of them, for a property that holds for each alike; in a sample one, another one for another ``key``."""
+    return [values[zlib.crc32(repr(key).encode()) % len(values)]] if is_sample() else values
+
+
+def each_value_once(items: Sequence[Item]) -> list[Item]:
+    """Of each parametrised test so many cases that every value of every argument is in one; the other tests whole.
+
+    Of a test with one argument that is all of them, of a product of several a few. Late ones are preferred: tests list
+    one process first and the layouts of many ranks last.
+    """
+    by_test: dict[str, list[tuple[Item, set[tuple[str, str]]]]] = {}
+    for item in items:
+        arguments = item.callspec.params if hasattr(item, "callspec") else {"": None}
+        values = {(name, repr(value)) for name, value in arguments.items()}
+        by_test.setdefault(item.nodeid.partition("[")[0], []).append((item, values))
+    chosen = []
+    for cases in by_test.values():
+        missing = {value for _, values in cases for value in values}
+        while missing:
+            item, values = max(reversed(cases), key=lambda case: len(case[1] & missing))
+            chosen.append(item)
+            missing -= values
+    return chosen

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import properties
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from properties import number_of_cases, random_cases
+from properties import each_value_once, number_of_cases, random_cases, repetitions
 from world import World, WorldError
 
 NUMBERS = st.lists(st.integers(0, 1000), max_size=4)
@@ -82,3 +85,34 @@ def test_the_case_in_which_a_rank_raises_is_named() -> None:
     with pytest.raises(WorldError, match=r"(?s)planted.*in the case \[901\]"):
         world.run_each(total, [(2, ([1],)), (2, ([901],)), (2, ([2],))])
     world.close()
+
+
+def item(test: str, **arguments: object) -> Any:
+    """What a sample is taken of, as pytest collects it."""
+    if not arguments:
+        return SimpleNamespace(nodeid=test)
+    return SimpleNamespace(nodeid=f"{test}[{arguments}]", callspec=SimpleNamespace(params=arguments))
+
+
+def test_a_sample_has_every_test_and_each_value_of_each_argument() -> None:
+    grid = [item("grid", layout=layout, mode=mode) for layout, mode in product("abc", range(4))]
+    line = [item("line", mode=mode) for mode in range(4)]
+    alone = item("alone")
+    chosen = each_value_once([*grid, *line, alone])
+    assert alone in chosen
+    assert all(case in chosen for case in line)
+    of_grid = [case.callspec.params for case in chosen if case in grid]
+    assert len(of_grid) == 4
+    assert {case["layout"] for case in of_grid} == set("abc")
+    assert {case["mode"] for case in of_grid} == set(range(4))
+
+
+def test_repetitions_are_left_out_of_a_sample_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = ("a", "b", "c")
+    monkeypatch.setenv("MESHSTEP_TEST_PROFILE", "default")
+    assert repetitions(values, "key") == values
+    monkeypatch.setenv("MESHSTEP_TEST_PROFILE", "oldest")
+    taken = [repetitions(values, key) for key in range(20)]
+    assert all(len(some) == 1 for some in taken)
+    assert {value for (value,) in taken} == set(values), "another key, another one"
+    assert taken == [repetitions(values, key) for key in range(20)], "in every process the same"

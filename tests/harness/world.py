@@ -42,9 +42,6 @@ PRELOAD = [
 # Of `World.run_each`: a call comes to an end well within RUN_TIMEOUT.
 CASES_A_CALL = 25
 
-# Of `World.run_each`: a call comes to an end well within RUN_TIMEOUT.
-CASES_A_CALL = 25
-
 # Each group that is left alive keeps three threads, which wake up a hundred times a second: torch caches those of device
 # meshes for good. A few hundred of them in each worker would take most of the machine.
 MOST_THREADS = 200

@@ -196,3 +196,68 @@ def test_tensorboard_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ImportError, match=r"needs the package tensorboard .*pip install 'meshstep\[tensorboard\]'"):
         TensorBoardWriter(tmp_path)
+
+
+# Steps that were skipped, the end, and going on ------------------------------------------------------------------------
+
+
+def test_the_loss_of_a_skipped_step_does_not_spoil_a_report() -> None:
+    reports: list[Report] = []
+    monitor = Monitor(ProcessGroupRegistry(Topology()), reports.append, every=6)
+    losses = [1.0, 2.0, math.nan, 4.0, 5.0, 6.0, 7.0, math.nan, math.inf, 1.0, 1.0, 1.0]  # 2, 5, 8 and 11 are skipped
+    for step, loss in enumerate(losses):
+        monitor(None, 0.5, count=2)
+        with no_host_reads():
+            monitor(stats_of(step), torch.tensor(loss), count=step + 1)
+    counted = [0, 1, 3, 4, 5]
+    total = sum(2 * 0.5 + losses[step] * (step + 1) for step in counted)
+    assert reports[0].loss == pytest.approx(total / sum(2 + step + 1 for step in counted))
+    assert reports[1].loss is not None
+    assert math.isnan(reports[1].loss), "step 7 was taken, with a loss that is not finite"
+
+
+def skipped_on_ranks() -> list[float | None]:
+    """Only rank 1 sees a loss that isn't finite; both skip."""
+    reports: list[Report] = []
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        monitor = Monitor(registry, reports.append, every=3)
+        for step in range(3):
+            bad = step == 2 and registry.global_rank == 1
+            monitor(stats_of(step), torch.tensor(math.nan if bad else 10.0 * registry.global_rank + step), count=4)
+    return [report.loss for report in reports]
+
+
+def test_a_loss_that_one_rank_lost_is_left_out_there(world: World) -> None:
+    (loss,), others = world.run(2, skipped_on_ranks)
+    assert loss == pytest.approx((0 + 1 + 2 + 10 + 11) / 5)
+    assert others == []
+
+
+def test_flush_reports_what_is_left(clock: list[float]) -> None:
+    reports: list[Report] = []
+    monitor = Monitor(ProcessGroupRegistry(Topology()), reports.append, every=3)
+    monitor.flush()
+    assert reports == []
+    for step in range(5):
+        clock[0] += 2.0
+        monitor(stats_of(step), torch.tensor(float(step)), count=3)
+    monitor.flush()
+    monitor.flush()
+    assert [(report.step, report.loss, report.grad_norm) for report in reports] == [(3, 1.0, 3.0), (5, 3.5, 5.0)]
+    assert reports[1].per_second == pytest.approx(6 / 4)
+
+
+def test_a_loaded_monitor_goes_on_counting() -> None:
+    reports: list[Report] = []
+    first = Monitor(ProcessGroupRegistry(Topology()), every=2)
+    for step in range(4):
+        first(stats_of(step), 1.0)
+    assert first.state_dict() == {"step": 4, "skipped_steps": 1}
+    second = Monitor(ProcessGroupRegistry(Topology()), reports.append, every=2)
+    second(stats_of(2), 100.0)  # before it is loaded
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match=r"is no state of a Monitor; give what its state_dict\(\) returned"):
+        second.load_state_dict({"step": 3})
+    for step in range(4, 6):
+        second(stats_of(step), 1.0)
+    assert [(report.step, report.loss, report.skipped_steps) for report in reports] == [(6, 1.0, 2)]

@@ -8,7 +8,9 @@ import random
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
+from unittest import mock
 
+import meshstep.parallel.data.loader as loader_module
 import numpy
 import pytest
 import torch
@@ -145,6 +147,13 @@ def test_data_coordinates_share_and_tensor_peers_see_the_same(world: World, drop
     assert whole[0] == list(chain.from_iterable(indices(alone))), "the order depends on the topology"
 
 
+def test_ranks_of_context_parallelism_see_the_same_samples(world: World) -> None:
+    ranks = world.run(4, epochs_on_ranks, Topology(dp=2, cp=2), 16, 4, {"shuffle": True})
+    for left, right in ((0, 1), (2, 3)):
+        assert torch.equal(torch.cat(ranks[left][0]), torch.cat(ranks[right][0]))
+    assert sorted(chain.from_iterable(indices(ranks[0][0]) + indices(ranks[2][0]))) == list(range(16))
+
+
 def test_random_draws_do_not_depend_on_the_topology(world: World) -> None:
     options = {"shuffle": True, "seed": 2}
     split = world.run(4, epochs_on_ranks, Topology(replica=2, data=2), 18, 2, options)
@@ -201,7 +210,8 @@ def test_a_resume_continues_bit_for_bit(batches: int, num_workers: int) -> None:
     for _ in range(batches):
         next(stream)
     state = json.loads(json.dumps(loader.state_dict()))
-    assert state == {"epoch": batches // 5, "position": batches % 5}
+    order = {"samples": 20, "shuffle": True, "seed": 0}
+    assert state == {"epoch": batches // 5, "position": batches % 5 * 4, **order}
     resumed = one_process(shuffle=True)
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state
@@ -210,11 +220,120 @@ def test_a_resume_continues_bit_for_bit(batches: int, num_workers: int) -> None:
         assert torch.equal(next(rest), next(stream))
 
 
+def samplers(ranks: int, batch_size: int, **options: Any) -> list[ShardedBatchSampler]:
+    return [ShardedBatchSampler(batch_size=batch_size, rank=rank, ranks=ranks, **options) for rank in range(ranks)]
+
+
+def shared_out(samplers: list[ShardedBatchSampler]) -> Indices:
+    """All ranks' samples, by step."""
+    return [list(chain.from_iterable(step)) for step in zip(*samplers, strict=True)]
+
+
+@given(
+    samples=st.integers(8, 120),
+    before=st.tuples(st.integers(1, 4), st.integers(1, 6), st.booleans()),
+    after=st.tuples(st.integers(1, 4), st.integers(1, 6), st.booleans()),
+    steps=st.integers(1, 30),
+)
+@example(samples=23, before=(2, 4, False), after=(3, 2, False), steps=2)
+@example(samples=24, before=(2, 4, False), after=(4, 2, False), steps=2)  # the same global batch
+def test_what_is_left_of_an_epoch_comes_once_with_other_batches_and_ranks(
+    samples: int, before: tuple[int, int, bool], after: tuple[int, int, bool], steps: int
+) -> None:
+    def share(ranks: int, batch_size: int, drop: bool) -> list[ShardedBatchSampler]:
+        return samplers(ranks, batch_size, samples=samples, shuffle=True, drop_last=drop, seed=4)
+
+    try:
+        first, second = share(*before), share(*after)
+        whole = shared_out(first)
+        position = first[0].bounds[min(steps, len(whole) - 1)]
+        for sampler in second:
+            sampler.position = position
+        rest = shared_out(second)
+    except ValueError:
+        return  # a batch would be empty; other tests are about that
+    seen = list(chain.from_iterable(whole[: min(steps, len(whole) - 1)])) + list(chain.from_iterable(rest))
+    order = first[0].order(0).tolist()
+    assert seen == order[: len(seen)]
+    dropped = samples - len(seen)
+    assert dropped < after[0] * after[1] if after[2] else dropped == 0
+    if before == after:
+        assert rest == whole[min(steps, len(whole) - 1) :]
+
+
+@pytest.mark.parametrize(("batch_size", "drop_last", "sizes"), [(3, False, [3, 3, 3, 3]), (5, True, [5, 5])])
+def test_a_resume_with_another_batch_size_has_every_sample_once(
+    batch_size: int, drop_last: bool, sizes: list[int]
+) -> None:
+    loader, whole = one_process(shuffle=True), one_process(shuffle=True)
+    order = list(chain.from_iterable(indices(whole)))
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    other = one_process(batch_size=batch_size, shuffle=True, drop_last=drop_last)
+    other.load_state_dict(loader.state_dict())
+    rest = indices(other)
+    assert [len(batch) for batch in rest] == sizes
+    assert list(chain.from_iterable(rest)) == order[8 : 8 + sum(sizes)]
+    assert other.state_dict()["epoch"] == 1
+    assert other.state_dict()["position"] == 0
+
+
+def test_a_rest_that_drop_last_leaves_out_is_over() -> None:
+    loader = one_process(10)
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    other = one_process(10, drop_last=True)
+    other.load_state_dict(loader.state_dict())
+    assert (other.state_dict()["epoch"], other.state_dict()["position"]) == (1, 0)
+    assert len(list(other)) == 2
+
+
+@pytest.mark.parametrize(
+    ("samples", "options", "message"),
+    [
+        (21, {"shuffle": True}, "order of samples=20, but here samples=21"),
+        (20, {"shuffle": True, "seed": 1}, "order of seed=0, but here seed=1"),
+        (20, {}, "order of shuffle=True, but here shuffle=False"),
+    ],
+)
+def test_a_resume_in_another_order_is_refused_within_an_epoch_and_fine_between_two(
+    samples: int, options: dict[str, Any], message: str
+) -> None:
+    loader = one_process(shuffle=True)
+    next(iter(loader))
+    other = one_process(samples, **options)
+    before = other.state_dict()
+    with pytest.raises(ValueError, match=message) as error:
+        other.load_state_dict(loader.state_dict())
+    assert "begin the next epoch: load_state_dict({**state, 'epoch': 1, 'position': 0})" in str(error.value)
+    assert other.state_dict() == before
+    other.load_state_dict({**loader.state_dict(), "epoch": 1, "position": 0})
+    assert other.state_dict()["epoch"] == 1
+
+
+def test_samples_that_draw_nothing_need_no_seeds() -> None:
+    with mock.patch.object(loader_module, "seed_cpu_generators") as seed:
+        plain = one_process(seed_samples=False, shuffle=True)
+        assert sorted(chain.from_iterable(indices(plain))) == list(range(20))
+        list(one_process(seed_samples=False, collate_fn=jittered))
+        assert seed.call_count == 0
+        list(one_process())
+        assert seed.call_count == 20
+        seed.reset_mock()
+        list(prepare_dataloader(WholeBatches(20), ProcessGroupRegistry(Topology()), 4))
+        assert seed.call_count == 5
+    assert isinstance(one_process(seed_samples=False).dataset, Numbers)
+    torch.manual_seed(1)
+    first = torch.cat(list(one_process(seed_samples=False)))
+    torch.manual_seed(1)
+    assert torch.equal(torch.cat(list(one_process(seed_samples=False)))[:, :2], first[:, :2]), "torch's own generator"
+
+
 def test_an_epoch_left_early_is_over() -> None:
     loader, reference = one_process(shuffle=True), one_process(shuffle=True)
     next(iter(loader))
     first, second = indices(reference), indices(reference)
-    assert loader.state_dict() == {"epoch": 0, "position": 1}
+    assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (0, 4)
     assert indices(loader) == second != first
 
 
@@ -224,7 +343,7 @@ def test_whole_batch_datasets_and_subsets() -> None:
     subset = prepare_dataloader(Subset(Numbers(10), order), registry, 2)
     assert indices(subset) == [[7, 1], [4, 9], [2]]
     by_five = prepare_dataloader(Subset(Numbers(10), order), registry, 5)
-    subset.load_state_dict({"epoch": 0, "position": 0})
+    subset.load_state_dict({**subset.state_dict(), "epoch": 0, "position": 0})
     assert torch.equal(torch.cat(list(subset)), torch.cat(list(by_five))), "draws depend on the batches"
     for make in (lambda: WholeBatches(10), lambda: Subset(WholeBatches(10), range(10))):
         first, again = (torch.cat(list(prepare_dataloader(make(), registry, 4))) for _ in range(2))
@@ -272,7 +391,9 @@ def test_bad_arguments() -> None:
         one_process(sampler=[1, 2])
     with pytest.raises(TypeError, match=r"Stream has no length to share out; .*registry\.rank"):
         prepare_dataloader(Stream(), ProcessGroupRegistry(Topology()), 2)
-    with pytest.raises(ValueError, match="epoch 1, position 7 is not within an epoch of 5 batches"):
+    with pytest.raises(ValueError, match="epoch 1, position 20 is not within an epoch of 20 samples"):
+        one_process().load_state_dict({**one_process().state_dict(), "epoch": 1, "position": 20})
+    with pytest.raises(ValueError, match="is no state of this loader: it has no samples, seed, shuffle"):
         one_process().load_state_dict({"epoch": 1, "position": 7})
 
 

@@ -18,7 +18,10 @@ from meshstep.parallel import Launch, ProcessGroupRegistry, Topology, get_dist_l
 from meshstep.parallel.launch.environment import LaunchEnvironment, first_host, read_environment
 from world import World
 
-PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "OMPI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
+PREFIXES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_", "GROUP_WORLD_SIZE"),
+    *("OMPI_", "PMIX_", "PMI_", "MPI_", "MV2_", "PALS_", "FLUX_", "SLURM_"),
+)
 
 
 @pytest.fixture
@@ -47,8 +50,26 @@ def openmpi(rank: int, size: int = 2) -> dict[str, str]:
 
 
 def slurm(rank: int, size: int = 2, nodes: str = "localhost") -> dict[str, str]:
-    ours = {"PROCID": rank, "NTASKS": size, "LOCALID": rank, "JOB_NODELIST": nodes, "JOB_ID": 4711}
+    ours = {"PROCID": rank, "NTASKS": size, "LOCALID": rank, "JOB_NODELIST": nodes, "JOB_ID": 4711, "STEP_ID": 0}
     return {f"SLURM_{name}": str(value) for name, value in ours.items()}
+
+
+def mpich(rank: int, size: int = 2) -> dict[str, str]:
+    ours = {"PMI_RANK": rank, "PMI_SIZE": size, "MPI_LOCALRANKID": rank, "MPI_LOCALNRANKS": size}
+    return {name: str(value) for name, value in ours.items()}
+
+
+def mvapich(rank: int, size: int = 2) -> dict[str, str]:
+    return {name.replace("OMPI", "MV2"): value for name, value in openmpi(rank, size).items()}
+
+
+def on_another_node(variables: dict[str, str]) -> dict[str, str]:
+    """Of the first rank of a second node with two ranks on each, as mpirun starts it in a Slurm job."""
+    local = {
+        name: "0" if name.endswith(("LOCAL_RANK", "LOCALRANKID")) else "2" for name in variables if "LOCAL" in name
+    }
+    inherited = {**slurm(0, 4, nodes="tux[07-08]"), "SLURM_STEP_NODELIST": "tux08", "MASTER_PORT": "77"}
+    return {**inherited, **variables, **local}
 
 
 def test_no_launcher_is_one_process(environment: object) -> None:
@@ -133,6 +154,8 @@ def has_ipv6() -> bool:
     [
         ("slurm", slurm, None),
         ("openmpi", openmpi, None),
+        ("mpich", mpich, None),
+        ("mvapich", mvapich, None),
         pytest.param("torchrun", torchrun, "[::1]", marks=pytest.mark.skipif(not has_ipv6(), reason="needs IPv6")),
     ],
 )
@@ -186,6 +209,20 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
         ),
         # mpirun inside of a Slurm job
         ({**slurm(0, 1), **openmpi(1), "MASTER_PORT": "77"}, LaunchEnvironment("openmpi", 1, 2, 1, "127.0.0.1", 77)),
+        (on_another_node(openmpi(2, 4)), LaunchEnvironment("openmpi", 2, 4, 0, "tux07", 77)),
+        (on_another_node(mpich(2, 4)), LaunchEnvironment("mpich", 2, 4, 0, "tux07", 77)),
+        (on_another_node(mvapich(2, 4)), LaunchEnvironment("mvapich", 2, 4, 0, "tux07", 77)),
+        ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "1"}, LaunchEnvironment("none")),
+        # srun, which speaks PMI
+        (
+            {**slurm(1), "PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_PORT": "77"},
+            LaunchEnvironment("slurm", 1, 2, 1, "localhost", 77),
+        ),
+        # a batch script of one task
+        (
+            without({**slurm(0, 1), "MASTER_PORT": "77"}, "SLURM_STEP_ID"),
+            LaunchEnvironment("slurm", 0, 1, 0, "localhost", 77),
+        ),
     ],
 )
 def test_environments(variables: dict[str, str], expected: LaunchEnvironment) -> None:
@@ -214,7 +251,24 @@ def test_a_part_of_torchruns_variables(missing: str) -> None:
         (without(openmpi(0), "OMPI_COMM_WORLD_SIZE"), r"openmpi needs OMPI_COMM_WORLD_SIZE\."),
         (without(openmpi(0), "OMPI_COMM_WORLD_LOCAL_RANK"), r"openmpi needs OMPI_COMM_WORLD_LOCAL_RANK\."),
         ({**openmpi(0, 4), "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, r"openmpi needs MASTER_ADDR \(the host of rank 0\)"),
-        ({"RANK": "0", "SLURM_PROCID": "0"}, r"torchrun needs WORLD_SIZE.*; slurm needs SLURM_NTASKS"),
+        (
+            {"RANK": "0", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"},
+            r"torchrun needs WORLD_SIZE.*; slurm needs SLURM_NTASKS",
+        ),
+        # Not Slurm's own rank, which is 0 for all that mpirun starts.
+        ({**slurm(0, 4, nodes=""), **openmpi(2, 4), "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, r"openmpi needs MASTER_ADDR"),
+        (without(mpich(0), "MPI_LOCALRANKID"), r"mpich needs MPI_LOCALRANKID\."),
+        (without({**slurm(0), **mpich(1)}, "MPI_LOCALRANKID"), r"mpich needs MPI_LOCALRANKID\."),
+        (without(mvapich(0), "MV2_COMM_WORLD_SIZE"), r"mvapich needs MV2_COMM_WORLD_SIZE\."),
+        ({"PMIX_RANK": "1"}, r"PMIX_RANK=1 says .* one of several processes.*Set RANK, .*or pass launcher='none'"),
+        ({"PALS_RANKID": "0"}, "PALS_RANKID=0"),
+        # A batch script, or a shell of salloc, that starts Python without srun
+        (
+            without(slurm(0, 8), "SLURM_STEP_ID"),
+            r"SLURM_NTASKS=8\), but srun did not start .*Write 'srun python \.\.\.'",
+        ),
+        ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, "srun did not start this process"),
+        ({"SLURM_NTASKS": "8"}, "srun did not start this process"),
         ({**torchrun(0), "RANK": "2"}, "RANK=2 isn't below WORLD_SIZE=2"),
         ({**slurm(0), "SLURM_PROCID": "7"}, "SLURM_PROCID=7 isn't below SLURM_NTASKS=2"),
         ({**torchrun(0), "WORLD_SIZE": "two"}, "WORLD_SIZE='two' isn't a number"),

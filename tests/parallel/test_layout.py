@@ -6,7 +6,8 @@ import re
 
 import pytest
 import torch
-from meshstep.parallel import P, ProcessGroupRegistry, Topology, full_shape, local_shape, shard, unshard
+from cases import slice_of
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, blocks, full_shape, local_shape, shard, unshard
 from meshstep.parallel.layout.shard import local_index
 from world import World
 
@@ -132,3 +133,59 @@ def test_local_index(world: World) -> None:
     first, second = world.run(2, found, [0, 2, 3, 5, 6, -1])
     assert first == ([0, 2, 0, 0, 6, -1], [False, False, True, True, False, False])
     assert second == ([0, 0, 0, 2, 3, -4], [True, True, False, False, False, False])
+
+
+# Blocks: fused weights ------------------------------------------------------------------------------------------------
+
+
+def test_each_block_is_cut_by_itself(world: World) -> None:
+    # Ranks 0..3 are (row, col) = (0, 0), (0, 1), (1, 0), (1, 1).
+    assert world.run(4, pieces, P(blocks("row", 2))) == [[0, 1, 4, 5]] * 2 + [[2, 3, 6, 7]] * 2
+    assert world.run(4, pieces, P(blocks("row", (2, 1, 1)))) == [[0, 1, 4, 6]] * 2 + [[2, 3, 5, 7]] * 2
+    assert world.run(4, pieces, P(blocks(("col", "row"), 2))) == [[0, 4], [2, 6], [1, 5], [3, 7]]
+    # Each cuts what those before it have left: first a part of either block, and then halves of that.
+    assert world.run(4, pieces, P((blocks("row", 2), "col"))) == [[0, 1], [4, 5], [2, 3], [6, 7]]
+    assert world.run(4, pieces, P(("row", blocks("col", 2)))) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+
+
+FUSED = [
+    P(blocks("row", 3)),
+    P(None, blocks("col", (4, 1, 1)), "row"),
+    P(blocks(("col", "row"), 3), blocks("data", (1, 2))),
+    P((blocks("row", 2), "col"), tied={"data": (0, -1)}),
+    P(("col", blocks("row", (1, 2))), None, blocks("data", 4)),
+    P(None, blocks("col", 2), owned={"row": 1}),
+]
+
+
+def fused_round_trips(topology: Topology) -> None:
+    full = torch.randn(12, 12, 8)
+    with ProcessGroupRegistry(topology) as registry:
+        for spec in FUSED:
+            piece = shard(full, spec, registry)
+            owns = all(registry.coordinate[axis] == where for axis, where in spec.owned)
+            if owns:
+                assert tuple(piece.shape) == local_shape(full.shape, spec, topology)
+                assert full_shape(piece.shape, spec, topology) == full.shape
+                assert torch.equal(piece, slice_of(full, spec, topology, registry.global_rank)), spec
+            assert torch.equal(unshard(piece if owns else None, spec, registry), full), spec
+
+
+@pytest.mark.parametrize("topology", [Topology(data=1, row=2, col=2), Topology(col=2, data=1, row=2)])
+def test_unshard_undoes_shard_of_fused_tensors(world: World, topology: Topology) -> None:
+    world.run(4, fused_round_trips, topology)
+
+
+@pytest.mark.parametrize(
+    ("length", "spec", "message"),
+    [
+        (8, P(blocks("row", (4, 1, 1))), "length 8 is no multiple of 6"),
+        (12, P(blocks("col", (4, 1, 1))), r"over 'col': block 1 of 3 has length 2, .*divide over 4 ranks"),
+        (24, P(("col", blocks("row", 2))), "block 0 of 2 has length 3"),
+    ],
+)
+def test_blocks_that_do_not_divide_are_refused_in_words(length: int, spec: P, message: str) -> None:
+    topology = Topology(row=2, col=4)
+    with pytest.raises(ValueError, match=message) as error:
+        local_shape((length,), spec, topology)
+    assert repr(spec) in str(error.value)

@@ -214,8 +214,11 @@ def test_close_destroys_what_was_made_and_nothing_else(world: World) -> None:
     world.run(8, closing)
 
 
-def missing_member() -> str:
-    with ProcessGroupRegistry(Topology(data=2, tensor=2), timeout=timedelta(seconds=1)) as registry:
+def missing_member(inherited: bool) -> str:
+    short = timedelta(seconds=1)
+    if inherited:
+        dist.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(short)  # type: ignore[union-attr]
+    with ProcessGroupRegistry(Topology(data=2, tensor=2), timeout=None if inherited else short) as registry:
         if registry.global_rank != 0:  # rank 1 doesn't come
             return ""
         start = time.monotonic()
@@ -226,7 +229,13 @@ def missing_member() -> str:
 
 
 def test_a_member_that_never_comes_is_an_error_after_the_timeout(world: World) -> None:
-    assert "timeout" in world.run(4, missing_member)[0].lower()
+    assert "timeout" in world.run(4, missing_member, False)[0].lower()
+
+
+def test_groups_have_the_timeout_of_the_default_group() -> None:
+    hasty = World()  # the timeout of its default group stays as it is set
+    assert "timeout" in hasty.run(4, missing_member, True)[0].lower()
+    hasty.close()
 
 
 def bad_topologies() -> None:
@@ -323,8 +332,9 @@ def test_device_mesh_shares_the_groups(world: World) -> None:
 def adopt_a_mesh() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     alive = groups_alive()
-    with ProcessGroupRegistry.from_device_mesh(mesh, roles={"dp": "data"}) as registry:
-        assert registry.topology == Topology(dp=2, tp=2, roles={"dp": "data"})
+    with ProcessGroupRegistry.from_device_mesh(mesh) as registry:
+        assert registry.topology == Topology(dp=2, tp=2)
+        assert registry.topology.data_axes == ("dp",)
         for axis in registry.topology.axes:
             assert registry.group(axis) is mesh.get_group(axis)
         assert groups_alive() == alive

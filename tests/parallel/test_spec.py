@@ -10,7 +10,7 @@ import pytest
 from cases import specs, topologies
 from hypothesis import given
 from hypothesis import strategies as st
-from meshstep.parallel import P, Topology, annotate, declare, spec_of
+from meshstep.parallel import P, Topology, annotate, blocks, declare, spec_of
 from torch import nn
 
 GRID = Topology(pipe=2, data=2, row=2, col=2)
@@ -53,9 +53,24 @@ def test_one_spelling_for_one_layout() -> None:
     )
 
 
+def test_one_spelling_for_blocks() -> None:
+    assert P(blocks("tensor", 1)) == P("tensor")
+    assert P(blocks("tensor", (32, 8, 8))) == P(blocks("tensor", [4, 1, 1])) != P("tensor")
+    assert P(blocks(("a", "b"), 2)) == P((blocks("a", 2), blocks("b", 2)))
+    spec = P((blocks("tensor", 2), "data"), blocks("row", (4, 1, 1)), owned={"col": 0})
+    assert repr(spec) == "P((blocks('tensor', 2), 'data'), blocks('row', (4, 1, 1)), owned={'col': 0})"
+    assert eval(repr(spec)) == spec
+    assert spec.dim_axes(0) == ("tensor", "data")
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: blocks("a", 0), r"blocks\('a', 0\): give a number of equal blocks"),
+        (lambda: blocks("a", ()), "give a number of equal blocks"),
+        (lambda: blocks("a", (2, 0)), "give a number of equal blocks"),
+        (lambda: blocks("a", 1.5), "give a number of equal blocks"),  # type: ignore[arg-type]
+        (lambda: P(blocks("a", 2), "a"), "named twice"),
         (lambda: P("a", "a"), "named twice"),
         (lambda: P("a", partial="a"), "named twice"),
         (lambda: P("a", owned={"a": 0}), "named twice"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from dense import assert_near, assert_same_grads, assert_same_parameters, collectives
@@ -13,8 +15,10 @@ from meshstep.parallel import (
     RowParallelLinear,
     Topology,
     VocabParallelEmbedding,
+    blocks,
     gather_from,
     scatter_to,
+    shard,
     spec_of,
     vocab_parallel_cross_entropy,
 )
@@ -116,6 +120,51 @@ def test_gather_output_and_split_input(world: World) -> None:
     world.run(4, full_activations_outside)
 
 
+def fused_layers(sizes: tuple[int, ...], gather_output: bool) -> None:
+    """Several layers in one: each rank has its features of every one, and gathered they are the full layer's."""
+    with ProcessGroupRegistry(Topology(tensor=4)) as registry:
+        torch.manual_seed(SEED)
+        dense = nn.Linear(WIDTH, 48, dtype=torch.float64)
+        torch.manual_seed(SEED)
+        layer = ColumnParallelLinear(
+            WIDTH, 48, registry, blocks=sizes, gather_output=gather_output, dtype=torch.float64
+        )
+        assert layer.bias is not None
+        assert spec_of(layer.weight) == P(blocks("tensor", sizes)) == spec_of(layer.bias)
+        assert_same_parameters(layer, dense, registry)
+        x = torch.randn(5, WIDTH, dtype=torch.float64)
+        weight = torch.randn(5, 48, dtype=torch.float64)
+        inputs = [x.clone().requires_grad_() for _ in range(2)]
+        expected = dense(inputs[0])
+        torch.autograd.backward((expected * weight).sum())
+        output = layer(inputs[1])
+        if gather_output:
+            assert_near(output, expected)
+            torch.autograd.backward((output * weight).sum())
+        else:
+            for index, part in enumerate(output.split(layer.block_features, -1)):
+                at, features = sum(sizes[:index]) * 48 // sum(sizes), sizes[index] * 48 // sum(sizes)
+                assert_near(part, expected[:, at : at + features].chunk(4, -1)[registry.rank("tensor")])
+            local = shard(weight, P(None, blocks("tensor", sizes)), registry)
+            torch.autograd.backward((output * local).sum())
+        assert_same_grads(layer, dense, registry)
+        assert inputs[0].grad is not None
+        assert inputs[1].grad is not None
+        assert_near(inputs[1].grad, inputs[0].grad)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (4, 1, 1)])
+@pytest.mark.parametrize("gather_output", [False, True])
+def test_fused_layers_have_a_part_of_each(world: World, sizes: tuple[int, ...], gather_output: bool) -> None:
+    world.run(4, fused_layers, sizes, gather_output)
+
+
+def test_blocks_of_a_layer_that_do_not_divide_are_refused() -> None:
+    registry = ProcessGroupRegistry(Topology(tensor=1))
+    with pytest.raises(ValueError, match="length 40 is no multiple of 6"):
+        ColumnParallelLinear(WIDTH, 40, registry, blocks=(4, 1, 1))
+
+
 def partial_gradients() -> None:
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         norm = LayerNorm1D(WIDTH, sequence_parallel=True)
@@ -178,18 +227,25 @@ def cross_entropy_equals_torch(size: int, dtype: torch.dtype, reduction: Reducti
         for ignore_index, ignored in ((-100, -100), (4, 4), (999, 999)):
             target[1, :3] = ignored
             check_loss(logits, target, registry, ignore_index, reduction)
+        finite = logits.nan_to_num(neginf=-5.0)  # a smoothed target asks for every class
+        for smoothing in (0.1, 1.0):
+            check_loss(finite, target, registry, 4, reduction, smoothing)
 
 
 def check_loss(
-    logits: Tensor, target: Tensor, registry: ProcessGroupRegistry, ignore_index: int, reduction: Reduction
+    logits: Tensor,
+    target: Tensor,
+    registry: ProcessGroupRegistry,
+    ignore_index: int,
+    reduction: Reduction,
+    label_smoothing: float = 0.0,
 ) -> None:
     reference = logits.detach().double().requires_grad_()
-    expected = F.cross_entropy(reference.movedim(-1, 1), target, ignore_index=ignore_index, reduction=reduction)
+    options: Any = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+    expected = F.cross_entropy(reference.movedim(-1, 1), target, **options)
     torch.autograd.backward((expected.sin() if reduction == "none" else expected).sum())
     leaf = logits.clone().requires_grad_()
-    loss = vocab_parallel_cross_entropy(
-        scatter_to(leaf, registry, "tensor", dim=-1), target, registry, ignore_index=ignore_index, reduction=reduction
-    )
+    loss = vocab_parallel_cross_entropy(scatter_to(leaf, registry, "tensor", dim=-1), target, registry, **options)
     torch.autograd.backward((loss.sin() if reduction == "none" else loss).sum())
     assert loss.dtype is (torch.float64 if logits.dtype is torch.float64 else torch.float32)
     assert_near(loss, expected)
@@ -225,6 +281,8 @@ def unusual_losses() -> None:
             vocab_parallel_cross_entropy(torch.randn(4, 3), torch.zeros(3, dtype=torch.int64), registry)
         with pytest.raises(ValueError, match="use 'mean', 'sum' or 'none'"):
             vocab_parallel_cross_entropy(torch.randn(4, 3), torch.arange(4), registry, reduction="max")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"label_smoothing=1\.5: give a number from 0 to 1"):
+            vocab_parallel_cross_entropy(torch.randn(4, 3), torch.arange(4), registry, label_smoothing=1.5)
 
 
 def cross_entropy_equals_torch_half(registry: ProcessGroupRegistry, dtype: torch.dtype) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from dense import assert_near, assert_same_grads, assert_same_parameters, collectives, full_grad
 from meshstep.parallel import (
     BiasLayout,
+    Classifier2D,
     Embedding2D,
     LayerNorm2D,
     Linear2D,
     P,
     ProcessGroupRegistry,
     Topology,
+    blocks,
     copy_to,
     cross_entropy_2d,
     gather_from,
@@ -102,6 +105,33 @@ def test_linear_in_one_process() -> None:
 @pytest.mark.parametrize("layout", ["row0", "all"])
 def test_linear_on_nine_ranks(world: World, layout: BiasLayout) -> None:
     world.run(9, linear_equals_dense, Topology(row=3, col=3), layout, torch.float64)
+
+
+def fused_equals_dense(layout: BiasLayout | None, sizes: tuple[int, ...]) -> None:
+    with ProcessGroupRegistry(GRID) as registry:
+        torch.manual_seed(SEED)
+        dense = nn.Linear(6, 24, bias=layout is not None, dtype=torch.float64)
+        torch.manual_seed(SEED)
+        layer = Linear2D(6, 24, registry, bias=layout, blocks=sizes, dtype=torch.float64)
+        rows, columns = P("row", blocks("col", sizes)), P("row", "col")
+        x, weight = torch.randn(4, 6, dtype=torch.float64), torch.randn(4, 24, dtype=torch.float64)
+        expected = dense(x)
+        torch.autograd.backward((expected * weight).sum())
+        output = layer(shard(x, columns, registry))
+        assert_near(output, shard(expected, rows, registry))
+        torch.autograd.backward((output * shard(weight, rows, registry)).sum())
+        assert_near(full_grad(layer.weight, spec_of(layer.weight), registry), grad_of(dense.weight).t())
+        assert torch.equal(unshard(layer.weight, rows, registry), dense.weight.t())
+        if layout is not None:
+            spec = bias_spec(layout, blocks=sizes)
+            assert_near(full_grad(layer.bias, spec, registry), grad_of(dense.bias))
+            assert torch.equal(unshard(layer.bias, spec, registry), dense.bias)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("sizes", [(1, 1), (4, 1, 1)])
+def test_linear_of_several_layers_in_one(world: World, layout: BiasLayout | None, sizes: tuple[int, ...]) -> None:
+    world.run(4, fused_equals_dense, layout, sizes)
 
 
 def bias_holders(layout: BiasLayout) -> tuple[int, int]:
@@ -219,16 +249,49 @@ def test_embedding(world: World, dtype: torch.dtype) -> None:
     world.run(1, embedding_equals_dense, Topology(row=1, col=1), dtype)
 
 
-def cross_entropy_equals_torch(topology: Topology, dtype: torch.dtype, reduction: Reduction) -> None:
+def classifier_equals_dense(topology: Topology, dtype: torch.dtype, tied: bool) -> None:
+    with ProcessGroupRegistry(topology) as registry:
+        torch.manual_seed(SEED)
+        dense_table, dense = nn.Embedding(14, 6, dtype=dtype), nn.Linear(6, 14, bias=not tied, dtype=dtype)
+        torch.manual_seed(SEED)
+        table = Embedding2D(14, 6, registry, dtype=dtype)
+        head = Classifier2D(6, 14, registry, bias=not tied, dtype=dtype)
+        assert_same_parameters(head, dense, registry)
+        if tied:
+            dense.weight, head.weight = dense_table.weight, table.weight
+        ids, target = torch.randint(14, (4, 5)), torch.randint(14, (4, 5))
+        expected = dense(dense_table(ids).tanh())
+        torch.autograd.backward(F.cross_entropy(expected.movedim(-1, 1), target))
+        logits = head(table(shard(ids, P("row"), registry)).tanh())
+        torch.autograd.backward(cross_entropy_2d(logits, shard(target, P("row"), registry), registry))
+        assert_near(join(logits, registry), expected)
+        assert_same_grads(head, dense, registry)
+        assert_same_grads(table, dense_table, registry)
+        assert spec_of(head.weight) == P("row", "col")
+        with pytest.raises(ValueError, match="Classifier2D of 6 features over col="):
+            head(torch.randn(2, 14))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_classifier_and_one_that_is_tied_to_the_embedding(world: World, tied: bool) -> None:
+    for dtype in (torch.float64, torch.float32):
+        world.run(4, classifier_equals_dense, GRID, dtype, tied)
+    world.run(1, classifier_equals_dense, Topology(row=1, col=1), torch.float64, tied)
+
+
+def cross_entropy_equals_torch(
+    topology: Topology, dtype: torch.dtype, reduction: Reduction, label_smoothing: float = 0.0
+) -> None:
     with ProcessGroupRegistry(topology) as registry:
         logits = (torch.randn(4, 3, 10) * 4).to(dtype)
         target = torch.randint(10, (4, 3))
         target[0, 0] = target[3] = -100  # rows of the grid with different numbers of targets
         reference = logits.double().detach().requires_grad_()
-        expected = F.cross_entropy(reference.movedim(-1, 1), target, reduction=reduction)
+        options: Any = {"reduction": reduction, "label_smoothing": label_smoothing}
+        expected = F.cross_entropy(reference.movedim(-1, 1), target, **options)
         torch.autograd.backward((expected.cos() if reduction == "none" else expected).sum())
         local = shard(logits, P("row", None, "col"), registry).requires_grad_()
-        loss = cross_entropy_2d(local, shard(target, P("row"), registry), registry, reduction=reduction)
+        loss = cross_entropy_2d(local, shard(target, P("row"), registry), registry, **options)
         torch.autograd.backward((loss.cos() if reduction == "none" else loss).sum())
         assert_near(gather_from(loss, registry, "row", dim=0) if reduction == "none" else loss, expected)
         assert_near(unshard(local.grad, P("row", None, "col"), registry), grad_of(reference))
@@ -238,6 +301,7 @@ def cross_entropy_equals_torch(topology: Topology, dtype: torch.dtype, reduction
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_cross_entropy(world: World, dtype: torch.dtype, reduction: Reduction) -> None:
     world.run(4, cross_entropy_equals_torch, GRID, dtype, reduction)
+    world.run(4, cross_entropy_equals_torch, GRID, dtype, reduction, 0.2)
     world.run(1, cross_entropy_equals_torch, Topology(row=1, col=1), dtype, reduction)
 
 

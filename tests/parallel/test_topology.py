@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from meshstep.parallel import Topology
 from meshstep.parallel.__main__ import main
 
-NAMES = ("pipe", "data", "expert", "tensor", "row")
+NAMES = ("pipe", "data", "depth", "tensor", "row")
 topologies = st.lists(st.integers(1, 4), max_size=5).map(
     lambda sizes: Topology(roles=None, **dict(zip(NAMES, sizes, strict=False)))
 )
@@ -76,20 +76,53 @@ def test_a_topology_is_a_value(topology: Topology) -> None:
 
 def test_order_and_roles_tell_topologies_apart() -> None:
     assert Topology(row=2, col=3) != Topology(col=3, row=2)
-    assert Topology(dp=2, tp=2) != Topology(dp=2, tp=2, roles={"dp": "data"})
+    assert Topology(dp=2, tp=2) != Topology(dp=2, tp=2, roles={"dp": "model"})
     assert Topology(row=2) != object()
     with pytest.raises(AttributeError, match="axes"):
         Topology(row=2).axes = ("col",)  # type: ignore[misc]
 
 
 def test_roles() -> None:
-    topology = Topology(pipe=2, replica=2, data=1, row=2, dp=3, roles={"dp": "data", "row": "pipe"})
+    topology = Topology(pipe=2, replica=2, data=1, row=2, batch=3, roles={"batch": "data", "row": "pipe"})
     assert topology.pipe_axes == ("pipe", "row")
-    assert topology.data_axes == ("replica", "data", "dp")
+    assert topology.data_axes == ("replica", "data", "batch")
     assert topology.model_axes == ()
     assert Topology(row=2, expert=2).model_axes == ("row", "expert")
     assert [topology.role(axis) for axis in topology.axes] == ["pipe", "data", "data", "pipe", "data"]
     assert eval(repr(topology)) == topology
+
+
+@pytest.mark.parametrize(
+    ("names", "role"),
+    [
+        ("data replica dp ddp dp_replicate dp_shard fsdp hsdp edp efsdp cp context", "data"),
+        ("pipe pipeline pp", "pipe"),
+        ("tensor tp sp row col depth expert ep etp", "model"),
+    ],
+)
+def test_the_usual_names_have_their_roles(names: str, role: str) -> None:
+    topology = Topology(roles=None, **dict.fromkeys(names.split(), 2))
+    assert {axis: topology.role(axis) for axis in topology.axes} == dict.fromkeys(names.split(), role)
+
+
+def test_coordinates_of_context_parallelism_see_the_same_samples() -> None:
+    topology = Topology(dp_replicate=2, dp_shard=2, cp=2, tp=2)
+    assert topology.data_axes == ("dp_replicate", "dp_shard", "cp")
+    assert topology.sample_axes == ("dp_replicate", "dp_shard")
+
+
+def test_an_expert_axis_without_a_role_is_explained_in_the_table() -> None:
+    told: dict[str, Any] = {"ep": "model", "expert": "data"}
+    assert Topology(data=2, ep=4, expert=2).untold_expert_axes == ("ep", "expert")
+    assert Topology(data=2, ep=4, expert=2, roles=told).untold_expert_axes == ()
+    assert Topology(data=2, expert=1).untold_expert_axes == ()
+    assert Topology(ep=2) == Topology(ep=2, roles={"ep": "model"})
+    lines = Topology(data=2, ep=4).table().splitlines()
+    assert lines[-2:] == [
+        "ep has no role told. As a model axis: its ranks see the same samples, copies are not averaged over it.",
+        'If they see different samples, write roles={"ep": "data"}; if not, "model".',
+    ]
+    assert "no role told" not in Topology(data=2, ep=4, roles={"ep": "data"}).table()
 
 
 def test_no_axes_is_one_rank() -> None:

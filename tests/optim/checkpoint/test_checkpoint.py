@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layouts import Axes, Run
 from meshstep.optim import ParallelOptimizer, load_checkpoint, save_checkpoint
-from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
-from meshstep.parallel.layout.pieces import boxes_of_run
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, blocks
+from meshstep.parallel.layout.pieces import Region, boxes_of_run
 from properties import WITHOUT_SHRINKING, random_cases
 from scenarios import SCENARIOS, backward, batch, build
 from torch import Tensor, nn
@@ -36,6 +36,25 @@ def test_a_run_is_a_few_rectangles_in_order(shape: list[int], data: st.DataObjec
         found += part.flatten().tolist()
     assert found == list(range(start, stop))
     assert len(list(boxes_of_run(shape, start, stop))) <= max(1, 2 * len(shape) - 1)
+
+
+@st.composite
+def regions(draw: st.DrawFn, full: list[int]) -> Region:
+    """A run of a shard of a tensor."""
+    offsets = [draw(st.integers(0, length)) for length in full]
+    shape = [draw(st.integers(0, length - offset)) for length, offset in zip(full, offsets, strict=True)]
+    start = draw(st.integers(0, prod(shape)))
+    stop = draw(st.integers(start, prod(shape)))
+    spans = tuple(((offset, length),) for offset, length in zip(offsets, shape, strict=True))
+    return Region(tuple(full), spans, start, stop)
+
+
+@given(full=st.lists(st.integers(0, 4), max_size=3), data=st.data())
+def test_regions_overlap_where_they_have_elements_in_common(full: list[int], data: st.DataObject) -> None:
+    index = torch.arange(prod(full)).view(full)
+    one, other = (data.draw(regions(full)) for _ in range(2))
+    elements = [set(region.of(index).flatten()[region.start : region.stop].tolist()) for region in (one, other)]
+    assert one.overlaps(other) == (not elements[0].isdisjoint(elements[1]))
 
 
 # Other layouts ---------------------------------------------------------------------------------------------------------
@@ -175,10 +194,25 @@ Layout = tuple[Axes, Specs, "str | None"]
 
 
 @st.composite
+def in_blocks(draw: st.DrawFn, spec: P, shape: tuple[int, ...], axes: Axes) -> P:
+    """The spec, but that dims which one axis cuts are cut in blocks where these divide."""
+    entries = []
+    for dim, length in enumerate(shape):
+        over = spec.dim_axes(dim)
+        size = prod(dict(axes)[axis] for axis in over)
+        fit = [ratio for ratio in ((1, 1), (1, 1, 1), (2, 1, 1), (1, 2)) if length % (size * sum(ratio)) == 0]
+        entries.append(
+            blocks(over, draw(st.sampled_from(fit))) if len(over) == 1 and fit and draw(st.booleans()) else over
+        )
+    return P(*entries, partial=spec.partial, owned=dict(spec.owned), tied=dict(spec.tied))
+
+
+@st.composite
 def any_layouts(draw: st.DrawFn) -> Layout:
     axes = tuple((axis, size) for axis, size in draw(topologies(4)) if axis != "pipe")
     zero = draw(st.sampled_from([None, *(axis for axis, _ in axes)]))
-    return axes, tuple(draw(specs(axes, len(shape))) for shape in SHAPES), zero
+    drawn = (draw(in_blocks(draw(specs(axes, len(shape))), shape, axes)) for shape in SHAPES)
+    return axes, tuple(drawn), zero
 
 
 @random_cases(st.tuples(any_layouts(), any_layouts()), 20, phases=WITHOUT_SHRINKING)  # it would take minutes

@@ -112,6 +112,8 @@ def test_a_declared_buffer_is_laid_out_anew(world: World, tmp_path: Path) -> Non
 class Odd(torch.optim.SGD):
     """State that is no tensor, a tensor of one row's shape, a list."""
 
+    elementwise = True
+
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
         for group in self.param_groups:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from checkpoints import content, model_of, optimizer_of
 from layouts import Axes, Run
 from meshstep.optim import load_checkpoint, newest_checkpoint, save_checkpoint
+from meshstep.optim.checkpoint import save
 from meshstep.parallel import P, annotate
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -82,7 +82,10 @@ def _no_space(*args: Any, **kwargs: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-FULL: dict[str, tuple[Any, str]] = {"disk, tensors": (FileSystemWriter, "write_data"), "disk, rest": (zlib, "crc32")}
+FULL: dict[str, tuple[Any, str]] = {
+    "disk, tensors": (FileSystemWriter, "write_data"),
+    "disk, rest": (save, "record_of"),
+}
 
 
 @pytest.mark.parametrize(
@@ -110,7 +113,7 @@ def test_what_crashes_left_is_removed_and_others_things_stay(tmp_path: Path) -> 
     model = nn.Linear(2, 2)
     optimizer = optimizer_of(model)
     first = save_checkpoint(tmp_path, model, optimizer)
-    for name in ("meshstep-00000002.writing", "meshstep-00000000.removing", "checkpoint-9"):
+    for name in ("meshstep-00000002.0f.writing", "meshstep-00000000.removing", "checkpoint-9"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("")
     second = save_checkpoint(tmp_path, model, optimizer)

@@ -15,6 +15,7 @@ from meshstep.parallel import P, ProcessGroupRegistry, Topology, shard
 from optimizers import momentum_sgd
 from precision_modes import MODES
 from probes import collectives
+from properties import repetitions
 from scenarios import VOCAB, Scenario, build, dense_1d, full_tensors
 from torch import Tensor
 from world import World
@@ -78,7 +79,7 @@ def one_large_batch(world: World, mode: str) -> dict[str, Tensor]:
 def test_micro_batches_equal_one_batch(world: World, layout: str, states: str, mode: str) -> None:
     expected = one_large_batch(world, mode)
     axes = LAYOUTS[layout]
-    for micro, promised in WINDOWS:
+    for micro, promised in repetitions(WINDOWS, layout, states, mode):
         for found, (early, last) in world.run(size_of(axes), train, axes, mode, STATES[states], micro, promised):
             assert difference(found, expected) <= TOLERANCE[mode], f"{micro} micro-batches"
             if layout == "data=2":  # where the model itself does not communicate

@@ -23,7 +23,7 @@ LAYER = (
 )
 
 
-def test_print() -> None:
+def test_the_printed_plan_says_what_was_declared_and_how_to_compare_it() -> None:
     text = str(ReductionPlan.of(LAYER, GRID, 5))
     assert text.splitlines() == [
         "ReductionPlan of rank 5 (data=1, row=0, col=1) over Topology(data=2, row=2, col=2)",
@@ -31,8 +31,20 @@ def test_print() -> None:
         "  replicated  5               1/8           1            6              6",
         "  col         4,5             1/4           1            3              6",
         "  row x col   4,5,6,7         1/2           2           14             56",
-        "counts 68 elements, equal to the 68 of the full parameters",
+        "counts 68 elements, as declared; plan.check_numel(n) compares with a dense model of n",
     ]
+
+
+def test_a_wrong_spec_is_as_declared_in_the_printed_plan_and_found_by_the_comparison() -> None:
+    """A bias of 3 that is whole on every rank, but declared sharded: the plan can't know."""
+    wrong = ReductionPlan.of((*LAYER[:1], ParameterEntry("bias", P("col"), (3,))), GRID, 0)
+    right = ReductionPlan.of((*LAYER[:1], ParameterEntry("bias", P(), (3,))), GRID, 0)
+    for plan, counted in ((wrong, 54), (right, 51)):
+        assert f"counts {counted} elements, as declared; plan.check_numel(n)" in str(plan)
+        assert "equal" not in str(plan).lower()
+    right.check_numel(51)
+    with pytest.raises(ValueError, match="counts 54 elements but the full model has 51"):
+        wrong.check_numel(51)
 
 
 def test_counted_elements_are_compared_with_the_dense_model() -> None:

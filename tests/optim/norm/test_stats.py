@@ -8,8 +8,9 @@ from meshstep.optim import GradStats
 
 
 def stats(norm: float, coef: float = 1.0, skipped: float = 0.0, scale: float | None = None) -> GradStats:
-    numbers = [torch.tensor(number) for number in (norm, coef, skipped)]
-    return GradStats(*numbers, torch.tensor([norm]), None if scale is None else torch.tensor(scale))
+    total_norm, clip_coef, found_inf = (torch.tensor(number) for number in (norm, coef, skipped))
+    loss_scale = None if scale is None else torch.tensor(scale)
+    return GradStats(total_norm, clip_coef, found_inf, torch.tensor([norm]), loss_scale)
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from meshstep.optim import Booster
-from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, declare
 from small_models import classifier, dataset
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as torch_lr
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from world import World
 
 
@@ -156,3 +164,74 @@ def one_sampler_a_rank() -> Tensor:
 
 def test_a_distributed_sampler_over_the_data_axes_is_right(world: World) -> None:
     assert len(torch.cat(world.run(2, one_sampler_a_rank)).unique(dim=0)) == 48
+
+
+class Evens:
+    """A batch sampler of one's own: every second sample."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[index, index + 2] for index in range(self.rank, 48, 4)])
+
+
+class Stream(IterableDataset[Tensor]):
+    def __init__(self, start: int) -> None:
+        self.start = start
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(self.start, self.start + 8.0))
+
+
+def loader_of(how: str, registry: ProcessGroupRegistry) -> Any:
+    data, rank = dataset(), registry.rank("data")
+    if how == "batches of a distributed sampler":
+        sampler: Any = DistributedSampler(data, num_replicas=2, rank=rank)
+        return DataLoader(data, batch_sampler=BatchSampler(sampler, 4, False))
+    if how == "batches of another distributed sampler":
+        sampler = DistributedSampler(data, num_replicas=4, rank=registry.global_rank)
+        return DataLoader(data, batch_sampler=BatchSampler(sampler, 4, False))
+    if how == "own batch sampler":
+        return DataLoader(data, batch_sampler=Evens(rank))
+    if how == "shuffled batches":
+        return DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 4, False))
+    if how == "weighted":
+        return DataLoader(data, 4, sampler=WeightedRandomSampler([1.0] * 48, 48))
+    if how == "subset":
+        return DataLoader(data, 4, sampler=SubsetRandomSampler(range(10)))
+    starts = {"equal streams": 0, "streams": 8 * rank, "streams of all ranks": 8 * registry.global_rank}
+    return DataLoader(Stream(starts[how]), 4)
+
+
+def boosted_with(how: str) -> str:
+    with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
+        model = classifier()
+        declare(model, {"*": P()})
+        loader = loader_of(how, registry)
+        try:
+            Booster("fp32", registry).boost(model, torch.optim.SGD(model.parameters()), None, loader)
+        except ValueError as error:
+            return str(error)
+        return "" if how != "streams" or len(list(loader)) == 2 else "samples are lost"
+
+
+LOADERS = {
+    "batches of a distributed sampler": "",
+    "batches of another distributed sampler": r"DistributedSampler is part [0-3] of 4, but this rank is data coordinate",
+    "own batch sampler": "",
+    "shuffled batches": "each of the 2 data ranks would see all of the loader's samples, by RandomSampler; make the loader",
+    "weighted": "each of the 2 data ranks would see all of the loader's samples, by WeightedRandomSampler",
+    "subset": "by SubsetRandomSampler",
+    "streams": "",
+    "equal streams": "ranks 0 and 2, which are on different data coordinates, begin with the same samples; let each choose",
+    "streams of all ranks": "ranks 0 and 1, which are on the same data coordinate, begin with different samples",
+}
+
+
+def test_loaders_that_share_samples_out_are_taken_and_others_refused_on_every_rank(world: World) -> None:
+    for (how, message), texts in zip(
+        LOADERS.items(), world.run_each(boosted_with, [(4, (how,)) for how in LOADERS]), strict=True
+    ):
+        for text in texts:
+            assert re.search(message, text) if message else text == "", (how, texts)

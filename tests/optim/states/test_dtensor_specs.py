@@ -140,8 +140,31 @@ def refused(kind: str) -> str:
             "no spec for parameter 0 of group 0 (shape (sharded, 6)), and Topology(data=2, tensor=2) has model axes",
         ),
         ("mixed", "(shape (sharded, 6)), parameter 1 of group 0 (shape (2))"),
-        ("Muon", "Muon computes with whole matrices"),
+        ("Muon", "is split, so it gets pieces"),
     ],
 )
 def test_layouts_that_say_too_little(world: World, kind: str, message: str) -> None:
     assert message in world.run(4, refused, kind)[0]
+
+
+def stepped_with_pending(op: str) -> tuple[list[float], float]:
+    """A copied weight whose gradient is pending over tensor: 1 on its first rank, 4 on the second."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+
+    with registry_of(GRID) as registry:
+        mesh = registry.device_mesh("tensor")
+        param = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Replicate()]))
+        annotate(param, P(partial="tensor"), "w")
+        optimizer = ParallelOptimizer(torch.optim.SGD([param], lr=1.0), registry)
+        optimizer.backward(None)
+        local = torch.full((4,), 1.0 + 3 * registry.rank("tensor"))
+        param.grad = DTensor.from_local(local, mesh, [Partial(op)], run_check=False)
+        stats = optimizer.step()
+        assert stats is not None
+        assert local.tolist() == [1.0 + 3 * registry.rank("tensor")] * 4 or op == "sum", "whose gradient it is"
+        return param.to_local().tolist(), float(stats.total_norm)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("op", "gradient"), [("sum", 5.0), ("avg", 2.5)])
+def test_a_pending_mean_is_a_mean(world: World, op: str, gradient: float) -> None:
+    assert world.run(4, stepped_with_pending, op) == [([-gradient] * 4, gradient * 2)] * 4

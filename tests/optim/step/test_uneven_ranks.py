@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from arguments import arguments
 from meshstep.amp import ApexFp16
-from meshstep.optim import ParallelOptimizer
+from meshstep.optim import ParallelOptimizer, Reduce
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from small_models import parameter
 from torch import Tensor, nn
@@ -158,13 +159,12 @@ class Exchange(torch.autograd.Function):
         return total, None
 
 
-def experts(named: bool, options: dict[str, Any]) -> list[float]:
-    roles: Any = {} if named else {"expert": "data"}
-    axis = "data" if named else "expert"
+def experts(axis: str, options: dict[str, Any]) -> list[float]:
+    roles: Any = {"expert": "data"} if axis == "expert" else {}
     with ProcessGroupRegistry(Topology(roles=roles, **{axis: 2})) as registry, small_buckets(64):
         a, b, c = (parameter(name, 40, value=1.0) for name in "abc")
-        params = [a, b, c, *([parameter("experts", 4, P("data"))] if named else [])]
-        options = {**options, "shard_states": axis} if options else {}
+        params = [a, b, c, *([parameter("experts", 4, P("data"))] if axis == "data" else [])]
+        options = {**options, "shard_states": axis} if "shard_states" in options else options
         optimizer = ParallelOptimizer(sgd(params), registry, **arguments(**options))
         x = Exchange.apply(a * 1.0, registry.group(axis)) * b
         x = x + c if registry.rank(axis) == 0 else x
@@ -173,7 +173,46 @@ def experts(named: bool, options: dict[str, Any]) -> list[float]:
         return [float(value) for param in (a, b, c) for value in param[:4]]
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_sharded_gradients_wait_for_a_model_that_uses_the_axis(world: World, named: bool) -> None:
-    plain = world.run(2, experts, named, {})
-    assert world.run(2, experts, named, ZERO2) == plain
+@pytest.mark.parametrize("axis", ["expert", "data", "cp"])
+def test_gradients_wait_for_a_model_that_uses_the_axis(world: World, axis: str) -> None:
+    """With "expert" by its role, with "data" by a spec, with "cp" by its name."""
+    plain = world.run(2, experts, axis, {})
+    assert world.run(2, experts, axis, ZERO2) == plain
+    assert world.run(2, experts, axis, {"data_parallel": Reduce(overlap=True, bucket_bytes=64)}) == plain
+
+
+def mean_of_gradients(name: str) -> float:
+    """What a copied weight becomes whose gradient is 1 on the first rank and 2 on the second."""
+    with ProcessGroupRegistry(Topology(roles=None, **{name: 2})) as registry:
+        w = parameter("w", 4)
+        optimizer = ParallelOptimizer(sgd([w]), registry)
+        optimizer.backward((w * (1.0 + registry.rank(name))).sum())
+        optimizer.step()
+        return float(w[0])
+
+
+def test_gradients_are_averaged_over_axes_of_the_usual_names(world: World) -> None:
+    replicas = ["data", "replica", "dp", "ddp", "dp_replicate", "dp_shard", "fsdp", "hsdp", "edp", "efsdp"]
+    names = [*replicas, "cp", "context"]
+    results = world.run_each(mean_of_gradients, [(2, (name,)) for name in names])
+    assert dict(zip(names, results, strict=True)) == {name: [-1.5, -1.5] for name in names}
+    assert world.run(2, mean_of_gradients, "tp") == [-1.0, -2.0]
+
+
+def experts_of_no_told_role(roles: Any, spec: P) -> list[str]:
+    with ProcessGroupRegistry(Topology(data=2, expert=2, roles=roles)) as registry:
+        params = [parameter("experts", 4, P("expert")), parameter("router", 4, spec)]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ParallelOptimizer(sgd(params), registry)
+        return [str(warning.message) for warning in caught]
+
+
+def test_an_expert_axis_that_only_shards_and_has_no_role_told_is_a_warning(world: World) -> None:
+    texts = world.run(4, experts_of_no_told_role, {}, P())
+    assert [len(text) for text in texts] == [1, 0, 0, 0]
+    assert texts[0][0].startswith("'expert' shards experts and has copies of router, but it has no role told")
+    assert "gradients of copies are not averaged over it" in texts[0][0]
+    assert "roles={'expert': 'data'}" in texts[0][0]
+    for roles, spec in (({"expert": "data"}, P()), ({"expert": "model"}, P()), ({}, P(partial="expert"))):
+        assert world.run(4, experts_of_no_told_role, roles, spec) == [[]] * 4

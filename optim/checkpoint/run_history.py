@@ -1,0 +1,20 @@
+"""Which checkpoint of a path a run has saved or loaded last, so that no run removes those of another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+from ..parallel_optimizer import ParallelOptimizer
+
+_last: WeakKeyDictionary[ParallelOptimizer, dict[Path, str]] = WeakKeyDictionary()
+
+
+def last_known(optimizer: ParallelOptimizer, path: Path) -> str | None:
+    """The name of the checkpoint under ``path`` that this optimizer was saved in or loaded from last."""
+    return _last.get(optimizer, {}).get(path.resolve())
+
+
+def remember(optimizer: ParallelOptimizer, checkpoint: Path) -> None:
+    """The optimizer was saved in, or loaded from, this directory."""
+    _last.setdefault(optimizer, {})[checkpoint.parent.resolve()] = checkpoint.name

@@ -1,0 +1,75 @@
+"""What is looked at once, by all ranks together: whether gradients came the way that the step takes them to have come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ...parallel.interop.local import local_tensor
+from ...parallel.mesh.agreement import gather_objects
+from ...parallel.mesh.registry import ProcessGroupRegistry
+from .window import Window
+
+SAY_SO = (
+    "write optimizer.backward(loss) in the place of loss.backward(), or, where others call backward, "
+    "`with optimizer.window():` around them, with optimizer.scale_loss(loss) for the loss"
+)
+
+
+class _Seen(NamedTuple):
+    """What one rank knows."""
+
+    calls: int
+    some: bool  # a gradient is there, whatever its values
+    some_not_zero: bool
+    elsewhere: bool  # in .main_grad
+
+    @classmethod
+    def of(cls, window: Window[Any, Any], params: Sequence[Tensor]) -> _Seen:
+        gradients = [param.grad for param in params if param.grad is not None]
+        # States are also made by a step with gradients of zeros.
+        not_zero = window.calls == 0 and any(bool((local_tensor(g) != 0).any()) for g in gradients)
+        elsewhere = any(getattr(param, "main_grad", None) is not None for param in params)
+        return cls(window.calls, bool(gradients), not_zero, elsewhere)
+
+
+def check_gradients_came(window: Window[Any, Any], params: Sequence[Tensor], registry: ProcessGroupRegistry) -> None:
+    """At the end of the first window.
+
+    Args:
+        params: The model's, with the gradients that backward left.
+    Raises:
+        RuntimeError: On every rank: nobody scaled the loss, though there is a loss scale; or there is no gradient anywhere.
+    Collectives: those of `gather_objects`. Host reads: yes.
+    """
+    seen = gather_objects(_Seen.of(window, params), registry)
+    called = any(rank.calls for rank in seen)
+    if window.scaled and not called and any(rank.some_not_zero for rank in seen):
+        raise RuntimeError(
+            "gradients are there, but their loss was not multiplied by the loss scale that they would be divided by: "
+            + SAY_SO
+        )
+    if called and not window.reduced and not any(rank.some for rank in seen):
+        where = (
+            "they are in param.main_grad: set param.grad = param.main_grad before step"
+            if any(rank.elsewhere for rank in seen)
+            else "make the torch optimizer of model.parameters() after the model was moved, sharded or wrapped, which may "
+            "give it other parameters"
+        )
+        raise RuntimeError(f"no parameter of the optimizer has a gradient on any rank, after a backward: {where}")
+
+
+def check_window_is_used(window: Window[Any, Any], params: Sequence[Tensor], registry: ProcessGroupRegistry) -> None:
+    """At the first `step` of managed accumulation before which no micro-batch came.
+
+    Raises:
+        RuntimeError: On every rank: there are gradients all the same, which would never be stepped with.
+    Collectives: those of `gather_objects`. Host reads: yes.
+    """
+    if any(rank.some_not_zero for rank in gather_objects(_Seen.of(window, params), registry)):
+        raise RuntimeError(
+            f"gradients are there, but no micro-batch has come to the window of accumulation_steps={window.steps}, which "
+            "would never be full: " + SAY_SO
+        )

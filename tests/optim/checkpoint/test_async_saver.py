@@ -1,0 +1,191 @@
+"""Checkpoints that are written while training goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import model_of, optimizer_of
+from layouts import Axes, Run
+from meshstep.optim import AsyncSaver, load_checkpoint, newest_checkpoint, save_checkpoint
+from meshstep.optim.checkpoint import async_saver
+from meshstep.parallel import ProcessGroupRegistry, Topology
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from world import World
+
+BOTH: Axes = (("data", 2), ("tensor", 2))
+ZERO = {"shard_states": "data"}
+
+
+def train(path: Path, axes: Axes, precision: str, options: dict[str, Any]) -> list[Any]:
+    """Save at step 3, and write only when training has gone on to step 8: the losses from there on."""
+    run = Run(axes, precision, **options)
+    may_write = threading.Event()
+    real = async_saver.write  # type: ignore[attr-defined]
+
+    def held_up(*args: Any) -> Path:
+        assert may_write.wait(60)
+        return real(*args)
+
+    losses = []
+    with pytest.MonkeyPatch.context() as patch, AsyncSaver(path, run.registry) as saver:
+        patch.setattr(async_saver, "write", held_up)
+        for step in range(8):
+            losses.append(run.step(step))
+            if step == 3:
+                saver.save(run.model, run.optimizer, lr_scheduler=run.schedule, extra={"step": 4})
+        assert newest_checkpoint(path) is None
+        may_write.set()
+        saved = saver.wait()
+    assert saved == path / "meshstep-00000001"
+    weights = [param.tolist() for param in run.model.parameters()]
+    run.registry.close()
+    return [losses[4:], weights]
+
+
+def resume(path: Path, axes: Axes, precision: str, options: dict[str, Any]) -> list[Any]:
+    run = Run(axes, precision, seed=6, **options)
+    first = load_checkpoint(path, run.model, run.optimizer, lr_scheduler=run.schedule)["step"]
+    losses = [run.step(step) for step in range(first, 8)]
+    weights = [param.tolist() for param in run.model.parameters()]
+    run.registry.close()
+    return [losses, weights]
+
+
+@pytest.mark.parametrize(
+    ("axes", "precision", "options"),
+    [((), "fp16_naive", {}), ((("tensor", 2),), "bf16", {}), (BOTH, "fp32", ZERO)],
+    ids=["alone", "tensor", "data x tensor, ZeRO"],
+)
+def test_what_is_written_is_the_run_as_it_was_when_it_was_saved(
+    world: World, tmp_path: Path, axes: Axes, precision: str, options: dict[str, Any]
+) -> None:
+    ranks = max(1, 2 * len(axes))
+    expected = world.run(ranks, train, tmp_path, axes, precision, options)
+    assert world.run(ranks, resume, tmp_path, axes, precision, options) == expected
+
+
+def busy_group(path: Path) -> list[float]:
+    """Ranks that train at their own pace, with collectives of their own, while checkpoints are written."""
+    run = Run((("tensor", 2),), "fp32")
+    losses = []
+    with AsyncSaver(path, run.registry, keep=2) as saver:
+        for step in range(30):
+            if run.registry.global_rank == step % 2:
+                time.sleep(0.002)
+            losses.append(run.step(step))
+            if step % 5 == 4:
+                saver.save(run.model, run.optimizer, extra=step)
+    run.registry.close()
+    return losses
+
+
+def test_training_and_writing_do_not_meet(world: World, tmp_path: Path) -> None:
+    expected = world.run(2, plainly, tmp_path / "plain")
+    assert world.run(2, busy_group, tmp_path / "async") == expected
+    assert sorted(entry.name for entry in (tmp_path / "async").iterdir()) == ["meshstep-00000005", "meshstep-00000006"]
+
+
+def plainly(path: Path) -> list[float]:
+    run = Run((("tensor", 2),), "fp32")
+    losses = [run.step(step) for step in range(30)]
+    run.registry.close()
+    return losses
+
+
+# What goes wrong ------------------------------------------------------------------------------------------------------
+
+
+def fails(path: Path, next_call: str) -> list[str]:
+    """Rank 1 can't write the second checkpoint."""
+    run = Run((("tensor", 2),), "fp32")
+    messages = []
+    saver = AsyncSaver(path, run.registry)
+    saver.save(run.model, run.optimizer, extra="first")
+    saver.wait()
+
+    def no_space(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if run.registry.global_rank == 1:
+            patch.setattr(FileSystemWriter, "write_data", no_space)
+        saver.save(run.model, run.optimizer, extra="second")  # it begins
+        for step in range(2):
+            run.step(step)  # and training goes on
+        with pytest.raises((RuntimeError, ValueError)) as error:
+            saver.save(run.model, run.optimizer) if next_call == "save" else getattr(saver, next_call)()
+        messages.append(str(error.value))
+    messages += sorted(entry.name for entry in path.iterdir())
+    if next_call != "close":
+        saver.save(run.model, run.optimizer, extra="third")
+        saver.close()
+    messages.append(load_checkpoint(path, run.model, run.optimizer))
+    run.registry.close()
+    return messages
+
+
+@pytest.mark.parametrize("next_call", ["save", "wait", "close"])
+def test_a_failure_surfaces_at_the_next_call_on_every_rank(world: World, tmp_path: Path, next_call: str) -> None:
+    for message, *left, found in world.run(2, fails, tmp_path, next_call):
+        assert "No space left" in message
+        assert left == ["meshstep-00000001"]
+        assert found == ("first" if next_call == "close" else "third")
+
+
+def test_what_can_not_be_saved_is_said_at_once(tmp_path: Path) -> None:
+    model = model_of()
+    optimizer = optimizer_of(model)
+    with AsyncSaver(tmp_path, optimizer.registry) as saver:
+        with pytest.raises(ValueError, match="extra= can't be stored"):
+            saver.save(model, optimizer, extra=tmp_path)
+        assert saver.wait() is None
+    with pytest.raises(ValueError, match="keep=0"):
+        AsyncSaver(tmp_path, optimizer.registry, keep=0)
+
+
+def test_an_error_in_training_is_not_hidden_and_the_checkpoint_is_finished(tmp_path: Path) -> None:
+    model = model_of()
+    optimizer = optimizer_of(model)
+
+    def train_and_fail() -> None:
+        with AsyncSaver(tmp_path, optimizer.registry) as saver:
+            saver.save(model, optimizer, extra=1)
+            raise KeyError("in training")
+
+    with pytest.raises(KeyError, match="in training"):
+        train_and_fail()
+    assert load_checkpoint(tmp_path, model, optimizer) == 1
+
+
+def test_another_runs_checkpoints_are_not_removed(tmp_path: Path) -> None:
+    model = model_of()
+    save_checkpoint(tmp_path, model, optimizer_of(model), extra="another")
+    optimizer = optimizer_of(model)
+    saver = AsyncSaver(tmp_path, optimizer.registry)
+    saver.save(model, optimizer)
+    with pytest.raises(ValueError, match="is another run's"):
+        saver.close()
+    assert load_checkpoint(tmp_path, model, None, registry=ProcessGroupRegistry(Topology())) == "another"
+
+
+def test_nothing_of_the_copy_is_shared_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: nn.Module = model_of()
+    optimizer = optimizer_of(model)
+    extra: dict[str, Any] = {"list": [1], "tensor": torch.ones(1)}
+    release = threading.Event()
+    real = async_saver.write  # type: ignore[attr-defined]
+    monkeypatch.setattr(async_saver, "write", lambda *args: release.wait(60) and real(*args))
+    with AsyncSaver(tmp_path, optimizer.registry) as saver:
+        saver.save(model, optimizer, extra=extra)
+        extra["list"].append(2)
+        extra["tensor"] += 1
+        optimizer.param_groups[0]["lr"] = 7.0
+        release.set()
+    assert load_checkpoint(tmp_path, model, optimizer) == {"list": [1], "tensor": torch.ones(1)}
+    assert optimizer.param_groups[0]["lr"] == 0.1

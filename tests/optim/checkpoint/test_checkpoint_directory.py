@@ -1,0 +1,256 @@
+"""Several checkpoints of a run, several runs in one directory, a reader beside a writer, the model alone."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import model_of, optimizer_of
+from layouts import Axes, Run
+from meshstep.optim import load_checkpoint, newest_checkpoint, save_checkpoint
+from meshstep.optim.checkpoint import load, save
+from meshstep.parallel import ProcessGroupRegistry, Topology
+from torch import nn
+from world import World
+
+TENSOR: Axes = (("tensor", 2),)
+
+
+def names(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir())
+
+
+# The last n -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_n_checkpoints_stay_and_each_can_be_loaded(tmp_path: Path) -> None:
+    model = model_of()
+    optimizer = optimizer_of(model)
+    for number in range(1, 6):
+        save_checkpoint(tmp_path, model, optimizer, extra=number, keep=3)
+        assert names(tmp_path) == [f"meshstep-{n:08}" for n in range(max(1, number - 2), number + 1)]
+    assert load_checkpoint(tmp_path, model, optimizer) == 5
+    for number in (3, 4, 5):
+        assert load_checkpoint(tmp_path / f"meshstep-{number:08}", model, optimizer) == number
+    save_checkpoint(tmp_path, model, optimizer)
+    assert names(tmp_path) == ["meshstep-00000006"]
+
+
+@pytest.mark.parametrize("keep", [0, -1, 1.5, None])
+def test_a_keep_that_is_no_number_of_checkpoints(tmp_path: Path, keep: Any) -> None:
+    model = model_of()
+    with pytest.raises(ValueError, match=r"keep=.*: give how many checkpoints stay"):
+        save_checkpoint(tmp_path, model, optimizer_of(model), keep=keep)
+    assert newest_checkpoint(tmp_path) is None
+
+
+# A second run ---------------------------------------------------------------------------------------------------------
+
+
+def second_run(path: Path) -> list[str]:
+    first, second = Run(TENSOR, "fp32"), Run(TENSOR, "fp32")
+    save_checkpoint(path, first.model, first.optimizer, extra="first")
+    with pytest.raises(ValueError, match=r"meshstep-00000001 is another run's.*load_checkpoint, give a path") as error:
+        save_checkpoint(path, second.model, second.optimizer, extra="second")
+    assert names(path) == ["meshstep-00000001"]
+    # Who continues it may save, and then the first one may not.
+    assert load_checkpoint(path, second.model, second.optimizer) == "first"
+    save_checkpoint(path, second.model, second.optimizer, extra="second")
+    with pytest.raises(ValueError, match=r"meshstep-00000002 is another run's"):
+        save_checkpoint(path, first.model, first.optimizer)
+    found = load_checkpoint(path, first.model, first.optimizer)
+    first.registry.close()
+    second.registry.close()
+    return [str(error.value), found]
+
+
+def test_a_second_run_in_the_same_directory_is_refused_on_all_ranks(world: World, tmp_path: Path) -> None:
+    for message, found in world.run(2, second_run, tmp_path):
+        assert "has neither saved nor loaded it" in message
+        assert found == "second"
+
+
+def test_runs_that_write_at_once_do_not_mix_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    optimizers = [optimizer_of(model), optimizer_of(model)]
+    save_checkpoint(tmp_path, model, optimizers[0])
+    load_checkpoint(tmp_path, model, optimizers[1])
+    real = save.record_of  # type: ignore[attr-defined]
+
+    def meanwhile(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(save, "record_of", real)
+        save_checkpoint(tmp_path, model, optimizers[1], extra="the other")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(save, "record_of", meanwhile)
+    with pytest.raises((RuntimeError, ValueError)):
+        save_checkpoint(tmp_path, model, optimizers[0], extra="this one")
+    assert load_checkpoint(tmp_path, model, optimizers[0]) == "the other"
+
+
+# A reader -------------------------------------------------------------------------------------------------------------
+
+
+def replaced_while_read(path: Path, place: str) -> Any:
+    """The writer removes what is being read, at a place where all ranks are."""
+    writer, reader = Run(TENSOR, "fp32"), Run(TENSOR, "fp32")
+    save_checkpoint(path, writer.model, writer.optimizer, extra=1)
+    real = getattr(load, place)
+    written: list[Path] = []
+
+    def replaced_first(*args: Any, **kwargs: Any) -> Any:
+        if not written:
+            written.append(path)
+            save_checkpoint(path, writer.model, writer.optimizer, extra=2)
+        return real(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, place, replaced_first)
+        found = load_checkpoint(path, reader.model, reader.optimizer)
+    writer.registry.close()
+    reader.registry.close()
+    return found
+
+
+def test_all_ranks_go_over_to_the_newer_checkpoint(world: World, tmp_path: Path) -> None:
+    assert world.run(2, replaced_while_read, tmp_path, "LogicalParameters") == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "place", ["read_manifest", "_verify_share", "plain_content", "LogicalParameters", "Restoration"]
+)
+def test_a_reader_never_sees_that_a_file_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    model, other = model_of(), model_of()
+    optimizer, reader = optimizer_of(model), optimizer_of(other)
+    save_checkpoint(tmp_path, model, optimizer, extra=1)
+    real = getattr(load, place)
+
+    def replaced_first(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(load, place, real)
+        save_checkpoint(tmp_path, model, optimizer, extra=2)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(load, place, replaced_first)
+    assert load_checkpoint(tmp_path, other, reader) == 2
+
+
+def test_a_reader_beside_a_writer(tmp_path: Path) -> None:
+    model = model_of()
+    optimizer = optimizer_of(model)
+    save_checkpoint(tmp_path, model, optimizer, extra=0)
+    stop = threading.Event()
+    problems: list[BaseException] = []
+
+    def write() -> None:
+        number = 0
+        try:
+            while not stop.is_set():
+                number += 1
+                save_checkpoint(tmp_path, model, optimizer, extra=number)
+        except BaseException as problem:
+            problems.append(problem)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        other = model_of()
+        reader = optimizer_of(other)
+        found = [load_checkpoint(tmp_path, other, reader) for _ in range(30)]
+    finally:
+        stop.set()
+        thread.join()
+    assert not problems
+    assert found == sorted(found)
+
+
+def test_a_reader_that_is_always_late_is_told_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other = model_of(), model_of()
+    optimizer, reader = optimizer_of(model), optimizer_of(other)
+    save_checkpoint(tmp_path, model, optimizer)
+    real = load.plain_content  # type: ignore[attr-defined]
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        save_checkpoint(tmp_path, model, optimizer)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(load, "plain_content", replaced)
+    with pytest.raises(RuntimeError, match=r"replaced 10 times while it was read.*keep=2"):
+        load_checkpoint(tmp_path, other, reader)
+
+
+# The model alone ------------------------------------------------------------------------------------------------------
+
+
+def save_run(path: Path) -> None:
+    run = Run(TENSOR, "bf16")
+    for step in range(2):
+        run.step(step)
+    run.model.register_buffer("seen", torch.tensor([4, 5]))
+    save_checkpoint(path, run.model, run.optimizer, lr_scheduler=run.schedule, extra={"step": 2})
+    run.registry.close()
+
+
+def load_model(path: Path, axes: Axes) -> tuple[bool, Any]:
+    """The model alone, and what a whole load makes of it."""
+    one, other = Run(axes, "bf16", seed=6), Run(axes, "bf16", seed=7)
+    for run in (one, other):
+        run.model.register_buffer("seen", torch.tensor([0, 0]))
+    extra = load_checkpoint(path, one.model, one.optimizer, lr_scheduler=one.schedule)
+    before = torch.get_rng_state()
+    assert load_checkpoint(path, other.model, None, registry=other.registry) == extra
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not other.optimizer.state
+    pairs = zip(one.model.state_dict().items(), other.model.state_dict().items(), strict=True)
+    same = all(name == also and torch.equal(value, found) for (name, value), (also, found) in pairs)
+    one.registry.close()
+    other.registry.close()
+    return same, extra
+
+
+@pytest.mark.parametrize("axes", [TENSOR, ()])
+def test_the_model_alone_can_be_loaded_on_any_mesh(world: World, tmp_path: Path, axes: Axes) -> None:
+    world.run(2, save_run, tmp_path)
+    assert world.run(2 if axes else 1, load_model, tmp_path, axes) == [(True, {"step": 2})] * (2 if axes else 1)
+
+
+def test_what_the_model_alone_needs(tmp_path: Path) -> None:
+    model = model_of()
+    optimizer = optimizer_of(model)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    save_checkpoint(tmp_path, model, optimizer, lr_scheduler=schedule)
+    with pytest.raises(TypeError, match=r"give registry="):
+        load_checkpoint(tmp_path, model, None)
+    with pytest.raises(TypeError, match=r"give optimizer= too"):
+        load_checkpoint(tmp_path, model, None, lr_scheduler=schedule, registry=optimizer.registry)
+    with pytest.raises(ValueError, match=r"model/one.weight has shape \(2, 3\)"):
+        load_checkpoint(tmp_path, model_of(4), None, registry=optimizer.registry)
+    load_checkpoint(tmp_path, model, None, registry=ProcessGroupRegistry(Topology()))
+
+
+# State of a kind of its own that is nothing ---------------------------------------------------------------------------
+
+
+class Hollow(nn.Linear):
+    """As layers of Megatron are: they could have state of their own, and have none."""
+
+    def __init__(self, nothing: Any) -> None:
+        super().__init__(2, 2)
+        self.nothing = nothing
+
+    def get_extra_state(self) -> Any:
+        return self.nothing
+
+    def set_extra_state(self, state: Any) -> None:
+        self.nothing = state
+
+
+@pytest.mark.parametrize("nothing", [None, torch.empty(0, dtype=torch.uint8)])
+def test_an_extra_state_that_is_nothing_is_no_obstacle(tmp_path: Path, nothing: Any) -> None:
+    model, other = Hollow(nothing), Hollow(nothing)
+    save_checkpoint(tmp_path, model, optimizer_of(model))
+    load_checkpoint(tmp_path, other, optimizer_of(other))
+    assert torch.equal(model.weight, other.weight)
+    assert other.nothing is nothing

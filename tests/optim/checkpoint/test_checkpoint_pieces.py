@@ -1,0 +1,172 @@
+"""Numbers of the optimizer belong to a piece of a parameter: experts that made different numbers of steps, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from arguments import arguments
+from meshstep.optim import ParallelOptimizer, load_checkpoint, save_checkpoint
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, shard
+from torch import Tensor, nn
+from world import World
+
+ONE = Topology()
+EXPERTS = Topology(roles={"expert": "model"}, expert=2)
+DATA_EXPERTS = Topology(roles={"expert": "model"}, data=2, expert=2)
+FIRST, LAST = 6, 9  # steps before the checkpoint, and in all
+
+
+class Experts(nn.Module):
+    """Two experts, one on each rank of ``expert``, and something shared."""
+
+    def __init__(self, registry: ProcessGroupRegistry) -> None:
+        super().__init__()
+        spec = P("expert") if "expert" in registry.topology.axes else P()
+        generator = torch.Generator().manual_seed(3)
+        self.weight = nn.Parameter(shard(torch.randn(4, 3, generator=generator), spec, registry))
+        self.shared = nn.Parameter(torch.randn(3, generator=generator))
+        annotate(self.weight, spec, "weight")
+        annotate(self.shared, P(), "shared")
+
+    def loss(self, step: int, busy: bool) -> Tensor:
+        own = (self.weight * self.shared.detach()).square().sum() * (step + 1)
+        return self.shared.square().sum() + (own if busy else 0.0)
+
+
+class IntegerSteps(torch.optim.Optimizer):
+    """Counts its steps in an int, as many do."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in (param for param in group["params"] if param.grad is not None):
+                state = self.state[param]
+                state["step"] = state.get("step", 0) + 1
+                state["mean"] = state.get("mean", torch.zeros_like(param)).lerp(param.grad, 0.1)
+                param.data -= group["lr"] * state["mean"] / (1 - 0.9 ** state["step"])
+
+
+KINDS: dict[str, Any] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.05),
+    "AdamW, fused": lambda params: torch.optim.AdamW(params, lr=0.05, fused=True),
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=0.05),
+    "int": lambda params: IntegerSteps(params, 0.05),
+}
+
+
+def build(topology: Topology, kind: str, **options: Any) -> tuple[Experts, ParallelOptimizer]:
+    registry = ProcessGroupRegistry(topology)
+    model = Experts(registry)
+    return model, ParallelOptimizer(KINDS[kind](model.parameters()), registry, **arguments(max_norm=0.7, **options))
+
+
+def train(model: Experts, optimizer: ParallelOptimizer, steps: Sequence[int], busy_until: int) -> None:
+    """The second expert has tokens until ``busy_until``, and again after the checkpoint."""
+    second = optimizer.registry.coordinate.get("expert") == 1
+    for step in steps:
+        optimizer.zero_grad()
+        optimizer.backward(model.loss(step, busy=not second or step < busy_until or step >= FIRST))
+        optimizer.step()
+
+
+def run(path: Path, topology: Topology, kind: str, busy_until: int, save: bool) -> list[Any]:
+    """Weights and state after the last step; a checkpoint in the middle."""
+    model, optimizer = build(topology, kind)
+    if save:
+        train(model, optimizer, range(FIRST), busy_until)
+        save_checkpoint(path, model, optimizer)
+    else:
+        load_checkpoint(path, model, optimizer)
+    train(model, optimizer, range(FIRST, LAST), busy_until)
+    optimizer.registry.close()
+    return [model.weight.tolist(), model.shared.tolist(), state_of(optimizer, 0)]
+
+
+def state_of(optimizer: ParallelOptimizer, position: int) -> dict[str, Any]:
+    found = optimizer.state_dict()["state"].get(position, {})
+    return {key: value.tolist() if isinstance(value, Tensor) else value for key, value in found.items()}
+
+
+@pytest.mark.parametrize("busy_until", [2, 0], ids=["5 steps less", "no state yet"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_go_on_with_their_own_step_counts_to_the_bit(
+    world: World, tmp_path: Path, kind: str, busy_until: int
+) -> None:
+    expected = world.run(2, run, tmp_path, EXPERTS, kind, busy_until, True)
+    assert [weights_and_state[2]["step"] for weights_and_state in expected] == [LAST, LAST - FIRST + busy_until]
+    assert world.run(2, run, tmp_path, EXPERTS, kind, busy_until, False) == expected
+
+
+# Other layouts --------------------------------------------------------------------------------------------------------
+
+
+def save(path: Path, kind: str, busy_until: int) -> dict[str, Any]:
+    model, optimizer = build(EXPERTS, kind)
+    train(model, optimizer, range(FIRST), busy_until)
+    save_checkpoint(path, model, optimizer)
+    optimizer.registry.close()
+    return state_of(optimizer, 0)
+
+
+def load(path: Path, topology: Topology, kind: str, message: str | None, **options: Any) -> list[dict[str, Any]]:
+    """The state of each piece of the weight."""
+    model, optimizer = build(topology, kind, **options)
+    if message is None:
+        load_checkpoint(path, model, optimizer)  # a warning would be an error
+    else:
+        with pytest.warns(UserWarning, match=message):
+            load_checkpoint(path, model, optimizer)
+    of_weight = [index for index, piece in enumerate(optimizer.pieces()) if piece.name == "weight"]
+    optimizer.registry.close()
+    return [state_of(optimizer, index) for index in of_weight]
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "NAdam", "int"])
+def test_where_experts_are_put_together_the_fewest_steps_count_and_a_warning_says_so(
+    world: World, tmp_path: Path, kind: str
+) -> None:
+    busy, idle = world.run(2, save, tmp_path, kind, 2)
+    assert (busy["step"], idle["step"]) == (6, 2)
+    (found,) = load(tmp_path, ONE, kind, r"weight \(2 to 6 steps\)\. Each goes on with the fewest")
+    assert found.keys() == busy.keys()
+    for key, value in found.items():
+        rows = isinstance(value, list)
+        assert value == (busy[key] + idle[key] if rows else idle[key]), key
+
+
+def test_where_one_had_no_state_yet_its_elements_have_zeros_and_a_warning_says_so(world: World, tmp_path: Path) -> None:
+    busy, idle = world.run(2, save, tmp_path, "AdamW", 0)
+    assert idle == {}
+    (found,) = load(tmp_path, ONE, "AdamW", r"weight \(no state yet\)")
+    zeros = [[0.0] * 3] * 2
+    assert found == {"step": 6.0, "exp_avg": busy["exp_avg"] + zeros, "exp_avg_sq": busy["exp_avg_sq"] + zeros}
+
+
+@pytest.mark.parametrize("busy_until", [2, 0])
+def test_pieces_of_one_expert_have_its_count_and_nobody_is_warned(
+    world: World, tmp_path: Path, busy_until: int
+) -> None:
+    busy, idle = world.run(2, save, tmp_path, "AdamW", busy_until)
+    for rank, pieces in enumerate(world.run(4, load_sharded, tmp_path)):
+        for state in pieces:
+            expected = (busy, idle)[rank % 2]
+            assert state.get("step") == expected.get("step")
+            assert set(state) == set(expected)
+
+
+def load_sharded(path: Path) -> list[dict[str, Any]]:
+    return load(path, DATA_EXPERTS, "AdamW", None, shard_states="data")
+
+
+def test_equal_counts_are_nothing_to_warn_of(world: World, tmp_path: Path) -> None:
+    busy, other = world.run(2, save, tmp_path, "AdamW", FIRST)
+    assert busy["step"] == other["step"] == 6
+    assert load(tmp_path, ONE, "AdamW", None)[0]["step"] == 6

@@ -1,0 +1,211 @@
+"""A file that was damaged or planted is an error, and nothing in it is executed: a payload in every file."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import content, model_of, optimizer_of
+from hypothesis import given
+from hypothesis import strategies as st
+from meshstep.optim import ParallelOptimizer, load_checkpoint, save_checkpoint
+from meshstep.optim.checkpoint.checksums import BLOCK, CheckedStream, SummingStream, record_of
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from torch import Tensor, nn
+from world import World
+
+
+class Payload:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = str(mark)
+
+    def __reduce__(self) -> Any:
+        return (os.mkdir, (self.mark,))
+
+
+def zipped(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def plant_in_index(change: Callable[[Any, Any], None]) -> Callable[[Path, Payload], None]:
+    def plant(file: Path, payload: Payload) -> None:
+        index = pickle.loads(file.read_bytes())
+        change(index, payload)
+        file.write_bytes(pickle.dumps(index))
+
+    return plant
+
+
+def as_shape(index: Any, payload: Payload) -> None:
+    next(iter(index.state_dict_metadata.values())).size = payload
+
+
+def as_place(index: Any, payload: Payload) -> None:
+    next(iter(index.storage_data.values())).relative_path = payload
+
+
+def as_extra(file: Path, payload: Payload) -> None:
+    file.write_bytes(zipped({**torch.load(file, weights_only=True), "extra": payload}))
+
+
+def instead_of_tensors(file: Path, payload: Payload) -> None:
+    """Every tensor of the file is a payload, and the index says so."""
+    data = zipped(payload)
+    file.write_bytes(data)
+    index = pickle.loads((file.parent / ".metadata").read_bytes())
+    for place in index.storage_data.values():
+        if place.relative_path == file.name:
+            place.offset, place.length = 0, len(data)
+    (file.parent / ".metadata").write_bytes(pickle.dumps(index))
+
+
+Plant = Callable[[Path, Payload], Any]
+PLANTS: list[tuple[str, Plant]] = [
+    *(
+        (name, lambda file, payload: file.write_bytes(pickle.dumps(payload)))
+        for name in ("meshstep.json", ".metadata", "__0_0.distcp", "shared.pt", "rank-0.pt")
+    ),
+    *(
+        (name, lambda file, payload: file.write_bytes(zipped(payload)))
+        for name in (".metadata", "__0_0.distcp", "shared.pt", "rank-0.pt")
+    ),
+    (".metadata", plant_in_index(as_shape)),
+    (".metadata", plant_in_index(as_place)),
+    ("__0_0.distcp", instead_of_tensors),
+    ("shared.pt", as_extra),
+]
+
+
+def sealed(checkpoint: Path) -> None:
+    """Make the manifest say that all files are what they should be."""
+    file = checkpoint / "meshstep.json"
+    try:
+        manifest = json.loads(file.read_text())["manifest"]
+    except ValueError:
+        return  # the payload is there
+    manifest["files"] = {name: record_of(checkpoint / name, synchronise=False) for name in manifest["files"]}
+    checksum = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+    file.write_text(json.dumps({"crc32": checksum, "manifest": manifest}))
+
+
+def started(path: Path) -> tuple[nn.Module, Any, Path]:
+    model = model_of()
+    optimizer = optimizer_of(model)
+    optimizer.backward(torch.stack([param.sum() for param in model.parameters()]).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer, save_checkpoint(path, model, optimizer, extra={"step": 1})
+
+
+def test_the_payload_would_do_its_work(tmp_path: Path) -> None:
+    pickle.loads(pickle.dumps(Payload(tmp_path / "one")))
+    torch.load(io.BytesIO(zipped(Payload(tmp_path / "two"))), weights_only=False)
+    assert (tmp_path / "one").exists()
+    assert (tmp_path / "two").exists()
+
+
+@pytest.mark.parametrize("model_alone", [False, True])
+@pytest.mark.parametrize("case", range(len(PLANTS)))
+def test_nothing_in_any_file_is_executed(tmp_path: Path, case: int, model_alone: bool) -> None:
+    name, plant = PLANTS[case]
+    model, optimizer, checkpoint = started(tmp_path / "run")
+    mark = tmp_path / "executed"
+    plant(checkpoint / name, Payload(mark))
+    sealed(checkpoint)
+    before = content([model.state_dict(), optimizer.state_dict()])
+    if model_alone and name == "rank-0.pt":
+        load_checkpoint(tmp_path / "run", model, None, registry=optimizer.registry)  # it is not even read
+    else:
+        with pytest.raises(ValueError, match=r"damaged|planted|failed on rank 0"):
+            load_checkpoint(tmp_path / "run", model, None if model_alone else optimizer, registry=optimizer.registry)
+        assert content([model.state_dict(), optimizer.state_dict()]) == before
+    assert not mark.exists()
+
+
+def test_a_sealed_checkpoint_in_which_nothing_was_planted_loads(tmp_path: Path) -> None:
+    model, optimizer, checkpoint = started(tmp_path)
+    sealed(checkpoint)
+    assert load_checkpoint(tmp_path, model, optimizer) == {"step": 1}
+
+
+def planted_for_two(path: Path, mark: Path) -> str:
+    model = model_of(buffer=False)
+    declare(model, {"*": P()})
+    registry = ProcessGroupRegistry(Topology(data=2))
+    optimizer = ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), registry)
+    checkpoint = save_checkpoint(path, model, optimizer)
+    if registry.global_rank == 0:
+        (checkpoint / "rank-1.pt").write_bytes(zipped(Payload(mark)))
+        sealed(checkpoint)
+    torch.distributed.barrier()
+    with pytest.raises(ValueError, match=r"rank-1.pt is damaged, or was planted") as error:
+        load_checkpoint(path, model, optimizer)
+    registry.close()
+    return str(error.value)
+
+
+def test_what_one_rank_finds_all_are_told(world: World, tmp_path: Path) -> None:
+    world.run(2, planted_for_two, tmp_path / "run", tmp_path / "executed")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_an_index_can_not_lead_out_of_its_directory(tmp_path: Path) -> None:
+    model, optimizer, checkpoint = started(tmp_path / "run")
+    (tmp_path / "__0_0.distcp").write_bytes((checkpoint / "__0_0.distcp").read_bytes())
+    index = pickle.loads((checkpoint / ".metadata").read_bytes())
+    for place in index.storage_data.values():
+        place.relative_path = f"../../{place.relative_path}"
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
+    sealed(checkpoint)
+    with pytest.raises(ValueError, match=r"its index names .*, which is none of its files"):
+        load_checkpoint(tmp_path / "run", model, optimizer)
+
+
+# Checksums ------------------------------------------------------------------------------------------------------------
+
+
+@given(data=st.data())
+def test_checksums_are_those_of_the_blocks_however_a_file_is_written_and_read(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    size = data.draw(st.sampled_from([0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7]))
+    whole = torch.randint(0, 256, (size,), dtype=torch.uint8).numpy().tobytes() if size else b""
+    cuts = sorted(data.draw(st.lists(st.integers(0, size), max_size=4)))
+    file = tmp_path_factory.mktemp("sums") / "file"
+    with open(file, "wb") as stream:
+        summing = SummingStream(stream)
+        for start, stop in zip([0, *cuts], [*cuts, size], strict=True):
+            summing.write(whole[start:stop])
+    assert summing.record == record_of(file, synchronise=False)
+    assert summing.record.crc32 == tuple(zlib.crc32(whole[at : at + BLOCK]) for at in range(0, size, BLOCK))
+    with open(file, "rb") as stream:
+        checked = CheckedStream(stream, file, summing.record)
+        for start, stop in data.draw(st.lists(st.tuples(st.integers(0, size), st.integers(0, size)), max_size=5)):
+            checked.seek(start)
+            assert checked.read(max(0, stop - start)) == whole[start : max(start, stop)]
+
+
+def test_who_reads_a_part_finds_damage_there_and_only_there(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    whole: Tensor = torch.arange(2 * BLOCK).to(torch.uint8)
+    file.write_bytes(whole.numpy().tobytes())
+    record = record_of(file, synchronise=False)
+    whole[BLOCK + 5] ^= 1
+    file.write_bytes(whole.numpy().tobytes())
+    with open(file, "rb") as stream:
+        checked = CheckedStream(stream, file, record)
+        assert len(checked.read(BLOCK)) == BLOCK
+        with pytest.raises(ValueError, match="is damaged: bytes were changed"):
+            checked.read(1)

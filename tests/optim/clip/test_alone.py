@@ -1,0 +1,69 @@
+"""`clip_grad_norm_` alone, where torch's function is replaced by it: its options."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from meshstep.optim import clip_grad_norm_, global_norm
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from torch import Tensor, nn
+from world import World
+
+
+def split_weight(bad: float | None, rank: int) -> Tensor:
+    """Half of [3, 4, 12, 84] on either rank; rank 1's may have an element that isn't finite."""
+    weight = nn.Parameter(torch.zeros(2))
+    annotate(weight, P("tensor"), "weight")
+    weight.grad = torch.tensor([[3.0, 4.0], [12.0, 84.0]][rank])
+    if bad is not None and rank == 1:
+        weight.grad[0] = bad
+    return weight
+
+
+def nonfinite(bad: float, error: bool) -> tuple[str, list[float], float]:
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        weight = split_weight(bad, registry.global_rank)
+        assert weight.grad is not None
+        if not error:
+            stats = clip_grad_norm_([weight], 0.5, registry)
+            return "", weight.grad.tolist(), float(stats.found_inf)
+        with pytest.raises(RuntimeError, match="error_if_nonfinite") as raised:
+            clip_grad_norm_([weight], 0.5, registry, error_if_nonfinite=True)
+        return str(raised.value), weight.grad.tolist(), 1.0
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite_is_an_error_on_every_rank_if_asked_for(world: World, bad: float) -> None:
+    (first, gradient, _), (second, _, _) = world.run(2, nonfinite, bad, True)
+    assert first == second
+    assert f"norm of order 2.0 is {bad}" in first
+    assert gradient == [3.0, 4.0]
+    assert [found for *_, found in world.run(2, nonfinite, bad, False)] == [1.0, 1.0]
+
+
+def finite() -> list[float]:
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        weight = split_weight(None, registry.global_rank)
+        stats = clip_grad_norm_([weight], 8.5, registry, error_if_nonfinite=True)
+        assert float(stats.total_norm) == pytest.approx(math.sqrt(9 + 16 + 144 + 7056))
+        assert weight.grad is not None
+        return weight.grad.tolist()
+
+
+def test_a_finite_norm_is_clipped_with_the_check(world: World) -> None:
+    first, second = world.run(2, finite)
+    assert [*first, *second] == pytest.approx([0.3, 0.4, 1.2, 8.4], rel=1e-6)
+
+
+@pytest.mark.parametrize("norm_type", [0.5, 0.99])
+def test_an_order_below_one_says_why_not(norm_type: float) -> None:
+    registry = ProcessGroupRegistry(Topology())
+    weight = nn.Parameter(torch.zeros(2))
+    weight.grad = torch.ones(2)
+    with pytest.raises(ValueError, match=rf"norm_type={norm_type}: give a number >= 1 .* below 1 it is no norm"):
+        clip_grad_norm_([weight], 1.0, registry, norm_type)
+    with pytest.raises(ValueError, match="below 1 it is no norm"):
+        global_norm([weight], registry, norm_type)
+    assert weight.grad.tolist() == [1.0, 1.0]

@@ -1,0 +1,163 @@
+"""An optimizer that needs whole tensors gets no pieces without a word, whoever cut them; others step as one rank does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from layouts import Axes, Split
+from meshstep.amp import Bf16, Mode
+from meshstep.optim import HalfStates, ParallelOptimizer, Sharded
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from third_party import SignDescent, TrustRatio, under_the_name
+from torch import nn
+from world import World
+
+MAKE: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "Muon": lambda params: torch.optim.Muon([param for param in params if param.dim() == 2]),
+    "Adafactor": torch.optim.Adafactor,
+    "SOAP": under_the_name("pytorch_optimizer", "SOAP"),
+    "TrustRatio": TrustRatio,
+    "a subclass with its own step": type("MyAdam", (torch.optim.Adam,), {"step": lambda self, closure=None: None}),
+    "a name of another library": under_the_name("my_research", "Lion"),
+    "caution": lambda params: under_the_name("timm", "Adan")(params, caution=True),
+    "norm clipping": lambda params: under_the_name("pytorch_optimizer", "Adan")(params, max_grad_norm=1.0),
+    "said not to be": lambda params: said(torch.optim.AdamW(params), False),
+    "Prodigy": under_the_name("prodigyopt", "Prodigy"),
+    # From here on right on pieces.
+    "AdamW": torch.optim.AdamW,
+    "a subclass of AdamW": type("MyAdamW", (torch.optim.AdamW,), {}),
+    "Lion": under_the_name("lion_pytorch", "Lion"),
+    "Tiger": under_the_name("pytorch_optimizer", "Tiger"),
+    "Adan": lambda params: under_the_name("pytorch_optimizer", "Adan")(params, max_grad_norm=0.0),
+    "schedule-free": under_the_name("schedulefree", "AdamWScheduleFree"),
+    "low-bit": under_the_name("torchao", "AdamW8bit"),
+    "low-bit, paged": under_the_name("bitsandbytes", "PagedAdamW8bit"),
+    "said to be": lambda params: said(under_the_name("my_research", "Lion")(params), True),
+}
+WHOLE = list(MAKE)[:10]
+PIECES = list(MAKE)[10:]
+
+
+def said(optimizer: torch.optim.Optimizer, elementwise: bool) -> torch.optim.Optimizer:
+    optimizer.elementwise = elementwise  # type: ignore[attr-defined]
+    return optimizer
+
+
+def made(kind: str, where: str) -> str:
+    """What constructing says, and that it leaves the optimizer as it was where it says something."""
+    from dtensors import registry_of
+
+    axes = {"split": (("data", 1), ("tensor", 2)), "pipeline": (("pipe", 2),)}.get(where, (("data", 2),))
+    with registry_of(axes) as registry:
+        weight, bias = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(4))
+        states: Any = ()
+        if where == "split":
+            annotate(weight, P(None, "tensor"), "weight")
+            annotate(bias, P(), "bias")
+        elif where == "DTensor":
+            from torch.distributed.tensor import Shard, distribute_tensor
+
+            weight = nn.Parameter(distribute_tensor(weight.detach(), registry.device_mesh("data"), (Shard(0),)))
+            annotate(weight, P(), "weight")
+        elif where == "sharded":
+            states = Sharded("data")
+        elif where == "half states":
+            states = HalfStates()
+        elif where == "frozen":
+            weight.requires_grad_(False)
+            annotate(weight, P("data"), "weight")
+        precision: Mode | Bf16 = Bf16(stochastic_rounding=True) if where == "rounded" else "fp32"
+        inner = MAKE[kind]([("weight", weight), ("bias", bias)] if where == "rounded" else [weight, bias])
+        try:
+            ParallelOptimizer(inner, registry, states=states, precision=precision)
+        except ValueError as error:
+            held = [param for group in inner.param_groups for param in group["params"]]
+            assert held[0] is weight
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize("where", ["split", "DTensor", "sharded"])
+def test_whoever_cuts_the_parameters_an_optimizer_that_needs_whole_ones_is_refused(world: World, where: str) -> None:
+    for kind, texts in zip(WHOLE, world.run_each(made, [(2, (kind, where)) for kind in WHOLE]), strict=True):
+        for text in texts:
+            assert "optimizer.elementwise = True" in text, kind
+            assert ("weight (P(" in text) == (where != "sharded"), kind
+    (texts,) = world.run_each(made, [(2, ("norm clipping", where))])
+    assert "max_grad_norm=1.0 is not (with max_grad_norm=0.0 it is)" in texts[0]
+
+
+@pytest.mark.parametrize("where", ["split", "DTensor", "sharded"])
+def test_elementwise_optimizers_of_any_library_are_known(world: World, where: str) -> None:
+    found = world.run_each(made, [(2, (kind, where)) for kind in PIECES])
+    assert dict(zip(PIECES, found, strict=True)) == {kind: ["", ""] for kind in PIECES}
+
+
+@pytest.mark.parametrize("where", ["replicas", "frozen", "pipeline", "half states", "rounded"])
+def test_whole_tensors_are_left_to_any_optimizer(world: World, where: str) -> None:
+    kinds = [kind for kind in MAKE if kind not in ("Prodigy", "Muon")]
+    found = world.run_each(made, [(2, (kind, where)) for kind in kinds])
+    assert dict(zip(kinds, found, strict=True)) == {kind: ["", ""] for kind in kinds}
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ("pipeline", "ranks hold different parameters, but Prodigy estimates"),
+        ("half states", "HalfStates steps bucket by bucket, but Prodigy"),
+        ("rounded", "stochastic rounding steps bucket by bucket, but Prodigy"),
+        ("replicas", ""),
+    ],
+)
+def test_an_estimate_from_all_parameters_needs_all_of_them(world: World, where: str, says: str) -> None:
+    for text in world.run(2, made, "Prodigy", where):
+        assert text.startswith(says)
+        assert bool(text) == bool(says)
+
+
+def added() -> str:
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        whole, split = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+        annotate(whole, P(), "whole")
+        annotate(split, P("tensor"), "split")
+        optimizer = ParallelOptimizer(TrustRatio([whole]), registry)
+        with pytest.raises(
+            ValueError, match=r"split \(P\('tensor'\)\) is split.*TrustRatio is not known to be"
+        ) as caught:
+            optimizer.add_param_group({"params": [split]})
+        assert len(optimizer.param_groups) == 1
+        return str(caught.value)
+
+
+def test_a_param_group_that_is_added_is_asked_too(world: World) -> None:
+    world.run(2, added)
+
+
+def trained(axes: Axes, kind: type[SignDescent]) -> dict[str, Any]:
+    """The full parameters after five steps, with the optimizer believed to be elementwise."""
+    registry = ProcessGroupRegistry(Topology(roles=None, **dict(axes)))
+    with registry:
+        model = Split(axes, registry)
+        inner = kind(model.parameters())
+        optimizer = ParallelOptimizer(said(inner, True), registry, max_norm=0.5)
+        for step in range(5):
+            optimizer.zero_grad()
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+            optimizer.backward(model(x).square().mean())
+            optimizer.step()
+        return {name: model.full(name).detach() for name in model.specs}
+
+
+def apart(world: World, kind: type[SignDescent]) -> float:
+    """How far a split run ends from one process, relative."""
+    (dense,), split = world.run(1, trained, (), kind), world.run(2, trained, (("tensor", 2),), kind)[0]
+    return max(float((split[name] - dense[name]).abs().max() / dense[name].abs().max()) for name in dense)
+
+
+def test_the_refusal_is_for_a_reason(world: World) -> None:
+    """What is called elementwise steps pieces as one process steps the whole; what is refused does not."""
+    assert apart(world, SignDescent) < 1e-6
+    assert apart(world, TrustRatio) > 1e-3

@@ -1,0 +1,248 @@
+"""Gradients that came past `backward`, or not at all, are an error on every rank and not a model that doesn't learn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from arguments import arguments
+from meshstep.amp import GradScaler, Mode, precision_of
+from meshstep.optim import ParallelOptimizer
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from small_models import parameter
+from torch import nn
+from world import World
+from zero_models import ZERO1, ZERO2
+
+
+def bypassed(mode: Mode, options: dict[str, Any], zeros: bool) -> str:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        model = nn.Linear(4, 3)
+        nn.init.constant_(model.weight, 0.5)
+        nn.init.zeros_(model.bias)
+        precision_of(mode).prepare(model, registry)
+        declare(model, {"*": P()})
+        inner = torch.optim.SGD(model.named_parameters(), lr=0.1)
+        optimizer = ParallelOptimizer(inner, registry, precision=mode, **arguments(**options))
+        before = model.weight.detach().clone()
+        factor = 0.0 if zeros else 1.0
+        for _ in range(2):
+            if registry.rank("data") == 0 or not options:  # a rank may have no loss
+                (model(torch.ones(2, 4)).float().sum() * factor).backward()
+            try:
+                optimizer.step()
+            except RuntimeError as error:
+                assert torch.equal(before, model.weight)
+                return str(error)
+        return "no error"
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("fp16", {}),
+        ("fp16", {"max_norm": 0.5}),
+        ("fp16_naive", ZERO1),
+        ("fp32", {"accumulation_steps": 2}),
+        ("bf16", {"accumulation_steps": 2, **ZERO1}),
+    ],
+)
+def test_a_bypassed_backward_is_an_error_that_says_what_to_write(
+    world: World, mode: Mode, options: dict[str, Any]
+) -> None:
+    for text in world.run(2, bypassed, mode, options, False):
+        assert text.startswith("gradients are there, but ")
+        assert "optimizer.backward(loss)" in text
+        assert "with optimizer.window()" in text
+    # States are made by such a step before they are loaded.
+    assert world.run(2, bypassed, mode, options, True) == ["no error"] * 2
+
+
+def by_others(mode: Mode, options: dict[str, Any], way: str) -> list[float]:
+    """Weights after three windows; in each micro-batch somebody else makes two backward calls, or we one of their sum."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        precision_of(mode).prepare(model, registry)
+        declare(model, {"*": P()})
+        inner = torch.optim.SGD(model.named_parameters(), lr=0.1)
+        optimizer = ParallelOptimizer(inner, registry, precision=mode, **arguments(**options))
+        generator = torch.Generator().manual_seed(registry.rank("data"))
+        for _ in range(3):
+            optimizer.zero_grad()
+            for _ in range(options.get("accumulation_steps", 1)):
+                inputs = torch.randn(2, 5, 4, generator=generator)
+                if way == "window":
+                    with optimizer.window():
+                        for x in inputs:
+                            optimizer.scale_loss(model(x).float().square().mean()).backward()
+                else:
+                    optimizer.backward(sum(model(x).float().square().mean() for x in inputs))
+            assert optimizer.step() is not None
+        return [float(value) for value in model.weight.flatten()]
+
+
+@pytest.mark.parametrize("options", [{"max_norm": 0.5}, ZERO1, ZERO2, {"accumulation_steps": 3}])
+@pytest.mark.parametrize("mode", ["fp32", "fp16", "bf16"])
+def test_a_window_is_for_backward_calls_of_others(world: World, mode: Mode, options: dict[str, Any]) -> None:
+    window, own = (world.run(2, by_others, mode, options, way) for way in ("window", "backward"))
+    assert window[0] == window[1]
+    assert window[0] == pytest.approx(
+        own[0], rel=1e-5 if mode == "fp32" else 2e-2, abs=1e-6 if mode == "fp32" else 2e-3
+    )
+    without = world.run(2, by_others, mode, {}, "backward")
+    if "accumulation_steps" in options:
+        assert own[0] != pytest.approx(without[0], rel=1e-5), "other micro-batches, and their mean"
+
+
+def interrupted_window() -> list[str]:
+    with ProcessGroupRegistry(Topology(data=1)) as registry:
+        a = parameter("a")
+        optimizer = ParallelOptimizer(torch.optim.SGD([a], lr=1.0), registry, accumulation_steps=2)
+        said = []
+
+        def schedule() -> None:
+            with optimizer.window():
+                a.sum().backward()
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            schedule()
+        with pytest.raises(RuntimeError, match="zero_grad") as caught:
+            optimizer.step()
+        said.append(str(caught.value))
+        optimizer.zero_grad()
+        for _ in range(2):
+            optimizer.backward(a.sum() * 3)
+        assert optimizer.step() is not None
+        return [*said, str(float(a.detach()[0]))]
+
+
+def test_a_window_that_was_given_up_leaves_nothing_behind() -> None:
+    said, value = interrupted_window()
+    assert "begin the window anew" in said
+    assert float(value) == -3.0
+
+
+def without_gradients(cause: str, options: dict[str, Any]) -> str:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        model = nn.Linear(4, 3)
+        nn.init.constant_(model.weight, 0.5)
+        declare(model, {"*": P()})
+        inner = torch.optim.SGD([model.weight], lr=0.1)
+        optimizer = ParallelOptimizer(inner, registry, **arguments(**options))
+        if cause == "replaced":
+            model.weight = nn.Parameter(model.weight.detach().clone())
+        optimizer.backward(model(torch.ones(2, 4)).sum())
+        if cause == "main_grad":
+            weight: Any = model.weight
+            weight.main_grad, weight.grad = weight.grad, None
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            return str(error)
+        return "no error"
+
+
+@pytest.mark.parametrize("options", [{}, ZERO1, {"offload": 1.0}, {"accumulation_steps": 1}])
+@pytest.mark.parametrize(
+    ("cause", "said"), [("replaced", "model.parameters() after"), ("main_grad", "param.main_grad")]
+)
+def test_no_gradient_anywhere_is_an_error(world: World, cause: str, said: str, options: dict[str, Any]) -> None:
+    for text in world.run(2, without_gradients, cause, options):
+        assert text.startswith("no parameter of the optimizer has a gradient on any rank")
+        assert said in text
+
+
+def test_with_sharded_gradients_backward_takes_them_and_it_is_none(world: World) -> None:
+    assert world.run(2, without_gradients, "nothing", ZERO2) == ["no error"] * 2
+
+
+# Modes and scalers ----------------------------------------------------------------------------------------------------
+
+
+def unprepared(mode: Mode, prepared: bool) -> str:
+    with ProcessGroupRegistry(Topology(pipe=2)) as registry:
+        model = nn.Linear(4, 3) if registry.rank("pipe") else nn.BatchNorm1d(4)
+        if prepared and registry.rank("pipe"):
+            precision_of(mode).prepare(model, registry)
+        declare(model, {"*": P()})
+        inner = torch.optim.SGD(model.named_parameters(), lr=0.1)
+        try:
+            ParallelOptimizer(inner, registry, precision=mode)
+        except ValueError as error:
+            return str(error)
+        return "no error"
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp16_naive"])
+def test_a_mode_without_its_prepare_is_an_error(world: World, mode: Mode) -> None:
+    for text in world.run(2, unprepared, mode, False):
+        assert "prepare(model)" in text
+        assert repr(mode) in text
+    # One stage may have nothing but what the mode leaves in float32.
+    assert world.run(2, unprepared, mode, True) == ["no error"] * 2
+
+
+def scaled_by(kind: str, overflow: bool, options: dict[str, Any]) -> tuple[str, float, float]:
+    """The error, the weight after two steps, and the scale."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        w = parameter("w", 3, value=1.0)
+        optimizer = ParallelOptimizer(torch.optim.SGD([w], lr=0.5, fused=True), registry, **arguments(**options))
+        scaler: Any = (
+            torch.amp.GradScaler("cpu", init_scale=8.0) if kind == "torch" else GradScaler(registry, init_scale=8.0)
+        )
+        text = "no error"
+        for step in range(2):
+            optimizer.zero_grad()
+            factor = float("inf") if overflow and step == 1 and registry.rank("data") == 1 else 1.0
+            scaler.scale((w.square() * 0.5).sum() * factor).backward()
+            try:
+                scaler.step(optimizer)
+            except RuntimeError as error:
+                text = str(error)
+                break
+            scaler.update()
+        return text, float(w.detach()[0]), scaler.get_scale()
+
+
+def test_torchs_scaler_is_refused_on_every_rank_and_ours_is_taken(world: World) -> None:
+    for text, weight, _ in world.run(2, scaled_by, "torch", True, {}):
+        assert "meshstep.amp.GradScaler(registry)" in text
+        assert weight == 1.0
+    assert world.run(2, scaled_by, "ours", False, {}) == [("no error", 0.25, 8.0)] * 2
+    assert world.run(2, scaled_by, "ours", True, {}) == [("no error", 0.5, 4.0)] * 2
+    # 0.5 times the norm of (1, 1, 1), then once more.
+    clipped = 1.0 - 0.5 * 0.5 / 3**0.5 * 2
+    for text, weight, _ in world.run(2, scaled_by, "ours", False, {"max_norm": 0.5}):
+        assert text == "no error"
+        assert weight == pytest.approx(clipped, rel=1e-5)
+
+
+def test_a_scaler_that_can_not_see_the_gradients_is_refused(world: World) -> None:
+    for text, weight, _ in world.run(2, scaled_by, "ours", False, ZERO1):
+        assert "can't see the gradients" in text
+        assert weight == 1.0
+
+
+def late_gradient(fused: bool) -> list[float]:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        a, b = parameter("a", 3, value=1.0), parameter("b", 2, P(owned={"data": 1}), value=1.0)
+        mine = registry.rank("data") == 1
+        inner = torch.optim.SGD([a, b] if mine else [a], lr=0.1, momentum=0.9, dampening=0.3, fused=fused)
+        optimizer = ParallelOptimizer(inner, registry, max_norm=0.5)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = a.square().sum()
+            if mine and step:
+                loss = loss + b.pow(3).sum()
+            optimizer.backward(loss)
+            optimizer.step()
+        return [float(value) for param in (a, b) for value in param.detach()]
+
+
+def test_a_first_gradient_that_comes_later_starts_its_momentum_then(world: World) -> None:
+    fused, plain = (world.run(2, late_gradient, kind) for kind in (True, False))
+    for one, other in zip(fused, plain, strict=True):
+        assert one == pytest.approx(other, rel=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -19,9 +20,12 @@ FOLDERS = ("parallel", "amp", "optim", "tests", "examples")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Its files by their names, unpacked."""
     pytest.importorskip("setuptools")
-    folder = tmp_path_factory.mktemp("dist")
+    folder, source = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("source") / "meshstep"
+    # A copy: a build leaves files beside the sources, where an installation may be at work.
+    left_out = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "__pycache__", ".hypothesis", "build", "*.egg-info")
+    shutil.copytree(ROOT, source, symlinks=True, ignore=left_out)
     build = f"from setuptools import build_meta; print(build_meta.build_sdist({str(folder)!r}))"
-    done = subprocess.run([sys.executable, "-c", build], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (archive,) = folder.glob("*.tar.gz")
     with tarfile.open(archive) as tar:

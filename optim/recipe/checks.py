@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -128,10 +128,20 @@ def first_samples(loader: Any) -> str | None:
         return None
     try:
         with cpu_random_state_kept():
-            samples = pickle.dumps(list(islice(dataset, 4)))
+            samples = pickle.dumps([_plain(sample) for sample in islice(dataset, 4)])
     except Exception:  # the loop that iterates over it will say what is wrong
         return None
     return hashlib.blake2b(samples).hexdigest()
+
+
+def _plain(sample: Any) -> Any:
+    """Without tensors, whose pickles name the memory that they were in."""
+    if isinstance(sample, Tensor):
+        value = sample.detach().cpu().contiguous()
+        return str(value.dtype), tuple(value.shape), bytes(value.flatten().view(torch.uint8).tolist())
+    if isinstance(sample, dict):
+        return {key: _plain(item) for key, item in sample.items()}
+    return [_plain(item) for item in sample] if isinstance(sample, (tuple, list)) else sample
 
 
 def check_contents(digests: Sequence[str | None], topology: Topology) -> None:

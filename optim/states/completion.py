@@ -13,7 +13,7 @@ from ..gradients.kinds import check_kinds, poison_bad_kinds
 from ..gradients.sync import gradient_buckets
 from ..norm.plan import ReductionPlan
 from ..step.data_parallel import Switch
-from ..step.first_look import check_gradients_came
+from ..step.first_look import Seen, check_gradients_came
 from .chain import Chain
 from .link import AnyWindow
 
@@ -54,8 +54,7 @@ class Completion:
         if window.phase in ("complete", "clipped"):
             return None
         frozen = self._frozen_since()
-        if not self._looked:
-            check_gradients_came(window, [param for _, param, _ in self.chain.given], self.chain.registry)
+        seen = None if self._looked else Seen.of(window, [param for _, param, _ in self.chain.given])
         averaged = switch is None or switch.averages(window)
         # Before anybody else takes, or looks at, the gradients of the model's parameters: a rank has the same order of
         # collectives whether it ran a backward or not.
@@ -65,8 +64,9 @@ class Completion:
             link.bring(window, averaged)
         window.holds_old = True
         problem = None
-        if not self._looked:
+        if seen is not None:
             on_all_ranks(lambda: check_kinds(self.params, self.plan.entries), self.chain.registry)
+            check_gradients_came(seen, window.scaled, self.chain.registry)
             self._looked = True
         for param in self.params:
             gradient = param.grad

@@ -20,7 +20,7 @@ from ...parallel.mesh.registry import ProcessGroupRegistry
 from .pieces import params_of
 
 T = TypeVar("T", bound=torch.optim.Optimizer)
-_SAID_OF_IT = ("elementwise",)  # what is said of an optimizer by an attribute, which torch's copies leave out
+_SAID_OF_IT = ("elementwise", "_step_supports_amp_scaling")  # by attributes, which torch's copies leave out
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...parallel.interop.local import local_tensor
@@ -18,40 +19,42 @@ SAY_SO = (
 )
 
 
-class _Seen(NamedTuple):
-    """What one rank knows."""
+class Seen(NamedTuple):
+    """What one rank knows of the gradients that backward left."""
 
     calls: int
     some: bool  # a gradient is there, whatever its values
     some_not_zero: bool
     elsewhere: bool  # in .main_grad
+    unknown: bool  # they were reduced and taken already, or a backward raised
 
     @classmethod
-    def of(cls, window: Window[Any, Any], params: Sequence[Tensor]) -> _Seen:
-        gradients = [param.grad for param in params if param.grad is not None]
+    def of(cls, window: Window[Any, Any], params: Sequence[Tensor]) -> Seen:
+        """Args: params: The model's, before anybody takes their gradients. Host reads: some."""
+        gradients = [local_tensor(param.grad) for param in params if param.grad is not None]
         # States are also made by a step with gradients of zeros.
-        not_zero = window.calls == 0 and any(bool((local_tensor(g) != 0).any()) for g in gradients)
+        not_zero = window.calls == 0 and any(g.layout != torch.strided or bool((g != 0).any()) for g in gradients)
         elsewhere = any(getattr(param, "main_grad", None) is not None for param in params)
-        return cls(window.calls, bool(gradients), not_zero, elsewhere)
+        return cls(window.calls, bool(gradients), not_zero, elsewhere, window.reduced or window.phase == "broken")
 
 
-def check_gradients_came(window: Window[Any, Any], params: Sequence[Tensor], registry: ProcessGroupRegistry) -> None:
+def check_gradients_came(mine: Seen, scaled: bool, registry: ProcessGroupRegistry) -> None:
     """At the end of the first window.
 
     Args:
-        params: The model's, with the gradients that backward left.
+        scaled: There is a loss scale.
     Raises:
         RuntimeError: On every rank: nobody scaled the loss, though there is a loss scale; or there is no gradient anywhere.
     Collectives: those of `gather_objects`. Host reads: yes.
     """
-    seen = gather_objects(_Seen.of(window, params), registry)
+    seen = gather_objects(mine, registry)
     called = any(rank.calls for rank in seen)
-    if window.scaled and not called and any(rank.some_not_zero for rank in seen):
+    if scaled and not called and any(rank.some_not_zero for rank in seen):
         raise RuntimeError(
             "gradients are there, but their loss was not multiplied by the loss scale that they would be divided by: "
             + SAY_SO
         )
-    if called and not window.reduced and not any(rank.some for rank in seen):
+    if called and not any(rank.some or rank.unknown for rank in seen):
         where = (
             "they are in param.main_grad: set param.grad = param.main_grad before step"
             if any(rank.elsewhere for rank in seen)
@@ -68,7 +71,7 @@ def check_window_is_used(window: Window[Any, Any], params: Sequence[Tensor], reg
         RuntimeError: On every rank: there are gradients all the same, which would never be stepped with.
     Collectives: those of `gather_objects`. Host reads: yes.
     """
-    if any(rank.some_not_zero for rank in gather_objects(_Seen.of(window, params), registry)):
+    if any(rank.some_not_zero for rank in gather_objects(Seen.of(window, params), registry)):
         raise RuntimeError(
             f"gradients are there, but no micro-batch has come to the window of accumulation_steps={window.steps}, which "
             "would never be full: " + SAY_SO

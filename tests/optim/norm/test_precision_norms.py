@@ -107,6 +107,7 @@ def check_one(mode: str, p: float, way: Way, registry: ProcessGroupRegistry, fus
     optimizer = ParallelOptimizer(
         inner, registry, **arguments(precision=MODES[mode], norm_type=p, per_parameter_norms=True, **options)
     )
+    optimizer.scale_loss(torch.zeros(()))
     for name, param in params.items():  # as backward leaves them: scaled, and where there are masters in float32
         piece = shard(gradient(name) * SCALE, SPECS[name][1], registry)
         param.grad = piece.to(F32 if MODES[mode].masters else param.dtype)

@@ -136,7 +136,7 @@ WRONG: list[tuple[dict[str, int], str, Any, str]] = [
         {"data": 2},
         "shuffled",
         None,
-        "each of the 2 data ranks would see all of the loader's samples; make the loader w",
+        "each of the 2 data ranks would see all of the loader's samples, by RandomSampler; make the loader w",
     ),
     ({"tensor": 2}, "world", None, "DistributedSampler is part [01] of 2, but this rank is data coordinate 0 of 1"),
     ({"data": 2}, "rank 1", "ddp", "of the optimizer's parameters are not the model's"),

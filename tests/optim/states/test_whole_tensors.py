@@ -52,7 +52,8 @@ def made(kind: str, where: str) -> str:
 
     axes = {"split": (("data", 1), ("tensor", 2)), "pipeline": (("pipe", 2),)}.get(where, (("data", 2),))
     with registry_of(axes) as registry:
-        weight, bias = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(4))
+        dtype = torch.bfloat16 if where == "rounded" else torch.float32
+        weight, bias = nn.Parameter(torch.randn(4, 6, dtype=dtype)), nn.Parameter(torch.randn(4, dtype=dtype))
         states: Any = ()
         if where == "split":
             annotate(weight, P(None, "tensor"), "weight")

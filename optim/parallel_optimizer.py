@@ -234,35 +234,32 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
             self._clip_now(self._window.asked)
         problem = self._completion(self._window, self._switch)
         verdict = self._window.verdict or self._clipping(self.clip, self._window.divisor(self.registry, scale))
-        reason = self._skips.count(verdict.stats, self.on_nonfinite)
-        if reason is not None:
-            raise self._stopped(reason, verdict.stats)
-        update: Callable[[], object] = partial(apply_update, self.optimizer, verdict.stats.found_inf, verdict.factor)
-        for link in self._states.stepping:
-            update = partial(link.step, update)
-        update()
-        self._close(verdict.stats)
-        if problem is not None:
-            raise problem
-        return verdict.stats  # type: ignore[return-value]
-
-    def _stopped(self, reason: str, stats: GradStats) -> FloatingPointError:
-        """The error that ends training, in the place of an update. Collectives, host reads: some."""
-        names = nonfinite_names(self._clipping.params, self._clipping.plan.entries, self.registry)
-        self._close(stats)  # whoever catches the error goes on with a lower loss scale
-        return FloatingPointError(
-            f"{reason}; gradients that are not finite now: {', '.join(names) or 'none (the norm itself overflowed)'}. "
-            "Nothing was stepped: look for a too large learning rate, a division by zero or a too large loss scale"
-        )
-
-    def _close(self, stats: GradStats) -> None:
-        """Count the step, only now: the gradients were divided by the scale that backward used."""
+        stats = verdict.stats
+        reason = self._skips.count(stats, self.on_nonfinite)
+        if reason is None:
+            update: Callable[[], object] = partial(apply_update, self.optimizer, stats.found_inf, verdict.factor)
+            for link in self._states.stepping:
+                update = partial(link.step, update)
+            update()
         if self.loss_scale is not None:
-            self.loss_scale.update(stats.found_inf)
+            self.loss_scale.update(stats.found_inf)  # only now: gradients were divided by the scale that backward used
         self.last_stats = stats
         self._window.close()
         if self._switch is not None:
             self._switch.expect(self._window)
+        if reason is not None:
+            raise self._stopped(reason)  # whoever catches it goes on with a lower loss scale
+        if problem is not None:
+            raise problem
+        return stats  # type: ignore[return-value]
+
+    def _stopped(self, reason: str) -> FloatingPointError:
+        """The error that ends training, in the place of an update. Collectives, host reads: some."""
+        names = nonfinite_names(self._clipping.params, self._clipping.plan.entries, self.registry)
+        return FloatingPointError(
+            f"{reason}; gradients that are not finite now: {', '.join(names) or 'none (the norm itself overflowed)'}. "
+            "Nothing was stepped: look for a too large learning rate, a division by zero or a too large loss scale"
+        )
 
     # Explicit clipping -----------------------------------------------------------------------------------------------
 

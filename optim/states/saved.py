@@ -64,8 +64,10 @@ class Saved:
 
         def load() -> None:
             self._check_mode(own)
-            self.coordinates.check((own or {}).get("coordinates"))
-            self.chain.check_state({} if own is None else own["weights"])
+            weights = {} if own is None else own["weights"]
+            if ("shards" in weights) == ("shards" in self.chain.state_dict()):
+                self.coordinates.check((own or {}).get("coordinates"))
+            self.chain.check_state(weights)
             inner.load_state_dict({key: value for key, value in state.items() if key != "meshstep"})
             if own is not None and scale is not None:
                 scale.load_state_dict(own["loss_scale"])

@@ -228,7 +228,8 @@ def cross_entropy_equals_torch(size: int, dtype: torch.dtype, reduction: Reducti
             target[1, :3] = ignored
             check_loss(logits, target, registry, ignore_index, reduction)
         target[1, :3] = 4
-        finite = logits.nan_to_num(neginf=-5.0)  # a smoothed target asks for every class
+        # A smoothed target asks for every class; the sine of a loss of 3e4 would be 1e-11 off in any order of sums.
+        finite = logits.clamp(-5.0, 5.0)
         for smoothing in (0.1, 1.0):
             check_loss(finite, target, registry, 4, reduction, smoothing)
 

@@ -55,6 +55,9 @@ def made(kind: str, where: str) -> str:
         dtype = torch.bfloat16 if where == "rounded" else torch.float32
         weight, bias = nn.Parameter(torch.randn(4, 6, dtype=dtype)), nn.Parameter(torch.randn(4, dtype=dtype))
         states: Any = ()
+        if where == "rounded":
+            annotate(weight, P(), "weight")
+            annotate(bias, P(), "bias")
         if where == "split":
             annotate(weight, P(None, "tensor"), "weight")
             annotate(bias, P(), "bias")

@@ -1,7 +1,7 @@
 """Numbers: precision modes, loss scale and master weights."""
 
 from .apex import ApexFp16
-from .by_name import precision_of
+from .by_name import Mode, precision_of
 from .fp8.mode import Fp8, fp8_layers
 from .grad_scaler import GradScaler
 from .loss_scale import ConstantLossScale, DynamicLossScale, LossScale
@@ -20,6 +20,7 @@ __all__ = [
     "GradScaler",
     "LossScale",
     "MasterWeights",
+    "Mode",
     "NaiveFp16",
     "Precision",
     "StochasticRounding",

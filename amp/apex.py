@@ -54,7 +54,7 @@ class ApexFp16(Precision):
         ValueError: There is no such level, it has no use for keep_batchnorm_fp32, or the scale is out of range.
     """
 
-    opt_level: str = "O2"
+    opt_level: Literal["O0", "O1", "O2", "O3"] = "O2"
     keep_batchnorm_fp32: bool | None = None
     loss_scale: float | Literal["dynamic"] | None = None
 

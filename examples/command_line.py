@@ -126,7 +126,7 @@ def check_training(options: argparse.Namespace) -> None:
 
 def precision_asked(options: argparse.Namespace) -> Precision:
     """The mode that ``--precision`` names."""
-    mode: str = options.precision
+    mode = options.precision
     return ApexFp16(opt_level=mode) if mode.startswith("O") else precision_of(mode)
 
 

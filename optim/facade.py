@@ -94,6 +94,21 @@ class OptimizerFacade(torch.optim.Optimizer):
         """The wrapped optimizer's defaults."""
         return self.optimizer.defaults
 
+    def _scale_of_scaler(self) -> Tensor | None:
+        """What a GradScaler that calls `step` multiplied the loss by, and has not undone; it sets ``self.grad_scale``."""
+        if not hasattr(self, "_overflow_is_agreed"):
+            raise RuntimeError(
+                "torch's GradScaler decides on each rank alone whether to step: take meshstep.amp.GradScaler(registry), or "
+                "leave it out and give precision='fp16', whose loss scale is the optimizer's own"
+            )
+        if self._states.bringing or self.loss_scale is not None:
+            raise RuntimeError(
+                f"a GradScaler can't see the gradients that are stepped with in precision={self.precision.name!r} with "
+                "these states: leave it out and take a precision with a loss scale of its own, 'fp16' or 'fp16_naive'"
+            )
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        return scale
+
     # Binding ---------------------------------------------------------------------------------------------------------
 
     def _bind(self, thresholds: AgreedThresholds) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, overload
 
 import torch
 from torch import Tensor, nn
 
-from ..amp.by_name import precision_of
+from ..amp.by_name import Mode, precision_of
 from ..amp.precision import Precision
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .clip.decide import Verdict
@@ -20,17 +20,20 @@ from .facade import OptimizerFacade
 from .gradients.kinds import nonfinite_names
 from .norm.measure import Measure
 from .norm.stats import GradStats
+from .options import AllOptions, Stats_co, check_optimizer, wrong_arguments
 from .setup import Setup
 from .states.link import Placement
 from .states.pieces import named_params_of
 from .step.data_parallel import Reduce
 from .step.first_look import check_window_is_used
-from .step.old_arguments import wrong_arguments
 from .step.update import OnNonfinite, SkipMonitor, apply_update
 from .step.window import Window
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-class ParallelOptimizer(OptimizerFacade):
+
+class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
     """Steps a torch optimizer by the exact global gradient norm of a model that is split over a mesh.
 
         optimizer = ParallelOptimizer(torch.optim.AdamW(model.parameters(), fused=True), registry, max_norm=1.0)
@@ -77,13 +80,31 @@ class ParallelOptimizer(OptimizerFacade):
     none in a step but where said above, and on the first one, which checks on all ranks that gradients are dense and real.
     """
 
+    @overload
+    def __init__(
+        self: ParallelOptimizer[GradStats],
+        optimizer: torch.optim.Optimizer,
+        registry: ProcessGroupRegistry,
+        *,
+        accumulation_steps: None = None,
+        **options: Unpack[AllOptions],
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: ParallelOptimizer[GradStats | None],
+        optimizer: torch.optim.Optimizer,
+        registry: ProcessGroupRegistry,
+        *,
+        accumulation_steps: int | None,
+        **options: Unpack[AllOptions],
+    ) -> None: ...
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         registry: ProcessGroupRegistry,
         *,
         max_norm: float | Clip | None = None,
-        precision: str | Precision = "fp32",
+        precision: Mode | Precision = "fp32",
         accumulation_steps: int | None = None,
         data_parallel: nn.Module | Reduce | None = None,
         states: Placement | Sequence[Placement] = (),
@@ -91,6 +112,7 @@ class ParallelOptimizer(OptimizerFacade):
         on_nonfinite: OnNonfinite = "skip",
         **removed: object,
     ) -> None:
+        check_optimizer(optimizer, registry)
         wrong = wrong_arguments(removed)
         if isinstance(optimizer, ParallelOptimizer):
             wrong = TypeError("the optimizer is a ParallelOptimizer already; wrap a plain torch optimizer")
@@ -181,16 +203,14 @@ class ParallelOptimizer(OptimizerFacade):
     # The step --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(  # type: ignore[override]
-        self, closure: Callable[[], object] | None = None, *, last: bool = False
-    ) -> GradStats | None:
+    def step(self, closure: Callable[[], object] | None = None, *, last: bool = False) -> Stats_co:  # type: ignore[override]
         """Complete, measure and clip the gradients, and step; or skip on every rank. Then update the loss scale.
 
         Args:
             last: Step now though fewer than ``accumulation_steps`` micro-batches have come: the tail of an epoch. Its
                 gradient is the mean over those that have.
         Returns:
-            GradStats, device tensors; None in the middle of a window, where nothing is done.
+            GradStats, device tensors; None in the middle of a managed window, where nothing is done.
         Raises:
             FloatingPointError: On every rank: with ``on_nonfinite="raise"``; or too many steps in a row were skipped.
             ReplicaMismatchError: On every rank, with ``Measure(check_replicas=True)``.
@@ -209,7 +229,7 @@ class ParallelOptimizer(OptimizerFacade):
             if self._window.is_unused and not self._looked:
                 check_window_is_used(self._window, self._model_params, self.registry)
                 self._looked = True
-            return None
+            return None  # type: ignore[return-value]
         if self._window.asked is not None and self._window.verdict is None:
             self._clip_now(self._window.asked)
         problem = self._completion(self._window, self._switch)
@@ -231,22 +251,7 @@ class ParallelOptimizer(OptimizerFacade):
             raise self._stopped(reason)  # whoever catches it goes on with a lower loss scale
         if problem is not None:
             raise problem
-        return stats
-
-    def _scale_of_scaler(self) -> Tensor | None:
-        """What a GradScaler that calls `step` multiplied the loss by, and has not undone; it sets ``self.grad_scale``."""
-        if not hasattr(self, "_overflow_is_agreed"):
-            raise RuntimeError(
-                "torch's GradScaler decides on each rank alone whether to step: take meshstep.amp.GradScaler(registry), or "
-                "leave it out and give precision='fp16', whose loss scale is the optimizer's own"
-            )
-        if self._states.bringing or self.loss_scale is not None:
-            raise RuntimeError(
-                f"a GradScaler can't see the gradients that are stepped with in precision={self.precision.name!r} with "
-                "these states: leave it out and take a precision with a loss scale of its own, 'fp16' or 'fp16_naive'"
-            )
-        scale: Tensor | None = getattr(self, "grad_scale", None)
-        return scale
+        return stats  # type: ignore[return-value]
 
     def _stopped(self, reason: str) -> FloatingPointError:
         """The error that ends training, in the place of an update. Collectives, host reads: some."""
@@ -259,7 +264,7 @@ class ParallelOptimizer(OptimizerFacade):
     # Explicit clipping -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def clip_grad_by_norm(self, max_norm: float, norm_type: float | None = None) -> GradStats | None:
+    def clip_grad_by_norm(self, max_norm: float, norm_type: float | None = None) -> Stats_co:
         """Complete, measure, unscale and clip the gradients now, in place, by this rule in the place of the constructor's;
         `step` then does none of it again. In the middle of a window of managed accumulation `step` does it at its end.
 
@@ -269,16 +274,16 @@ class ParallelOptimizer(OptimizerFacade):
         return self._clip_or_ask(ByNorm(max_norm, norm_type))
 
     @torch.no_grad()
-    def clip_grad_by_value(self, clip_value: float) -> GradStats | None:
+    def clip_grad_by_value(self, clip_value: float) -> Stats_co:
         """The same with `ByValue`: clamp every element to [-clip_value, clip_value], after measuring."""
         return self._clip_or_ask(ByValue(clip_value))
 
-    def _clip_or_ask(self, clip: Clip) -> GradStats | None:
+    def _clip_or_ask(self, clip: Clip) -> Stats_co:
         clip_of(clip)
         if self._window.is_full:
-            return self._clip_now(clip).stats
+            return self._clip_now(clip).stats  # type: ignore[return-value]
         self._window.asked = clip
-        return None
+        return None  # type: ignore[return-value]
 
     def _clip_now(self, clip: Clip) -> Verdict:
         problem = self._completion(self._window, self._switch)

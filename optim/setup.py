@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..amp.by_name import precision_of
+from ..amp.by_name import Mode, precision_of
 from ..amp.casting import HALF_DTYPES
 from ..amp.precision import Precision
 from ..amp.stochastic_rounding import check_named
@@ -52,7 +52,7 @@ class Setup:
     optimizer: torch.optim.Optimizer
     registry: ProcessGroupRegistry
     max_norm: float | Clip | None
-    precision: str | Precision
+    precision: Mode | Precision
     accumulation_steps: int | None
     data_parallel: nn.Module | Reduce | None
     states: Placement | Sequence[Placement]

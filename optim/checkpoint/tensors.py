@@ -41,7 +41,7 @@ class _SummedFiles(FileSystem):
         self.records: dict[str, FileRecord] = {}
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:  # type: ignore[override]
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         with super().create_stream(path, mode) as stream:
             with SummingStream(cast(io.BufferedWriter, stream)) as summing:
                 yield summing
@@ -65,7 +65,7 @@ class _CheckedFiles(FileSystem):
         self.directory, self.files = directory, files
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:  # type: ignore[override]
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         file = Path(path)
         if file.parent != self.directory or file.name not in self.files:
             raise ValueError(
@@ -88,12 +88,12 @@ class Reader(FileSystemReader):
         self.fs = _CheckedFiles(directory, files)
         self._index: Metadata | None = None
 
-    def read_metadata(self) -> Metadata:  # type: ignore[override]
+    def read_metadata(self) -> Metadata:
         """The index; ValueError where it is none. It is read once."""
         if self._index is None:
             file = self.directory / ".metadata"
             with self.fs.create_stream(file, "rb") as stream:
-                self._index = metadata_in(stream.read(), file)  # type: ignore[attr-defined]
+                self._index = metadata_in(stream.read(), file)
         return self._index
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -20,19 +20,21 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from ...amp.by_name import precision_of
+from ...amp.by_name import Mode, precision_of
 from ...amp.precision import Precision
 from ...parallel.data.loader import ShardedDataLoader, prepare_dataloader
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..clip.policies import Clip, clip_of
+from ..norm.stats import GradStats
+from ..options import Stats_co, StepOptions
 from ..parallel_optimizer import ParallelOptimizer
 from ..schedule.follow import follow, followers
 from ..step.window import Window
@@ -42,16 +44,24 @@ from .checks import (
     check_optimizer,
     check_options,
     check_unwrapped,
-    declare_replicated,
     first_samples,
+    name_parameters,
+    prepare_criterion,
     registry_of_replicas,
 )
 from .data_parallel import DataParallel, check_data_parallel, optimizer_options, share_weights, wrap
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
+Criterion = TypeVar("Criterion")
+Loader = TypeVar("Loader")
+Schedule = TypeVar("Schedule")
 
 
-class Booster:
+class Booster(Generic[Stats_co]):
     """Prepares what a training loop uses, in one precision mode and one form of data parallelism.
 
     Args:
@@ -76,9 +86,29 @@ class Booster:
         RuntimeError: ``registry`` is None under torchrun, but `init_distributed` has not been called.
     """
 
+    @overload
+    def __init__(
+        self: Booster[GradStats],
+        mixed_precision: Mode | Precision = ...,
+        registry: ProcessGroupRegistry | None = ...,
+        data_parallel: DataParallel | None = ...,
+        max_norm: float | Clip | None = ...,
+        accumulation_steps: Literal[1] = ...,
+        **options: Unpack[StepOptions],
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: Booster[GradStats | None],
+        mixed_precision: Mode | Precision = ...,
+        registry: ProcessGroupRegistry | None = ...,
+        data_parallel: DataParallel | None = ...,
+        max_norm: float | Clip | None = ...,
+        accumulation_steps: int = ...,
+        **options: Unpack[StepOptions],
+    ) -> None: ...
     def __init__(
         self,
-        mixed_precision: str | Precision = "fp32",
+        mixed_precision: Mode | Precision = "fp32",
         registry: ProcessGroupRegistry | None = None,
         data_parallel: DataParallel | None = None,
         max_norm: float | Clip | None = None,
@@ -101,18 +131,16 @@ class Booster:
     @overload
     def boost(
         self,
-        model: nn.Module,
+        model: M,
         optimizer: torch.optim.Optimizer,
-        criterion: Any = ...,
-        dataloader: Any = ...,
-        lr_scheduler: Any = ...,
-    ) -> tuple[nn.Module, ParallelOptimizer, Any, Any, Any]: ...
-
+        criterion: Criterion = ...,
+        dataloader: Loader = ...,
+        lr_scheduler: Schedule = ...,
+    ) -> tuple[M, ParallelOptimizer[Stats_co], Criterion, Loader, Schedule]: ...
     @overload
     def boost(
-        self, model: nn.Module, optimizer: None = ..., criterion: Any = ..., dataloader: Any = ...
-    ) -> tuple[nn.Module, None, Any, Any, None]: ...
-
+        self, model: M, optimizer: None = ..., criterion: Criterion = ..., dataloader: Loader = ...
+    ) -> tuple[M, None, Criterion, Loader, None]: ...
     def boost(
         self,
         model: nn.Module,
@@ -120,7 +148,7 @@ class Booster:
         criterion: Any = None,
         dataloader: Any = None,
         lr_scheduler: Any = None,
-    ) -> tuple[nn.Module, ParallelOptimizer | None, Any, Any, Any]:
+    ) -> tuple[Any, Any, Any, Any, Any]:
         """Prepare all of them, in place as far as possible. Every rank calls it at the same point.
 
         Replicas start equal: the weights and buffers of data coordinate 0 are broadcast. Where the mesh has model axes,
@@ -136,7 +164,7 @@ class Booster:
                 their ``step`` (but see `HoldOnSkip`); meshstep's only when the optimizer has really stepped.
         Returns:
             (model, optimizer, criterion, dataloader, lr_scheduler), None for what was not given. The optimizer is a
-            `ParallelOptimizer`; the model is wrapped with ``"ddp"``.
+            `ParallelOptimizer`; the model is wrapped with ``"ddp"``: yours, as the type says, is its ``.module`` then.
         Raises:
             ValueError, TypeError: On every rank, before anything is changed: things that don't fit together. Or as
                 `ParallelOptimizer` does, when the model has been prepared; build it anew then.
@@ -144,13 +172,12 @@ class Booster:
         """
         begins = on_all_ranks(lambda: self._check(model, optimizer, dataloader, lr_scheduler), self.registry)
         check_contents(gather_objects(begins, self.registry), self.registry.topology)
-        if not self.registry.topology.model_axes:
-            declare_replicated(model)
+        name_parameters(model, self.registry.topology)
         if self.registry.device.type == "cuda":
             model.to(self.registry.device)
         self.precision.prepare(model, self.registry)
         share_weights(model, self.registry)
-        boosted, criterion = model, self._prepare_criterion(criterion)
+        boosted, criterion = model, prepare_criterion(criterion, self.precision, self.registry)
         if optimizer is None:
             if self.data_parallel == "fsdp":
                 boosted = wrap(model, None, self.registry, "fsdp")
@@ -179,13 +206,6 @@ class Booster:
         elif lr_scheduler is not None:
             raise ValueError("lr_scheduler is given without the optimizer it was made on; give that too")
         return first_samples(dataloader)
-
-    def _prepare_criterion(self, criterion: Any) -> Any:
-        if criterion is None:
-            return None
-        if isinstance(criterion, nn.Module) and self.registry.device.type == "cuda":
-            criterion.to(self.registry.device)
-        return self.precision.prepare_criterion(criterion)
 
     # Training --------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import inspect
 import os
 import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -24,15 +25,16 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from ...amp.precision import Precision
 from ...parallel.data.loader import ShardedDataLoader
 from ...parallel.data.random_state import cpu_random_state_kept
-from ...parallel.layout.annotation import annotation_of, declare
+from ...parallel.layout.annotation import annotate, annotation_of, attach
 from ...parallel.layout.spec import P
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from ..norm.entries import entries_of
+from ..options import renamed
 from ..parallel_optimizer import ParallelOptimizer
-from ..step.old_arguments import renamed
 
 
 def registry_of_replicas() -> ProcessGroupRegistry:
@@ -67,11 +69,26 @@ def check_options(options: dict[str, Any]) -> None:
             )
 
 
-def declare_replicated(model: nn.Module) -> None:
-    """Call every parameter replicated, and by its name, unless the author has declared some."""
-    params = list(model.parameters())
-    if params and not any(annotation_of(param) for param in params):
-        declare(model, {"*": P()})
+def name_parameters(model: nn.Module, topology: Topology) -> None:
+    """Let every declared parameter carry its name in the model, for errors, norms and checkpoints.
+
+    Where there are no model axes, those that nobody declared are replicated.
+    """
+    for name, param in model.named_parameters():
+        known = annotation_of(param)
+        if known is None and not topology.model_axes:
+            annotate(param, P(), name)
+        elif known is not None and known.name is None:
+            attach(param, replace(known, name=name))
+
+
+def prepare_criterion(criterion: Any, precision: Precision, registry: ProcessGroupRegistry) -> Any:
+    """The criterion on the registry's device, run as the mode wants it."""
+    if criterion is None:
+        return None
+    if isinstance(criterion, nn.Module) and registry.device.type == "cuda":
+        criterion.to(registry.device)
+    return precision.prepare_criterion(criterion)
 
 
 # Each gives all samples of a dataset; where that is a part of them, nobody can tell.

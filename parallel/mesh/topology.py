@@ -20,11 +20,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, NoReturn, get_args
 
 from .table import render
 
 Role = Literal["pipe", "data", "model"]
+_OF_REGISTRIES = frozenset({"topology", "global_rank", "rank", "ranks", "group", "group_of", "device", "device_mesh"})
 
 _DATA = ("data", "replica", "dp", "ddp", "dp_replicate", "dp_shard", "fsdp", "hsdp", "edp", "efsdp")
 _SEQUENCE = ("cp", "context")  # a sample's sequence is split over them, so the model itself communicates along them
@@ -105,6 +106,15 @@ class Topology:
         if "self" in axes or "roles" in axes:
             raise ValueError(f"'self' and 'roles' can't name an axis; rename it in {text!r}")
         return cls(roles=roles, **axes)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """What a registry has and a topology lacks: somebody was given the one in the place of the other."""
+            said = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in _OF_REGISTRIES:
+                said += f": this is the layout alone; give ProcessGroupRegistry({self!r}), which has the groups"
+            raise AttributeError(said, name=name, obj=self)
 
     def size(self, *axes: str) -> int:
         """Number of coordinates on these axes together; 1 for none.

@@ -346,7 +346,7 @@ def test_names() -> None:
     [
         (lambda: TorchFp16(growth_factor=1.0), "growth_factor=1.0"),
         (lambda: NaiveFp16(hysteresis=0), "hysteresis=0"),
-        (lambda: ApexFp16("O4"), "opt_level='O4' is no opt level; give one of O0, O1, O2, O3"),
+        (lambda: ApexFp16("O4"), "opt_level='O4' is no opt level; give one of O0, O1, O2, O3"),  # type: ignore[arg-type]
         (lambda: ApexFp16("O1", keep_batchnorm_fp32=True), "means nothing in O1"),
         (lambda: ApexFp16("O0", keep_batchnorm_fp32=False), "means nothing in O0"),
         (lambda: ApexFp16("O2", loss_scale=cast(Any, "static")), "loss_scale='static'"),

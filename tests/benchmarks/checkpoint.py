@@ -22,10 +22,12 @@ from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
 from meshstep.optim import ParallelOptimizer, load_checkpoint, save_checkpoint
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 WIDTH = 1024
 
@@ -77,11 +79,11 @@ def measure(rounds: int, mib: float, directory: Path) -> dict[str, list[Cost]]:
     plain, own = directory / "plain", directory / "own"
 
     def save_plain() -> None:
-        dcp.save(dict(all_tensors(model, optimizer)), storage_writer=dcp.FileSystemWriter(plain), no_dist=True)
+        save(dict(all_tensors(model, optimizer)), storage_writer=FileSystemWriter(plain), no_dist=True)
 
     def load_plain() -> None:
         state: dict[str, Any] = dict(all_tensors(model, optimizer))
-        dcp.load(state, storage_reader=dcp.FileSystemReader(plain), no_dist=True)
+        load(state, storage_reader=FileSystemReader(plain), no_dist=True)
 
     calls: dict[str, Callable[[], object]] = {
         "save, plain": save_plain,

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
+from meshstep.amp import Mode
 from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from torch import nn
@@ -72,7 +73,8 @@ def full_precision(make: MakeParams) -> dict[str, Step]:
 def mixed_precision(make: MakeParams) -> dict[str, Step]:
     """Name -> one step from half-precision gradients to half-precision weights, with float32 masters and clipping."""
     steps: dict[str, Step] = {"bare fused fp32 AdamW": fused_adamw(make()).step}
-    for name, dtype in (("bf16", torch.bfloat16), ("fp16_naive", torch.float16)):
+    modes: dict[Mode, torch.dtype] = {"bf16": torch.bfloat16, "fp16_naive": torch.float16}
+    for name, dtype in modes.items():
         steps[f"{name}, classic chain"] = classic_chain(make, dtype)
         steps[f"{name}, meshstep"] = with_masters(make, dtype, name)
     return steps
@@ -103,7 +105,7 @@ def classic_chain(make: MakeParams, dtype: torch.dtype) -> Step:
     return step
 
 
-def with_masters(make: MakeParams, dtype: torch.dtype, precision: str) -> Step:
+def with_masters(make: MakeParams, dtype: torch.dtype, precision: Mode) -> Step:
     """The same by ParallelOptimizer. The copy to main grads, which autograd does in backward, is timed as well."""
     params = [nn.Parameter(param.detach().to(dtype)) for param in make()]
     half_grads = [torch.randn_like(param) for param in params]

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.metadata
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import meshstep
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
+FRONT = ROOT / "src" / "meshstep" / "__init__.py"
 PACKAGES = ("parallel", "amp", "optim")  # each uses those before it
 # Within a package, from the ground floor up: a room uses rooms of lower floors, not its neighbours. A room is a folder,
 # or a file directly in the package; "*" is all files there that no floor names. `__init__` is the front door, above all.
@@ -32,7 +38,7 @@ FLOORS: Mapping[str, tuple[frozenset[str], ...]] = {
         frozenset({"clip"}),
         frozenset({"step"}),
         frozenset({"states"}),
-        frozenset({"setup"}),
+        frozenset({"setup", "options"}),
         frozenset({"facade"}),
         frozenset({"parallel_optimizer"}),
         frozenset({"schedule", "monitor", "checkpoint"}),
@@ -181,11 +187,37 @@ def test_what_is_installed_is_every_folder_with_an_init() -> None:
     listed = re.search(r"^packages = (\[.*?\])$", table, re.MULTILINE | re.DOTALL)
     assert listed is not None
     packages = ast.literal_eval(listed[1])
-    assert sorted(packages) == sorted("meshstep." + folder.replace("/", ".") for folder in folders)
+    expected = {"meshstep": "src/meshstep"} | {"meshstep." + folder.replace("/", "."): folder for folder in folders}
+    assert sorted(packages) == sorted(expected)
     where = table.partition("[tool.setuptools.package-dir]")[2].partition("\n[")[0]
-    assert dict(re.findall(r'^"(.*)" = "(.*)"$', where, re.MULTILINE)) == {
-        "meshstep." + folder.replace("/", "."): folder for folder in folders
-    }
+    assert dict(re.findall(r'^"?([\w.]+)"? = "(.*)"$', where, re.MULTILINE)) == expected
+
+
+def test_all_that_the_packages_offer_is_offered_at_the_front_as_well() -> None:
+    offered = [
+        (package, name) for package in PACKAGES for name in importlib.import_module(f"meshstep.{package}").__all__
+    ]
+    assert len({name for _, name in offered}) == len(offered), "a name means one thing"
+    front: Any = meshstep
+    for package, name in offered:
+        assert getattr(meshstep, name) is getattr(importlib.import_module(f"meshstep.{package}"), name), name
+        assert name in dir(meshstep)
+        assert name in front.__all__
+    assert [(level, module, names) for level, module, names in imported(ast.parse(FRONT.read_text())) if level] == [
+        (1, package, ("*",)) for package in sorted(PACKAGES)
+    ], "what type checkers see"
+
+
+def test_a_name_that_nobody_offers_is_the_usual_error() -> None:
+    with pytest.raises(AttributeError, match="module 'meshstep' has no attribute 'Nothing'"):
+        _ = meshstep.Nothing
+
+
+def test_to_ask_for_the_version_loads_nothing() -> None:
+    code = "import sys, meshstep; print(meshstep.__version__, *(name for name in sys.modules if 'torch' in name))"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert re.fullmatch(r"\d+\.\d+\.\d+ ?", printed.rstrip("\n"))
+    assert printed.split()[0] == importlib.metadata.version("meshstep")
 
 
 def test_examples_and_readmes_need_no_more_than_what_is_offered() -> None:

@@ -129,6 +129,7 @@ def fused_layers(sizes: tuple[int, ...], gather_output: bool) -> None:
         layer = ColumnParallelLinear(
             WIDTH, 48, registry, blocks=sizes, gather_output=gather_output, dtype=torch.float64
         )
+        assert layer.bias is not None
         assert spec_of(layer.weight) == P(blocks("tensor", sizes)) == spec_of(layer.bias)
         assert_same_parameters(layer, dense, registry)
         x = torch.randn(5, WIDTH, dtype=torch.float64)

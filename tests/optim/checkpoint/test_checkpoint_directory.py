@@ -78,7 +78,7 @@ def test_runs_that_write_at_once_do_not_mix_their_files(tmp_path: Path, monkeypa
     optimizers = [optimizer_of(model), optimizer_of(model)]
     save_checkpoint(tmp_path, model, optimizers[0])
     load_checkpoint(tmp_path, model, optimizers[1])
-    real = save.record_of
+    real = save.record_of  # type: ignore[attr-defined]
 
     def meanwhile(*args: Any, **kwargs: Any) -> Any:
         monkeypatch.setattr(save, "record_of", real)
@@ -170,7 +170,7 @@ def test_a_reader_that_is_always_late_is_told_of_it(tmp_path: Path, monkeypatch:
     model, other = model_of(), model_of()
     optimizer, reader = optimizer_of(model), optimizer_of(other)
     save_checkpoint(tmp_path, model, optimizer)
-    real = load.plain_content
+    real = load.plain_content  # type: ignore[attr-defined]
 
     def replaced(*args: Any, **kwargs: Any) -> Any:
         save_checkpoint(tmp_path, model, optimizer)

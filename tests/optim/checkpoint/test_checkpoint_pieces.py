@@ -45,7 +45,7 @@ class IntegerSteps(torch.optim.Optimizer):
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for param in (param for param in group["params"] if param.grad is not None):
                 state = self.state[param]

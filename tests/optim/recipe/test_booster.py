@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from meshstep.amp import ApexFp16
+from meshstep.amp import ApexFp16, Mode
 from meshstep.optim import Booster, LinearWarmupLR
 from meshstep.parallel import (
     ColumnParallelLinear,
@@ -170,7 +170,7 @@ def assert_same(run: Run, plain: Run) -> None:
 ROUNDING = {"fp32": 2e-6, "fp16": 2e-3, "bf16": 0.3, "fp16_naive": 0.05, "fp16_apex": 0.05, "fp8": 0.3}
 
 
-def three_steps(precision: str, axes: dict[str, int], modes: tuple[Any, ...]) -> list[tuple[Tensor, int]]:
+def three_steps(precision: Mode, axes: dict[str, int], modes: tuple[Any, ...]) -> list[tuple[Tensor, int]]:
     """(update of the full weights, skipped steps) with each form of data parallelism."""
     found = []
     with ProcessGroupRegistry(Topology(roles=None, **axes)) as registry:
@@ -193,7 +193,7 @@ def three_steps(precision: str, axes: dict[str, int], modes: tuple[Any, ...]) ->
 
 @pytest.mark.parametrize("axes", [{"data": 2}, {"data": 2, "tensor": 2}], ids=str)
 @pytest.mark.parametrize("precision", ROUNDING)
-def test_every_precision_goes_with_every_form(precision: str, axes: dict[str, int], world: World) -> None:
+def test_every_precision_goes_with_every_form(precision: Mode, axes: dict[str, int], world: World) -> None:
     [(dense, _)] = three_steps("fp32", {"data": 1}, (None,))
     for results in world.run(len(axes) * 2, three_steps, precision, axes, MODES):
         for mode, (update, skipped) in zip(MODES, results, strict=True):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from meshstep.amp import Mode
 from meshstep.optim import Booster, CosineAnnealingLR, LinearWarmupLR
 from small_models import classifier, dataset
 from torch import nn
@@ -18,7 +19,7 @@ from world import World
 # The recipes ----------------------------------------------------------------------------------------------------------
 
 
-def gradient_clipping(precision: str, data_parallel: Any) -> list[float]:
+def gradient_clipping(precision: Mode, data_parallel: Any) -> list[float]:
     """Clip by norm; one schedule step an iteration. The model's own zero_grad is as good as the optimizer's."""
     model = classifier()
     criterion = nn.CrossEntropyLoss()
@@ -46,7 +47,7 @@ def gradient_clipping(precision: str, data_parallel: Any) -> list[float]:
     return losses
 
 
-def mixed_precision(precision: str, data_parallel: Any) -> list[float]:
+def mixed_precision(precision: Mode, data_parallel: Any) -> list[float]:
     """A warm-up, stepped once an epoch; arguments by name."""
     model = classifier()
     optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.03)
@@ -73,7 +74,7 @@ def mixed_precision(precision: str, data_parallel: Any) -> list[float]:
     return losses
 
 
-def gradient_accumulation(precision: str, data_parallel: Any) -> list[float]:
+def gradient_accumulation(precision: Mode, data_parallel: Any) -> list[float]:
     """Windows of 4 by hand, without the schedule."""
     GRADIENT_ACCUMULATION = 4
     model = classifier()
@@ -109,7 +110,7 @@ def gradient_accumulation(precision: str, data_parallel: Any) -> list[float]:
     return losses
 
 
-RECIPES: list[Callable[[str, Any], list[float]]] = [gradient_clipping, mixed_precision, gradient_accumulation]
+RECIPES: list[Callable[[Mode, Any], list[float]]] = [gradient_clipping, mixed_precision, gradient_accumulation]
 
 
 def size() -> int:
@@ -119,7 +120,7 @@ def size() -> int:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("precision", "data_parallel"), [("fp32", "ddp"), ("fp16", "zero1"), ("fp16", "ddp")])
 def test_a_recipe_on_two_ranks_has_the_curve_of_one(
-    recipe: Callable[[str, Any], list[float]], precision: str, data_parallel: Any, world: World
+    recipe: Callable[[Mode, Any], list[float]], precision: Mode, data_parallel: Any, world: World
 ) -> None:
     one = torch.tensor(recipe(precision, data_parallel))
     two = torch.tensor(world.run(2, recipe, precision, data_parallel)).mean(0)
@@ -146,6 +147,6 @@ def test_the_clipping_recipe_is_plain_torch() -> None:
 
 
 def test_a_model_alone_is_prepared_for_evaluation() -> None:
-    model, optimizer, criterion, loader, schedule = Booster("bf16").boost(classifier())
-    assert (optimizer, criterion, loader, schedule) == (None,) * 4
+    model, *others = Booster("bf16").boost(classifier())
+    assert others == [None] * 4
     assert model(torch.ones(2, 6)).dtype == torch.bfloat16

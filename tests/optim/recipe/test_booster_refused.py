@@ -193,7 +193,7 @@ def loader_of(how: str, registry: ProcessGroupRegistry) -> Any:
         sampler = DistributedSampler(data, num_replicas=4, rank=registry.global_rank)
         return DataLoader(data, batch_sampler=BatchSampler(sampler, 4, False))
     if how == "own batch sampler":
-        return DataLoader(data, batch_sampler=Evens(rank))  # type: ignore[arg-type]
+        return DataLoader(data, batch_sampler=Evens(rank))
     if how == "shuffled batches":
         return DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 4, False))
     if how == "weighted":

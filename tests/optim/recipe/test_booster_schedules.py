@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from meshstep.amp import NaiveFp16
+from meshstep.amp import Mode, NaiveFp16
 from meshstep.optim import Booster, CosineAnnealingLR, LinearWarmupLR, ParallelOptimizer
 from small_models import classifier
 from torch import nn
@@ -46,7 +46,7 @@ def rates(
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_schedule_goes_on_as_without_the_booster(kind: str, precision: str) -> None:
+def test_a_schedule_goes_on_as_without_the_booster(kind: str, precision: Mode) -> None:
     """Also where masters take the place of the parameters whose rates it writes."""
     model, dense = classifier(), classifier()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

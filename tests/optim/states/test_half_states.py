@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from meshstep.amp import Bf16, NaiveFp16, Precision
+from meshstep.amp import Bf16, Mode, NaiveFp16, Precision
 from meshstep.optim import (
     HalfStates,
     Offloaded,
@@ -33,7 +33,11 @@ ZERO2 = Sharded("data", gradients=True)
 
 
 def make(
-    registry: ProcessGroupRegistry, layout: str, states: States, precision: Precision | str = "fp32", fused: bool = True
+    registry: ProcessGroupRegistry,
+    layout: str,
+    states: States,
+    precision: Mode | Precision = "fp32",
+    fused: bool = True,
 ) -> tuple[Planted, ParallelOptimizer]:
     model = Planted(LAYOUTS[layout], registry.global_rank)
     if isinstance(precision, Precision):
@@ -63,7 +67,7 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
 # Close to float32 -------------------------------------------------------------------------------------------------------
 
 
-def trained(layout: str, states: States, precision: Precision | str, steps: int) -> tuple[list[Part], int]:
+def trained(layout: str, states: States, precision: Mode | Precision, steps: int) -> tuple[list[Part], int]:
     """What the rank has after some steps, and how many bytes of states."""
     with ProcessGroupRegistry(LAYOUTS[layout].topology) as registry, small_buckets(64):
         model, optimizer = make(registry, layout, states, precision)
@@ -74,7 +78,7 @@ def trained(layout: str, states: States, precision: Precision | str, steps: int)
         return parts(LAYOUTS[layout], optimizer), nbytes
 
 
-CONFIGS: dict[str, tuple[str, States, Precision | str]] = {
+CONFIGS: dict[str, tuple[str, States, Mode | Precision]] = {
     "alone": ("alone", (), "fp32"),
     "grid": ("grid", (), "fp32"),
     "pipe, tied": ("pipe, tied", (), "fp32"),
@@ -144,7 +148,7 @@ def test_second_moments_fall_when_gradients_do_which_they_would_not_if_rounded_t
 # Safe -------------------------------------------------------------------------------------------------------------------
 
 
-def skipped(layout: str, states: States, precision: Precision | str, first: bool) -> bool:
+def skipped(layout: str, states: States, precision: Mode | Precision, first: bool) -> bool:
     with ProcessGroupRegistry(LAYOUTS[layout].topology) as registry:
         model, optimizer = make(registry, layout, (HalfStates(), *states), precision)
         for step in range(0 if first else 2):
@@ -181,7 +185,7 @@ def test_several_buckets_give_the_bits_of_one() -> None:
 # Saving -----------------------------------------------------------------------------------------------------------------
 
 
-def continued(layout: str, states: States, precision: Precision | str, path: str | None) -> tuple[bool, bool]:
+def continued(layout: str, states: States, precision: Mode | Precision, path: str | None) -> tuple[bool, bool]:
     """Train 4 steps, and 2 with a new optimizer that goes on from what the first one saved: whether all bits are the
     same then, and whether the states were in bfloat16 at once."""
     with ProcessGroupRegistry(LAYOUTS[layout].topology) as registry:

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from fully_sharded import adamw, data, sharded_net
-from meshstep.amp import Bf16
+from meshstep.amp import Bf16, Mode
 from meshstep.optim import ParallelOptimizer, Sharded
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
 from world import World
 
 FSDP, ZERO, SPLIT, REPLICAS = "fully_shard", "ZeRO", "a declared split", "replicas"
@@ -24,7 +24,7 @@ FSDP, ZERO, SPLIT, REPLICAS = "fully_shard", "ZeRO", "a declared split", "replic
 class Built:
     """A model and its optimizer, in one of the layouts in which ranks step different pieces."""
 
-    def __init__(self, kind: str, registry: ProcessGroupRegistry, precision: str = "fp32") -> None:
+    def __init__(self, kind: str, registry: ProcessGroupRegistry, precision: Mode = "fp32") -> None:
         self.kind = kind
         options: dict[str, Any] = {}
         if kind == FSDP:
@@ -58,8 +58,8 @@ def axes_of(kind: str) -> dict[str, int]:
     return {"tensor": 2} if kind == SPLIT else {"data": 2}
 
 
-def initialised(kind: str, precision: str) -> None:
-    with ProcessGroupRegistry(Topology(**axes_of(kind))) as registry:
+def initialised(kind: str, precision: Mode) -> None:
+    with ProcessGroupRegistry(Topology(roles=None, **axes_of(kind))) as registry:
         one = Built(kind, registry, precision)
         one.train(0, 4)
         saved = copy.deepcopy(one.optimizer.state_dict())
@@ -95,12 +95,12 @@ def initialised(kind: str, precision: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", [FSDP, ZERO, SPLIT, REPLICAS])
 def test_a_step_with_gradients_of_zeros_makes_the_states_that_are_to_be_loaded(
-    world: World, kind: str, precision: str
+    world: World, kind: str, precision: Mode
 ) -> None:
     world.run(2, initialised, kind, precision)
 
 
-def cleared_by_the_model(precision: str) -> None:
+def cleared_by_the_model(precision: Mode) -> None:
     """Gradients that the model has cleared are never stepped with again."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         built = Built(FSDP, registry, precision)
@@ -116,13 +116,13 @@ def cleared_by_the_model(precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_gradients_that_were_shared_do_not_come_back(world: World, precision: str) -> None:
+def test_gradients_that_were_shared_do_not_come_back(world: World, precision: Mode) -> None:
     world.run(2, cleared_by_the_model, precision)
 
 
 def elsewhere(kind: str, through_a_file: bool) -> str:
     """What loading rank 0's state says on every rank."""
-    with ProcessGroupRegistry(Topology(**axes_of(kind))) as registry:
+    with ProcessGroupRegistry(Topology(roles=None, **axes_of(kind))) as registry:
         built = Built(kind, registry)
         built.train(0, 1)
         own = built.optimizer.state_dict()
@@ -179,11 +179,11 @@ def test_a_state_of_whole_parameters_is_refused_where_they_are_split(world: Worl
 
 
 def through_dcp(kind: str, path: str) -> str:
-    with ProcessGroupRegistry(Topology(**axes_of(kind))) as registry:
+    with ProcessGroupRegistry(Topology(roles=None, **axes_of(kind))) as registry:
         built = Built(kind, registry)
         built.train(0, 1)
         try:
-            dcp.save({"optim": built.optimizer.state_dict()}, checkpoint_id=path)
+            save({"optim": built.optimizer.state_dict()}, checkpoint_id=path)
         except CheckpointException as error:
             return str(error)
         return ""
@@ -199,8 +199,8 @@ def test_states_of_replicas_are_saved_by_dcp(world: World, tmp_path: Any) -> Non
     assert world.run(2, through_dcp, REPLICAS, str(tmp_path)) == ["", ""]
 
 
-def asked_by_torch(kind: str, precision: str) -> str:
-    with ProcessGroupRegistry(Topology(**axes_of(kind))) as registry:
+def asked_by_torch(kind: str, precision: Mode) -> str:
+    with ProcessGroupRegistry(Topology(roles=None, **axes_of(kind))) as registry:
         built = Built(kind, registry, precision)
         built.train(0, 1)
         try:
@@ -212,7 +212,7 @@ def asked_by_torch(kind: str, precision: str) -> str:
 
 @pytest.mark.parametrize(("kind", "precision"), [(FSDP, "fp32"), (ZERO, "fp32"), (SPLIT, "fp32"), (REPLICAS, "bf16")])
 def test_torchs_functions_are_refused_where_they_would_not_find_the_states(
-    world: World, kind: str, precision: str
+    world: World, kind: str, precision: Mode
 ) -> None:
     for text in world.run(2, asked_by_torch, kind, precision):
         assert "use meshstep.optim.save_checkpoint" in text

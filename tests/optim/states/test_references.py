@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from arguments import link_of
-from meshstep.amp import Bf16, NaiveFp16, Precision
+from meshstep.amp import Bf16, Mode, NaiveFp16, Precision
 from meshstep.optim import Offloaded, ParallelOptimizer, Sharded
 from meshstep.optim.states.offloaded import reference_offloaded_step
 from meshstep.optim.states.sharded import Shards
@@ -24,7 +24,7 @@ from zero_models import small_buckets
 # Slices -----------------------------------------------------------------------------------------------------------------
 
 
-def slices_off(layout_name: str, how: Sharded, mode: Precision | str, micros: int, wrong: bool) -> list[float]:
+def slices_off(layout_name: str, how: Sharded, mode: Mode | Precision, micros: int, wrong: bool) -> list[float]:
     """How far the slices of each bucket are from the reference; ``wrong``: a reference that divides where it should not."""
     layout = LAYOUTS[layout_name]
     with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
@@ -73,7 +73,7 @@ SLICED = [
 @pytest.mark.parametrize(("mode", "micros"), [("fp32", 1), ("fp32", 3), (NaiveFp16(init_scale=64.0), 2)])
 @pytest.mark.parametrize(("layout", "how"), SLICED)
 def test_slices_of_gradients_are_what_the_reference_cuts(
-    world: World, layout: str, how: Sharded, mode: Precision | str, micros: int
+    world: World, layout: str, how: Sharded, mode: Mode | Precision, micros: int
 ) -> None:
     by_rank = world.run(LAYOUTS[layout].topology.world_size, slices_off, layout, how, mode, micros, False)
     assert sum(map(len, by_rank)) >= 2, "the slices of some ranks are nothing but padding"
@@ -89,7 +89,7 @@ def test_a_slice_of_another_scale_is_found(world: World, layout: str, how: Shard
 # Offloaded --------------------------------------------------------------------------------------------------------------
 
 
-def offloaded_off(layout_name: str, fraction: float, mode: Precision | str, kind: str, wrong: float) -> float:
+def offloaded_off(layout_name: str, fraction: float, mode: Mode | Precision, kind: str, wrong: float) -> float:
     """The largest difference of a weight after three steps; the reference's gradients are multiplied by ``wrong``."""
     layout = LAYOUTS[layout_name]
     kinds: dict[str, Any] = {
@@ -121,7 +121,7 @@ def offloaded_off(layout_name: str, fraction: float, mode: Precision | str, kind
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
 @pytest.mark.parametrize("mode", ["fp32", Bf16()])
 def test_an_offloaded_step_is_the_reference_to_the_bit(
-    world: World, fraction: float, mode: Precision | str, kind: str
+    world: World, fraction: float, mode: Mode | Precision, kind: str
 ) -> None:
     assert world.run(2, offloaded_off, "tensor", fraction, mode, kind, 1.0) == [0.0, 0.0]
 

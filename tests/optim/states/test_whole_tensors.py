@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from layouts import Axes, Split
-from meshstep.amp import Bf16
+from meshstep.amp import Bf16, Mode
 from meshstep.optim import HalfStates, ParallelOptimizer, Sharded
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from third_party import SignDescent, TrustRatio, under_the_name
@@ -73,7 +73,7 @@ def made(kind: str, where: str) -> str:
         elif where == "frozen":
             weight.requires_grad_(False)
             annotate(weight, P("data"), "weight")
-        precision = Bf16(stochastic_rounding=True) if where == "rounded" else "fp32"
+        precision: Mode | Bf16 = Bf16(stochastic_rounding=True) if where == "rounded" else "fp32"
         inner = MAKE[kind]([("weight", weight), ("bias", bias)] if where == "rounded" else [weight, bias])
         try:
             ParallelOptimizer(inner, registry, states=states, precision=precision)

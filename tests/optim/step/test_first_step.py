@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from arguments import arguments
-from meshstep.amp import GradScaler, precision_of
+from meshstep.amp import GradScaler, Mode, precision_of
 from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from small_models import parameter
@@ -16,7 +16,7 @@ from world import World
 from zero_models import ZERO1, ZERO2
 
 
-def bypassed(mode: str, options: dict[str, Any], zeros: bool) -> str:
+def bypassed(mode: Mode, options: dict[str, Any], zeros: bool) -> str:
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model = nn.Linear(4, 3)
         nn.init.constant_(model.weight, 0.5)
@@ -49,7 +49,7 @@ def bypassed(mode: str, options: dict[str, Any], zeros: bool) -> str:
     ],
 )
 def test_a_bypassed_backward_is_an_error_that_says_what_to_write(
-    world: World, mode: str, options: dict[str, Any]
+    world: World, mode: Mode, options: dict[str, Any]
 ) -> None:
     for text in world.run(2, bypassed, mode, options, False):
         assert text.startswith("gradients are there, but ")
@@ -59,7 +59,7 @@ def test_a_bypassed_backward_is_an_error_that_says_what_to_write(
     assert world.run(2, bypassed, mode, options, True) == ["no error"] * 2
 
 
-def by_others(mode: str, options: dict[str, Any], way: str) -> list[float]:
+def by_others(mode: Mode, options: dict[str, Any], way: str) -> list[float]:
     """Weights after three windows; in each micro-batch somebody else makes two backward calls, or we one of their sum."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         torch.manual_seed(0)
@@ -85,7 +85,7 @@ def by_others(mode: str, options: dict[str, Any], way: str) -> list[float]:
 
 @pytest.mark.parametrize("options", [{"max_norm": 0.5}, ZERO1, ZERO2, {"accumulation_steps": 3}])
 @pytest.mark.parametrize("mode", ["fp32", "fp16", "bf16"])
-def test_a_window_is_for_backward_calls_of_others(world: World, mode: str, options: dict[str, Any]) -> None:
+def test_a_window_is_for_backward_calls_of_others(world: World, mode: Mode, options: dict[str, Any]) -> None:
     window, own = (world.run(2, by_others, mode, options, way) for way in ("window", "backward"))
     assert window[0] == window[1]
     assert window[0] == pytest.approx(
@@ -136,7 +136,8 @@ def without_gradients(cause: str, options: dict[str, Any]) -> str:
             model.weight = nn.Parameter(model.weight.detach().clone())
         optimizer.backward(model(torch.ones(2, 4)).sum())
         if cause == "main_grad":
-            model.weight.main_grad, model.weight.grad = model.weight.grad, None  # type: ignore[assignment]
+            weight: Any = model.weight
+            weight.main_grad, weight.grad = weight.grad, None
         try:
             optimizer.step()
         except RuntimeError as error:
@@ -161,7 +162,7 @@ def test_with_sharded_gradients_backward_takes_them_and_it_is_none(world: World)
 # Modes and scalers ----------------------------------------------------------------------------------------------------
 
 
-def unprepared(mode: str, prepared: bool) -> str:
+def unprepared(mode: Mode, prepared: bool) -> str:
     with ProcessGroupRegistry(Topology(pipe=2)) as registry:
         model = nn.Linear(4, 3) if registry.rank("pipe") else nn.BatchNorm1d(4)
         if prepared and registry.rank("pipe"):
@@ -176,7 +177,7 @@ def unprepared(mode: str, prepared: bool) -> str:
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16_naive"])
-def test_a_mode_without_its_prepare_is_an_error(world: World, mode: str) -> None:
+def test_a_mode_without_its_prepare_is_an_error(world: World, mode: Mode) -> None:
     for text in world.run(2, unprepared, mode, False):
         assert "prepare(model)" in text
         assert repr(mode) in text
@@ -215,7 +216,8 @@ def test_torchs_scaler_is_refused_on_every_rank_and_ours_is_taken(world: World) 
     # 0.5 times the norm of (1, 1, 1), then once more.
     clipped = 1.0 - 0.5 * 0.5 / 3**0.5 * 2
     for text, weight, _ in world.run(2, scaled_by, "ours", False, {"max_norm": 0.5}):
-        assert (text, weight) == ("no error", pytest.approx(clipped, rel=1e-5))
+        assert text == "no error"
+        assert weight == pytest.approx(clipped, rel=1e-5)
 
 
 def test_a_scaler_that_can_not_see_the_gradients_is_refused(world: World) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from meshstep.amp import Bf16
@@ -138,9 +140,9 @@ def wrong_on_one_rank(kind: str) -> str:
         plain = sgd([weight("a")])
         wrapped = ParallelOptimizer(sgd([weight("b")]), registry)
         first = registry.global_rank == 0
-        options = {"offload": 0.5} if first and kind == "old argument" else {}
+        options: dict[str, Any] = {"offload": 0.5} if first and kind == "old argument" else {}
         with pytest.raises(TypeError) as caught:
-            ParallelOptimizer(wrapped if first and kind == "wrapped" else plain, registry, **options)  # type: ignore[arg-type]
+            ParallelOptimizer(wrapped if first and kind == "wrapped" else plain, registry, **options)
         return str(caught.value)
 
 

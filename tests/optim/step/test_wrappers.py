@@ -141,11 +141,11 @@ def test_the_modes_of_the_optimizer_reach_the_model(world: World, states: tuple[
     first, second = world.run(2, modes, states, masters)
     assert first == second
     start, stepped, shown, back, again = (torch.tensor(weights) for weights in first)
-    tolerance = {"rtol": 1e-2, "atol": 1e-3} if masters else {"rtol": 1e-5, "atol": 1e-6}
-    assert not torch.allclose(start, stepped, **tolerance)
-    assert torch.allclose(shown, (start + stepped) / 2, **tolerance)
-    assert torch.allclose(back, stepped, **tolerance)
-    assert not torch.allclose(again, back, **tolerance)
+    rtol, atol = (1e-2, 1e-3) if masters else (1e-5, 1e-6)
+    assert not torch.allclose(start, stepped, rtol=rtol, atol=atol)
+    assert torch.allclose(shown, (start + stepped) / 2, rtol=rtol, atol=atol)
+    assert torch.allclose(back, stepped, rtol=rtol, atol=atol)
+    assert not torch.allclose(again, back, rtol=rtol, atol=atol)
 
 
 def test_an_optimizer_without_modes_has_nothing_to_change() -> None:

@@ -1,0 +1,114 @@
+"""The arguments of `ParallelOptimizer`: their types, for those that pass them on, and errors that say what to write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, TypedDict, TypeVar
+
+import torch
+from torch import nn
+
+from ..amp.by_name import Mode
+from ..amp.precision import Precision
+from ..parallel.mesh.agreement import on_all_ranks
+from ..parallel.mesh.registry import ProcessGroupRegistry
+from .clip.policies import Clip
+from .norm.measure import Measure
+from .norm.stats import GradStats
+from .states.link import Placement
+from .step.data_parallel import Reduce
+from .step.update import OnNonfinite
+
+# What `step` returns: GradStats; with managed accumulation None as well, in the middle of a window.
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar as TypeVarWithDefault
+
+    Stats_co = TypeVarWithDefault("Stats_co", covariant=True, default=GradStats | None)
+else:
+    Stats_co = TypeVar("Stats_co", covariant=True)
+
+
+class StepOptions(TypedDict, total=False):
+    """The arguments of `ParallelOptimizer` that a `Booster` passes on as they are."""
+
+    states: Placement | Sequence[Placement]
+    measure: Measure
+    on_nonfinite: OnNonfinite
+
+
+class AllOptions(StepOptions, total=False):
+    """All but ``accumulation_steps``, by which the type of `step` is told."""
+
+    data_parallel: nn.Module | Reduce | None
+    max_norm: float | Clip | None
+    precision: Mode | Precision
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+
+# What arguments of version 0.1 are called now.
+_NOW = {
+    "norm_type": "measure=Measure(norm_type=...)",
+    "reduction": "measure=Measure(reduction=...)",
+    "per_parameter_norms": "measure=Measure(per_parameter=True)",
+    "check_replicas": "measure=Measure(check_replicas=True)",
+    "clip_value": "max_norm=ByValue(...)",
+    "average_data": "data_parallel=Reduce(average_data=False)",
+    "shard_states": "states=Sharded('data')",
+    "shard_gradients": "states=Sharded('data', gradients=True)",
+    "offload": "states=Offloaded(0.5)",
+    "max_skips_in_a_row": "on_nonfinite=Skip(most_in_a_row=...)",
+}
+
+# What the same thing is called in other libraries.
+_ELSEWHERE = {
+    "max_grad_norm": "max_norm=...",
+    "clip_grad_norm": "max_norm=...",
+    "clip_grad": "max_norm=...",
+    "gradient_clipping": "max_norm=...",
+    "gradient_clip_val": "max_norm=...",
+    "gradient_accumulation_steps": "accumulation_steps=...",
+    "accumulate_grad_batches": "accumulation_steps=...",
+    "mixed_precision": "precision=...",
+    "dtype": "precision=...",
+    "model": "data_parallel=..., where it is the model that averages gradients, and else leave it out",
+}
+
+
+def wrong_arguments(given: Iterable[str]) -> TypeError | None:
+    """The error for arguments that there are not, with what to write; None where none is given."""
+    for name in given:
+        return renamed(name) or TypeError(f"ParallelOptimizer has no argument {name}=: {_instead(name)}")
+    return None
+
+
+def _instead(name: str) -> str:
+    known = sorted({*AllOptions.__annotations__, *StepOptions.__annotations__, "accumulation_steps"})
+    if name in _ELSEWHERE:
+        return f"write {_ELSEWHERE[name]}"
+    if near := get_close_matches(name, known, n=1):
+        return f"write {near[0]}=..."
+    return f"there are {', '.join(known)}"
+
+
+def check_optimizer(optimizer: object, registry: ProcessGroupRegistry) -> None:
+    """Raise TypeError for what is no torch optimizer, on every rank if it is one on some: they are in the constructor's
+    first agreement then."""
+
+    def refuse() -> None:
+        kind = type(optimizer).__name__
+        raise TypeError(
+            f"the optimizer is a {kind}, not a torch optimizer: make one of the parameters first, "
+            "ParallelOptimizer(torch.optim.AdamW(model.parameters(), lr=...), registry)"
+        )
+
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        on_all_ranks(refuse, registry)
+
+
+def renamed(name: str) -> TypeError | None:
+    """The error for an argument that has another name now."""
+    if name not in _NOW:
+        return None
+    return TypeError(f"{name}= was an argument in version 0.1; write {_NOW[name]}, all from meshstep.optim")

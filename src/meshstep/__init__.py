@@ -1,0 +1,36 @@
+"""The exact optimizer step for hand-written parallel PyTorch models.
+
+All that `meshstep.parallel`, `meshstep.amp` and `meshstep.optim` offer is here too: ``from meshstep import P``. A name
+is looked up when it is first asked for, so that ``import meshstep`` alone loads nothing, not even torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .amp import *  # noqa: F403
+    from .optim import *  # noqa: F403
+    from .parallel import *  # noqa: F403
+
+__version__ = "0.2.0"
+
+_PACKAGES = ("parallel", "amp", "optim")
+
+
+def _offered() -> dict[str, str]:
+    """Where each name is from."""
+    return {name: package for package in _PACKAGES for name in import_module(f".{package}", __name__).__all__}
+
+
+def __getattr__(name: str) -> object:
+    if name in _PACKAGES:
+        return import_module(f".{name}", __name__)
+    if name == "__all__":
+        return sorted(_offered())
+    if name.startswith("_") or name not in (offered := _offered()):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{offered[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PACKAGES, *_offered()])

@@ -1,0 +1,54 @@
+"""What an index gets: the source distribution has all that is in the repository, and a README that leads nowhere else."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from email import message_from_string
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+FOLDERS = ("parallel", "amp", "optim", "tests", "examples")
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Its files by their names, unpacked."""
+    pytest.importorskip("setuptools")
+    folder, source = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("source") / "meshstep"
+    # A copy: a build leaves files beside the sources, where an installation may be at work.
+    left_out = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "__pycache__", ".hypothesis", "build", "*.egg-info")
+    shutil.copytree(ROOT, source, symlinks=True, ignore=left_out)
+    build = f"from setuptools import build_meta; print(build_meta.build_sdist({str(folder)!r}))"
+    done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        files = {member.name.partition("/")[2]: tar.extractfile(member) for member in tar if member.isfile()}
+        return {name: file.read().decode() for name, file in files.items() if file is not None}
+
+
+def test_the_source_distribution_has_all_that_its_tests_read(sdist: dict[str, str]) -> None:
+    there = {path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.*") if path.is_file()}
+    there |= {path.relative_to(ROOT) for pattern in ("*.md", "*.toml", "*.py") for path in ROOT.glob(pattern)}
+    there |= {Path("LICENSE"), Path(".ci/run"), Path("src/meshstep/__init__.py"), Path("src/meshstep/py.typed")}
+    assert sorted(str(path) for path in there if "__pycache__" not in path.parts and str(path) not in sdist) == []
+
+
+def test_nothing_is_in_it_twice(sdist: dict[str, str]) -> None:
+    assert [name for name in sdist if re.match(r"src/meshstep/(parallel|amp|optim)/", name)] == []
+
+
+def test_the_page_on_an_index_has_no_links_into_the_repository(sdist: dict[str, str]) -> None:
+    page = message_from_string(sdist["PKG-INFO"])
+    assert page["Description-Content-Type"] == "text/markdown"
+    text = page.get_payload()
+    assert isinstance(text, str)
+    assert "(MIGRATING.md)" in (ROOT / "README.md").read_text()
+    assert re.findall(r"\]\((?!https?:)[^)]*\)", text) == []
+    assert "MIGRATING.md has the same line by line" in text

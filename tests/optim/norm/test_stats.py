@@ -1,0 +1,26 @@
+"""What one measurement of the gradients prints."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from meshstep.optim import GradStats
+
+
+def stats(norm: float, coef: float = 1.0, skipped: float = 0.0, scale: float | None = None) -> GradStats:
+    total_norm, clip_coef, found_inf = (torch.tensor(number) for number in (norm, coef, skipped))
+    loss_scale = None if scale is None else torch.tensor(scale)
+    return GradStats(total_norm, clip_coef, found_inf, torch.tensor([norm]), loss_scale)
+
+
+@pytest.mark.parametrize(
+    ("measured", "printed"),
+    [
+        (stats(0.91349), "norm 0.913"),
+        (stats(0.91349, 0.54821), "norm 0.913, clipped x0.548"),
+        (stats(float("inf"), skipped=1.0, scale=65536.0), "norm inf, skipped, loss scale 65536"),
+        (stats(2.0, 0.5, scale=1024.0), "norm 2, clipped x0.5, loss scale 1024"),
+    ],
+)
+def test_it_prints_as_a_person_reads_it(measured: GradStats, printed: str) -> None:
+    assert f"{measured}" == str(measured) == printed

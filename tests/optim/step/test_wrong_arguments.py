@@ -1,0 +1,81 @@
+"""What people write from habit is an error that says what to write here, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from meshstep.optim import Booster, Monitor, ParallelOptimizer, clip_grad_norm_
+from meshstep.parallel import ColumnParallelLinear, ProcessGroupRegistry, Topology, annotate, prepare_dataloader, shard
+from meshstep.parallel.layout.annotation import annotation_of
+from meshstep.parallel.layout.spec import P
+from torch import nn
+from torch.utils.data import TensorDataset
+from world import World
+
+ALONE = Topology(data=1, tensor=1)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("max_grad_norm", "write max_norm="),
+        ("clip_grad", "write max_norm="),
+        ("gradient_accumulation_steps", "write accumulation_steps="),
+        ("mixed_precision", "write precision="),
+        ("max_nrom", "write max_norm="),
+        ("colour", "there are accumulation_steps, data_parallel, max_norm, measure, on_nonfinite, precision, states"),
+    ],
+)
+def test_an_argument_of_another_library_says_what_it_is_here(name: str, advice: str) -> None:
+    options: dict[str, Any] = {name: 1.0}
+    with pytest.raises(TypeError, match=f"ParallelOptimizer has no argument {name}=: {advice}"):
+        ParallelOptimizer(adam(nn.Linear(2, 2)), ProcessGroupRegistry(ALONE), **options)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda layout: ParallelOptimizer(adam(nn.Linear(2, 2)), layout),
+        lambda layout: Booster(registry=layout).boost(nn.Linear(2, 2), adam(nn.Linear(2, 2))),
+        lambda layout: clip_grad_norm_(nn.Linear(2, 2).parameters(), 1.0, layout),
+        lambda layout: ColumnParallelLinear(2, 2, layout),
+        lambda layout: Monitor(layout),
+        lambda layout: prepare_dataloader(TensorDataset(torch.ones(2)), layout, 1),
+        lambda layout: shard(torch.ones(2), P(), layout),
+    ],
+    ids=["optimizer", "booster", "clipping", "layer", "monitor", "loader", "shard"],
+)
+def test_a_topology_for_a_registry_says_what_to_give(use: Callable[[Any], object]) -> None:
+    advice = r"the layout alone; give ProcessGroupRegistry\(Topology\(data=1, tensor=1\)\)"
+    with pytest.raises(AttributeError, match=advice):
+        use(ALONE)
+
+
+def refused_with_parameters_on_one_rank() -> str:
+    model = nn.Linear(2, 2)
+    given: Any = model.parameters() if dist.get_rank() else adam(model)
+    with ProcessGroupRegistry(Topology(data=2)) as registry, pytest.raises(TypeError) as error:
+        ParallelOptimizer(given, registry)
+    return str(error.value)
+
+
+def test_parameters_for_an_optimizer_are_refused_on_all_ranks(world: World) -> None:
+    for text in world.run(2, refused_with_parameters_on_one_rank):
+        assert "the optimizer is a generator, not a torch optimizer: make one of the parameters first" in text
+
+
+def test_a_boosted_model_s_parameters_have_their_names() -> None:
+    first = nn.Linear(2, 2)
+    model = nn.Sequential(first, nn.Linear(2, 2))
+    annotate(first.weight, P())  # by its layer, which doesn't know what it is called
+    Booster().boost(model, adam(model))
+    names = [annotation.name for param in model.parameters() if (annotation := annotation_of(param)) is not None]
+    assert names == ["0.weight", "0.bias", "1.weight", "1.bias"]

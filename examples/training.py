@@ -83,7 +83,7 @@ class Run:
         """
         start, per_epoch = time.perf_counter(), -(-len(loader) // per_step)
         # Counted in steps, so that it is right for any --accumulate.
-        loader.load_state_dict({"epoch": self.done // per_epoch, "position": self.done % per_epoch * per_step})
+        loader.load_state_dict(loader.state_after(self.done // per_epoch, self.done % per_epoch * per_step))
         total = max(self.steps, self.done)
         with tqdm(total=total, initial=self.done, unit="step", disable=not self.is_first) as self._bar:
             while self.done < self.steps:

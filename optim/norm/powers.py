@@ -8,6 +8,7 @@ powers leave the range of float64 too: there p-norms stand in for them, which ar
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from math import inf
 
@@ -107,7 +108,8 @@ def _squares_by_rows(flat: Tensor) -> Tensor | None:
     norms = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), 2, dim=1).double()
     rest = flat[whole:].double()
     power = norms.dot(norms) + rest.dot(rest)
-    return power if flat.numel() * EXACT <= float(power) < inf else None
+    found = ctypes.c_double.from_address(power.data_ptr()).value  # on a CPU it is there, and nobody waits for it
+    return power if flat.numel() * EXACT <= found < inf else None
 
 
 def _power_by_parts(flat: Tensor, norm_type: float, scratch: Tensor) -> Tensor:

@@ -118,6 +118,19 @@ class ShardedDataLoader(DataLoader[T]):
         (not: prefetched); and what decides that order."""
         return {"epoch": self._now[0], "position": self._now[1], **self._order()}
 
+    def state_after(self, epoch: int, batches: int) -> dict[str, int]:
+        """What `state_dict` is after so many batches of an epoch, for a loop that counts steps by itself.
+
+        Raises:
+            ValueError: The epoch has fewer batches.
+        """
+        _, *stops = self._sampler.bounds_from(0)
+        if not 0 <= batches < max(len(stops), 1):
+            raise ValueError(
+                f"batches={batches}: an epoch has {len(stops)}; after the last one it is the next epoch, at 0"
+            )
+        return {"epoch": epoch, "position": stops[batches - 1] if batches else 0, **self._order()}
+
     def _order(self) -> dict[str, int]:
         sampler = self._sampler
         return {"samples": sampler.samples, "shuffle": sampler.shuffle, "seed": sampler.seed}

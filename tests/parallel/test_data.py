@@ -413,3 +413,16 @@ def test_ranks_that_disagree_are_an_error_on_all(world: World) -> None:
         assert "20 samples" in message
         assert "21 samples" in message
     assert all("batch_size=0" in message for message in world.run(2, disagreeing, "batch"))
+
+
+def test_a_state_after_so_many_batches_is_that_of_a_loop() -> None:
+    loader = one_process()
+    states = [loader.state_after(1, 0)]
+    loader.load_state_dict(states[0])
+    for batches, _ in enumerate(loader, start=1):
+        if batches < len(loader):
+            states.append(loader.state_after(1, batches))
+            assert loader.state_dict() == states[-1]
+    assert len({state["position"] for state in states}) == len(loader)
+    with pytest.raises(ValueError, match="the next epoch, at 0"):
+        loader.state_after(0, len(loader))

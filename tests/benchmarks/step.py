@@ -118,6 +118,7 @@ def with_masters(make: MakeParams, dtype: torch.dtype, precision: Mode) -> Step:
     @torch.no_grad()
     def step() -> None:
         torch._foreach_copy_([param.grad for param in params if param.grad is not None], half_grads)
+        optimizer.scale_loss(torch.zeros(()))  # as a backward of others would
         optimizer.step()
 
     return step

@@ -21,7 +21,7 @@ from .clip.policies import ByNorm, Clip, clip_of
 from .clip.thresholds import AgreedThresholds
 from .norm.plan import ReductionPlan
 from .norm.stats import GradStats
-from .setup import OPTIONS, Setup
+from .setup import Setup
 from .states.chain import Chain
 from .states.completion import Completion
 from .states.coordinates import Coordinates, check_caller
@@ -239,7 +239,7 @@ class OptimizerFacade(torch.optim.Optimizer):
     # Copies ----------------------------------------------------------------------------------------------------------
 
     def _recipe(self) -> Recipe:
-        options = {key: getattr(self._setup, key) for key in OPTIONS} | {"on_nonfinite": self.on_nonfinite}
+        options = self._setup.options | {"on_nonfinite": self.on_nonfinite}
         return Recipe.of(self.optimizer, self._groups, self.registry, options, self.state_dict())
 
     def __copy__(self) -> OptimizerFacade:

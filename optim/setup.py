@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -42,8 +42,6 @@ from .step.window import Window
 
 NamedGroups = Sequence[Sequence[tuple[str | None, Tensor]]]
 
-OPTIONS = ("max_norm", "precision", "accumulation_steps", "data_parallel", "states", "measure")  # as `Setup` has them
-
 
 @dataclass(frozen=True)
 class Setup:
@@ -59,6 +57,12 @@ class Setup:
     measure: Measure
     on_nonfinite: OnNonfinite
     wrong_call: TypeError | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments, by name."""
+        apart = {"optimizer", "registry", "wrong_call"}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in apart}
 
     # Checking --------------------------------------------------------------------------------------------------------
 

@@ -78,8 +78,9 @@ class BackwardReducer:
         Where it raises, the rest of them is started all the same and nobody waits for it: a rank has done its part then,
         wherever its backward and those of other ranks have come to, and the next one begins at the first bucket everywhere.
         """
-        buckets: list[set[Tensor | None]] = [{p for p in bucket.params if p.requires_grad} for bucket in self._eager]
-        self._waiting = [{None} for _ in self._eager] if several else buckets
+        self._waiting: list[set[Tensor | None]] = [
+            {None} if several else {param for param in bucket.params if param.requires_grad} for bucket in self._eager
+        ]
         self._next, self._exchanges, self._is_open = 0, InFlight(self._in_flight), True
         try:
             yield

@@ -18,25 +18,18 @@ def hook_weakly(register: Callable[[Callable[..., None]], Any], method: Callable
     Args:
         register: Of an optimizer, ``register_step_pre_hook`` or ``register_step_post_hook``.
     """
-    weak = WeakMethod(method)
-
-    def hook(*args: object) -> None:
-        alive = weak()
-        if alive is not None:
-            alive(*args)
-
     owner: Any = method.__self__  # type: ignore[attr-defined]
-    finalize(owner, register(hook).remove).atexit = False
+    finalize(owner, register(weakly(method)).remove).atexit = False
 
 
-def weakly(method: Callable[[], None]) -> Callable[[], None]:
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
     """A call of a bound method that doesn't keep its object alive; nothing where that is gone."""
     weak = WeakMethod(method)
 
-    def call() -> None:
+    def call(*args: object) -> None:
         alive = weak()
         if alive is not None:
-            alive()
+            alive(*args)
 
     return call
 

@@ -49,20 +49,21 @@ def activations(features: int, *shape: int) -> tuple[Tensor, Tensor]:
     return x.requires_grad_(), grad
 
 
-def split_layer_is_whole(kind: str, sequence: bool, agree: bool) -> float:
+def split_layer_is_whole(kind: str, sequence: bool, agree: bool, scales: Literal["tensor", "row"] = "tensor") -> int:
     """Compares a prepared 1-D layer with the whole one; the number of collectives that agree on maxima a step."""
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         features = (WIDTH, HIDDEN) if kind == "column" else (HIDDEN, WIDTH)
         cls = ColumnParallelLinear if kind == "column" else RowParallelLinear
-        dense = whole(*features)
+        dense = whole(*features, scales=scales)
         layer = cls(*features, registry, sequence_parallel=sequence)
         for param, full in zip(layer.parameters(), dense.parameters(), strict=True):
             param.data = shard(full, spec_of(param), registry)
         plain_matmul = layer.matmul
-        Fp8("fp32").prepare(layer, registry)
-        assert isinstance(layer.matmul, Fp8Matmul)
+        Fp8("fp32", scales=scales).prepare(layer, registry)
+        matmul_of = Fp8RowMatmul if scales == "row" else Fp8Matmul
+        assert isinstance(layer.matmul, matmul_of)
         if not agree:
-            layer.matmul = Fp8Matmul()
+            layer.matmul = matmul_of()
         x, grad = activations(features[0], BATCH, SEQ)
         expected = dense(x)
         expected.backward(grad)
@@ -195,47 +196,10 @@ def test_an_undeclared_layer_is_named_and_nothing_is_changed(world: World) -> No
 # A scale for each row -------------------------------------------------------------------------------------------------
 
 
-def split_rows_are_whole(kind: str, sequence: bool, agree: bool) -> int:
-    """Compares a prepared 1-D layer with the whole one; the number of collectives that agree on maxima a step."""
-    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
-        features = (WIDTH, HIDDEN) if kind == "column" else (HIDDEN, WIDTH)
-        dense = whole(*features, scales="row")
-        layer = (ColumnParallelLinear if kind == "column" else RowParallelLinear)(
-            *features, registry, sequence_parallel=sequence
-        )
-        for param, full in zip(layer.parameters(), dense.parameters(), strict=True):
-            param.data = shard(full, spec_of(param), registry)
-        plain_matmul = layer.matmul
-        Fp8("fp32", scales="row").prepare(layer, registry)
-        assert isinstance(layer.matmul, Fp8RowMatmul)
-        if not agree:
-            layer.matmul = Fp8RowMatmul()
-        x, grad = activations(features[0], BATCH, SEQ)
-        expected = dense(x)
-        expected.backward(grad)
-        dim, split = P(None, "tensor") if sequence else P(), P(None, None, "tensor")
-        x_spec, y_spec = (dim, split) if kind == "column" else (split, dim)
-        local = shard(x.detach(), x_spec, registry).requires_grad_()
-        output = layer(local)
-        output.backward(shard(grad, y_spec, registry))
-        assert x.grad is not None
-        assert local.grad is not None
-        assert_near(unshard(output.detach(), y_spec, registry), expected)
-        assert_near(unshard(local.grad, x_spec, registry), x.grad)
-        assert_same_grads(layer, dense, registry)
-        counts = []
-        for matmul in (layer.matmul, plain_matmul):
-            layer.matmul = matmul
-            with collectives() as seen:
-                layer(local).sum().backward()
-            counts.append(seen["all_reduce"])
-        return counts[0] - counts[1]
-
-
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_layers_with_scales_by_row_are_the_whole_ones(world: World, kind: str, sequence: bool) -> None:
-    assert world.run(2, split_rows_are_whole, kind, sequence, True) == [1, 1]
+    assert world.run(2, split_layer_is_whole, kind, sequence, True, "row") == [1, 1]
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
@@ -243,7 +207,7 @@ def test_scales_by_row_without_agreement_are_not(kind: str) -> None:
     """The negative control, in a pool of its own because it fails."""
     world = World()
     with pytest.raises(AssertionError, match="relative error"):
-        world.run(2, split_rows_are_whole, kind, False, False)
+        world.run(2, split_layer_is_whole, kind, False, False, "row")
     world.close()
 
 

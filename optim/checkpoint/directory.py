@@ -27,6 +27,8 @@ from .checksums import FileRecord
 FORMAT = 2
 MANIFEST = "meshstep.json"
 _COMPLETE = re.compile(r"meshstep-(\d+)")
+# A writer may rename between two entries of one listing, or after it: then a listing has none, though there always is one.
+_LISTINGS = 10
 _LEFT_BEHIND = re.compile(r"meshstep-\d+(\.\w+)?\.(writing|removing)")
 
 
@@ -132,12 +134,14 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def _complete(path: Path) -> dict[int, Path]:
-    for _ in range(2):  # a writer who renames between two entries of one listing may hide both from it
+    found: dict[int, Path] = {}
+    for _ in range(_LISTINGS):
         names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
-        found = {int(match[1]): path / name for name in names if (match := _COMPLETE.fullmatch(name))}
-        if found or not any(map(_LEFT_BEHIND.fullmatch, names)):
+        named = {int(match[1]): path / name for name in names if (match := _COMPLETE.fullmatch(name))}
+        found = {number: entry for number, entry in named.items() if entry.is_dir()}
+        if found or not (named or any(map(_LEFT_BEHIND.fullmatch, names))):
             break
-    return {number: entry for number, entry in found.items() if entry.is_dir()}
+    return found
 
 
 def _crc32_of(manifest: Mapping[str, Any]) -> int:

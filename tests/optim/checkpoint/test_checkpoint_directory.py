@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,26 @@ def test_a_reader_beside_a_writer(tmp_path: Path) -> None:
         thread.join()
     assert not problems
     assert found == sorted(found)
+
+
+def test_a_checkpoint_that_is_replaced_after_it_was_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    optimizer = optimizer_of(model)
+    save_checkpoint(tmp_path, model, optimizer)
+    real, listed = Path.iterdir, 0
+
+    def iterdir(path: Path) -> Iterator[Path]:
+        nonlocal listed
+        entries = list(real(path))
+        if path == tmp_path:
+            listed += 1
+            if listed == 1:
+                save_checkpoint(tmp_path, model, optimizer)
+        return iter(entries)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    found = newest_checkpoint(tmp_path)
+    assert found is not None and found.name == "meshstep-00000002"
 
 
 def test_a_reader_that_is_always_late_is_told_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,7 +184,8 @@ def test_a_checkpoint_that_is_replaced_after_it_was_listed(tmp_path: Path, monke
 
     monkeypatch.setattr(Path, "iterdir", iterdir)
     found = newest_checkpoint(tmp_path)
-    assert found is not None and found.name == "meshstep-00000002"
+    assert found is not None
+    assert found.name == "meshstep-00000002"
 
 
 def test_a_reader_that_is_always_late_is_told_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from .logical_parameters import LogicalParameters
 from .restoration import Restoration
 from .run_history import remember
 from .shared_record import SharedRecord
+from .tensors import Reader, is_tensor_file
 
 _ATTEMPTS = 10
 
@@ -124,8 +125,6 @@ class _Run(NamedTuple):
 
         Raises, collectives: as `load_checkpoint`.
         """
-        from .tensors import Reader, read_tensors
-
         registry = self.registry
         files, saved = on_all_ranks(lambda: _said_in(manifest), registry)
         files_on_all_ranks(lambda: _verify_share(directory, files, registry), registry)
@@ -137,12 +136,12 @@ class _Run(NamedTuple):
 
         def fit() -> tuple[Restoration, dict[str, Any] | None]:
             shared = SharedRecord(content["record"], saved, registry.topology, registry.global_rank)
-            restoration = Restoration(parameters, own, groups, reader.stored(), shared)
+            restoration = Restoration(parameters, own, groups, reader.index, shared)
             return restoration, None if own is None else restoration.state_dict(content["rest"])
 
         restoration, state = files_on_all_ranks(fit, registry)
         random = files_on_all_ranks(lambda: self._random_state(directory, saved), registry)
-        read_tensors(reader, restoration.tensors, registry)
+        files_on_all_ranks(lambda: reader.read(restoration.tensors), registry)
         return _Found(content, restoration, state, random)
 
     def _content(self, directory: Path, parameters: LogicalParameters) -> tuple[dict[str, Any], OptimizerState | None]:
@@ -221,7 +220,7 @@ def _said_in(manifest: Mapping[str, Any]) -> tuple[dict[str, FileRecord], Topolo
 def _verify_share(directory: Path, files: Mapping[str, FileRecord], registry: ProcessGroupRegistry) -> None:
     """Check this rank's share of the files; the contents of tensors' files are checked by who reads them."""
     share = dict(islice(files.items(), registry.global_rank, None, registry.topology.world_size))
-    tensors = {name: record for name, record in share.items() if name.endswith(".distcp")}
+    tensors = {name: record for name, record in share.items() if is_tensor_file(name)}
     verify(directory, tensors, contents=False)
     verify(directory, {name: record for name, record in share.items() if name not in tensors}, contents=True)
 

@@ -14,13 +14,15 @@ what it holds and reads what it needs. So a run that was saved on tensor=2 conti
 over another number of ranks, or in one process, wherever the model has the same logical parameters: the same names and
 full shapes, on all ranks together.
 
-Files are those of `torch.distributed.checkpoint`, with a manifest and checksums beside them.
+`torch.distributed.checkpoint` decides who writes what. Files hold the tensors' bytes, with an index, a manifest and
+checksums beside them.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +35,7 @@ from ...parallel.data.random_state import random_state
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..parallel_optimizer import ParallelOptimizer
-from .checksums import FileRecord, record_of
+from .checksums import FileRecord, write_summed
 from .contents import OptimizerState, RankRecord, collect, optimizer_state, portable_in, zeros_for_others
 from .directory import begin, publish
 from .files import SHARED_FILE, files_on_all_ranks, files_on_first_rank, rank_file
@@ -42,6 +44,7 @@ from .logical_tensor import LogicalTensor
 from .piece_states import PieceStates
 from .run_history import last_known, remember
 from .shared_record import SharedRecord
+from .tensors import write_tensors
 
 
 def save_checkpoint(
@@ -135,8 +138,6 @@ def write(path: Path, snapshot: Snapshot, known: str | None, registry: ProcessGr
         known: As for `begin`.
     Raises, collectives: as `save_checkpoint`.
     """
-    from .tensors import write_tensors
-
     directory = files_on_first_rank(lambda: begin(path, known), registry)
     try:
         own = write_tensors(directory, snapshot.tensors, registry)
@@ -185,9 +186,7 @@ def _write_own(directory: Path, snapshot: Snapshot, rank: int) -> dict[str, File
     contents = {rank_file(rank): snapshot.random}
     if rank == 0:
         contents[SHARED_FILE] = {"record": snapshot.record, **snapshot.common}
-    for name, content in contents.items():
-        torch.save(content, directory / name)
-    return {name: record_of(directory / name, synchronise=True) for name in contents}
+    return {name: write_summed(directory / name, partial(torch.save, content)) for name, content in contents.items()}
 
 
 def _facts(optimizer: ParallelOptimizer) -> dict[str, Any]:

@@ -58,7 +58,8 @@ class Coordinates:
             return []
         raise ValueError(
             f"optimizer.state_dict() is of one rank, at {_shown(self.axes)}; saved by torch.distributed.checkpoint, ranks "
-            "would overwrite each other's states: use meshstep.optim.save_checkpoint"
+            "would overwrite each other's states: save get_optimizer_state_dict(model, TorchStates(optimizer)), or use "
+            "meshstep.optim.save_checkpoint"
         )
 
 
@@ -76,7 +77,7 @@ def check_caller(where: Coordinates, stepped: Iterable[Tensor], given: Iterable[
     if where.axes or any(id(param) not in own for param in stepped):
         raise ValueError(
             "the optimizer steps pieces or masters of the parameters, by which torch's state-dict functions find nothing: "
-            "use meshstep.optim.save_checkpoint"
+            "give them meshstep.optim.TorchStates(optimizer), or use save_checkpoint"
         )
 
 

@@ -104,6 +104,10 @@ class Shards(Link):
         self._cuts: list[tuple[int, int]] = []
         self._reducer: BackwardReducer | None = None
 
+    def is_cut(self, tensor: Tensor) -> bool:
+        """Whether ranks of the axis step pieces of the tensor, which may be none on this one."""
+        return tensor in self._names
+
     # Layout ----------------------------------------------------------------------------------------------------------
 
     def install(self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]) -> StandIns:

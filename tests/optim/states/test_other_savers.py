@@ -215,7 +215,7 @@ def test_torchs_functions_are_refused_where_they_would_not_find_the_states(
     world: World, kind: str, precision: Mode
 ) -> None:
     for text in world.run(2, asked_by_torch, kind, precision):
-        assert "use meshstep.optim.save_checkpoint" in text
+        assert "give them meshstep.optim.TorchStates(optimizer), or use save_checkpoint" in text
 
 
 def test_torchs_functions_work_where_the_optimizer_steps_the_parameters(world: World) -> None:

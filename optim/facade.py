@@ -213,7 +213,9 @@ class OptimizerFacade(torch.optim.Optimizer):
         """The wrapped optimizer's state of this rank's pieces, and under ``"meshstep"`` all else a new process needs:
         precision mode, loss scale, master weights, count of skipped steps, coordinates. Host reads: a few."""
         saved = self._saved()
-        check_caller(saved.coordinates, self._states.stepped, (param for group in self._groups for _, param in group))
+        given = (param for group in self._groups for _, param in group)
+        makes_states = bool(self.state) or self._setup.accumulation_steps is None
+        check_caller(saved.coordinates, self._states.stepped, given, makes_states=makes_states)
         return saved.state_dict(self.skipped_steps)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -123,12 +123,13 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         self._groups = [named_params_of([group]) for group in self.param_groups]
         self._plan, thresholds = self._setup.agreed_plan(self._groups)
         self.clip, self.precision = clip_of(max_norm), precision_of(precision)
-        self.loss_scale = self.precision.make_loss_scale(registry.device)
+        self._device = self._setup.device_of(self._groups)
+        self.loss_scale = self.precision.make_loss_scale(self._device)
         self._window: Window[Clip, Verdict] = Window(accumulation_steps, scaled=self.loss_scale is not None)
         self._scale = None if self.loss_scale is None else self.loss_scale.scale
         self._states = self._setup.chain(self.precision)
         self._bind(thresholds)
-        self._skips = SkipMonitor(registry.device)
+        self._skips = SkipMonitor(self._device)
         self.last_stats: GradStats | None = None
         self._looked = False  # whether a window without micro-batches is none by mistake
 
@@ -233,7 +234,8 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         if self._window.asked is not None and self._window.verdict is None:
             self._clip_now(self._window.asked)
         problem = self._completion(self._window, self._switch)
-        verdict = self._window.verdict or self._clipping(self.clip, self._window.divisor(self.registry, scale))
+        divisor = self._window.divisor(self.registry, scale, self._device)
+        verdict = self._window.verdict or self._clipping(self.clip, divisor)
         stats = verdict.stats
         reason = self._skips.count(stats, self.on_nonfinite)
         if reason is None:
@@ -287,7 +289,7 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
 
     def _clip_now(self, clip: Clip) -> Verdict:
         problem = self._completion(self._window, self._switch)
-        verdict = self._clipping(clip, self._window.divisor(self.registry, self._scale), now=True)
+        verdict = self._clipping(clip, self._window.divisor(self.registry, self._scale, self._device), now=True)
         if self._window.verdict is not None:  # a second clip in one window must not hide what the first one found
             found_inf = torch.maximum(verdict.stats.found_inf, self._window.verdict.stats.found_inf)
             verdict = Verdict(replace(verdict.stats, found_inf=found_inf), None)

@@ -114,9 +114,10 @@ class Window(Generic[Asked, Verdict]):
         """Whether `zero_grad` is to do anything: not in the middle of a window of managed accumulation."""
         return self.steps is None or not self.micro_batches or self.phase == "broken"
 
-    def divisor(self, registry: ProcessGroupRegistry, scale: Tensor | None) -> Divisor:
-        """What gradients are to be divided by: the loss scale, if there is one, and the weight of the window."""
-        slots = weight_slots(self.weight, registry)
+    def divisor(self, registry: ProcessGroupRegistry, scale: Tensor | None, device: torch.device) -> Divisor:
+        """What gradients, on ``device``, are to be divided by: the loss scale, if there is one, and the weight of the
+        window."""
+        slots = weight_slots(self.weight, registry, device)
         return Divisor(slots, partial(self._inverse, scale=scale, registry=registry), scale)
 
     def _inverse(self, totals: Tensor, scale: Tensor | None, registry: ProcessGroupRegistry) -> Tensor | None:
@@ -233,14 +234,13 @@ class _Place:
     stage: int
     sharers: int
     data_ranks: int
-    device: torch.device
 
     @classmethod
     def of(cls, registry: ProcessGroupRegistry) -> _Place:
         topology = registry.topology
         stage = registry.rank(*topology.pipe_axes) if topology.pipe_axes else 0
         stages, sharers = topology.size(*topology.pipe_axes), topology.size(*topology.model_axes)
-        return cls(stages, stage, sharers, topology.size(*topology.data_axes), registry.device)
+        return cls(stages, stage, sharers, topology.size(*topology.data_axes))
 
 
 _PLACES: WeakKeyDictionary[ProcessGroupRegistry, _Place] = WeakKeyDictionary()
@@ -253,14 +253,15 @@ def _place_of(registry: ProcessGroupRegistry) -> _Place:
     return place
 
 
-def weight_slots(weight: float | Tensor, registry: ProcessGroupRegistry) -> Tensor:
-    """[pipeline stages] float64: this rank's part of W, in its stage's slot; `inverse_weight` reads the sum over ranks.
+def weight_slots(weight: float | Tensor, registry: ProcessGroupRegistry, device: torch.device) -> Tensor:
+    """[pipeline stages] float64, on ``device``: this rank's part of W, in its stage's slot; `inverse_weight` reads the sum
+    over ranks.
 
     All ranks of a stage that share a data coordinate know the same weight, so each adds its part of it. Stages that know
     none (only the last one computes a loss) add 0.
     """
     place = _place_of(registry)
-    slots = torch.zeros(place.stages, dtype=torch.float64, device=place.device)
+    slots = torch.zeros(place.stages, dtype=torch.float64, device=device)
     slots[place.stage] = weight / place.sharers
     return slots
 

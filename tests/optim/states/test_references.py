@@ -139,7 +139,7 @@ def inverse_on(axes: tuple[tuple[str, int], ...], weights: list[list[float]], as
         last = all(registry.coordinate[axis] == topology.size(axis) - 1 for axis in topology.pipe_axes)
         own = sum(weights[registry.rank(*topology.data_axes)]) if last else 0.0
         weight: float | Tensor = torch.tensor(own, dtype=torch.float64) if as_tensor else own
-        slots = weight_slots(weight, registry)
+        slots = weight_slots(weight, registry, torch.device("cpu"))
         dist.all_reduce(slots)
         return float(inverse_weight(slots, registry))
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..parallel.mesh.calls import in_call
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .norm.powers import accumulation_dtype
 from .norm.stats import GradStats
@@ -230,7 +231,8 @@ class Monitor:
         sums = torch.stack([self._loss, self._loss_count, self._left_out, count])
         if topology.world_size > 1:
             sums = sums.to(self.registry.device)
-            dist.all_reduce(sums, group=self.registry.group(*topology.axes))
+            with in_call(self.registry, "Monitor"):
+                dist.all_reduce(sums, group=self.registry.group(*topology.axes))
         return sums
 
 

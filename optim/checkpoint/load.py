@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...parallel.data.random_state import random_state, set_random_state
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
+from ...parallel.mesh.calls import in_call
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from ..parallel_optimizer import ParallelOptimizer
@@ -76,21 +77,8 @@ def load_checkpoint(
         raise TypeError("a schedule goes on with its optimizer: give optimizer= too, or leave lr_scheduler= out")
     elif registry is None:
         raise TypeError("to load the model alone give registry=, whose ranks hold it")
-    run = _Run(model, optimizer, lr_scheduler, registry)
-    for attempt in range(1, _ATTEMPTS + 1):
-        directory, manifest = files_on_first_rank(lambda: _open(Path(path), optimizer), registry)
-        try:
-            found = run.read(directory, manifest)
-            break
-        except Exception as problem:  # on every rank
-            if files_on_first_rank(directory.exists, registry):
-                raise
-            if attempt == _ATTEMPTS:
-                raise RuntimeError(
-                    f"the checkpoint under {path} was replaced {attempt} times while it was read: another run saves faster "
-                    "than this one reads; let it keep more, save_checkpoint(..., keep=2)"
-                ) from problem
-    run.take(found)
+    with in_call(registry, "load_checkpoint"):
+        directory, found = _taken(Path(path), _Run(model, optimizer, lr_scheduler, registry))
     if optimizer is not None:
         remember(optimizer, directory)
     if found.restoration.together:
@@ -101,6 +89,25 @@ def load_checkpoint(
             stacklevel=2,
         )
     return found.content["extra"]
+
+
+def _taken(path: Path, run: _Run) -> tuple[Path, _Found]:
+    """The checkpoint that has been read, and taken into the run. Raises, collectives: as `load_checkpoint`."""
+    for attempt in range(1, _ATTEMPTS + 1):
+        directory, manifest = files_on_first_rank(lambda: _open(path, run.optimizer), run.registry)
+        try:
+            found = run.read(directory, manifest)
+            break
+        except Exception as problem:  # on every rank
+            if files_on_first_rank(directory.exists, run.registry):
+                raise
+            if attempt == _ATTEMPTS:
+                raise RuntimeError(
+                    f"the checkpoint under {path} was replaced {attempt} times while it was read: another run saves faster "
+                    "than this one reads; let it keep more, save_checkpoint(..., keep=2)"
+                ) from problem
+    run.take(found)
+    return directory, found
 
 
 class _Found(NamedTuple):

@@ -33,6 +33,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...parallel.data.random_state import random_state
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
+from ...parallel.mesh.calls import in_call
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..parallel_optimizer import ParallelOptimizer
 from .checksums import FileRecord, write_summed
@@ -85,8 +86,9 @@ def save_checkpoint(
         RuntimeError: On every rank, when one could not write. The previous checkpoint stays.
     Collectives: gathers of Python objects over the world, at all ranks' pace. Host reads: everything.
     """
-    snapshot = snapshot_of(model, optimizer, lr_scheduler, extra, keep)
-    checkpoint = write(Path(path), snapshot, last_known(optimizer, Path(path)), optimizer.registry)
+    with in_call(optimizer.registry, "save_checkpoint"):
+        snapshot = snapshot_of(model, optimizer, lr_scheduler, extra, keep)
+        checkpoint = write(Path(path), snapshot, last_known(optimizer, Path(path)), optimizer.registry)
     remember(optimizer, checkpoint)
     return checkpoint
 

@@ -13,7 +13,7 @@ from meshstep.optim import Offloaded, ParallelOptimizer, Sharded
 from meshstep.optim.states.offloaded import reference_offloaded_step
 from meshstep.optim.states.sharded import Shards
 from meshstep.optim.states.slices import reference_slice
-from meshstep.optim.step.window import inverse_weight, reference_inverse_weight, weight_slots
+from meshstep.optim.step.weights import inverse_weight, reference_inverse_weight, weight_slots
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from meshstep.parallel.layout.annotation import annotation_of
 from planted import LAYOUTS, Planted, run_step

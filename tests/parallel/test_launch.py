@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,6 +24,8 @@ PREFIXES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_", "GROUP_WORLD_SIZE"),
     *("OMPI_", "PMIX_", "PMI_", "MPI_", "MV2_", "PALS_", "FLUX_", "SLURM_"),
 )
+
+LOOPBACK = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 
 
 @pytest.fixture
@@ -127,7 +131,7 @@ def run_two(variables: list[dict[str, str]]) -> list[subprocess.CompletedProcess
     done = []
     for process in processes:
         try:
-            out, err = process.communicate(timeout=90)
+            out, err = process.communicate(timeout=240)
         except subprocess.TimeoutExpired:
             process.kill()
             out, err = process.communicate()
@@ -136,14 +140,18 @@ def run_two(variables: list[dict[str, str]]) -> list[subprocess.CompletedProcess
 
 
 def free_port(family: socket.AddressFamily = socket.AF_INET) -> str:
-    with socket.socket(family) as one:
-        one.bind(("::1" if family == socket.AF_INET6 else "127.0.0.1", 0))
-        return str(one.getsockname()[1])
+    """One that stays free until it is used: none of those that a system gives to whoever asks for any, as all ranks do."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 30_000)
+        with suppress(OSError), socket.socket(family) as one:
+            one.bind((LOOPBACK[family], port))
+            return str(port)
 
 
 def has_ipv6() -> bool:
     try:
-        free_port(socket.AF_INET6)
+        with socket.socket(socket.AF_INET6) as one:
+            one.bind((LOOPBACK[socket.AF_INET6], 0))
     except OSError:
         return False
     return True
@@ -173,7 +181,7 @@ def test_two_real_processes(launcher: str, variables: Callable[[int], dict[str, 
 def test_torchrun_itself() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     result = subprocess.run(
-        [*command, sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False
+        [*command, sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=240, check=False
     )
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == ["torchrun 0 0 cpu 3.0 1.0", "torchrun 1 1 cpu 3.0 2.0"]

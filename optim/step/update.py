@@ -238,7 +238,7 @@ class SkipMonitor:
         self.counts[1].mul_(skipped)
         if past is not None:
             self.counts[2].add_(past)
-        if self.counts.is_cuda and torch.cuda.is_current_stream_capturing():
+        if self._captured():
             return
         slot = self._step % LAG
         self._copies[slot].copy_(self.counts, non_blocking=True)
@@ -249,7 +249,7 @@ class SkipMonitor:
 
     def _before(self) -> tuple[int, int]:
         """Steps skipped in a row, and because gradients came past, as of `LAG` steps before this one; 0 at first."""
-        if self._step < LAG:
+        if self._step < LAG or self._captured():
             return 0, 0
         slot = self._step % LAG
         event = self._arrived[slot]
@@ -257,6 +257,10 @@ class SkipMonitor:
             event.synchronize()
         _, in_a_row, past = (ctypes.c_int64 * 3).from_address(self._copies.data_ptr() + slot * 3 * 8)
         return in_a_row, past
+
+    def _captured(self) -> bool:
+        """Whether a CUDA graph is being made of the step: the counts go on in its replays, of which nobody is told here."""
+        return self.counts.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def total(self) -> int:
         """Skipped steps in all. Host reads: one."""

@@ -28,6 +28,7 @@ from meshstep.optim import (
     Reduce,
     Sharded,
 )
+from meshstep.optim.step.update import LAG, SkipMonitor
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -152,6 +153,30 @@ def test_a_monitor_keeps_its_sums_where_the_losses_are() -> None:
                         param.grad = torch.ones_like(param)
                 monitor(optimizer.step(), torch.ones((), device="cuda"))
         assert log.waits == []
+
+
+def test_a_step_that_is_captured_waits_for_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After any number of warm-up steps."""
+    monitor_of = SkipMonitor.__init__
+    with fake_cuda(collectives_on=CPU):
+
+        def warm(monitor: SkipMonitor, device: torch.device) -> None:
+            monitor_of(monitor, device)
+            monitor._step = 3 * LAG
+
+        monkeypatch.setattr(SkipMonitor, "__init__", warm)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: pytest.fail("an event in a captured step"))
+        model = nn.Linear(3, 2, device="cuda")
+        optimizer = ParallelOptimizer(
+            torch.optim.AdamW(model.parameters(), fused=True), ProcessGroupRegistry(Topology())
+        )
+        for _ in range(2):
+            with optimizer.window():
+                for param in model.parameters():
+                    param.grad = torch.ones_like(param)
+            optimizer.step()
+        assert optimizer._skips._step == 3 * LAG
 
 
 def test_parameters_on_two_devices_are_an_error() -> None:

@@ -151,6 +151,23 @@ def test_of_one_call_it_is_not_said_that_the_order_is_wrong(world: World) -> Non
         )
 
 
+def again() -> list[str]:
+    run = Run(2, 2.0)
+    run.optimizer.zero_grad()
+    with run.registry:
+        if run.rank == 0:
+            return [error_of(run.optimizer.step)[0] for _ in range(2)]
+        return [error_of(partial(gather_objects, None, run.registry))[0] for _ in range(2)]
+
+
+def test_a_second_call_that_fails_because_the_first_one_did_says_so_too(world: World) -> None:
+    for rank, (first, second) in enumerate(world.run(2, again)):
+        name = "gather_objects" if rank else "step"
+        for error, number in ((first, 1), (second, 2)):
+            which = {"step": {1: "3rd", 2: "4th"}, "gather_objects": {1: "1st", 2: "2nd"}}[name][number]
+            assert error.startswith(f"rank {rank} waited in vain in {name} (its {which}); rank {1 - rank}: in ")
+
+
 def with_an_error_of_its_own() -> str:
     registry = ProcessGroupRegistry(Topology(data=2), apart=True)
     with registry, pytest.raises(RuntimeError) as caught, in_call(registry, "step"):

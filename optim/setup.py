@@ -85,15 +85,16 @@ class Setup:
             return plan
 
         plan = on_all_ranks(plan_locally, self.registry)
-        self._check_prepared(plan)
         check_same(self._settings(), self.registry)
+        self._check_prepared(plan)
         plan = agree(plan, self.registry, names=self.measure.per_parameter or bool(self.measure.check_replicas))
         plan.warn_of_experts()
         plan = self.plan_for_clip(plan)
         return plan, agreed_thresholds(self.optimizer.param_groups, self.registry)
 
     def _check_prepared(self, plan: ReductionPlan) -> None:
-        """Raise ValueError, on every rank, where the mode steps half-precision parameters and there are none."""
+        """Raise ValueError, on every rank, where the mode, the same on all, steps half-precision parameters and there are
+        none."""
         precision = precision_of(self.precision)
         if not (precision.masters or precision.stochastic_rounding):
             return

@@ -30,6 +30,7 @@ from .norm.measure import Measure
 from .norm.plan import ReductionPlan
 from .norm.replicas import ReplicaCheck
 from .norm.units import Units
+from .options import check_steps_without_closure
 from .states.chain import Chain
 from .states.completion import Completion
 from .states.elementwise import check_each_alone, check_whole
@@ -160,6 +161,7 @@ class Setup:
     def _check_arguments(self) -> None:
         if self.wrong_call is not None:
             raise self.wrong_call
+        check_steps_without_closure(self.optimizer)
         precision = precision_of(self.precision)
         if precision.stochastic_rounding:
             check_each_alone(self.optimizer, "stochastic rounding steps bucket by bucket")

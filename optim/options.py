@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from inspect import Parameter, signature
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 import torch
@@ -106,16 +105,6 @@ def check_optimizer(optimizer: object, registry: ProcessGroupRegistry) -> None:
 
     if not isinstance(optimizer, torch.optim.Optimizer):
         on_all_ranks(refuse, registry)
-
-
-def check_steps_without_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Raise TypeError for an optimizer that can't step with the gradients that are there (`torch.optim.LBFGS`)."""
-    closure = signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is Parameter.empty:
-        raise TypeError(
-            f"{type(optimizer).__name__} evaluates the loss itself, several times a step, by a closure, whose gradients "
-            "nobody would complete, measure and clip: take an optimizer that steps without"
-        )
 
 
 def renamed(name: str) -> TypeError | None:

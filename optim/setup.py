@@ -30,7 +30,6 @@ from .norm.measure import Measure
 from .norm.plan import ReductionPlan
 from .norm.replicas import ReplicaCheck
 from .norm.units import Units
-from .options import check_steps_without_closure
 from .states.chain import Chain
 from .states.completion import Completion
 from .states.elementwise import check_each_alone, check_whole
@@ -38,7 +37,7 @@ from .states.link import Binding, Placement, Position
 from .states.local_tensors import LocalTensors
 from .states.masters import precision_link
 from .step.data_parallel import DataParallelSwitch, Overlap, Reduce, Switch
-from .step.update import OnNonfinite, checked_nonfinite
+from .step.update import OnNonfinite, check_steps_without_closure, checked_nonfinite
 from .step.window import Window
 
 NamedGroups = Sequence[Sequence[tuple[str | None, Tensor]]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ class Run:
 
     def loss(self, step: int, part: int = 0, parts: int = 1) -> Tensor:
         rows = 8 // parts
-        loss = self.layers(INPUTS[step][part * rows : (part + 1) * rows]).square().mean() / parts
+        loss: Tensor = self.layers(INPUTS[step][part * rows : (part + 1) * rows]).square().mean() / parts
         return loss * float("inf") if step == SKIPPED and part == 0 else loss
 
     def finish(self) -> None:
@@ -128,7 +129,7 @@ def test_weights_and_scales_are_torchs_to_the_bit(registry: ProcessGroupRegistry
     assert trained(Run(kind, registry), way) == expected
     scales, weights = zip(*expected, strict=True)
     assert weights[SKIPPED] == weights[SKIPPED - 1] != weights[SKIPPED + 1]
-    assert [new / old for old, new in zip(scales, scales[1:], strict=False)] == [4.0, 1.0, 0.25, 1.0, 4.0, 1.0]
+    assert [new / old for old, new in pairwise(scales)] == [4.0, 1.0, 0.25, 1.0, 4.0, 1.0]
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

@@ -90,7 +90,8 @@ class Net(nn.Module):
 
     def loss(self, step: int = 0) -> Tensor:
         x = torch.tensor([[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]], dtype=next(self.parameters()).dtype)
-        return self(x * (1 + step)).sum()
+        y: Tensor = self(x * (1 + step))
+        return y.sum()
 
     def groups(self) -> list[dict[str, Any]]:
         """A weight decay of its own for what is no matrix, where there is any."""

@@ -77,6 +77,7 @@ class Setup:
 
         def plan_locally() -> ReductionPlan:
             self._check_arguments()
+            self.device_of(groups)
             if precision_of(self.precision).stochastic_rounding and topology.world_size > 1:
                 check_named(pair for group in groups for pair in group)
             named = [[param if name is None else (name, param) for name, param in group] for group in groups]
@@ -178,6 +179,20 @@ class Setup:
         if len(set(kinds)) < len(kinds):
             raise ValueError(f"states={self.states!r}: give each kind of placement once")
 
+    def device_of(self, groups: NamedGroups) -> torch.device:
+        """Where the parameters are, and so all that a step keeps; on a rank without any, where its collectives are.
+
+        Raises:
+            ValueError: They are on several devices.
+        """
+        devices = {param.device for group in groups for _, param in group}
+        if len(devices) > 1:
+            raise ValueError(
+                f"the parameters are on {', '.join(sorted(map(str, devices)))}: give each process one device, and move the "
+                "model there before the optimizer is made"
+            )
+        return devices.pop() if devices else self.registry.device
+
     # Parts -----------------------------------------------------------------------------------------------------------
 
     @property
@@ -214,12 +229,12 @@ class Setup:
         """What measures the gradients of what the chain steps, and applies rules to them."""
         regions = [piece.region for piece in chain.pieces(plan.entries)]
         derived, topology = chain.derive(plan), self.registry.topology
-        checks = []
+        checks, device = [], self.device_of([[(None, param) for _, param, _ in chain.given]])
         if self.measure.check_replicas and topology.world_size > 1:
-            checks.append(ReplicaCheck(derived, chain.compared(), self.registry.device))
+            checks.append(ReplicaCheck(derived, chain.compared(), device))
             if derived.cut_over is not None:  # equal pieces say nothing of the copies that they were cut from
                 whole = [local_parameter(param, topology) for _, param, _ in chain.given]
-                checks.append(ReplicaCheck(plan, whole, self.registry.device))
+                checks.append(ReplicaCheck(plan, whole, device))
         return Clipping(
             chain.measured(), regions, derived, self.registry, self.measure, thresholds, self.optimizer, checks
         )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from abc import abstractmethod
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any, SupportsIndex
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 
 from ..parallel_optimizer import ParallelOptimizer
 from .formulas import warmup
@@ -27,6 +29,10 @@ class WarmupLR(LRScheduler):
     the host can run ahead of the device by one step; `get_last_lr` and `state_dict` wait for the verdict, and in between
     the ``"lr"`` of a param group is the one that holds if the step was taken. On the CPU nothing is deferred.
     Any other optimizer is taken at its word: each call of `step` moves.
+
+    torch's `SequentialLR` may be made of schedules of this class; it counts calls, so put it into `HoldOnSkip`, or its
+    milestones come earlier by the steps that were skipped. `ChainedScheduler` may not: its schedules multiply the rate that
+    they find, and this one writes the rate that its formula says.
 
     Args:
         optimizer: A `ParallelOptimizer` (for the one it wraps: `watch`) or any torch optimizer. Base rates: param groups'
@@ -104,8 +110,11 @@ class WarmupLR(LRScheduler):
 
         Args:
             epoch: As in torch: move there, whatever the optimizer did.
+        Raises:
+            TypeError: `ChainedScheduler` calls it, for which it would overwrite the rates of others.
         Collectives, host reads: as the class says.
         """
+        _check_not_chained(self, sys._getframe(1))
         if self._hold is None or epoch is not None:
             super().step(epoch)
         else:
@@ -115,6 +124,11 @@ class WarmupLR(LRScheduler):
         for group in self.optimizer.param_groups[len(self.base_lrs) :]:
             _checked_floor(self.floor, self.optimizer)
             self.base_lrs.append(_copied(group.setdefault("initial_lr", _copied(group["lr"]))))
+
+    def _update_lr(self, epoch: int | None = None) -> None:
+        if epoch is not None and self._hold is not None:
+            self._hold.start_over()
+        super()._update_lr(epoch)
 
     def _move(self) -> None:
         super().step()
@@ -172,8 +186,8 @@ class WarmupLR(LRScheduler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from there; the rates are written into the optimizer, before or after it loads its own state.
 
-        They are those that it had where others had a part in them (in a `SequentialLR` or `ChainedScheduler`), unless the
-        formula is another one now.
+        They are those that the optimizer had where others had set them (in a `SequentialLR`), unless the formula is another
+        one now.
 
         Raises:
             ValueError: It is of another number of param groups; nothing is changed.
@@ -204,6 +218,16 @@ def whole_steps(value: SupportsIndex, name: str, least: int) -> int:
     if number < least:
         raise ValueError(f"{name}={value!r}: give a whole number of steps >= {least}")
     return int(number)
+
+
+def _check_not_chained(schedule: LRScheduler, caller: FrameType) -> None:
+    # It tells none of its schedules that they are chained.
+    if caller.f_code is ChainedScheduler.step.__code__ and len(caller.f_locals["self"]._schedulers) > 1:
+        raise TypeError(
+            f"ChainedScheduler multiplies the rates of its schedules, but {type(schedule).__name__} writes the rate that "
+            "its formula says over those of the others: take SequentialLR for one after another, or say the product in one "
+            "schedule, a WarmupLR with a decay of your own"
+        )
 
 
 def _checked_floor(floor: float, optimizer: Optimizer) -> float:

@@ -77,9 +77,6 @@ SCHEDULES: dict[str, Make] = {
     "torch's, then ours": lambda o: torchs.SequentialLR(
         o, [torchs.ExponentialLR(o, 0.9), ours.CosineAnnealingLR(o, total_steps=8)], milestones=[4]
     ),
-    "torch's and ours, chained": lambda o: torchs.ChainedScheduler(
-        [ours.ConstantLR(o, warmup_steps=3), torchs.ExponentialLR(o, 0.9)], o
-    ),
 }
 every_schedule = pytest.mark.parametrize("name", SCHEDULES)
 

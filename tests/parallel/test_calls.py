@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from free_ports import free_port
 from meshstep.parallel import ProcessGroupRegistry, Topology, gather_objects
 from meshstep.parallel.mesh.calls import in_call
 from meshstep.parallel.mesh.flat_collectives import all_gather_flat
 from out_of_step import Run
-from test_launch import free_port
 from world import World
 
 Call = Callable[[], object]

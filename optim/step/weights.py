@@ -50,9 +50,10 @@ def weight_slots(
     """
     place = _place_of(registry)
     slots = torch.zeros(place.stages + (vote is not None), dtype=torch.float64, device=device)
-    slots[place.stage] = weight / place.sharers
+    # Not `slots[...] = number`, which in torch 2.11 is a copy from the host.
+    slots[place.stage].fill_(weight / place.sharers)
     if vote:
-        slots[-1] = vote
+        slots[-1].fill_(vote)
     return slots
 
 

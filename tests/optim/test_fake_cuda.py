@@ -212,6 +212,6 @@ def test_the_log_has_nothing_where_nobody_waits() -> None:
         with logging() as log:
             pinned.copy_(tensor, non_blocking=True)
             tensor.copy_(pinned, non_blocking=True)
-            tensor.mul_(2.0)[0] = 3.0
+            tensor.mul_(2.0)[0].fill_(3.0)
         assert log.waits == []
         assert len(log.launches) == 4

@@ -67,7 +67,11 @@ def test_param_groups_keep_their_own_arguments(wrap: Wrap, name: str) -> None:
         return [numbers(model, optimizer), [{**group, "params": 0} for group in optimizer.param_groups]]
 
     for kind in kinds_of(name):
-        assert same(run(kind, wrapped=True), run(kind, wrapped=False)), kind
+        try:
+            plain = run(kind, wrapped=False)
+        except KeyError as error:
+            pytest.skip(f"torch {torch.__version__}'s {name} can't step a group that was added: no {error}")
+        assert same(run(kind, wrapped=True), plain), kind
 
 
 @every_optimizer

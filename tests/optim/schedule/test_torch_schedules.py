@@ -187,6 +187,7 @@ def test_a_schedule_that_steps_first_is_warned_of_as_on_the_plain_optimizer(
                 call()
         return [str(warning.message)[:60] for warning in caught]
 
+    assert said(plain(), first=True), "torch warns"
     for first in (True, False):
         assert said(ParallelOptimizer(plain(), registry), first) == said(plain(), first)
 

@@ -223,18 +223,19 @@ class SkipMonitor:
         Returns:
             Why training should end here, if it should; the same on every rank.
         Raises:
-            RuntimeError: On every rank: gradients came past `backward`, up to `LAG` steps ago.
-        Host reads: one with ``"raise"``, else none.
+            RuntimeError: On every rank: gradients came past `backward`, `LAG` steps ago; or now, with ``"raise"``.
+        Host reads: one or two with ``"raise"``, else none.
         """
         stats = verdict.stats
         most = (on_nonfinite if isinstance(on_nonfinite, Skip) else Skip()).most_in_a_row
         in_a_row, past = self._before()
         self._add(stats.found_inf, verdict.past)
-        if past:
+        if past or (on_nonfinite == "raise" and verdict.past is not None and bool(verdict.past)):
             self.counts[2] = self._step = 0
+            since = f"the first one {LAG} steps ago" if past else "this one"
             raise RuntimeError(
-                f"gradients came whose loss was not multiplied by the loss scale that they would be divided by; steps with "
-                f"them were skipped, the first one {LAG} steps ago: {SAY_SO}"
+                "gradients came whose loss was not multiplied by the loss scale that they would be divided by; steps with "
+                f"them were skipped, {since}: {SAY_SO}"
             )
         if in_a_row >= most:
             return f"{in_a_row} steps in a row were skipped because the gradient norm was not finite"

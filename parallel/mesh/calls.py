@@ -33,6 +33,7 @@ LOOKS_EVERY = 1.0  # seconds
 PATIENCE = 4.0  # with answers, in seconds
 _QUESTIONS, _ANSWER = "meshstep/calls/questions", "meshstep/calls/answer"  # a count, and what a rank says
 _IN_VAIN = "waited in vain"
+_GLOO_SAYS = ("gloo/transport", "Application timeout caused pair closure")  # the latter after a timeout before
 _SAME_CALLS = "Every rank must make the same calls in the same order"
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -139,7 +140,7 @@ def is_transport_error(error: BaseException | None) -> bool:
     if isinstance(error, dist.DistError):
         return True
     text = str(error)
-    return type(error) is RuntimeError and "gloo/transport" in text and _IN_VAIN not in text
+    return type(error) is RuntimeError and _IN_VAIN not in text and any(said in text for said in _GLOO_SAYS)
 
 
 # The error ------------------------------------------------------------------------------------------------------------

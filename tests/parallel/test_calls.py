@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from free_ports import free_port
 from meshstep.parallel import ProcessGroupRegistry, Topology, gather_objects
 from meshstep.parallel.mesh.calls import in_call
+from meshstep.parallel.mesh.flat_collectives import all_gather_flat
 from out_of_step import Run
-from test_launch import free_port
 from world import World
 
 Call = Callable[[], object]
@@ -135,7 +136,7 @@ def in_one_call_with_other_collectives() -> tuple[str, str, float]:
             if registry.global_rank:
                 dist.all_reduce(torch.ones(1), group=group)
             else:
-                dist.all_gather_single(torch.ones(2), torch.ones(1), group=group)
+                all_gather_flat(torch.ones(2), torch.ones(1), group)
 
     with registry:
         gather_objects(None, registry)
@@ -148,6 +149,23 @@ def test_of_one_call_it_is_not_said_that_the_order_is_wrong(world: World) -> Non
             f"rank {rank} waited in vain in step (its 1st); rank {1 - rank}: in step (its 1st). All are in the same call: "
             f"a connection was lost, or one of them took longer than the timeout. torch says: {cause}"
         )
+
+
+def again() -> list[str]:
+    run = Run(2, 2.0)
+    run.optimizer.zero_grad()
+    with run.registry:
+        if run.rank == 0:
+            return [error_of(run.optimizer.step)[0] for _ in range(2)]
+        return [error_of(partial(gather_objects, None, run.registry))[0] for _ in range(2)]
+
+
+def test_a_second_call_that_fails_because_the_first_one_did_says_so_too(world: World) -> None:
+    for rank, (first, second) in enumerate(world.run(2, again)):
+        name = "gather_objects" if rank else "step"
+        for error, number in ((first, 1), (second, 2)):
+            which = {"step": {1: "3rd", 2: "4th"}, "gather_objects": {1: "1st", 2: "2nd"}}[name][number]
+            assert error.startswith(f"rank {rank} waited in vain in {name} (its {which}); rank {1 - rank}: in ")
 
 
 def with_an_error_of_its_own() -> str:

@@ -82,6 +82,8 @@ def bypassed_later(mode: Mode, options: dict[str, Any], by_optimizer: bool) -> l
         for _ in range(3):
             window(False)
             optimizer.zero_grad()
+        if "accumulation_steps" in options:
+            assert optimizer.step(last=True) is None, "the window before has ended: there is nothing to find yet"
         window(False)
         before, found = model.weight.detach().clone(), []
         for step in range(40):
@@ -107,6 +109,7 @@ def bypassed_later(mode: Mode, options: dict[str, Any], by_optimizer: bool) -> l
         ("fp16", {}, 16, False),
         ("fp16", {"data_parallel": Reduce(overlap=True)}, 16, True),
         ("fp16", {"reduction": "per_group"}, 16, True),
+        ("fp16", {"on_nonfinite": "raise"}, 0, True),
         ("fp16_naive", ZERO1, 16, True),
         ("fp16_naive", ZERO1, 16, False),
         ("fp16_naive", ZERO2, 16, True),

@@ -233,13 +233,14 @@ DIFFERING = {
     "weights": "the parameter differs",
 }
 
-# Where gradients of a piece are summed with nobody's, pieces differ in what they have seen: drawn more often than others.
-_ALONE = ["tensor=3", "row=2,col=2", "experts, other samples", "experts, same samples", "data=3,row=2"]
+# Drawn more often than others: where a piece's gradients are summed with nobody's, and pieces so differ in what they have
+# seen; and where ranks with copies of a parameter have others in their buckets.
+_OFTEN = ["tensor=3", "row=2,col=2", "experts, other samples", "experts, same samples", "data=3,row=2"]
 
 
 def setting_of(rng: random.Random) -> Setting:
     return Setting(
-        layout=rng.choice(sorted(LAYOUTS) + _ALONE),
+        layout=rng.choice(sorted(LAYOUTS) + _OFTEN),
         states=rng.choice(["whole", "overlap", "zero1", "zero2"]),
         shard_axis=rng.randrange(2),
         offload=rng.choice([None, 0.5, 1.0]),

@@ -37,7 +37,7 @@ from .states.link import Binding, Placement, Position
 from .states.local_tensors import LocalTensors
 from .states.masters import precision_link
 from .step.data_parallel import DataParallelSwitch, Overlap, Reduce, Switch
-from .step.update import OnNonfinite, checked_nonfinite
+from .step.update import OnNonfinite, check_steps_without_closure, checked_nonfinite
 from .step.window import Window
 
 NamedGroups = Sequence[Sequence[tuple[str | None, Tensor]]]
@@ -86,15 +86,16 @@ class Setup:
             return plan
 
         plan = on_all_ranks(plan_locally, self.registry)
-        self._check_prepared(plan)
         check_same(self._settings(), self.registry)
+        self._check_prepared(plan)
         plan = agree(plan, self.registry, names=self.measure.per_parameter or bool(self.measure.check_replicas))
         plan.warn_of_experts()
         plan = self.plan_for_clip(plan)
         return plan, agreed_thresholds(self.optimizer.param_groups, self.registry)
 
     def _check_prepared(self, plan: ReductionPlan) -> None:
-        """Raise ValueError, on every rank, where the mode steps half-precision parameters and there are none."""
+        """Raise ValueError, on every rank, where the mode, the same on all, steps half-precision parameters and there are
+        none."""
         precision = precision_of(self.precision)
         if not (precision.masters or precision.stochastic_rounding):
             return
@@ -160,6 +161,7 @@ class Setup:
     def _check_arguments(self) -> None:
         if self.wrong_call is not None:
             raise self.wrong_call
+        check_steps_without_closure(self.optimizer)
         precision = precision_of(self.precision)
         if precision.stochastic_rounding:
             check_each_alone(self.optimizer, "stochastic rounding steps bucket by bucket")

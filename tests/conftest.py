@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 
 # Before torch is imported anywhere: one intra-op thread a rank, or the ranks fight for the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -15,8 +16,9 @@ from world import World
 torch.set_num_threads(1)
 
 # "oldest" is for a second run of the suite, on the oldest torch: what it looks for shows in any case, not in a rare one.
-# A fifth of the random cases, and of the listed ones what `properties.each_value_once` and `repetitions` leave.
-for profile, examples in (("default", 100), ("oldest", 20)):
+# A fifth of the random cases, and of the listed ones what `properties.each_value_once` and `repetitions` leave. "many",
+# seventeen times the cases, for one file: MESHSTEP_TEST_PROFILE=many pytest tests/optim/test_any_configuration.py
+for profile, examples in (("default", 100), ("oldest", 20), ("many", 1700)):
     settings.register_profile(
         f"meshstep-{profile}",
         deadline=None,
@@ -32,7 +34,14 @@ def pytest_configure(config: pytest.Config) -> None:
     Ranks talk in short messages. On the same core the next rank goes on where one waits; to wake one on another core
     costs more than the message, and the ranks of two files in each other's way cost more than that. A file alone on one
     of two cores takes as long as on both.
+
+    All are batch jobs to the scheduler: a rank goes on after it has woken another one with a message. If it were
+    interrupted there, it would often hold the lock of a connection, and gloo's thread would spin on that, on the same
+    core, for its whole time slice.
     """
+    if hasattr(os, "SCHED_BATCH"):
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     worker = getattr(config, "workerinput", None)
     if worker is None or not hasattr(os, "sched_setaffinity"):
         return

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...parallel.mesh.flat_collectives import all_gather_flat
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from .constants import Constants
 from .plan import ReductionPlan
@@ -237,7 +238,7 @@ class GlobalNorm:
         """[ranks of the group, len(vector)]: of all of them."""
         wire = vector.to(self.registry.device)
         gathered = wire.new_empty(group.size() * wire.numel())
-        dist.all_gather_single(gathered, wire, group=group)
+        all_gather_flat(gathered, wire, group)
         return gathered.to(vector.device).view(group.size(), -1)
 
 

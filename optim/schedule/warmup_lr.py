@@ -6,6 +6,7 @@ import math
 import operator
 import sys
 from abc import abstractmethod
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any, SupportsIndex
 
@@ -99,7 +100,10 @@ class WarmupLR(LRScheduler):
             ValueError: That base rate is below the floor.
         """
         self._see_new_groups()
-        return [self.rate(base, self.last_epoch) for base in self.base_lrs]
+        return self._rates_after(self.last_epoch)
+
+    def _rates_after(self, step: int) -> list[float | Tensor]:
+        return [self.rate(base, step) for base in self.base_lrs]
 
     def step(self, epoch: int | None = None) -> None:
         """Move by one, if the optimizer has stepped since the last move; see the class.
@@ -150,8 +154,10 @@ class WarmupLR(LRScheduler):
         self.last_epoch -= 1
         self._write_rates()
 
-    def _write_rates(self) -> None:
-        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+    def _write_rates(self, rates: Sequence[float | Tensor] | None = None) -> None:
+        """Args: rates: Others than the formula's."""
+        rates = self.get_lr() if rates is None else rates
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)  # the same object: a CUDA graph reads it
             else:
@@ -164,7 +170,7 @@ class WarmupLR(LRScheduler):
         return super().get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps taken and base rates. The formula's other numbers are the constructor's, so that a run can be extended.
+        """Steps taken and rates. The formula's other numbers are the constructor's, so that a run can be extended.
 
         Host reads: one flag, where it has not been read yet.
         """
@@ -173,10 +179,15 @@ class WarmupLR(LRScheduler):
             "last_epoch": self.last_epoch,
             "base_lrs": [_copied(base) for base in self.base_lrs],
             "_step_count": self._step_count,
+            "formula": self._rates_after(self.last_epoch),
+            "rates": [_copied(group["lr"]) for group in self.optimizer.param_groups],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from there; the rates are written into the optimizer, before or after it loads its own state.
+
+        They are those that the optimizer had where others had set them (in a `SequentialLR`), unless the formula is another
+        one now.
 
         Raises:
             ValueError: It is of another number of param groups; nothing is changed.
@@ -191,7 +202,11 @@ class WarmupLR(LRScheduler):
             self._hold.forget()
         self.last_epoch, self.base_lrs = state_dict["last_epoch"], [_copied(base) for base in bases]
         self._step_count = state_dict["_step_count"]
-        self._write_rates()
+        if self.last_epoch >= 0:  # else a `SequentialLR` has not come to it
+            same_formula = state_dict.get("formula") == self.get_lr()
+            # Rates of the start are also those of another schedule that has been made on the optimizer since.
+            others = same_formula and state_dict["rates"] != self._rates_after(0)
+            self._write_rates(state_dict["rates"] if others else None)
 
 
 def whole_steps(value: SupportsIndex, name: str, least: int) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from inspect import Parameter, signature
 from typing import Any, Literal
 
 import torch
@@ -35,6 +36,16 @@ def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return not any(
         group.get("momentum") and group.get("dampening") and _without_momentum(optimizer, group) for group in groups
     )
+
+
+def check_steps_without_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Raise TypeError for an optimizer that can't step with the gradients that are there (`torch.optim.LBFGS`)."""
+    closure = signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
+        raise TypeError(
+            f"{type(optimizer).__name__} evaluates the loss itself, several times a step, by a closure, whose gradients "
+            "nobody would complete, measure and clip: take an optimizer that steps without"
+        )
 
 
 def apply_update(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:

@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from free_ports import free_port
 from meshstep.parallel import ProcessGroupRegistry, Topology, gather_objects
 from meshstep.parallel.mesh.calls import in_call
+from meshstep.parallel.mesh.flat_collectives import all_gather_flat
 from out_of_step import Run
-from test_launch import free_port
 from world import World
 
 Call = Callable[[], object]
@@ -135,7 +136,7 @@ def in_one_call_with_other_collectives() -> tuple[str, str, float]:
             if registry.global_rank:
                 dist.all_reduce(torch.ones(1), group=group)
             else:
-                dist.all_gather_single(torch.ones(2), torch.ones(1), group=group)
+                all_gather_flat(torch.ones(2), torch.ones(1), group)
 
     with registry:
         gather_objects(None, registry)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from free_ports import LOOPBACK, free_port
 from meshstep.parallel import Launch, ProcessGroupRegistry, Topology, get_dist_logger, init_distributed
 from meshstep.parallel.launch.environment import LaunchEnvironment, first_host, read_environment
 from world import World
@@ -127,7 +128,7 @@ def run_two(variables: list[dict[str, str]]) -> list[subprocess.CompletedProcess
     done = []
     for process in processes:
         try:
-            out, err = process.communicate(timeout=90)
+            out, err = process.communicate(timeout=240)
         except subprocess.TimeoutExpired:
             process.kill()
             out, err = process.communicate()
@@ -135,15 +136,10 @@ def run_two(variables: list[dict[str, str]]) -> list[subprocess.CompletedProcess
     return done
 
 
-def free_port(family: socket.AddressFamily = socket.AF_INET) -> str:
-    with socket.socket(family) as one:
-        one.bind(("::1" if family == socket.AF_INET6 else "127.0.0.1", 0))
-        return str(one.getsockname()[1])
-
-
 def has_ipv6() -> bool:
     try:
-        free_port(socket.AF_INET6)
+        with socket.socket(socket.AF_INET6) as one:
+            one.bind((LOOPBACK[socket.AF_INET6], 0))
     except OSError:
         return False
     return True
@@ -173,7 +169,7 @@ def test_two_real_processes(launcher: str, variables: Callable[[int], dict[str, 
 def test_torchrun_itself() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     result = subprocess.run(
-        [*command, sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False
+        [*command, sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=240, check=False
     )
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == ["torchrun 0 0 cpu 3.0 1.0", "torchrun 1 1 cpu 3.0 2.0"]

@@ -19,7 +19,7 @@ import torch
 from killable import SAVE_AGAIN_AT, SAVE_AT, STEPS, Plan
 from world import PRELOAD
 
-TIMEOUT = 120.0
+TIMEOUT = 300.0  # a torchrun that starts its ranks three times takes a busy machine more than a minute
 RANKS = 2
 
 

@@ -58,7 +58,7 @@ class Caller(Protocol):
 
 
 _running: dict[int, Call] = {}  # by thread; a call within another one is a part of it
-_last: dict[int, str] = {}  # by thread: the one that ended last, and how
+_last: dict[int, tuple[Call, type[BaseException] | None]] = {}  # by thread: the one that ended last, and its error
 
 
 class in_call:
@@ -92,7 +92,7 @@ class in_call:
                 rank, world_size = self._registry.global_rank, self._registry.topology.world_size
                 raise RuntimeError(_explained(self._call, rank, world_size, error)) from error
         finally:
-            _last[self._thread] = f"{self._call}, {'returned' if kind is None else f'raised {kind.__name__}'}"
+            _last[self._thread] = self._call, kind
             del _running[self._thread]
 
 
@@ -192,7 +192,9 @@ def _doing() -> str:
     if call is not None:
         doing = f"in {call}"
     else:
-        before = f" (its last, {_last[main]})" if main in _last else ""
+        last, error = _last.get(main, (None, None))
+        ended = "returned" if error is None else f"raised {error.__name__}"
+        before = "" if last is None else f" (its last, {last}, {ended})"
         doing = f"in no call of meshstep{before}, but {_place(sys._current_frames().get(main))}"
     return ", and in a thread ".join([doing, *(f"in {other}" for other in calls.values())])
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..parallel.mesh.calls import in_call
 from ..parallel.mesh.registry import ProcessGroupRegistry
 
 
@@ -94,5 +95,6 @@ class GradScaler(torch.amp.GradScaler):
         if self._registry.topology.world_size == 1:
             return found_inf
         agreed = found_inf.to(self._registry.device)
-        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._registry.group(*self._registry.topology.axes))
+        with in_call(self._registry, "GradScaler.step"):
+            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._registry.group(*self._registry.topology.axes))
         return agreed.to(found_inf.device)

@@ -1,6 +1,6 @@
 """The step: global gradient norm, clipping and the parallel optimizer."""
 
-from .checkpoint import AsyncSaver, load_checkpoint, newest_checkpoint, save_checkpoint
+from .checkpoint import AsyncSaver, TorchStates, load_checkpoint, newest_checkpoint, save_checkpoint
 from .clip.functional import clip_grad_norm_, clip_grad_value_, global_norm
 from .clip.policies import Adaptive, ByGroup, ByNorm, ByValue, Clip, PerParameter
 from .gradients.bucket import Exact, Exchange
@@ -66,6 +66,7 @@ __all__ = [
     "Sharded",
     "Skip",
     "TensorBoardWriter",
+    "TorchStates",
     "WarmupLR",
     "clip_grad_norm_",
     "clip_grad_value_",

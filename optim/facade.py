@@ -15,6 +15,7 @@ from torch import Tensor
 from ..amp.loss_scale import LossScale
 from ..amp.precision import Precision
 from ..parallel.mesh.agreement import on_all_ranks
+from ..parallel.mesh.calls import in_call, public_call, public_constructor
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .clip.decide import Clipping, Verdict
 from .clip.policies import ByNorm, Clip, clip_of
@@ -67,6 +68,12 @@ class OptimizerFacade(torch.optim.Optimizer):
     _skips: SkipMonitor
     _model_params: Sequence[Tensor]
 
+    def __init_subclass__(cls) -> None:
+        """A call in which ranks wait for each other says which it is where they wait in vain."""
+        for name in cls.__dict__.keys() & {"step", "clip_grad_by_norm", "clip_grad_by_value"}:
+            setattr(cls, name, public_call(cls.__dict__[name]))
+        cls.__init__ = public_constructor(cls.__init__)  # type: ignore[method-assign]
+
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         # Not super().__init__: the wrapped optimizer has the parameters and the state.
         self.optimizer = optimizer
@@ -118,11 +125,16 @@ class OptimizerFacade(torch.optim.Optimizer):
         self._completion = self._setup.completion(self._plan, self._states)
         self._clipping = self._setup.clipping(self._plan, self._states, thresholds)
         self._switch = self._setup.switch(self._completion, getattr(self, "_switch", None))
-        self._around_backward = self._states.around_backward
+        registry = self.registry
+        self._around_backward = [
+            lambda window: in_call(registry, "window" if window.several else "backward"),
+            *self._states.around_backward,
+        ]
         if self._switch is not None:
             self._around_backward = [*self._around_backward, self._switch.micro_batch]
             self._switch.expect(self._window)
 
+    @public_call
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group and plan anew; every rank must, at the same point. Nothing changes where it raises.
 
@@ -151,6 +163,7 @@ class OptimizerFacade(torch.optim.Optimizer):
 
     # Modes of the wrapped optimizer ----------------------------------------------------------------------------------
 
+    @public_call
     def train(self) -> None:
         """Tell an optimizer that has modes (a schedule-free one), and bring the weights that it sets, which may be those of
         masters and pieces, into the model. Nothing happens to others. Every rank must call it.
@@ -159,6 +172,7 @@ class OptimizerFacade(torch.optim.Optimizer):
         """
         self._change_mode("train")
 
+    @public_call
     def eval(self) -> None:
         """As `train`, before an evaluation or a checkpoint of the weights that are evaluated."""
         self._change_mode("eval")
@@ -213,9 +227,12 @@ class OptimizerFacade(torch.optim.Optimizer):
         """The wrapped optimizer's state of this rank's pieces, and under ``"meshstep"`` all else a new process needs:
         precision mode, loss scale, master weights, count of skipped steps, coordinates. Host reads: a few."""
         saved = self._saved()
-        check_caller(saved.coordinates, self._states.stepped, (param for group in self._groups for _, param in group))
+        given = (param for group in self._groups for _, param in group)
+        makes_states = bool(self.state) or self._setup.accumulation_steps is None
+        check_caller(saved.coordinates, self._states.stepped, given, makes_states=makes_states)
         return saved.state_dict(self.skipped_steps)
 
+    @public_call
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue, bit for bit, from what `state_dict` gave; every rank must call it, with the state of its own pieces.
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..parallel.mesh.calls import in_call
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .norm.powers import accumulation_dtype
 from .norm.stats import GradStats
@@ -113,13 +114,20 @@ class Monitor:
             raise ValueError(f"every={every!r}: give a whole number of steps >= 1")
         self.registry, self.callbacks, self.every, self.unit = registry, callbacks, every, unit
         self.step = 0
+        self._device = registry.device  # of the sums; where the losses are, as soon as there is one
         self._skipped = self._zero()
         self._window, self._window_count = self._zero(), 0.0  # of the step that is to come: the sum of loss * count
         self._start_over()
 
     def _zero(self) -> Tensor:
-        device = self.registry.device
-        return torch.zeros((), dtype=accumulation_dtype(device), device=device)
+        return torch.zeros((), dtype=accumulation_dtype(self._device), device=self._device)
+
+    def _follow(self, value: object) -> None:
+        """Go to the device of a tensor that is not on the CPU."""
+        if isinstance(value, Tensor) and value.device not in (self._device, torch.device("cpu")):
+            self._device = value.device
+            for name in ("_skipped", "_window", "_loss", "_loss_count", "_left_out"):
+                setattr(self, name, getattr(self, name).to(self._device, accumulation_dtype(self._device)))
 
     def _start_over(self) -> None:
         # Sums of loss * count and of the counts that have a loss; the latter also of those whose loss is left out.
@@ -138,6 +146,7 @@ class Monitor:
             count: Samples, or whatever the unit is, in the batch: the same on ranks that share a data coordinate.
         Collectives, host reads: as the class says; none between reports.
         """
+        self._follow(loss if stats is None else stats.found_inf)
         if loss is not None:
             self._window += loss * count
             self._window_count += count
@@ -221,7 +230,9 @@ class Monitor:
         count = self._loss.new_full((), self._count / sharers)
         sums = torch.stack([self._loss, self._loss_count, self._left_out, count])
         if topology.world_size > 1:
-            dist.all_reduce(sums, group=self.registry.group(*topology.axes))
+            sums = sums.to(self.registry.device)
+            with in_call(self.registry, "Monitor"):
+                dist.all_reduce(sums, group=self.registry.group(*topology.axes))
         return sums
 
 

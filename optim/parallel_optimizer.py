@@ -123,14 +123,14 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         self._groups = [named_params_of([group]) for group in self.param_groups]
         self._plan, thresholds = self._setup.agreed_plan(self._groups)
         self.clip, self.precision = clip_of(max_norm), precision_of(precision)
-        self.loss_scale = self.precision.make_loss_scale(registry.device)
+        self._device = self._setup.device_of(self._groups)
+        self.loss_scale = self.precision.make_loss_scale(self._device)
         self._window: Window[Clip, Verdict] = Window(accumulation_steps, scaled=self.loss_scale is not None)
         self._scale = None if self.loss_scale is None else self.loss_scale.scale
         self._states = self._setup.chain(self.precision)
         self._bind(thresholds)
-        self._skips = SkipMonitor(registry.device)
+        self._skips = SkipMonitor(self._device)
         self.last_stats: GradStats | None = None
-        self._looked = False  # whether a window without micro-batches is none by mistake
 
     # The window ------------------------------------------------------------------------------------------------------
 
@@ -190,7 +190,8 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, of the model's parameters too where there are masters. Nothing happens in the middle of a
-        window of managed accumulation, unless a backward of it raised. RuntimeError where `fully_shard` has some unreduced.
+        window of managed accumulation, unless a backward of it raised, or within ``except``, where an error has come since
+        its last micro-batch: that gives it up. RuntimeError where `fully_shard` has some unreduced.
         """
         if self._window.may_clear():
             if self._switch is not None:
@@ -218,24 +219,24 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
             ValueError: A closure is given.
             RuntimeError: torch's own GradScaler calls it; `fully_shard` has not reduced the window's gradients (see
                 `window_ends`); a backward of the window raised; a parameter was unfrozen that was frozen when the optimizer
-                was made. In the first step, on every rank: there are no gradients, or they did not come through `backward`
-                or `window`.
+                was made. On every rank: there are no gradients in the first step, or they did not come through `backward`
+                or `window` (with a loss scale, from the second step on, 16 steps late; those with them were skipped).
         Collectives, host reads: as the class says.
         """
         if closure is not None:
             raise ValueError("step takes no closure: a skipped step can't be evaluated again; call backward, then step")
         scale = self._scale if not hasattr(self, "found_inf") else self._scale_of_scaler()
         if not self._window.ends(last):
-            if self._window.is_unused and not self._looked:
+            if self._window.is_unused:
                 check_window_is_used(self._window, self._model_params, self.registry)
-                self._looked = True
             return None  # type: ignore[return-value]
         if self._window.asked is not None and self._window.verdict is None:
             self._clip_now(self._window.asked)
         problem = self._completion(self._window, self._switch)
-        verdict = self._window.verdict or self._clipping(self.clip, self._window.divisor(self.registry, scale))
+        divisor = self._window.divisor(self.registry, scale, self._device)
+        verdict = self._window.verdict or self._clipping(self.clip, divisor)
         stats = verdict.stats
-        reason = self._skips.count(stats, self.on_nonfinite)
+        reason = self._skips.count(verdict, self.on_nonfinite)
         if reason is None:
             update: Callable[[], object] = partial(apply_update, self.optimizer, stats.found_inf, verdict.factor)
             for link in self._states.stepping:
@@ -244,7 +245,7 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         if self.loss_scale is not None:
             self.loss_scale.update(stats.found_inf)  # only now: gradients were divided by the scale that backward used
         self.last_stats = stats
-        self._window.close()
+        self._window.close(self._model_params)
         if self._switch is not None:
             self._switch.expect(self._window)
         if reason is not None:
@@ -287,10 +288,10 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
 
     def _clip_now(self, clip: Clip) -> Verdict:
         problem = self._completion(self._window, self._switch)
-        verdict = self._clipping(clip, self._window.divisor(self.registry, self._scale), now=True)
+        verdict = self._clipping(clip, self._window.divisor(self.registry, self._scale, self._device), now=True)
         if self._window.verdict is not None:  # a second clip in one window must not hide what the first one found
             found_inf = torch.maximum(verdict.stats.found_inf, self._window.verdict.stats.found_inf)
-            verdict = Verdict(replace(verdict.stats, found_inf=found_inf), None)
+            verdict = verdict._replace(stats=replace(verdict.stats, found_inf=found_inf), factor=None)
         self._window.clipped(verdict)
         if problem is not None:
             raise problem  # only now: `step` must do on this rank what it does on the others

@@ -37,7 +37,7 @@ from .states.link import Binding, Placement, Position
 from .states.local_tensors import LocalTensors
 from .states.masters import precision_link
 from .step.data_parallel import DataParallelSwitch, Overlap, Reduce, Switch
-from .step.update import OnNonfinite, checked_nonfinite
+from .step.update import OnNonfinite, check_steps_without_closure, checked_nonfinite
 from .step.window import Window
 
 NamedGroups = Sequence[Sequence[tuple[str | None, Tensor]]]
@@ -77,6 +77,7 @@ class Setup:
 
         def plan_locally() -> ReductionPlan:
             self._check_arguments()
+            self.device_of(groups)
             if precision_of(self.precision).stochastic_rounding and topology.world_size > 1:
                 check_named(pair for group in groups for pair in group)
             named = [[param if name is None else (name, param) for name, param in group] for group in groups]
@@ -85,15 +86,16 @@ class Setup:
             return plan
 
         plan = on_all_ranks(plan_locally, self.registry)
-        self._check_prepared(plan)
         check_same(self._settings(), self.registry)
+        self._check_prepared(plan)
         plan = agree(plan, self.registry, names=self.measure.per_parameter or bool(self.measure.check_replicas))
         plan.warn_of_experts()
         plan = self.plan_for_clip(plan)
         return plan, agreed_thresholds(self.optimizer.param_groups, self.registry)
 
     def _check_prepared(self, plan: ReductionPlan) -> None:
-        """Raise ValueError, on every rank, where the mode steps half-precision parameters and there are none."""
+        """Raise ValueError, on every rank, where the mode, the same on all, steps half-precision parameters and there are
+        none."""
         precision = precision_of(self.precision)
         if not (precision.masters or precision.stochastic_rounding):
             return
@@ -159,6 +161,7 @@ class Setup:
     def _check_arguments(self) -> None:
         if self.wrong_call is not None:
             raise self.wrong_call
+        check_steps_without_closure(self.optimizer)
         precision = precision_of(self.precision)
         if precision.stochastic_rounding:
             check_each_alone(self.optimizer, "stochastic rounding steps bucket by bucket")
@@ -175,6 +178,20 @@ class Setup:
         kinds = [type(placement).__name__ for placement in self.placements]
         if len(set(kinds)) < len(kinds):
             raise ValueError(f"states={self.states!r}: give each kind of placement once")
+
+    def device_of(self, groups: NamedGroups) -> torch.device:
+        """Where the parameters are, and so all that a step keeps; on a rank without any, where its collectives are.
+
+        Raises:
+            ValueError: They are on several devices.
+        """
+        devices = {param.device for group in groups for _, param in group}
+        if len(devices) > 1:
+            raise ValueError(
+                f"the parameters are on {', '.join(sorted(map(str, devices)))}: give each process one device, and move the "
+                "model there before the optimizer is made"
+            )
+        return devices.pop() if devices else self.registry.device
 
     # Parts -----------------------------------------------------------------------------------------------------------
 
@@ -212,12 +229,12 @@ class Setup:
         """What measures the gradients of what the chain steps, and applies rules to them."""
         regions = [piece.region for piece in chain.pieces(plan.entries)]
         derived, topology = chain.derive(plan), self.registry.topology
-        checks = []
+        checks, device = [], self.device_of([[(None, param) for _, param, _ in chain.given]])
         if self.measure.check_replicas and topology.world_size > 1:
-            checks.append(ReplicaCheck(derived, chain.compared(), self.registry.device))
+            checks.append(ReplicaCheck(derived, chain.compared(), device))
             if derived.cut_over is not None:  # equal pieces say nothing of the copies that they were cut from
                 whole = [local_parameter(param, topology) for _, param, _ in chain.given]
-                checks.append(ReplicaCheck(plan, whole, self.registry.device))
+                checks.append(ReplicaCheck(plan, whole, device))
         return Clipping(
             chain.measured(), regions, derived, self.registry, self.measure, thresholds, self.optimizer, checks
         )

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
+from ...parallel.mesh.calls import in_call, public_call
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..parallel_optimizer import ParallelOptimizer
 from .logical_tensor import LogicalTensor
@@ -54,6 +55,7 @@ class AsyncSaver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="meshstep-checkpoint")
         self._pending: tuple[Future[Path], ParallelOptimizer] | None = None
 
+    @public_call
     def save(
         self,
         model: nn.Module,
@@ -74,8 +76,13 @@ class AsyncSaver:
         snapshot = snapshot_of(model, optimizer, lr_scheduler, extra, self.keep)
         copy = on_all_ranks(lambda: _on_the_host(snapshot), self.registry)
         known = last_known(optimizer, self.path)
-        self._pending = self._thread.submit(write, self.path, copy, known, self._apart), optimizer
+        self._pending = self._thread.submit(self._write, copy, known), optimizer
 
+    def _write(self, copy: Snapshot, known: str | None) -> Path:
+        with in_call(self._apart, "AsyncSaver's writing"):
+            return write(self.path, copy, known, self._apart)
+
+    @public_call
     def wait(self) -> Path | None:
         """Wait until the checkpoint that was begun last is complete.
 

@@ -9,7 +9,7 @@ import io
 import os
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,16 +117,21 @@ class CheckedStream(io.RawIOBase):
             raise ValueError(f"{self._file} is damaged: bytes were changed")
 
 
-def record_of(file: Path, *, synchronise: bool) -> FileRecord:
-    """Size and checksums of a file, which is first brought to the disk if asked. Raises OSError."""
-    size, sums = 0, []
+def write_summed(file: Path, write: Callable[[SummingStream], object]) -> FileRecord:
+    """Make a file of what ``write`` writes, and bring it to the disk. Raises OSError."""
+    with open(file, "wb") as stream:
+        summing = SummingStream(stream)
+        write(summing)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return summing.record
+
+
+def record_of(file: Path) -> FileRecord:
+    """Size and checksums of a file. Raises OSError."""
     with open(file, "rb") as stream:
-        if synchronise:
-            os.fsync(stream.fileno())
-        while block := stream.read(BLOCK):
-            size += len(block)
-            sums.append(zlib.crc32(block))
-    return FileRecord(size, tuple(sums))
+        sums = [(len(block), zlib.crc32(block)) for block in iter(lambda: stream.read(BLOCK), b"")]
+    return FileRecord(sum(size for size, _ in sums), tuple(checksum for _, checksum in sums))
 
 
 def verify(directory: Path, files: Mapping[str, FileRecord], *, contents: bool) -> None:
@@ -141,7 +146,7 @@ def verify(directory: Path, files: Mapping[str, FileRecord], *, contents: bool) 
         file = directory / name
         try:
             size = file.stat().st_size
-            changed = contents and size == expected.size and record_of(file, synchronise=False) != expected
+            changed = contents and size == expected.size and record_of(file) != expected
         except OSError as problem:
             raise ValueError(f"{file} is missing or can't be read: {problem}") from problem
         if size != expected.size:

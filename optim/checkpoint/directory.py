@@ -24,7 +24,7 @@ from typing import Any
 
 from .checksums import FileRecord
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "meshstep.json"
 _COMPLETE = re.compile(r"meshstep-(\d+)")
 # A writer may rename between two entries of one listing, or after it: then a listing has none, though there always is one.

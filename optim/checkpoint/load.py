@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...parallel.data.random_state import random_state, set_random_state
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
+from ...parallel.mesh.calls import in_call
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from ..parallel_optimizer import ParallelOptimizer
@@ -29,6 +30,7 @@ from .logical_parameters import LogicalParameters
 from .restoration import Restoration
 from .run_history import remember
 from .shared_record import SharedRecord
+from .tensors import Reader, is_tensor_file
 
 _ATTEMPTS = 10
 
@@ -75,21 +77,8 @@ def load_checkpoint(
         raise TypeError("a schedule goes on with its optimizer: give optimizer= too, or leave lr_scheduler= out")
     elif registry is None:
         raise TypeError("to load the model alone give registry=, whose ranks hold it")
-    run = _Run(model, optimizer, lr_scheduler, registry)
-    for attempt in range(1, _ATTEMPTS + 1):
-        directory, manifest = files_on_first_rank(lambda: _open(Path(path), optimizer), registry)
-        try:
-            found = run.read(directory, manifest)
-            break
-        except Exception as problem:  # on every rank
-            if files_on_first_rank(directory.exists, registry):
-                raise
-            if attempt == _ATTEMPTS:
-                raise RuntimeError(
-                    f"the checkpoint under {path} was replaced {attempt} times while it was read: another run saves faster "
-                    "than this one reads; let it keep more, save_checkpoint(..., keep=2)"
-                ) from problem
-    run.take(found)
+    with in_call(registry, "load_checkpoint"):
+        directory, found = _taken(Path(path), _Run(model, optimizer, lr_scheduler, registry))
     if optimizer is not None:
         remember(optimizer, directory)
     if found.restoration.together:
@@ -100,6 +89,25 @@ def load_checkpoint(
             stacklevel=2,
         )
     return found.content["extra"]
+
+
+def _taken(path: Path, run: _Run) -> tuple[Path, _Found]:
+    """The checkpoint that has been read, and taken into the run. Raises, collectives: as `load_checkpoint`."""
+    for attempt in range(1, _ATTEMPTS + 1):
+        directory, manifest = files_on_first_rank(lambda: _open(path, run.optimizer), run.registry)
+        try:
+            found = run.read(directory, manifest)
+            break
+        except Exception as problem:  # on every rank
+            if files_on_first_rank(directory.exists, run.registry):
+                raise
+            if attempt == _ATTEMPTS:
+                raise RuntimeError(
+                    f"the checkpoint under {path} was replaced {attempt} times while it was read: another run saves faster "
+                    "than this one reads; let it keep more, save_checkpoint(..., keep=2)"
+                ) from problem
+    run.take(found)
+    return directory, found
 
 
 class _Found(NamedTuple):
@@ -124,8 +132,6 @@ class _Run(NamedTuple):
 
         Raises, collectives: as `load_checkpoint`.
         """
-        from .tensors import Reader, read_tensors
-
         registry = self.registry
         files, saved = on_all_ranks(lambda: _said_in(manifest), registry)
         files_on_all_ranks(lambda: _verify_share(directory, files, registry), registry)
@@ -137,12 +143,12 @@ class _Run(NamedTuple):
 
         def fit() -> tuple[Restoration, dict[str, Any] | None]:
             shared = SharedRecord(content["record"], saved, registry.topology, registry.global_rank)
-            restoration = Restoration(parameters, own, groups, reader.stored(), shared)
+            restoration = Restoration(parameters, own, groups, reader.index, shared)
             return restoration, None if own is None else restoration.state_dict(content["rest"])
 
         restoration, state = files_on_all_ranks(fit, registry)
         random = files_on_all_ranks(lambda: self._random_state(directory, saved), registry)
-        read_tensors(reader, restoration.tensors, registry)
+        files_on_all_ranks(lambda: reader.read(restoration.tensors), registry)
         return _Found(content, restoration, state, random)
 
     def _content(self, directory: Path, parameters: LogicalParameters) -> tuple[dict[str, Any], OptimizerState | None]:
@@ -221,7 +227,7 @@ def _said_in(manifest: Mapping[str, Any]) -> tuple[dict[str, FileRecord], Topolo
 def _verify_share(directory: Path, files: Mapping[str, FileRecord], registry: ProcessGroupRegistry) -> None:
     """Check this rank's share of the files; the contents of tensors' files are checked by who reads them."""
     share = dict(islice(files.items(), registry.global_rank, None, registry.topology.world_size))
-    tensors = {name: record for name, record in share.items() if name.endswith(".distcp")}
+    tensors = {name: record for name, record in share.items() if is_tensor_file(name)}
     verify(directory, tensors, contents=False)
     verify(directory, {name: record for name, record in share.items() if name not in tensors}, contents=True)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...parallel.layout.pieces import Region, Shape
+from ...parallel.layout.pieces import Box, Region, Shape
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,21 @@ class LogicalTensor:
 
 
 @dataclass(frozen=True)
-class Stored:
-    """What is known of a stored tensor without reading it."""
+class Held:
+    """What a rank has of a logical tensor, without its elements: rectangles of it."""
 
     shape: Shape
     dtype: torch.dtype
+    boxes: tuple[Box, ...]
+
+    def __str__(self) -> str:
+        return f"a tensor of shape {self.shape}, {str(self.dtype)[6:]}"
+
+
+def held_of(tensor: LogicalTensor) -> Held:
+    """What this rank has of ``tensor``."""
+    boxes = (Box(offsets, tuple(part.shape)) for offsets, part in tensor.parts.items())
+    return Held(tensor.shape, tensor.dtype, tuple(boxes))
 
 
 def part_of(region: Region, tensor: Tensor) -> LogicalTensor:

@@ -66,6 +66,11 @@ class PieceState:
         """The count of steps; None where it has none."""
         return self.scalars["step"][1] if "step" in self.scalars else self.values.get("step")
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether it has been stepped: fused optimizers make a state of zeros, after 0 steps, in one that is skipped."""
+        return not same(self, PieceState()) and self.steps != 0
+
 
 def is_scalar(key: str, value: Tensor, region: Region) -> bool:
     """Whether a state is one number for the piece, and not an element for each of the parameter's."""
@@ -140,7 +145,8 @@ class PieceStates:
         return self._put_together(name, found) if len(found) > 1 else found[0] if found else PieceState()
 
     def _put_together(self, name: str, states: Sequence[PieceState]) -> PieceState:
-        begun = [state for state in states if not same(state, PieceState())]
+        stepped = [state for state in states if state.is_begun]
+        begun = stepped or [state for state in states if not same(state, PieceState())]
         counts = [state.steps for state in begun]
         differing = _differing([{**state.scalars, **state.values} for state in begun])
         if differing and (None in counts or not all(_is_number(state, key) for state in begun for key in differing)):
@@ -151,8 +157,10 @@ class PieceStates:
         fewest = begun[counts.index(min(counts))] if differing else begun[0]
         tensors = {key: dtype for state in begun for key, dtype in state.tensors.items()}
         how = [f"{min(counts):g} to {max(counts):g} steps"] if differing else []
-        how += ["no state yet"] if any(state.tensors.keys() != tensors.keys() for state in states) else []
-        self.together.append(f"{name} ({', '.join(how)})")
+        missing = any(not state.is_begun or state.tensors.keys() != tensors.keys() for state in states)
+        how += ["no state yet"] if missing else []
+        if stepped:
+            self.together.append(f"{name} ({', '.join(how)})")
         return PieceState(
             tensors,
             sorted({key for state in begun for key in state.odd}),

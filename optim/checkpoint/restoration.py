@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ...parallel.layout.pieces import Region, Shape
 from .contents import LAYOUT, OptimizerState, Stepped, parse_key, whole
+from .index import Stored
 from .logical_parameters import LogicalParameters
-from .logical_tensor import LogicalTensor, Stored, part_of
+from .logical_tensor import LogicalTensor, part_of
 from .shared_record import SharedRecord
 
 

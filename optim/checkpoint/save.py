@@ -14,13 +14,15 @@ what it holds and reads what it needs. So a run that was saved on tensor=2 conti
 over another number of ranks, or in one process, wherever the model has the same logical parameters: the same names and
 full shapes, on all ranks together.
 
-Files are those of `torch.distributed.checkpoint`, with a manifest and checksums beside them.
+`torch.distributed.checkpoint` decides who writes what. Files hold the tensors' bytes, with an index, a manifest and
+checksums beside them.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,9 +33,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...parallel.data.random_state import random_state
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
+from ...parallel.mesh.calls import in_call
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..parallel_optimizer import ParallelOptimizer
-from .checksums import FileRecord, record_of
+from .checksums import FileRecord, write_summed
 from .contents import OptimizerState, RankRecord, collect, optimizer_state, portable_in, zeros_for_others
 from .directory import begin, publish
 from .files import SHARED_FILE, files_on_all_ranks, files_on_first_rank, rank_file
@@ -42,6 +45,7 @@ from .logical_tensor import LogicalTensor
 from .piece_states import PieceStates
 from .run_history import last_known, remember
 from .shared_record import SharedRecord
+from .tensors import write_tensors
 
 
 def save_checkpoint(
@@ -82,8 +86,9 @@ def save_checkpoint(
         RuntimeError: On every rank, when one could not write. The previous checkpoint stays.
     Collectives: gathers of Python objects over the world, at all ranks' pace. Host reads: everything.
     """
-    snapshot = snapshot_of(model, optimizer, lr_scheduler, extra, keep)
-    checkpoint = write(Path(path), snapshot, last_known(optimizer, Path(path)), optimizer.registry)
+    with in_call(optimizer.registry, "save_checkpoint"):
+        snapshot = snapshot_of(model, optimizer, lr_scheduler, extra, keep)
+        checkpoint = write(Path(path), snapshot, last_known(optimizer, Path(path)), optimizer.registry)
     remember(optimizer, checkpoint)
     return checkpoint
 
@@ -135,8 +140,6 @@ def write(path: Path, snapshot: Snapshot, known: str | None, registry: ProcessGr
         known: As for `begin`.
     Raises, collectives: as `save_checkpoint`.
     """
-    from .tensors import write_tensors
-
     directory = files_on_first_rank(lambda: begin(path, known), registry)
     try:
         own = write_tensors(directory, snapshot.tensors, registry)
@@ -185,9 +188,7 @@ def _write_own(directory: Path, snapshot: Snapshot, rank: int) -> dict[str, File
     contents = {rank_file(rank): snapshot.random}
     if rank == 0:
         contents[SHARED_FILE] = {"record": snapshot.record, **snapshot.common}
-    for name, content in contents.items():
-        torch.save(content, directory / name)
-    return {name: record_of(directory / name, synchronise=True) for name in contents}
+    return {name: write_summed(directory / name, partial(torch.save, content)) for name, content in contents.items()}
 
 
 def _facts(optimizer: ParallelOptimizer) -> dict[str, Any]:

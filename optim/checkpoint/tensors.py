@@ -1,139 +1,47 @@
-"""Write and read logical tensors with `torch.distributed.checkpoint`: each rank its own parts, nothing is gathered.
+"""Write and read logical tensors: each rank its own parts, nothing is gathered.
 
 Of parts that several ranks hold one rank writes each, so that what they write is about equal. Readers take what they
-need from the files of whoever wrote it, so the layouts need have nothing in common. Checksums are taken and compared on
-the way.
-
-Import it where it is used: it takes a second.
+need from the files of whoever wrote it, so the layouts need have nothing in common. A file is the elements of its parts,
+one after the other, in the machine's byte order, which the index
+tells; checksums are taken and compared on the way.
 """
 
 from __future__ import annotations
 
-import io
-import os
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import ctypes
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from math import prod
 from pathlib import Path
-from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.futures import Future
+from torch import Tensor
 
+from ...parallel.layout.pieces import Box
+from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from .checksums import CheckedStream, FileRecord, SummingStream
-from .logical_tensor import LogicalTensor, Stored
-from .metadata import metadata_in
-from .planners import PartsLoadPlanner, PartsSavePlanner
-from .raw_tensors import RawTensor
+from .checksums import CheckedStream, FileRecord, SummingStream, write_summed
+from .files import files_on_all_ranks
+from .index import INDEX_FILE, Place, Stored, index_of_json, index_to_json
+from .logical_tensor import Held, LogicalTensor, held_of
 
 
-class _SummedFiles(FileSystem):
-    """Files, of which it keeps the records, by name."""
-
-    def __init__(self) -> None:
-        self.records: dict[str, FileRecord] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with super().create_stream(path, mode) as stream:
-            with SummingStream(cast(io.BufferedWriter, stream)) as summing:
-                yield summing
-            # The index gets its name when it is complete.
-            self.records[Path(path).name.removesuffix(".tmp")] = summing.record
+def tensor_file(rank: int) -> str:
+    """The name of the file with the parts of tensors that one rank wrote."""
+    return f"tensors-{rank}.bin"
 
 
-class _Writer(FileSystemWriter):
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
-        self.files = self.fs = _SummedFiles()
-
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta(save_id=self.save_id)  # without a path: that would be no plain data
-
-
-class _CheckedFiles(FileSystem):
-    """The files of a checkpoint, which must be what its manifest says."""
-
-    def __init__(self, directory: Path, files: Mapping[str, FileRecord]) -> None:
-        self.directory, self.files = directory, files
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        file = Path(path)
-        if file.parent != self.directory or file.name not in self.files:
-            raise ValueError(
-                f"{self.directory} is damaged, or was planted: its index names {file}, which is none of its files"
-            )
-        with open(file, "rb") as stream:
-            yield CheckedStream(stream, file, self.files[file.name])
-
-
-class Reader(FileSystemReader):
-    """Reads tensors of one checkpoint.
-
-    Args:
-        files: The records of all its files.
-    """
-
-    def __init__(self, directory: Path, files: Mapping[str, FileRecord]) -> None:
-        super().__init__(directory)
-        self.directory = directory
-        self.fs = _CheckedFiles(directory, files)
-        self._index: Metadata | None = None
-
-    def read_metadata(self) -> Metadata:
-        """The index; ValueError where it is none. It is read once."""
-        if self._index is None:
-            file = self.directory / ".metadata"
-            with self.fs.create_stream(file, "rb") as stream:
-                self._index = metadata_in(stream.read(), file)
-        return self._index
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what the plan names."""
-        index = self.read_metadata()
-        places: dict[str, list[tuple[int, int, ReadItem]]] = {}
-        for item in plan.items:
-            place = self.storage_data[item.storage_index]
-            places.setdefault(place.relative_path, []).append((place.offset, place.length, item))
-        for name, items in places.items():
-            with self.fs.create_stream(self.directory / name, "rb") as stream:
-                for offset, length, item in sorted(items, key=lambda of: of[0]):
-                    shape, dtype = _chunk(index, item.storage_index)
-                    raw = RawTensor(cast(CheckedStream, stream), offset, length, shape, dtype)
-                    raw.read(item.storage_offsets, planner.resolve_tensor(item))
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def stored(self) -> dict[str, Stored]:
-        """Shapes and dtypes of all tensors, by key. No collective; reads one file."""
-        return {
-            key: Stored(tuple(found.size), found.properties.dtype)
-            for key, found in self.read_metadata().state_dict_metadata.items()
-            if isinstance(found, TensorStorageMetadata)
-        }
-
-
-def _chunk(index: Metadata, which: MetadataIndex) -> tuple[torch.Size, torch.dtype]:
-    """Shape and dtype of a part of a tensor, as it is stored."""
-    tensor = index.state_dict_metadata[which.fqn]
-    assert isinstance(tensor, TensorStorageMetadata)
-    (shape,) = {chunk.sizes for chunk in tensor.chunks if chunk.offsets == which.offset}
-    return shape, tensor.properties.dtype
+def is_tensor_file(name: str) -> bool:
+    """Whether it is the name of such a file, of any rank."""
+    return name.startswith("tensors-")
 
 
 def write_tensors(
     directory: Path, tensors: Mapping[str, LogicalTensor], registry: ProcessGroupRegistry
 ) -> dict[str, FileRecord]:
-    """Write this rank's parts of ``tensors``, by key, into files of its own in ``directory``, and bring them to the disk.
+    """Write this rank's share of ``tensors``, by key, into a file in ``directory``, and bring it to the disk; rank 0 writes
+    the index too.
 
     Returns:
         The records of the files that this rank has written.
@@ -141,52 +49,118 @@ def write_tensors(
         ValueError: On every rank, when ranks have different ideas of a tensor's full shape or dtype, or the parts leave
             gaps or overlap.
         RuntimeError: On every rank, when one of them could not write.
-    Collectives: gathers and broadcasts of Python objects over the world.
+    Collectives: gathers of Python objects over the world.
     """
-    writer = _Writer(directory)
-    with _errors(f"writing {directory}"), _single_process_is_meant(registry):
-        save(
-            dict(tensors),
-            storage_writer=writer,
-            planner=PartsSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            **_where(registry),
-        )
-    return writer.files.records
+    from .shares import shares  # it takes a second to import
+
+    by_rank = gather_objects({key: held_of(tensor) for key, tensor in tensors.items()}, registry)
+    share_of = shares(by_rank)  # of equal arguments: with the same result, or error, on every rank
+    rank = registry.global_rank
+
+    def write() -> dict[str, FileRecord]:
+        name = tensor_file(rank)
+        found = {name: write_summed(directory / name, lambda stream: _write(tensors, share_of[rank], stream))}
+        if rank == 0:
+            index = index_to_json(_index(by_rank, share_of)).encode()
+            found[INDEX_FILE] = write_summed(directory / INDEX_FILE, lambda stream: stream.write(index))
+        return found
+
+    return files_on_all_ranks(write, registry)
 
 
-def read_tensors(reader: Reader, tensors: Mapping[str, LogicalTensor], registry: ProcessGroupRegistry) -> None:
-    """Fill the parts of ``tensors``, which are on the CPU, from what `write_tensors` wrote.
+def _index(held: Sequence[Mapping[str, Held]], share_of: Sequence[Mapping[str, Sequence[Box]]]) -> dict[str, Stored]:
+    """Where `_write` puts what, on all ranks."""
+    index = {key: Stored(tensor.shape, tensor.dtype) for tensors in held for key, tensor in tensors.items()}
+    for rank, share in enumerate(share_of):
+        start = 0
+        for key, boxes in share.items():
+            for box in boxes:
+                index[key].places.append(Place(box, tensor_file(rank), start))
+                start += prod(box.sizes) * index[key].dtype.itemsize
+    return index
 
-    Raises:
-        ValueError: On every rank, when one of them finds a file that is not what was written.
-        RuntimeError: On every rank, when one of them could not read.
-    Collectives: gathers and broadcasts of Python objects over the world.
+
+def _write(tensors: Mapping[str, LogicalTensor], share: Mapping[str, Sequence[Box]], stream: SummingStream) -> None:
+    for key, boxes in share.items():
+        for box in boxes:
+            part = tensors[key].parts[box.offsets].detach().cpu().resolve_conj().resolve_neg().contiguous()
+            stream.write(_bytes_of(part))
+
+
+class Reader:
+    """Reads tensors of one checkpoint.
+
+    Args:
+        files: The records of all its files.
     """
-    with _errors(f"reading {reader.directory}"), _single_process_is_meant(registry):
-        load(dict(tensors), storage_reader=reader, planner=PartsLoadPlanner(), **_where(registry))
+
+    def __init__(self, directory: Path, files: Mapping[str, FileRecord]) -> None:
+        self.directory, self.files = directory, files
+
+    @cached_property
+    def index(self) -> dict[str, Stored]:
+        """What is stored, by key; ValueError where the index is damaged. It is read once."""
+        file = self.directory / INDEX_FILE
+        if INDEX_FILE not in self.files:
+            raise ValueError(f"{self.directory} is damaged, or was planted: it has no {INDEX_FILE}")
+        with open(file, "rb") as stream:
+            content = CheckedStream(stream, file, self.files[INDEX_FILE]).read()
+        return index_of_json(content, self.files, file)
+
+    def read(self, tensors: Mapping[str, LogicalTensor]) -> None:
+        """Fill the parts of ``tensors``, which are on the CPU and in the index, from what `write_tensors` wrote.
+
+        Raises:
+            ValueError: A file is not what was written.
+            OSError: It can't be read.
+        """
+        wanted = [
+            (place, self.index[key].dtype, box, part)
+            for key, tensor in tensors.items()
+            for box, part in zip(held_of(tensor).boxes, tensor.parts.values(), strict=True)
+            for place in _places(key, self.index[key], box)
+        ]
+        with ExitStack() as opened:
+            streams: dict[str, CheckedStream] = {}
+            for place, dtype, box, part in sorted(wanted, key=lambda item: (item[0].file, item[0].start)):
+                if place.file not in streams:
+                    file = self.directory / place.file
+                    stream = opened.enter_context(open(file, "rb"))
+                    streams[place.file] = CheckedStream(stream, file, self.files[place.file])
+                _read(streams[place.file], place, dtype, box, part)
 
 
-def _where(registry: ProcessGroupRegistry) -> dict[str, Any]:
-    axes = registry.topology.axes
-    return {"no_dist": True} if registry.topology.world_size == 1 else {"process_group": registry.group(*axes)}
+def _places(key: str, stored: Stored, box: Box) -> list[Place]:
+    """Where ``box`` of a stored tensor is."""
+    found = [place for place in stored.places if box.overlaps(place.box)]
+    if sum(prod(box.common(place.box).sizes) for place in found) != prod(box.sizes):
+        raise ValueError(f"{key} is stored only in part")
+    return found
 
 
-@contextmanager
-def _single_process_is_meant(registry: ProcessGroupRegistry) -> Iterator[None]:
-    if registry.topology.world_size > 1:
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
+def _read(stream: CheckedStream, place: Place, dtype: torch.dtype, box: Box, part: Tensor) -> None:
+    """Fill what ``part``, which is ``box`` of a tensor, has in common with what is at ``place``."""
+    common = box.common(place.box)
+    target = part.detach()
+    for dim, (offset, size) in enumerate(zip(common.offsets, common.sizes, strict=True)):
+        target = target.narrow(dim, offset - box.offsets[dim], size)
+    # Whole rows of what is stored, which follow one another; then the columns of them that are wanted.
+    row = place.box.sizes[1:]
+    before = common.offsets[0] - place.box.offsets[0] if common.offsets else 0
+    direct = common.sizes[1:] == row and target.is_contiguous()
+    rows = target if direct else torch.empty(common.sizes[:1] + row, dtype=dtype)
+    stream.seek(place.start + before * prod(row) * dtype.itemsize)
+    stream.readinto(_bytes_of(rows))
+    if not direct:
+        for dim in range(1, part.dim()):
+            rows = rows.narrow(dim, common.offsets[dim] - place.box.offsets[dim], common.sizes[dim])
+        target.copy_(rows)
 
 
-@contextmanager
-def _errors(doing: str) -> Iterator[None]:
-    """torch raises what is no `Exception`, with a traceback for each rank; say in a line what happened where."""
-    try:
-        yield
-    except CheckpointException as problem:
-        rank, (error, _) = min(problem.failures.items())
-        kind = RuntimeError if isinstance(error, OSError) else ValueError
-        raise kind(f"{doing} failed on rank {rank}: {error or type(error).__name__}") from error
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, which must outlive it."""
+    return (
+        memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+        if tensor.nbytes
+        else memoryview(b"")
+    )

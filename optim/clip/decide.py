@@ -30,10 +30,15 @@ from .thresholds import AgreedThresholds
 
 class Verdict(NamedTuple):
     """What a step does: it skips where ``stats.found_inf`` is 1, else multiplies all gradients by ``factor`` (None: by 1,
-    or it has been done)."""
+    or it has been done).
+
+    Args:
+        past: 0-dim bool: it skips because gradients came past `backward`. None: they may come as they like.
+    """
 
     stats: GradStats
     factor: Tensor | None
+    past: Tensor | None = None
 
 
 class Divisor(NamedTuple):
@@ -43,11 +48,13 @@ class Divisor(NamedTuple):
         slots: 1-dim; summed over all ranks in the collective that measures.
         inverse: From that sum what gradients and norms are multiplied by; 0-dim, None for 1.
         loss_scale: The part of it that backward put in, for the report.
+        is_missing: From that sum a 0-dim bool: nobody put it in, though there are gradients.
     """
 
     slots: Tensor
     inverse: Callable[[Tensor], Tensor | None]
     loss_scale: Tensor | None = None
+    is_missing: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -123,7 +130,10 @@ class Clipping:
                 parameters=norms.parameters * inverse,
                 units=norms.units * inverse,
             )
-        finite, one = norms.total.isfinite(), torch.ones_like(norms.total)
+        finite, one, past = norms.total.isfinite(), torch.ones_like(norms.total), None
+        if divisor.is_missing is not None:
+            past = divisor.is_missing(norms.extra) & (norms.total != 0)  # states are also made by gradients of zeros
+            finite = finite & ~past
         factors = None if clip is None else clip.factors(norms)
         coef, factor = one, inverse
         level: Level = "total"
@@ -145,7 +155,7 @@ class Clipping:
             loss_scale=None if divisor.loss_scale is None else divisor.loss_scale.clone(),
             parameter_norms=dict(zip(names, norms.parameters.unbind(), strict=True)) if names else {},
         )
-        return Verdict(stats, factor)
+        return Verdict(stats, factor, past)
 
     def _with_thresholds(self, clip: Clip | None, norm_type: float, slots: Tensor) -> Clip | None:
         """The rule, with the thresholds of single param groups in it."""

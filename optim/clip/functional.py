@@ -12,6 +12,7 @@ from torch import Tensor
 from ...parallel.interop.local import local_parameters
 from ...parallel.layout.annotation import annotation_of
 from ...parallel.mesh.agreement import on_all_ranks
+from ...parallel.mesh.calls import in_call
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..gradients.axes import sync_axes
 from ..gradients.in_place import clamp_gradients, is_complete, scale_gradients
@@ -49,7 +50,7 @@ def global_norm(
     Collectives: one all-reduce over the world (p = inf: one all-gather). On the first call with a registry also a check
         that all ranks declare the same. Host reads: none after the first call.
     """
-    with _listed(params, registry) as named:
+    with in_call(registry, "global_norm"), _listed(params, registry) as named:
         return _stats(_measure(named, registry, norm_type, reduction), None)
 
 
@@ -83,7 +84,7 @@ def clip_grad_norm_(
     """
     clip = ByNorm(max_norm)
     clip.check()
-    with _listed(params, registry) as named:
+    with in_call(registry, "clip_grad_norm_"), _listed(params, registry) as named:
         stats = _stats(_measure(named, registry, norm_type, reduction), clip)
         if error_if_nonfinite and stats.found_inf:
             raise RuntimeError(

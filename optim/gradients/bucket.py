@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...parallel.mesh.flat_collectives import reduce_scatter_flat
 from .flat import FlatBucket
 from .in_place import mark_complete
 
@@ -53,7 +54,7 @@ class Exact(Exchange):
         return work.wait  # type: ignore[no-any-return]
 
     def reduce_scatter(self, own: Tensor, flat: Tensor, group: dist.ProcessGroup, memory: Memory) -> Finish:
-        work: Any = dist.reduce_scatter_single(own, flat, group=group, async_op=True)
+        work: Any = reduce_scatter_flat(own, flat, group, async_op=True)
         return work.wait  # type: ignore[no-any-return]
 
 

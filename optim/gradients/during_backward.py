@@ -53,6 +53,7 @@ class BackwardReducer:
 
     Attributes:
         stray: A parameter that has got a gradient since the last reduction, if there is one.
+        came: Some parameter has got a gradient, ever.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class BackwardReducer:
     ) -> None:
         self._name_of, self._eager, self._late, self._in_flight = name_of, list(eager), list(late), in_flight
         self._bucket_of = {param: index for index, bucket in enumerate(self._eager) for param in bucket.params}
-        self._is_open = False
+        self._is_open = self.came = False
         self.stray: Tensor | None = None
         # Weak, or the model would keep this optimizer alive after another has taken its place.
         self._hooks = [param.register_post_accumulate_grad_hook(_weak_hook(self)) for param in self._bucket_of]
@@ -103,6 +104,7 @@ class BackwardReducer:
         if not self._is_open:
             self.stray = param  # a backward that the optimizer was not told of: it waits for the step, or the next one
             return
+        self.came = True
         index = self._bucket_of[param]
         if index < self._next:
             raise RuntimeError(

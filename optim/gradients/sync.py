@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...parallel.interop.local import local_parameters
+from ...parallel.mesh.calls import in_call
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..norm.entries import ParameterEntry, entries_of
 from ..norm.plan import Bucket, ReductionPlan
@@ -120,4 +121,5 @@ def sync_gradients(
                     f"the gradient of {entry.name} ({entry.spec}) has been summed already and not written since; summing "
                     "it again would multiply it: call sync_gradients once, after the last backward"
                 )
-        reduce_all(gradient_buckets(local, plan, registry, average_data))
+        with in_call(registry, "sync_gradients"):
+            reduce_all(gradient_buckets(local, plan, registry, average_data))

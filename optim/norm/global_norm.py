@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...parallel.mesh.flat_collectives import all_gather_flat
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from .constants import Constants
 from .plan import ReductionPlan
 from .powers import HIGH, accumulation_dtype, local_powers, p_norm
 from .units import Units
@@ -90,7 +92,7 @@ class GlobalNorm:
         self._sizes = [plan.num_groups, parameters, sizes["units"], weights]
         self._slots = sum(self._sizes)
         self._by_norms = self.norm_type >= HIGH  # what travels is norms, not powers
-        self._constants: dict[tuple[object, ...], Tensor] = {}
+        self._constants = Constants()
         alone = registry.topology.world_size == 1
         self._world = None if alone else registry.group(*registry.topology.axes)
 
@@ -108,7 +110,8 @@ class GlobalNorm:
         Collectives: one (packed), or one a bucket and one more (per group). Host reads: none.
         """
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        powers = self._local_powers([gradient for gradient in gradients if gradient is not None])
+        device = self.registry.device if extra is None else extra.device
+        powers = self._local_powers([gradient for gradient in gradients if gradient is not None], device)
         extra = powers.new_zeros(0) if extra is None else extra.to(powers)
         if self.reduction == "packed":
             vector, extra = self._packed(powers, present, extra, self._more(gradients, weights, powers))
@@ -131,7 +134,7 @@ class GlobalNorm:
             found.append(self._of_units(self.units, weights).to(like))
         elif self.weights_at is not None:
             everything = list(range(len(weights)))
-            powers = self._local_powers([weight.detach() for weight in weights]).to(like)
+            powers = self._local_powers([weight.detach() for weight in weights], like.device).to(like)
             slots = self._fill_slots(self._weighted(powers, everything), everything)
             groups, parameters = slots.split(self._sizes[:2])
             whole = self._together(groups)
@@ -153,27 +156,32 @@ class GlobalNorm:
         weights = self._constant("weights", present, powers)
         return powers * (weights.pow(1 / self.norm_type) if self._by_norms else weights)
 
-    def _local_powers(self, gradients: Sequence[Tensor]) -> Tensor:
-        device = self.registry.device if not gradients else gradients[0].device
+    def _local_powers(self, gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+        """On the gradients' device; on ``device`` where there are none."""
+        device = gradients[0].device if gradients else device
         kinds = {(gradient.device, gradient.dtype) for gradient in gradients}
         if len(kinds) == 1:
             return local_powers(gradients, self.norm_type)
-        powers = torch.zeros(len(gradients), dtype=accumulation_dtype(device), device=device)
-        for kind in kinds:
+        powers, order = torch.zeros(0, dtype=accumulation_dtype(device), device=device), list[int]()
+        for kind in sorted(kinds, key=str):
             indices = [i for i, gradient in enumerate(gradients) if (gradient.device, gradient.dtype) == kind]
-            powers[indices] = local_powers([gradients[i] for i in indices], self.norm_type).to(powers)
-        return powers
+            of_kind = local_powers([gradients[i] for i in indices], self.norm_type)
+            powers, order = torch.cat([powers, of_kind.to(powers)]), order + indices
+        place = self._constants(
+            ("place", *order), lambda: sorted(range(len(order)), key=order.__getitem__), *_index(powers)
+        )
+        return powers[place]
 
     def _packed(self, powers: Tensor, present: list[int], extra: Tensor, more: list[Tensor]) -> tuple[Tensor, Tensor]:
         vector = torch.cat([self._fill_slots(self._weighted(powers, present), present), *more, extra])
         if self._world is not None:
             group = self._world
             if self._by_norms:
-                rows = _rows(vector, group)
+                rows = self._rows(vector, group)
                 norms = p_norm(rows[:, : self._slots], self.norm_type) if self._slots else rows[0, :0]
                 vector = torch.cat([norms, rows[:, self._slots :].sum(0)])
             else:
-                dist.all_reduce(vector, group=group)
+                vector = self._sum(vector, group)
         return vector[: self._slots], vector[self._slots :]
 
     def _per_group(self, powers: Tensor, present: list[int], extra: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,15 +191,16 @@ class GlobalNorm:
         for index, bucket in enumerate(plan.buckets):
             counted = bucket.counts(plan.coordinate)
             mine = [k for k, i in enumerate(present) if counted and plan.bucket_indices[i] == index]
-            vector = self._fill_slots(powers[mine], [present[k] for k in mine])
+            chosen = self._constants(("mine", index, *present), mine.copy, *_index(powers))
+            vector = self._fill_slots(powers[chosen], [present[k] for k in mine])
             axes = bucket.axes(plan.topology)
             if axes and self.registry.size(*axes) > 1 and self._by_norms:
-                vector = p_norm(_rows(vector, self.registry.group(*axes)), self.norm_type)
+                vector = p_norm(self._rows(vector, self.registry.group(*axes)), self.norm_type)
             elif axes and self.registry.size(*axes) > 1:
-                dist.all_reduce(vector, group=self.registry.group(*axes))
+                vector = self._sum(vector, self.registry.group(*axes))
             total = p_norm(torch.stack([total, vector]), self.norm_type) if self._by_norms else total + vector
         if plan.topology.world_size > 1:
-            dist.all_reduce(flags, group=self.registry.group(*plan.topology.axes))
+            flags = self._sum(flags, self.registry.group(*plan.topology.axes))
         # A NaN or inf that only one of several replicas has, must reach everybody.
         return torch.where(flags[0] > 0, total + torch.nan, total), flags[1:]
 
@@ -212,23 +221,30 @@ class GlobalNorm:
         return slots
 
     def _constant(self, kind: Literal["weights", "slots"], present: list[int], like: Tensor) -> Tensor:
-        key = (kind, like.device, *present)
-        if key not in self._constants:
-            if kind == "weights":
-                values: list[float] = [self.plan.weights[i] for i in present]
-                self._constants[key] = torch.tensor(values, dtype=like.dtype, device=like.device)
-            else:
-                offset = self.plan.num_groups
-                slots = [offset + self.plan.parameter_slots[i] for i in present]
-                self._constants[key] = torch.tensor(slots, dtype=torch.int64, device=like.device)
-        return self._constants[key]
+        key = (kind, *present)
+        if kind == "weights":
+            return self._constants(key, lambda: [self.plan.weights[i] for i in present], like.dtype, like.device)
+        first = self.plan.num_groups
+        return self._constants(key, lambda: [first + self.plan.parameter_slots[i] for i in present], *_index(like))
+
+    # Collectives: on their own device, where that is another than the gradients' ----------------------------------------
+
+    def _sum(self, vector: Tensor, group: dist.ProcessGroup) -> Tensor:
+        wire = vector.to(self.registry.device)
+        dist.all_reduce(wire, group=group)
+        return wire.to(vector.device)
+
+    def _rows(self, vector: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """[ranks of the group, len(vector)]: of all of them."""
+        wire = vector.to(self.registry.device)
+        gathered = wire.new_empty(group.size() * wire.numel())
+        all_gather_flat(gathered, wire, group)
+        return gathered.to(vector.device).view(group.size(), -1)
 
 
-def _rows(vector: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[ranks of the group, len(vector)]: of all of them."""
-    gathered = vector.new_empty(group.size() * vector.numel())
-    dist.all_gather_single(gathered, vector, group=group)
-    return gathered.view(group.size(), -1)
+def _index(like: Tensor) -> tuple[torch.dtype, torch.device]:
+    """Of an index into ``like``."""
+    return torch.int64, like.device
 
 
 def checked_norm_type(norm_type: float) -> float:

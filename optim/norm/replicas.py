@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...parallel.layout.spec import P
+from .constants import Constants
 from .plan import ReductionPlan
 
 KINDS = ("parameter", "gradient")
@@ -60,7 +61,7 @@ class ReplicaCheck:
 
     def __init__(self, plan: ReductionPlan, params: Sequence[Tensor], device: torch.device) -> None:
         self.plan, self.params, self.device = plan, list(params), device
-        self._axes = plan.topology.axes
+        self._axes, self._constants = plan.topology.axes, Constants()
         self.numel = len(plan.parameter_names) * len(self._axes) * len(KINDS)
 
     def slots(self, gradients: Sequence[Tensor | None] | None = None) -> Tensor:
@@ -72,8 +73,9 @@ class ReplicaCheck:
         gradients = [None] * len(self.params) if gradients is None else gradients
         for param, gradient, (entry, slot) in zip(self.params, gradients, entries, strict=True):
             signs = [self._sign(axis, entry.spec) for axis in self._axes]
-            hashes = torch.stack([fingerprint(param).to(self.device), fingerprint(gradient).to(self.device)])
-            values[slot] = torch.tensor(signs, dtype=torch.float64, device=self.device)[:, None] * hashes
+            hashes = [fingerprint(tensor, self.device).to(self.device) for tensor in (param, gradient)]
+            weights = self._constants(tuple(signs), signs.copy, torch.float64, self.device)
+            values[slot] = weights[:, None] * torch.stack(hashes)
         return values.view(-1)
 
     def _sign(self, axis: str, spec: P) -> float:
@@ -93,10 +95,11 @@ class ReplicaCheck:
         return [Mismatch(self.plan.parameter_names[slot], self._axes[axis], KINDS[kind]) for slot, axis, kind in where]
 
 
-def fingerprint(tensor: Tensor | None) -> Tensor:
-    """0-dim float64, an integer below 2^31: a hash of the bits of ``tensor``, of all NaNs alike, -0 as 0; None has one."""
+def fingerprint(tensor: Tensor | None, device: torch.device | None = None) -> Tensor:
+    """0-dim float64, an integer below 2^31: a hash of the bits of ``tensor``, of all NaNs alike, -0 as 0; None has one, on
+    ``device``."""
     if tensor is None:
-        return torch.ones((), dtype=torch.float64)
+        return torch.ones((), dtype=torch.float64, device=device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     start = 1
     for part in tensor.detach().reshape(-1).split(CHUNK):

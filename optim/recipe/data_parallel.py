@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...parallel.layout.annotation import annotation_of
+from ...parallel.mesh.calls import in_call
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..states.link import Placement
 from ..states.sharded import Sharded
@@ -82,9 +83,14 @@ def share_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
     """
     if data_size(registry) == 1:
         return
+    with in_call(registry, "share_weights"):
+        _broadcast((*model.parameters(), *model.buffers()), registry)
+
+
+def _broadcast(tensors: Iterable[Tensor], registry: ProcessGroupRegistry) -> None:
     axes = registry.topology.data_axes
     group, root = registry.group(*axes), registry.ranks(*axes)[0]
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in tensors:
         annotation = annotation_of(tensor)
         if annotation is None or not {*annotation.spec.named_axes} & {*axes}:
             dense = tensor.detach().contiguous()  # the tensor itself, unless its memory is laid out otherwise

@@ -80,6 +80,11 @@ class Hold:
         """Drop a verdict that has not been read yet: the schedule was put elsewhere."""
         self._verdict = None
 
+    def start_over(self) -> None:
+        """The schedule was put elsewhere, and moves from there on by what the optimizer does from now on."""
+        self.forget()
+        self._taken.start_over()
+
     def _before_step(self, *_: object) -> None:
         if self._verdict is not None and self._verdict.may_wait:
             self.settle()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from abc import abstractmethod
+from collections.abc import Sequence
+from types import FrameType
 from typing import Any, SupportsIndex
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 
 from ..parallel_optimizer import ParallelOptimizer
 from .formulas import warmup
@@ -26,6 +29,10 @@ class WarmupLR(LRScheduler):
     the host can run ahead of the device by one step; `get_last_lr` and `state_dict` wait for the verdict, and in between
     the ``"lr"`` of a param group is the one that holds if the step was taken. On the CPU nothing is deferred.
     Any other optimizer is taken at its word: each call of `step` moves.
+
+    torch's `SequentialLR` may be made of schedules of this class; it counts calls, so put it into `HoldOnSkip`, or its
+    milestones come earlier by the steps that were skipped. `ChainedScheduler` may not: its schedules multiply the rate that
+    they find, and this one writes the rate that its formula says.
 
     Args:
         optimizer: A `ParallelOptimizer` (for the one it wraps: `watch`) or any torch optimizer. Base rates: param groups'
@@ -93,15 +100,21 @@ class WarmupLR(LRScheduler):
             ValueError: That base rate is below the floor.
         """
         self._see_new_groups()
-        return [self.rate(base, self.last_epoch) for base in self.base_lrs]
+        return self._rates_after(self.last_epoch)
+
+    def _rates_after(self, step: int) -> list[float | Tensor]:
+        return [self.rate(base, step) for base in self.base_lrs]
 
     def step(self, epoch: int | None = None) -> None:
         """Move by one, if the optimizer has stepped since the last move; see the class.
 
         Args:
             epoch: As in torch: move there, whatever the optimizer did.
+        Raises:
+            TypeError: `ChainedScheduler` calls it, for which it would overwrite the rates of others.
         Collectives, host reads: as the class says.
         """
+        _check_not_chained(self, sys._getframe(1))
         if self._hold is None or epoch is not None:
             super().step(epoch)
         else:
@@ -111,6 +124,11 @@ class WarmupLR(LRScheduler):
         for group in self.optimizer.param_groups[len(self.base_lrs) :]:
             _checked_floor(self.floor, self.optimizer)
             self.base_lrs.append(_copied(group.setdefault("initial_lr", _copied(group["lr"]))))
+
+    def _update_lr(self, epoch: int | None = None) -> None:
+        if epoch is not None and self._hold is not None:
+            self._hold.start_over()
+        super()._update_lr(epoch)
 
     def _move(self) -> None:
         super().step()
@@ -136,8 +154,10 @@ class WarmupLR(LRScheduler):
         self.last_epoch -= 1
         self._write_rates()
 
-    def _write_rates(self) -> None:
-        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+    def _write_rates(self, rates: Sequence[float | Tensor] | None = None) -> None:
+        """Args: rates: Others than the formula's."""
+        rates = self.get_lr() if rates is None else rates
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)  # the same object: a CUDA graph reads it
             else:
@@ -150,7 +170,7 @@ class WarmupLR(LRScheduler):
         return super().get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps taken and base rates. The formula's other numbers are the constructor's, so that a run can be extended.
+        """Steps taken and rates. The formula's other numbers are the constructor's, so that a run can be extended.
 
         Host reads: one flag, where it has not been read yet.
         """
@@ -159,10 +179,15 @@ class WarmupLR(LRScheduler):
             "last_epoch": self.last_epoch,
             "base_lrs": [_copied(base) for base in self.base_lrs],
             "_step_count": self._step_count,
+            "formula": self._rates_after(self.last_epoch),
+            "rates": [_copied(group["lr"]) for group in self.optimizer.param_groups],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from there; the rates are written into the optimizer, before or after it loads its own state.
+
+        They are those that the optimizer had where others had set them (in a `SequentialLR`), unless the formula is another
+        one now.
 
         Raises:
             ValueError: It is of another number of param groups; nothing is changed.
@@ -177,7 +202,11 @@ class WarmupLR(LRScheduler):
             self._hold.forget()
         self.last_epoch, self.base_lrs = state_dict["last_epoch"], [_copied(base) for base in bases]
         self._step_count = state_dict["_step_count"]
-        self._write_rates()
+        if self.last_epoch >= 0:  # else a `SequentialLR` has not come to it
+            same_formula = state_dict.get("formula") == self.get_lr()
+            # Rates of the start are also those of another schedule that has been made on the optimizer since.
+            others = same_formula and state_dict["rates"] != self._rates_after(0)
+            self._write_rates(state_dict["rates"] if others else None)
 
 
 def whole_steps(value: SupportsIndex, name: str, least: int) -> int:
@@ -189,6 +218,16 @@ def whole_steps(value: SupportsIndex, name: str, least: int) -> int:
     if number < least:
         raise ValueError(f"{name}={value!r}: give a whole number of steps >= {least}")
     return int(number)
+
+
+def _check_not_chained(schedule: LRScheduler, caller: FrameType) -> None:
+    # It tells none of its schedules that they are chained.
+    if caller.f_code is ChainedScheduler.step.__code__ and len(caller.f_locals["self"]._schedulers) > 1:
+        raise TypeError(
+            f"ChainedScheduler multiplies the rates of its schedules, but {type(schedule).__name__} writes the rate that "
+            "its formula says over those of the others: take SequentialLR for one after another, or say the product in one "
+            "schedule, a WarmupLR with a decay of your own"
+        )
 
 
 def _checked_floor(floor: float, optimizer: Optimizer) -> float:

@@ -58,16 +58,18 @@ class Coordinates:
             return []
         raise ValueError(
             f"optimizer.state_dict() is of one rank, at {_shown(self.axes)}; saved by torch.distributed.checkpoint, ranks "
-            "would overwrite each other's states: use meshstep.optim.save_checkpoint"
+            "would overwrite each other's states: save get_optimizer_state_dict(model, TorchStates(optimizer)), or use "
+            "meshstep.optim.save_checkpoint"
         )
 
 
-def check_caller(where: Coordinates, stepped: Iterable[Tensor], given: Iterable[Tensor]) -> None:
+def check_caller(where: Coordinates, stepped: Iterable[Tensor], given: Iterable[Tensor], *, makes_states: bool) -> None:
     """Raise ValueError where torch's state-dict functions, which find a state by its parameter, ask for a state dict in
     which they would not find it, or would take pieces for copies. To be called by what they call.
 
     Args:
         stepped: What the optimizer has, in the place of ``given``.
+        makes_states: Whether there are states, or a step with gradients of zeros, which they call, makes them.
     """
     asking = sys._getframe(2).f_globals.get("__name__")
     if asking != "torch.distributed.checkpoint.state_dict":
@@ -76,7 +78,12 @@ def check_caller(where: Coordinates, stepped: Iterable[Tensor], given: Iterable[
     if where.axes or any(id(param) not in own for param in stepped):
         raise ValueError(
             "the optimizer steps pieces or masters of the parameters, by which torch's state-dict functions find nothing: "
-            "use meshstep.optim.save_checkpoint"
+            "give them meshstep.optim.TorchStates(optimizer), or use save_checkpoint"
+        )
+    if not makes_states:
+        raise ValueError(
+            "the optimizer has no states yet, and torch's state-dict functions can't make them by one step, which with "
+            "accumulation_steps= does nothing: give them meshstep.optim.TorchStates(optimizer), or use save_checkpoint"
         )
 
 

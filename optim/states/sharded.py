@@ -12,8 +12,8 @@ Reference: Rajbhandari et al. 2019, "ZeRO", arXiv:1910.02054.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -103,6 +103,10 @@ class Shards(Link):
         self._names: dict[Tensor, str] = {}
         self._cuts: list[tuple[int, int]] = []
         self._reducer: BackwardReducer | None = None
+
+    def is_cut(self, tensor: Tensor) -> bool:
+        """Whether ranks of the axis step pieces of the tensor, which may be none on this one."""
+        return tensor in self._names
 
     # Layout ----------------------------------------------------------------------------------------------------------
 
@@ -206,7 +210,8 @@ class Shards(Link):
 
     # The step --------------------------------------------------------------------------------------------------------
 
-    def micro_batch(self, window: AnyWindow) -> AbstractContextManager[None]:
+    @contextmanager
+    def micro_batch(self, window: AnyWindow) -> Iterator[None]:
         """With sharded gradients every bucket is reduced into this rank's slice, where micro-batches add up, and the
         parameters have no gradients afterwards.
 
@@ -214,10 +219,13 @@ class Shards(Link):
             RuntimeError: The gradients of the window before have not been cleared.
         """
         if self._reducer is None:
-            return nullcontext()
+            yield
+            return
         _check_cleared(window)
         window.reduced = True
-        return self._reducer.micro_batch(window.several)
+        with self._reducer.micro_batch(window.several):
+            yield
+        window.came |= self._reducer.came
 
     @torch.no_grad()
     def bring(self, window: AnyWindow, averaged: bool) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...parallel.mesh.flat_collectives import all_gather_flat
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..gradients.bucket import Exchange, Finish, GradientBucket, dense
 from ..gradients.flat import FlatBucket, Segment
@@ -96,7 +96,7 @@ class Slices:
             own = self._own(flat)
             if self.pieces:
                 torch._foreach_copy_([own[s.offset : s.offset + s.numel] for s in self.segments], self.pieces)
-        work: Any = dist.all_gather_single(flat, self._own(flat), group=self._group, async_op=True)
+        work: Any = all_gather_flat(flat, self._own(flat), self._group, async_op=True)
 
         @torch.no_grad()
         def finish() -> None:

@@ -26,16 +26,20 @@ class Seen(NamedTuple):
     some: bool  # a gradient is there, whatever its values
     some_not_zero: bool
     elsewhere: bool  # in .main_grad
-    unknown: bool  # they were reduced and taken already, or a backward raised
+    unknown: bool  # a backward raised
 
     @classmethod
     def of(cls, window: Window[Any, Any], params: Sequence[Tensor]) -> Seen:
         """Args: params: The model's, before anybody takes their gradients. Host reads: some."""
         gradients = [local_tensor(param.grad) for param in params if param.grad is not None]
         # States are also made by a step with gradients of zeros.
-        not_zero = window.calls == 0 and any(g.layout != torch.strided or bool((g != 0).any()) for g in gradients)
+        not_zero = window.has_strays(params) and any(
+            g.layout != torch.strided or bool((g != 0).any()) for g in gradients
+        )
+        # Where backward has reduced them they are taken, or sums that every rank has.
+        some = window.came if window.reduced else bool(gradients)
         elsewhere = any(getattr(param, "main_grad", None) is not None for param in params)
-        return cls(window.calls, bool(gradients), not_zero, elsewhere, window.reduced or window.phase == "broken")
+        return cls(window.calls, some, not_zero, elsewhere, window.phase == "broken")
 
 
 def check_gradients_came(mine: Seen, scaled: bool, registry: ProcessGroupRegistry) -> None:
@@ -65,7 +69,7 @@ def check_gradients_came(mine: Seen, scaled: bool, registry: ProcessGroupRegistr
 
 
 def check_window_is_used(window: Window[Any, Any], params: Sequence[Tensor], registry: ProcessGroupRegistry) -> None:
-    """At the first `step` of managed accumulation before which no micro-batch came.
+    """At a `step` of managed accumulation before which no micro-batch came.
 
     Raises:
         RuntimeError: On every rank: there are gradients all the same, which would never be stepped with.

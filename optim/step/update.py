@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from inspect import Parameter, signature
 from typing import Any, Literal
 
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
 from ...amp.casting import is_half
+from ..clip.decide import Verdict
 from ..gradients.in_place import scale_gradients
-from ..norm.stats import GradStats
+from .first_look import SAY_SO
 
 
 def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
@@ -34,6 +36,16 @@ def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return not any(
         group.get("momentum") and group.get("dampening") and _without_momentum(optimizer, group) for group in groups
     )
+
+
+def check_steps_without_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Raise TypeError for an optimizer that can't step with the gradients that are there (`torch.optim.LBFGS`)."""
+    closure = signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
+        raise TypeError(
+            f"{type(optimizer).__name__} evaluates the loss itself, several times a step, by a closure, whose gradients "
+            "nobody would complete, measure and clip: take an optimizer that steps without"
+        )
 
 
 def apply_update(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
@@ -192,7 +204,7 @@ def checked_nonfinite(on_nonfinite: OnNonfinite) -> OnNonfinite:
 
 
 class SkipMonitor:
-    """Counts of skipped steps: in all, and in a row.
+    """Counts of skipped steps: in all, in a row, and because gradients came past `backward`.
 
     The counts live on the device. Each step copies them to host memory without waiting, and `count` reads the
     copy that was made `LAG` steps earlier, which has arrived long since. All ranks read the same step's counts, so what
@@ -200,32 +212,44 @@ class SkipMonitor:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.counts = torch.zeros(2, dtype=torch.int64, device=device)
-        self._copies = torch.zeros(LAG, 2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.counts = torch.zeros(3, dtype=torch.int64, device=device)
+        self._copies = torch.zeros(LAG, 3, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._arrived: list[torch.cuda.Event | None] = [None] * LAG
         self._step = 0
 
-    def count(self, stats: GradStats, on_nonfinite: OnNonfinite) -> str | None:
-        """Count one step, which is skipped where ``stats.found_inf`` is 1, before it is made.
+    def count(self, verdict: Verdict, on_nonfinite: OnNonfinite) -> str | None:
+        """Count one step, which is skipped where ``found_inf`` is 1, before it is made.
 
         Returns:
             Why training should end here, if it should; the same on every rank.
-        Host reads: one with ``"raise"``, else none.
+        Raises:
+            RuntimeError: On every rank: gradients came past `backward`, `LAG` steps ago; or now, with ``"raise"``.
+        Host reads: one or two with ``"raise"``, else none.
         """
+        stats = verdict.stats
         most = (on_nonfinite if isinstance(on_nonfinite, Skip) else Skip()).most_in_a_row
-        in_a_row = self._in_a_row_before()
-        self._add(stats.found_inf)
+        in_a_row, past = self._before()
+        self._add(stats.found_inf, verdict.past)
+        if past or (on_nonfinite == "raise" and verdict.past is not None and bool(verdict.past)):
+            self.counts[2] = self._step = 0
+            since = f"the first one {LAG} steps ago" if past else "this one"
+            raise RuntimeError(
+                "gradients came whose loss was not multiplied by the loss scale that they would be divided by; steps with "
+                f"them were skipped, {since}: {SAY_SO}"
+            )
         if in_a_row >= most:
             return f"{in_a_row} steps in a row were skipped because the gradient norm was not finite"
         if on_nonfinite == "raise" and bool(stats.found_inf):
             return f"the gradient norm is {float(stats.total_norm)}"
         return None
 
-    def _add(self, found_inf: Tensor) -> None:
+    def _add(self, found_inf: Tensor, past: Tensor | None) -> None:
         skipped = found_inf.to(torch.int64)
-        self.counts.add_(skipped)
+        self.counts[:2].add_(skipped)
         self.counts[1].mul_(skipped)
-        if self.counts.is_cuda and torch.cuda.is_current_stream_capturing():
+        if past is not None:
+            self.counts[2].add_(past)
+        if self._captured():
             return
         slot = self._step % LAG
         self._copies[slot].copy_(self.counts, non_blocking=True)
@@ -234,16 +258,20 @@ class SkipMonitor:
             self._arrived[slot].record()  # type: ignore[union-attr]
         self._step += 1
 
-    def _in_a_row_before(self) -> int:
-        """Skipped steps in a row as of `LAG` steps before this one; 0 in the first steps."""
-        if self._step < LAG:
-            return 0
+    def _before(self) -> tuple[int, int]:
+        """Steps skipped in a row, and because gradients came past, as of `LAG` steps before this one; 0 at first."""
+        if self._step < LAG or self._captured():
+            return 0, 0
         slot = self._step % LAG
         event = self._arrived[slot]
         if event is not None:
             event.synchronize()
-        address = self._copies.data_ptr() + slot * 2 * 8 + 8
-        return ctypes.c_int64.from_address(address).value
+        _, in_a_row, past = (ctypes.c_int64 * 3).from_address(self._copies.data_ptr() + slot * 3 * 8)
+        return in_a_row, past
+
+    def _captured(self) -> bool:
+        """Whether a CUDA graph is being made of the step: the counts go on in its replays, of which nobody is told here."""
+        return self.counts.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def total(self) -> int:
         """Skipped steps in all. Host reads: one."""
@@ -251,5 +279,6 @@ class SkipMonitor:
 
     def restore(self, total: int) -> None:
         """Start again from ``total`` skipped steps and none in a row."""
-        self.counts[0], self.counts[1] = total, 0
+        self.counts.zero_()
+        self.counts[0] = total
         self._step = 0

@@ -14,19 +14,21 @@ Means of micro-batch means are something else where micro-batches hold different
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import inf
 from typing import Generic, Literal, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..clip.decide import Divisor
+from .weights import inverse_weight, weight_slots
 
 Phase = Literal["open", "accumulating", "complete", "clipped", "broken"]
 Asked = TypeVar("Asked")
@@ -49,37 +51,57 @@ class Window(Generic[Asked, Verdict]):
         micro_batches: How many have come.
         weight: Of all of them on this rank; a number or a 0-dim tensor.
         calls: Backward calls, and losses scaled for those of others, since the last step.
+        strays: At the end of a window with a loss scale, `has_strays`.
         several: The micro-batch may have more backward calls than one.
         left_out: torch's data parallelism was told to leave the last micro-batch out.
         reduced: A backward has reduced the gradients while it ran.
         asked: What an explicit call in the middle of the window wants done at its end.
         verdict: What was decided and done in this window by an explicit call.
         holds_old: The gradients of the window before have been reduced and nobody has cleared them.
+        came: A backward has left a gradient on this rank, ever.
     """
 
     def __init__(self, steps: int | None, scaled: bool = False) -> None:
         if steps is not None and (not isinstance(steps, int) or steps < 1):
             raise ValueError(f"accumulation_steps={steps!r}: give a whole number >= 1, or None to decide yourself")
         self.steps, self.scaled = steps, scaled
-        self.holds_old = self.left_out = self.several = False
+        self.holds_old = self.left_out = self.several = self.came = False
+        self._stepped_with: _Gradient | None = None
         self.close()
 
-    def close(self) -> None:
-        """The step is over, or the window was given up: start an empty one."""
+    def close(self, params: Sequence[Tensor] = ()) -> None:
+        """The step is over, or the window was given up: start an empty one.
+
+        Args:
+            params: After a step: those whose gradients stay until somebody clears them.
+        """
+        if params:
+            self._stepped_with = _Gradient.last_of(params)
         self.phase: Phase = "open"
         self.micro_batches = 0
         self.calls = 0
+        self.strays = False
         self.weight: float | Tensor = 0.0
         self.reduced = False
         self.asked: Asked | None = None
         self.verdict: Verdict | None = None
         self._weighted: bool | None = None
         self._with_gradient: list[int] = []
+        self._handled: BaseException | None = None  # when the last micro-batch began
 
     def clear(self) -> None:
         """The gradients are gone, and the window with them."""
         self.holds_old = False
+        self._stepped_with = None
         self.close()
+
+    def has_strays(self, params: Sequence[Tensor]) -> bool:
+        """Whether gradients are there that came past `backward` and `window`, as far as this rank can tell: those that the
+        last step left are none."""
+        if self.calls:
+            return False
+        found = _Gradient.last_of(params)
+        return found is not None and found != self._stepped_with
 
     @property
     def has_weight(self) -> bool:
@@ -111,13 +133,22 @@ class Window(Generic[Asked, Verdict]):
         return self.is_full or (last and self.micro_batches > 0)
 
     def may_clear(self) -> bool:
-        """Whether `zero_grad` is to do anything: not in the middle of a window of managed accumulation."""
-        return self.steps is None or not self.micro_batches or self.phase == "broken"
+        """Whether `zero_grad` is to do anything: not in the middle of a window of managed accumulation, unless that is
+        given up: a backward raised, or the caller is handling an error that has come since the last micro-batch began.
+        """
+        if self.steps is None or not self.micro_batches or self.phase == "broken":
+            return True
+        return sys.exc_info()[1] not in (None, self._handled)
 
-    def divisor(self, registry: ProcessGroupRegistry, scale: Tensor | None) -> Divisor:
-        """What gradients are to be divided by: the loss scale, if there is one, and the weight of the window."""
-        slots = weight_slots(self.weight, registry)
-        return Divisor(slots, partial(self._inverse, scale=scale, registry=registry), scale)
+    def divisor(self, registry: ProcessGroupRegistry, scale: Tensor | None, device: torch.device) -> Divisor:
+        """What gradients, on ``device``, are to be divided by: the loss scale, if there is one, and the weight of the
+        window."""
+        inverse = partial(self._inverse, scale=scale, registry=registry)
+        if not self.scaled:
+            return Divisor(weight_slots(self.weight, registry, device), inverse, scale)
+        vote = _SCALED if self.calls else -1.0 if self.strays else 0.0
+        slots = weight_slots(self.weight, registry, device, vote)
+        return Divisor(slots, lambda totals: inverse(totals[:-1]), scale, lambda totals: totals[-1] < 0)
 
     def _inverse(self, totals: Tensor, scale: Tensor | None, registry: ProcessGroupRegistry) -> Tensor | None:
         if self.verdict is not None:
@@ -153,6 +184,7 @@ class Window(Generic[Asked, Verdict]):
                 for enter in around:
                     stack.enter_context(enter(self))
                 yield
+                self.came = self.came or any(param.grad is not None for param in params)
         except BaseException:
             self.phase = "broken"
             raise
@@ -182,6 +214,7 @@ class Window(Generic[Asked, Verdict]):
         self._count(weight, empty)
         self.phase, self.left_out = "accumulating", False
         self.calls += 1
+        self._handled = sys.exc_info()[1]
 
     def _count(self, weight: float | Tensor | None, empty: bool) -> None:
         if self.steps is not None and self.micro_batches >= self.steps:
@@ -225,54 +258,30 @@ class Window(Generic[Asked, Verdict]):
             )
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a rank is, as far as weights ask."""
+_SCALED = 2.0**30  # more than there are ranks: one that knows of a scaled loss speaks for all
 
-    stages: int
-    stage: int
-    sharers: int
-    data_ranks: int
-    device: torch.device
+
+@dataclass(frozen=True, eq=False)
+class _Gradient:
+    """A gradient as it was at a time, which it does not keep alive."""
+
+    index: int
+    tensor: weakref.ref[Tensor]
+    version: int
 
     @classmethod
-    def of(cls, registry: ProcessGroupRegistry) -> _Place:
-        topology = registry.topology
-        stage = registry.rank(*topology.pipe_axes) if topology.pipe_axes else 0
-        stages, sharers = topology.size(*topology.pipe_axes), topology.size(*topology.model_axes)
-        return cls(stages, stage, sharers, topology.size(*topology.data_axes), registry.device)
+    def last_of(cls, params: Sequence[Tensor]) -> _Gradient | None:
+        """That of the last parameter which has one: what is nearest to the loss always gets it."""
+        for index in range(len(params) - 1, -1, -1):
+            gradient = params[index].grad
+            if gradient is not None:
+                return cls(index, weakref.ref(gradient), gradient._version)
+        return None
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Gradient):
+            return False
+        same = self.index == other.index and self.version == other.version
+        return same and self.tensor() is other.tensor() is not None
 
-_PLACES: WeakKeyDictionary[ProcessGroupRegistry, _Place] = WeakKeyDictionary()
-
-
-def _place_of(registry: ProcessGroupRegistry) -> _Place:
-    place = _PLACES.get(registry)
-    if place is None:
-        place = _PLACES[registry] = _Place.of(registry)
-    return place
-
-
-def weight_slots(weight: float | Tensor, registry: ProcessGroupRegistry) -> Tensor:
-    """[pipeline stages] float64: this rank's part of W, in its stage's slot; `inverse_weight` reads the sum over ranks.
-
-    All ranks of a stage that share a data coordinate know the same weight, so each adds its part of it. Stages that know
-    none (only the last one computes a loss) add 0.
-    """
-    place = _place_of(registry)
-    slots = torch.zeros(place.stages, dtype=torch.float64, device=place.device)
-    slots[place.stage] = weight / place.sharers
-    return slots
-
-
-def inverse_weight(totals: Tensor, registry: ProcessGroupRegistry) -> Tensor:
-    """0-dim: D / W; 1 where nobody gave a weight (or all gave 0), NaN where W is negative or NaN. Host reads: none."""
-    total = totals.amax()
-    inverse = torch.where(total > 0, _place_of(registry).data_ranks / total, torch.full_like(total, torch.nan))
-    return torch.where(total == 0, torch.ones_like(total), inverse)
-
-
-def reference_inverse_weight(weights: Sequence[Sequence[float]]) -> float:
-    """D / W in plain numbers: ``weights[d][k]`` is that of micro-batch k on data coordinate d."""
-    total = sum(sum(of_rank) for of_rank in weights)
-    return len(weights) / total if total else 1.0
+    __hash__ = None  # type: ignore[assignment]

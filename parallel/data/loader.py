@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from ..mesh.agreement import gather_objects, on_all_ranks
+from ..mesh.calls import in_call
 from ..mesh.registry import ProcessGroupRegistry
 from .batch_sampler import Batch, ShardedBatchSampler, mixed
 from .random_state import cpu_random_state_kept, seed_cpu_generators
@@ -71,15 +72,24 @@ def prepare_dataloader(
         rank, ranks = (registry.rank(*axes), registry.size(*axes)) if axes else (0, 1)
         return ShardedBatchSampler(samples, batch_size, rank, ranks, shuffle=shuffle, drop_last=drop_last, seed=seed)
 
+    with in_call(registry, "prepare_dataloader"):
+        arguments = f"{batch_size=}, {shuffle=}, {drop_last=}, {seed=}, {seed_samples=}"
+        sampler = _agreed(share, arguments, registry)
+    return ShardedDataLoader(dataset, sampler, seed_samples, **loader_kwargs)
+
+
+def _agreed(
+    share: Callable[[], ShardedBatchSampler], arguments: str, registry: ProcessGroupRegistry
+) -> ShardedBatchSampler:
     sampler = on_all_ranks(share, registry)
-    here = f"{sampler.samples} samples, {batch_size=}, {shuffle=}, {drop_last=}, {seed=}, {seed_samples=}"
+    here = f"{sampler.samples} samples, {arguments}"
     for rank, there in enumerate(gather_objects(here, registry)):
         if there != here:
             raise ValueError(
                 f"rank {registry.global_rank} shares out {here}; rank {rank} shares out {there}: give every rank the same "
                 "dataset and arguments"
             )
-    return ShardedDataLoader(dataset, sampler, seed_samples, **loader_kwargs)
+    return sampler
 
 
 class ShardedDataLoader(DataLoader[T]):

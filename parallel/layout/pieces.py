@@ -36,6 +36,13 @@ class Box:
         sides = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
         return all(max(a, b) < min(a + length, b + width) for a, length, b, width in sides)
 
+    def common(self, other: Box) -> Box:
+        """What is in both, which overlap."""
+        sides = list(zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True))
+        begins = tuple(max(a, b) for a, _, b, _ in sides)
+        ends = [min(a + length, b + width) for a, length, b, width in sides]
+        return Box(begins, tuple(end - begin for begin, end in zip(begins, ends, strict=True)))
+
 
 @dataclass(frozen=True)
 class Region:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .calls import check_same_call, current_call, in_call
 from .registry import ProcessGroupRegistry
 
 T = TypeVar("T")
@@ -18,14 +19,19 @@ T = TypeVar("T")
 def gather_objects(value: T, registry: ProcessGroupRegistry) -> list[T]:
     """``value`` of every rank, by global rank. For set-up only: it pickles and waits for the host.
 
+    Raises:
+        RuntimeError: On every rank: ranks have met that are in different calls of this library.
     Collectives: two all-gathers over the world (none on one rank). Host reads: yes.
     """
     world_size = registry.topology.world_size
     if world_size == 1:
         return [value]
-    values: list[T | None] = [None] * world_size
-    dist.all_gather_object(values, value, group=registry.group(*registry.topology.axes))
-    return values  # type: ignore[return-value]
+    with in_call(registry, "gather_objects"):
+        said: list[tuple[str | None, T] | None] = [None] * world_size
+        dist.all_gather_object(said, (current_call(), value), group=registry.group(*registry.topology.axes))
+        calls, values = zip(*said, strict=True)
+        check_same_call(calls)
+        return list(values)
 
 
 def on_all_ranks(function: Callable[[], T], registry: ProcessGroupRegistry) -> T:

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .flat_collectives import all_gather_flat, reduce_scatter_flat
 from .registry import ProcessGroupRegistry
 
 
@@ -85,7 +86,7 @@ def all_gather(tensor: Tensor, over: Over) -> Tensor:
     """All pieces, joined along the dim: [..., length, ...] -> [..., size * length, ...]."""
     pieces = tensor.new_empty((over.size, *tensor.shape))
     # Flat: gloo refuses buffers with the extra dim.
-    dist.all_gather_single(pieces.view(-1), tensor.contiguous().view(-1), group=over.group)
+    all_gather_flat(pieces.view(-1), tensor.contiguous().view(-1), over.group)
     return pieces.movedim(0, over.dim).flatten(over.dim, over.dim + 1)
 
 
@@ -95,7 +96,7 @@ def reduce_scatter(tensor: Tensor, over: Over) -> Tensor:
     before, after = tensor.shape[: over.dim], tensor.shape[over.dim + 1 :]
     pieces = tensor.reshape(*before, over.size, length, *after).movedim(over.dim, 0).contiguous()
     own = tensor.new_empty(pieces.shape[1:])
-    dist.reduce_scatter_single(own.view(-1), pieces.view(-1), group=over.group)
+    reduce_scatter_flat(own.view(-1), pieces.view(-1), over.group)
     return own
 
 

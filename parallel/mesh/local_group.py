@@ -13,7 +13,7 @@ Nor would an agreed order be safe, as a ticket per request in the store would gi
 groups that others asked for, and one of their members may be waiting for this rank in a collective elsewhere.
 
 So no meeting is held. The caller gives the name, gloo connects lazily (each pair of ranks at its first message), and
-NCCL makes its communicator at the first collective, as it does by default. What is left of the creation is local: it
+NCCL is told to make its communicator at the first collective. What is left of the creation is local: it
 takes under a millisecond, and *there is no order in which it could deadlock*. Members meet in their first collective
 on the group, which is a meeting anyway; a member that never comes is an error after the group's timeout there.
 """
@@ -45,17 +45,33 @@ def new_local_group(
 
     Collectives: none, and no wait for other ranks. Not thread safe against other threads that make groups.
     """
+    timeout = timeout if timeout is not None else _default_timeout()
     with _lazy(), _named(name), _unbound(dist.group.WORLD):
         group = dist.new_group(
             list(ranks),
-            timeout=timeout if timeout is not None else _default_timeout(),
+            timeout=timeout,
             backend=backend,
+            pg_options=_nccl_options(backend, timeout),
             use_local_synchronization=True,
             group_desc=f"meshstep: {len(ranks)} ranks, {ranks[0]} to {ranks[-1]}",  # for NCCL's timeout messages
         )
     if not isinstance(group, dist.ProcessGroup) or group.group_name != name:
         raise RuntimeError(f"this torch doesn't let a process group be named ({group!r} instead of {name!r})")
     return group
+
+
+def _nccl_options(backend: str | None, timeout: timedelta | None) -> object | None:
+    """What keeps NCCL from making the communicator, which is a meeting, with the group, as torch 2.15 does; None: nothing
+    is needed."""
+    if "nccl" not in str(backend or dist.get_backend_config()) or not dist.is_nccl_available():
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    if not hasattr(options, "lazy_init"):
+        return None  # an older torch, which always waits for the first collective
+    options.lazy_init = True
+    if timeout is not None:
+        options._timeout = timeout
+    return options
 
 
 def _default_timeout() -> timedelta | None:

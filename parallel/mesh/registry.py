@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections import Counter
 from collections.abc import Mapping
 from datetime import timedelta
 from types import TracebackType
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from .calls import answer_questions
 from .local_group import new_local_group
 from .topology import Role, Topology
 
@@ -68,6 +70,7 @@ class ProcessGroupRegistry:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by members: all there are
         self._by_axes: dict[tuple[str, ...], dist.ProcessGroup] = {}  # the same, without listing the members again
         self._made: list[dist.ProcessGroup] = []
+        self.calls: Counter[str] = Counter()  # made with it on this rank, by name
         self._world = _default_group(topology)
         self.global_rank = 0 if self._world is None else dist.get_rank()
         self.coordinate = topology.coordinate(self.global_rank)
@@ -75,6 +78,8 @@ class ProcessGroupRegistry:
         if self._world is not None and not apart and backend in (None, dist.get_backend(self._world)):
             self._groups[tuple(range(topology.world_size))] = self._world
         _alive.add(self)
+        if self._world is not None and topology.world_size > 1 and not _is_fake():
+            answer_questions(self._world)
 
     @property
     def device(self) -> torch.device:
@@ -266,7 +271,7 @@ def _suggestion(topology: Topology, world_size: int) -> str:
 
 def _agreed_name(topology: Topology, rank: int) -> str:
     """A name for this registry that is the same on all ranks; an error if another rank has another topology."""
-    if "fake" in dist.get_backend_config():
+    if _is_fake():
         # One process plays one rank of a world that isn't there, on a store that may not even answer.
         return f"meshstep/fake/{next(_fake_registries)}"
     store = distributed_c10d._get_default_store()
@@ -279,6 +284,10 @@ def _agreed_name(topology: Topology, rank: int) -> str:
             f"with {first}; every rank must build the same registries in the same order"
         )
     return name
+
+
+def _is_fake() -> bool:
+    return "fake" in dist.get_backend_config()
 
 
 def _of_topology(topology: Topology, timeout: timedelta | None, backend: str | None) -> ProcessGroupRegistry:

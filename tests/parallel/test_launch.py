@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from free_ports import LOOPBACK, free_port
 from meshstep.parallel import Launch, ProcessGroupRegistry, Topology, get_dist_logger, init_distributed
 from meshstep.parallel.launch.environment import LaunchEnvironment, first_host, read_environment
 from world import World
@@ -24,8 +23,6 @@ PREFIXES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_", "GROUP_WORLD_SIZE"),
     *("OMPI_", "PMIX_", "PMI_", "MPI_", "MV2_", "PALS_", "FLUX_", "SLURM_"),
 )
-
-LOOPBACK = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 
 
 @pytest.fixture
@@ -137,15 +134,6 @@ def run_two(variables: list[dict[str, str]]) -> list[subprocess.CompletedProcess
             out, err = process.communicate()
         done.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
     return done
-
-
-def free_port(family: socket.AddressFamily = socket.AF_INET) -> str:
-    """One that stays free until it is used: none of those that a system gives to whoever asks for any, as all ranks do."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 30_000)
-        with suppress(OSError), socket.socket(family) as one:
-            one.bind((LOOPBACK[family], port))
-            return str(port)
 
 
 def has_ipv6() -> bool:

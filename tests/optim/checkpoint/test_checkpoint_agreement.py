@@ -31,9 +31,9 @@ PLACES: dict[str, tuple[Any, str]] = {
     "torch's reader": (torch, "load"),
     "the optimizer's state": (load, "optimizer_state"),
     "what all ranks said": (load, "SharedRecord"),
-    "the index": (tensors, "metadata_in"),
+    "the index": (tensors, "index_of_json"),
     "the plan": (load, "Restoration"),
-    "tensors": (tensors.Reader, "read_data"),
+    "tensors": (tensors.Reader, "read"),
     "random numbers": (load, "set_random_state"),
 }
 BY_RANK_0 = ("the manifest", "the newest one")
@@ -99,7 +99,11 @@ def test_a_hook_that_raises_on_one_rank_leaves_all_as_they_were(world: World, tm
 
 
 Writes = dict[str, tuple[Any, str]]
-WHILE_SAVING: Writes = {"the buffers": (contents, "digest"), "the rest": (save, "record_of")}
+WHILE_SAVING: Writes = {
+    "the buffers": (contents, "digest"),
+    "the rest": (save, "write_summed"),
+    "the tensors": (tensors, "write_summed"),
+}
 
 
 def one_rank_fails_to_save(path: Path, place: str) -> str:

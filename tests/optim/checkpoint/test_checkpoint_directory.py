@@ -79,14 +79,14 @@ def test_runs_that_write_at_once_do_not_mix_their_files(tmp_path: Path, monkeypa
     optimizers = [optimizer_of(model), optimizer_of(model)]
     save_checkpoint(tmp_path, model, optimizers[0])
     load_checkpoint(tmp_path, model, optimizers[1])
-    real = save.record_of  # type: ignore[attr-defined]
+    real = save.write_summed  # type: ignore[attr-defined]
 
     def meanwhile(*args: Any, **kwargs: Any) -> Any:
-        monkeypatch.setattr(save, "record_of", real)
+        monkeypatch.setattr(save, "write_summed", real)
         save_checkpoint(tmp_path, model, optimizers[1], extra="the other")
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(save, "record_of", meanwhile)
+    monkeypatch.setattr(save, "write_summed", meanwhile)
     with pytest.raises((RuntimeError, ValueError)):
         save_checkpoint(tmp_path, model, optimizers[0], extra="this one")
     assert load_checkpoint(tmp_path, model, optimizers[0]) == "the other"

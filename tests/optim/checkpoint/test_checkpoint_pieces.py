@@ -68,12 +68,15 @@ def build(topology: Topology, kind: str, **options: Any) -> tuple[Experts, Paral
     return model, ParallelOptimizer(KINDS[kind](model.parameters()), registry, **arguments(max_norm=0.7, **options))
 
 
-def train(model: Experts, optimizer: ParallelOptimizer, steps: Sequence[int], busy_until: int) -> None:
-    """The second expert has tokens until ``busy_until``, and again after the checkpoint."""
+def train(
+    model: Experts, optimizer: ParallelOptimizer, steps: Sequence[int], busy_until: int, skipped: int | None = None
+) -> None:
+    """The second expert has tokens until ``busy_until``, and again after the checkpoint; and in a step that is skipped."""
     second = optimizer.registry.coordinate.get("expert") == 1
     for step in steps:
         optimizer.zero_grad()
-        optimizer.backward(model.loss(step, busy=not second or step < busy_until or step >= FIRST))
+        busy = not second or step < busy_until or step >= FIRST or step == skipped
+        optimizer.backward(model.loss(step, busy) * (float("inf") if step == skipped else 1.0))
         optimizer.step()
 
 
@@ -108,9 +111,9 @@ def test_experts_go_on_with_their_own_step_counts_to_the_bit(
 # Other layouts --------------------------------------------------------------------------------------------------------
 
 
-def save(path: Path, kind: str, busy_until: int) -> dict[str, Any]:
+def save(path: Path, kind: str, busy_until: int, skipped: int | None = None) -> dict[str, Any]:
     model, optimizer = build(EXPERTS, kind)
-    train(model, optimizer, range(FIRST), busy_until)
+    train(model, optimizer, range(FIRST), busy_until, skipped)
     save_checkpoint(path, model, optimizer)
     optimizer.registry.close()
     return state_of(optimizer, 0)
@@ -148,6 +151,31 @@ def test_where_one_had_no_state_yet_its_elements_have_zeros_and_a_warning_says_s
     (found,) = load(tmp_path, ONE, "AdamW", r"weight \(no state yet\)")
     zeros = [[0.0] * 3] * 2
     assert found == {"step": 6.0, "exp_avg": busy["exp_avg"] + zeros, "exp_avg_sq": busy["exp_avg_sq"] + zeros}
+
+
+def test_a_state_that_a_skipped_step_made_is_none_yet(world: World, tmp_path: Path) -> None:
+    """Else its 0 steps would be the fewest, and the bias corrections of all begin anew."""
+    busy, idle = world.run(2, save, tmp_path, "AdamW, fused", 0, FIRST - 1)
+    assert (busy["step"], idle["step"]) == (5, 0)
+    (found,) = load(tmp_path, ONE, "AdamW, fused", r"weight \(no state yet\)")
+    assert found["step"] == 5
+    assert found["exp_avg"] == busy["exp_avg"] + [[0.0] * 3] * 2
+
+
+def test_states_that_skipped_steps_made_are_nothing_to_warn_of(world: World, tmp_path: Path) -> None:
+    world.run(2, save_unstepped, tmp_path)
+    (found,) = load(tmp_path, ONE, "AdamW, fused", None)
+    assert found["step"] == 0
+
+
+def save_unstepped(path: Path) -> None:
+    """One expert has a state of zeros, the other none."""
+    model, optimizer = build(EXPERTS, "AdamW, fused")
+    second = optimizer.registry.coordinate["expert"] == 1
+    optimizer.backward(model.loss(0, busy=not second) * float("inf"))
+    optimizer.step()
+    save_checkpoint(path, model, optimizer)
+    optimizer.registry.close()
 
 
 @pytest.mark.parametrize("busy_until", [2, 0])

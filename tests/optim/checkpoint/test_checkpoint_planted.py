@@ -39,51 +39,20 @@ def zipped(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def plant_in_index(change: Callable[[Any, Any], None]) -> Callable[[Path, Payload], None]:
-    def plant(file: Path, payload: Payload) -> None:
-        index = pickle.loads(file.read_bytes())
-        change(index, payload)
-        file.write_bytes(pickle.dumps(index))
-
-    return plant
-
-
-def as_shape(index: Any, payload: Payload) -> None:
-    next(iter(index.state_dict_metadata.values())).size = payload
-
-
-def as_place(index: Any, payload: Payload) -> None:
-    next(iter(index.storage_data.values())).relative_path = payload
-
-
 def as_extra(file: Path, payload: Payload) -> None:
     file.write_bytes(zipped({**torch.load(file, weights_only=True), "extra": payload}))
-
-
-def instead_of_tensors(file: Path, payload: Payload) -> None:
-    """Every tensor of the file is a payload, and the index says so."""
-    data = zipped(payload)
-    file.write_bytes(data)
-    index = pickle.loads((file.parent / ".metadata").read_bytes())
-    for place in index.storage_data.values():
-        if place.relative_path == file.name:
-            place.offset, place.length = 0, len(data)
-    (file.parent / ".metadata").write_bytes(pickle.dumps(index))
 
 
 Plant = Callable[[Path, Payload], Any]
 PLANTS: list[tuple[str, Plant]] = [
     *(
         (name, lambda file, payload: file.write_bytes(pickle.dumps(payload)))
-        for name in ("meshstep.json", ".metadata", "__0_0.distcp", "shared.pt", "rank-0.pt")
+        for name in ("meshstep.json", "index.json", "tensors-0.bin", "shared.pt", "rank-0.pt")
     ),
     *(
         (name, lambda file, payload: file.write_bytes(zipped(payload)))
-        for name in (".metadata", "__0_0.distcp", "shared.pt", "rank-0.pt")
+        for name in ("index.json", "tensors-0.bin", "shared.pt", "rank-0.pt")
     ),
-    (".metadata", plant_in_index(as_shape)),
-    (".metadata", plant_in_index(as_place)),
-    ("__0_0.distcp", instead_of_tensors),
     ("shared.pt", as_extra),
 ]
 
@@ -95,7 +64,7 @@ def sealed(checkpoint: Path) -> None:
         manifest = json.loads(file.read_text())["manifest"]
     except ValueError:
         return  # the payload is there
-    manifest["files"] = {name: record_of(checkpoint / name, synchronise=False) for name in manifest["files"]}
+    manifest["files"] = {name: record_of(checkpoint / name) for name in manifest["files"]}
     checksum = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
     file.write_text(json.dumps({"crc32": checksum, "manifest": manifest}))
 
@@ -161,16 +130,37 @@ def test_what_one_rank_finds_all_are_told(world: World, tmp_path: Path) -> None:
     assert not (tmp_path / "executed").exists()
 
 
-def test_an_index_can_not_lead_out_of_its_directory(tmp_path: Path) -> None:
+Change = Callable[[dict[str, Any], list[Any]], Any]  # of the index and of what it says of one tensor
+CHANGES: dict[str, tuple[Change, str]] = {
+    "leads out": (lambda _, said: said[2][0].__setitem__(2, "../../tensors-0.bin"), "none of its files"),
+    "no dtype": (lambda _, said: said.__setitem__(1, "save"), "save is no dtype"),
+    "no name": (lambda _, said: said.__setitem__(1, 7), "must be string"),
+    "negative": (lambda _, said: said[2][0].__setitem__(3, -4), "are no sizes"),
+    "no number": (lambda _, said: said[2][0].__setitem__(3, "0"), "are no sizes"),
+    "huge": (lambda _, said: said[0].__setitem__(0, 2.0**70), "are no sizes"),
+    "beyond the tensor": (lambda _, said: said[2][0][0].__setitem__(0, 1), "is no part of a tensor"),
+    "other dims": (lambda _, said: said[2][0][1].append(1), "is no part of a tensor"),
+    "beyond the file": (lambda _, said: said[2][0].__setitem__(3, 10**9), "ends before"),
+    "twice": (lambda _, said: said[2].append(said[2][0]), r"holds \d+ bytes of tensors, but it has \d+"),
+    "other machine": (lambda index, _: index.__setitem__("byteorder", "big"), "big-endian, this machine is little"),
+    "no list": (lambda index, _: index.__setitem__("tensors", 5), "damaged, or was planted"),
+    "no index": (lambda index, _: index.clear(), "damaged, or was planted"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_an_index_that_says_what_can_not_be(tmp_path: Path, name: str) -> None:
     model, optimizer, checkpoint = started(tmp_path / "run")
-    (tmp_path / "__0_0.distcp").write_bytes((checkpoint / "__0_0.distcp").read_bytes())
-    index = pickle.loads((checkpoint / ".metadata").read_bytes())
-    for place in index.storage_data.values():
-        place.relative_path = f"../../{place.relative_path}"
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
+    (tmp_path / "tensors-0.bin").write_bytes((checkpoint / "tensors-0.bin").read_bytes())
+    index = json.loads((checkpoint / "index.json").read_bytes())
+    change, message = CHANGES[name]
+    change(index, index["tensors"]["model/one.weight"])
+    (checkpoint / "index.json").write_text(json.dumps(index))
     sealed(checkpoint)
-    with pytest.raises(ValueError, match=r"its index names .*, which is none of its files"):
+    before = content([model.state_dict(), optimizer.state_dict()])
+    with pytest.raises(ValueError, match=f"index.json is damaged, or was planted: .*{message}|{message}"):
         load_checkpoint(tmp_path / "run", model, optimizer)
+    assert content([model.state_dict(), optimizer.state_dict()]) == before
 
 
 # Checksums ------------------------------------------------------------------------------------------------------------
@@ -188,7 +178,7 @@ def test_checksums_are_those_of_the_blocks_however_a_file_is_written_and_read(
         summing = SummingStream(stream)
         for start, stop in zip([0, *cuts], [*cuts, size], strict=True):
             summing.write(whole[start:stop])
-    assert summing.record == record_of(file, synchronise=False)
+    assert summing.record == record_of(file)
     assert summing.record.crc32 == tuple(zlib.crc32(whole[at : at + BLOCK]) for at in range(0, size, BLOCK))
     with open(file, "rb") as stream:
         checked = CheckedStream(stream, file, summing.record)
@@ -201,7 +191,7 @@ def test_who_reads_a_part_finds_damage_there_and_only_there(tmp_path: Path) -> N
     file = tmp_path / "file"
     whole: Tensor = torch.arange(2 * BLOCK).to(torch.uint8)
     file.write_bytes(whole.numpy().tobytes())
-    record = record_of(file, synchronise=False)
+    record = record_of(file)
     whole[BLOCK + 5] ^= 1
     file.write_bytes(whole.numpy().tobytes())
     with open(file, "rb") as stream:

@@ -64,7 +64,7 @@ def test_every_torn_file_is_found(tmp_path: Path, damage: str) -> None:
         run.step(step)
     directory = save_checkpoint(tmp_path / "whole", run.model, run.optimizer, lr_scheduler=run.schedule)
     files = sorted(file.name for file in directory.iterdir())
-    assert files == [".metadata", "__0_0.distcp", "meshstep.json", "rank-0.pt", "shared.pt"]
+    assert files == ["index.json", "meshstep.json", "rank-0.pt", "shared.pt", "tensors-0.bin"]
     run.step(3)
     for name in files:
         torn = tmp_path / name
@@ -88,7 +88,9 @@ def torn_on_two_ranks(path: Path, name: str) -> str:
     return message
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", "rank-1.pt", "shared.pt", "meshstep.json"])
+@pytest.mark.parametrize(
+    "name", ["index.json", "tensors-0.bin", "tensors-1.bin", "rank-1.pt", "shared.pt", "meshstep.json"]
+)
 def test_all_ranks_say_so(world: World, tmp_path: Path, name: str) -> None:
     for message in world.run(2, torn_on_two_ranks, tmp_path, name):
         assert name in message

@@ -17,6 +17,7 @@ from meshstep.amp import NaiveFp16
 from meshstep.optim import Bf16Wire, ParallelOptimizer, Reduce, Sharded
 from meshstep.optim.gradients.compressed import reference_bf16_wire
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from meshstep.parallel.mesh.flat_collectives import REDUCE_SCATTER, all_gather_flat
 from optimizers import adamw
 from overlap_runs import train_replicas
 from precision_modes import MODES
@@ -60,7 +61,7 @@ def summed(scatter: bool, feedback: bool) -> list[Tensor]:
             own, whole = torch.empty(48 // ranks), torch.empty(48)
             wire.reduce_scatter(own, flat, group, memory)()
             assert torch.equal(flat, before)  # it may be a parameter's gradient
-            dist.all_gather_single(whole, own, group=group)
+            all_gather_flat(whole, own, group)
             sums.append(whole)
         else:
             wire.all_reduce(flat, group, memory)()
@@ -97,7 +98,7 @@ def sent() -> Iterator[dict[str, int]]:
 
     with (
         mock.patch.object(dist, "all_reduce", partial(counted, dist.all_reduce, 0)),
-        mock.patch.object(dist, "reduce_scatter_single", partial(counted, dist.reduce_scatter_single, 1)),
+        mock.patch.object(dist, REDUCE_SCATTER, partial(counted, getattr(dist, REDUCE_SCATTER), 1)),
     ):
         yield seen
 

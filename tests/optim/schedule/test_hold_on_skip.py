@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 from arguments import arguments
-from meshstep.optim import Booster, HoldOnSkip, ParallelOptimizer, load_checkpoint, save_checkpoint
+from meshstep.optim import (
+    Booster,
+    CosineAnnealingLR,
+    HoldOnSkip,
+    LinearWarmupLR,
+    ParallelOptimizer,
+    load_checkpoint,
+    save_checkpoint,
+)
 from meshstep.optim.schedule import taken_steps
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, declare
 from torch import Tensor, nn
@@ -24,6 +32,9 @@ SCHEDULES: dict[str, Make] = {
     "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, max_lr=1.0, total_steps=12),
     "SequentialLR": lambda optimizer: SequentialLR(
         optimizer, [ConstantLR(optimizer, 0.5, 2), LinearLR(optimizer, 1.0, 0.1, 5)], [2]
+    ),
+    "SequentialLR of meshstep's": lambda optimizer: SequentialLR(
+        optimizer, [LinearWarmupLR(optimizer, 9, 3), CosineAnnealingLR(optimizer, 6)], [2]
     ),
 }
 GRADIENTS = [math.inf, 1.0, 1.0, math.nan, math.nan, 1.0, 1.0, math.inf, 1.0]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fully_sharded import adamw, data, sharded_net
 from meshstep.amp import Bf16, Mode
-from meshstep.optim import ParallelOptimizer, Sharded
+from meshstep.optim import ParallelOptimizer, Sharded, TorchStates
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -215,8 +215,23 @@ def test_torchs_functions_are_refused_where_they_would_not_find_the_states(
     world: World, kind: str, precision: Mode
 ) -> None:
     for text in world.run(2, asked_by_torch, kind, precision):
-        assert "use meshstep.optim.save_checkpoint" in text
+        assert "give them meshstep.optim.TorchStates(optimizer), or use save_checkpoint" in text
 
 
 def test_torchs_functions_work_where_the_optimizer_steps_the_parameters(world: World) -> None:
     assert world.run(2, asked_by_torch, REPLICAS, "fp32") == ["", ""]
+
+
+def test_torchs_functions_are_refused_where_they_would_make_no_states() -> None:
+    model = nn.Linear(3, 2)
+    registry = ProcessGroupRegistry(Topology())
+    optimizer = ParallelOptimizer(torch.optim.AdamW(model.parameters()), registry, accumulation_steps=2)
+    with pytest.raises(ValueError, match=r"has no states yet.*TorchStates"):
+        get_optimizer_state_dict(model, optimizer)
+    made: Any = get_optimizer_state_dict(model, TorchStates(optimizer))["state"]
+    keys = ["exp_avg", "exp_avg_sq", "step"]
+    assert {name: list(state) for name, state in made.items()} == {"weight": keys, "bias": keys}
+    for _ in range(2):
+        optimizer.backward(model(torch.ones(2, 3)).sum())
+    optimizer.step()
+    assert len(get_optimizer_state_dict(model, optimizer)["state"]) == 2

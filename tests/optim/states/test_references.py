@@ -13,7 +13,7 @@ from meshstep.optim import Offloaded, ParallelOptimizer, Sharded
 from meshstep.optim.states.offloaded import reference_offloaded_step
 from meshstep.optim.states.sharded import Shards
 from meshstep.optim.states.slices import reference_slice
-from meshstep.optim.step.window import inverse_weight, reference_inverse_weight, weight_slots
+from meshstep.optim.step.weights import inverse_weight, reference_inverse_weight, weight_slots
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from meshstep.parallel.layout.annotation import annotation_of
 from planted import LAYOUTS, Planted, run_step
@@ -139,7 +139,7 @@ def inverse_on(axes: tuple[tuple[str, int], ...], weights: list[list[float]], as
         last = all(registry.coordinate[axis] == topology.size(axis) - 1 for axis in topology.pipe_axes)
         own = sum(weights[registry.rank(*topology.data_axes)]) if last else 0.0
         weight: float | Tensor = torch.tensor(own, dtype=torch.float64) if as_tensor else own
-        slots = weight_slots(weight, registry)
+        slots = weight_slots(weight, registry, torch.device("cpu"))
         dist.all_reduce(slots)
         return float(inverse_weight(slots, registry))
 

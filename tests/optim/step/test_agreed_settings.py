@@ -20,6 +20,7 @@ DIFFERENT: dict[str, tuple[Any, Any, str]] = {
     "reduction": ("packed", "per_group", "reduction is 'packed' on rank 0 and 'per_group' on rank 1"),
     "check_replicas": (True, "first", "check_replicas is True on rank 0 and 'first' on rank 1"),
     "precision": ("fp32", "fp16", "precision is Fp32() on rank 0 and TorchFp16("),
+    "masters": ("fp32", "bf16", "precision is Fp32() on rank 0 and Bf16("),
     "accumulation_steps": (2, None, "accumulation_steps is 2 on rank 0 and None on rank 1"),
     "data_parallel": (None, Reduce(average_data=False), "average_data is True on rank 0 and False on rank 1"),
     "states": (Offloaded(0.5), Offloaded(0.25), "Offloaded(fraction=0.5)) on rank 0 and (Offloaded(fraction=0.25)"),
@@ -41,7 +42,7 @@ def told(setting: str, values: tuple[Any, Any]) -> str:
         if setting in ("norm_type", "reduction", "check_replicas"):
             options["measure"] = Measure(**{setting: value})
         elif setting not in ("lr", "momentum", "kind"):
-            options["max_norm" if setting == "rule" else setting] = value
+            options[{"rule": "max_norm", "masters": "precision"}.get(setting, setting)] = value
         try:
             ParallelOptimizer(inner, registry, **options)
         except ValueError as error:

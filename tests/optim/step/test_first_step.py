@@ -8,7 +8,7 @@ import pytest
 import torch
 from arguments import arguments
 from meshstep.amp import GradScaler, Mode, precision_of
-from meshstep.optim import ParallelOptimizer
+from meshstep.optim import ParallelOptimizer, Reduce
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from small_models import parameter
 from torch import nn
@@ -57,6 +57,98 @@ def test_a_bypassed_backward_is_an_error_that_says_what_to_write(
         assert "with optimizer.window()" in text
     # States are made by such a step before they are loaded.
     assert world.run(2, bypassed, mode, options, True) == ["no error"] * 2
+
+
+def bypassed_later(mode: Mode, options: dict[str, Any], by_optimizer: bool) -> list[Any]:
+    """[error, how many steps after the first bypass] by one rank's bypasses, after three good windows."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        precision_of(mode).prepare(model, registry)
+        declare(model, {"*": P()})
+        inner = torch.optim.SGD(model.named_parameters(), lr=0.1)
+        optimizer = ParallelOptimizer(inner, registry, precision=mode, max_norm=0.5, **arguments(**options))
+        micro_batches = options.get("accumulation_steps", 1)
+
+        def window(bypass: bool) -> None:
+            for _ in range(micro_batches):
+                loss = model(torch.ones(2, 4)).float().square().mean()
+                if not bypass:
+                    optimizer.backward(loss)
+                elif registry.global_rank == 0:  # a rank may have no loss
+                    loss.backward()
+                optimizer.step()
+
+        for _ in range(3):
+            window(False)
+            optimizer.zero_grad()
+        if "accumulation_steps" in options:
+            assert optimizer.step(last=True) is None, "the window before has ended: there is nothing to find yet"
+        window(False)
+        before, found = model.weight.detach().clone(), []
+        for step in range(40):
+            optimizer.zero_grad() if by_optimizer else model.zero_grad()
+            try:
+                window(True)
+            except RuntimeError as error:
+                found = [str(error), step]
+                break
+        assert torch.equal(before, model.weight)
+        optimizer.zero_grad()
+        for _ in range(20):
+            window(False)
+            optimizer.zero_grad()
+        assert not torch.equal(before, model.weight)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "late", "by_optimizer"),
+    [
+        ("fp16", {}, 16, True),
+        ("fp16", {}, 16, False),
+        ("fp16", {"data_parallel": Reduce(overlap=True)}, 16, True),
+        ("fp16", {"reduction": "per_group"}, 16, True),
+        ("fp16", {"on_nonfinite": "raise"}, 0, True),
+        ("fp16_naive", ZERO1, 16, True),
+        ("fp16_naive", ZERO1, 16, False),
+        ("fp16_naive", ZERO2, 16, True),
+        ("fp32", {"accumulation_steps": 2}, 0, True),
+        ("fp32", {"accumulation_steps": 2}, 0, False),
+        ("bf16", {"accumulation_steps": 2, **ZERO1}, 0, True),
+    ],
+)
+def test_a_backward_that_is_bypassed_in_a_later_step_changes_nothing_and_is_an_error_on_every_rank(
+    world: World, mode: Mode, options: dict[str, Any], late: int, by_optimizer: bool
+) -> None:
+    for text, step in world.run(2, bypassed_later, mode, options, by_optimizer):
+        assert text.startswith("gradients ")
+        assert "write optimizer.backward(loss) in the place of loss.backward()" in text
+        assert step == late
+
+
+def stepped_twice(mode: Mode, options: dict[str, Any]) -> int:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        model = nn.Linear(4, 3)
+        precision_of(mode).prepare(model, registry)
+        declare(model, {"*": P()})
+        inner = torch.optim.SGD(model.named_parameters(), lr=0.1)
+        optimizer = ParallelOptimizer(inner, registry, precision=mode, **arguments(**options))
+        for _ in range(20):
+            optimizer.backward(model(torch.ones(2, 4)).float().mean())
+            optimizer.step()
+            optimizer.step(last=True)
+            optimizer.zero_grad()
+        return optimizer.skipped_steps
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"), [("fp16", {}), ("fp16_naive", ZERO1), ("fp32", {"accumulation_steps": 1}), ("bf16", ZERO1)]
+)
+def test_to_step_again_with_the_gradients_of_the_last_step_is_no_bypass(
+    world: World, mode: Mode, options: dict[str, Any]
+) -> None:
+    assert world.run(2, stepped_twice, mode, options) == [0, 0]
 
 
 def by_others(mode: Mode, options: dict[str, Any], way: str) -> list[float]:
@@ -134,7 +226,8 @@ def without_gradients(cause: str, options: dict[str, Any]) -> str:
         optimizer = ParallelOptimizer(inner, registry, **arguments(**options))
         if cause == "replaced":
             model.weight = nn.Parameter(model.weight.detach().clone())
-        optimizer.backward(model(torch.ones(2, 4)).sum())
+        nothing_here = cause == "none on rank 1" and registry.global_rank == 1
+        optimizer.backward(None if nothing_here else model(torch.ones(2, 4)).sum())
         if cause == "main_grad":
             weight: Any = model.weight
             weight.main_grad, weight.grad = weight.grad, None
@@ -145,9 +238,16 @@ def without_gradients(cause: str, options: dict[str, Any]) -> str:
         return "no error"
 
 
-@pytest.mark.parametrize("options", [{}, ZERO1, {"offload": 1.0}, {"accumulation_steps": 1}])
+WHOLE: list[dict[str, Any]] = [{}, ZERO1, {"offload": 1.0}, {"accumulation_steps": 1}]
+OVERLAP: dict[str, Any] = {"data_parallel": Reduce(overlap=True)}
+
+
 @pytest.mark.parametrize(
-    ("cause", "said"), [("replaced", "model.parameters() after"), ("main_grad", "param.main_grad")]
+    ("cause", "said", "options"),
+    [
+        *(("main_grad", "param.main_grad", options) for options in WHOLE),
+        *(("replaced", "model.parameters() after", options) for options in (*WHOLE, ZERO2, OVERLAP)),
+    ],
 )
 def test_no_gradient_anywhere_is_an_error(world: World, cause: str, said: str, options: dict[str, Any]) -> None:
     for text in world.run(2, without_gradients, cause, options):
@@ -155,8 +255,11 @@ def test_no_gradient_anywhere_is_an_error(world: World, cause: str, said: str, o
         assert said in text
 
 
-def test_with_sharded_gradients_backward_takes_them_and_it_is_none(world: World) -> None:
-    assert world.run(2, without_gradients, "nothing", ZERO2) == ["no error"] * 2
+@pytest.mark.parametrize("options", [ZERO2, OVERLAP], ids=["ZeRO-2", "overlap"])
+@pytest.mark.parametrize("one_rank", [False, True])
+def test_gradients_that_backward_has_reduced_are_seen(world: World, options: dict[str, Any], one_rank: bool) -> None:
+    cause = "none on rank 1" if one_rank else "nothing"
+    assert world.run(2, without_gradients, cause, options) == ["no error"] * 2
 
 
 # Modes and scalers ----------------------------------------------------------------------------------------------------

@@ -8,11 +8,12 @@ import pytest
 import torch
 from arguments import arguments
 from meshstep.amp import TorchFp16
-from meshstep.optim import ParallelOptimizer, PolynomialLR
-from meshstep.parallel import ProcessGroupRegistry, Topology
+from meshstep.optim import ParallelOptimizer, PolynomialLR, Reduce
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from small_models import parameter
-from torch import Tensor
+from torch import Tensor, nn
 from world import World
+from zero_models import ZERO1, ZERO2
 
 
 def sgd(params: Any, lr: float = 1.0) -> torch.optim.Optimizer:
@@ -100,6 +101,49 @@ def test_a_window_whose_backward_failed_is_given_up(steps: int | None) -> None:
         optimizer.backward((w * 3).sum() / (1 if steps else 2))
     optimizer.step()
     assert w.tolist() == [-3.0] * 4
+
+
+def train_two_windows(options: dict[str, Any], fails: bool) -> list[list[float]]:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        torch.manual_seed(3)
+        model = nn.Linear(3, 2)
+        declare(model, {"*": P()})
+        optimizer = ParallelOptimizer(
+            sgd(model.parameters(), 0.1), registry, accumulation_steps=3, **arguments(**options)
+        )
+        inputs = torch.randn(6, 4, 3, generator=torch.Generator().manual_seed(registry.global_rank))
+        if fails:
+            optimizer.backward(model(inputs[5] * 9).sum())
+            assert optimizer.step() is None
+            try:
+                model(torch.ones(4, 7))
+            except RuntimeError:
+                optimizer.zero_grad()
+        for x in inputs:
+            optimizer.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.flatten().tolist() for param in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"precision": TorchFp16(init_scale=64.0)}, ZERO1, ZERO2, {"data_parallel": Reduce(overlap=True)}]
+)
+def test_an_error_between_two_micro_batches_gives_the_window_up(world: World, options: dict[str, Any]) -> None:
+    assert world.run(2, train_two_windows, options, True) == world.run(2, train_two_windows, options, False)
+
+
+def test_an_error_that_was_there_before_the_micro_batch_leaves_the_window_alone() -> None:
+    w = parameter("w")
+    optimizer = ParallelOptimizer(sgd([w]), alone(), accumulation_steps=2)
+    try:
+        raise ImportError("no fast kernels")
+    except ImportError:
+        for factor in (3, 5):
+            optimizer.zero_grad()
+            optimizer.backward((w * factor).sum())
+            optimizer.step()
+    assert w.tolist() == [-4.0] * 4
 
 
 @pytest.mark.parametrize("weight", [torch.tensor(torch.nan), torch.tensor(-1.0)])

@@ -71,6 +71,9 @@ def step_without_reading(name: str, kind: str, fused: bool, options: dict[str, A
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_fused_step_reads_nothing(world: World, kind: str) -> None:
+    fused = {"adagrad": torch.optim.Adagrad}.get(kind, torch.optim.AdamW)([nn.Parameter(torch.ones(1))], fused=True)
+    if not getattr(fused, "_step_supports_amp_scaling", False):
+        pytest.skip(f"torch {torch.__version__}'s fused {type(fused).__name__} takes neither factor nor flag: it reads")
     assert all(world.run(2, step_without_reading, "tensor", kind, True, {"max_norm": 0.3}))
 
 

@@ -1,0 +1,285 @@
+"""A `ParallelOptimizer` as torch's state-dict functions want it: states by model parameter, pieces of them as DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...amp.optimizer_state import SCALAR_STATE
+from ...parallel.interop.local import local_parameter
+from ...parallel.mesh.agreement import gather_objects, on_all_ranks
+from ..parallel_optimizer import ParallelOptimizer
+from ..states.pieces import Piece
+from ..states.sharded import Shards
+from .contents import masters_in, portable_in
+from .torch_layout import LaidOut
+
+_OWN = "meshstep/"  # before the names of what is ours in a param group
+
+
+class TorchStates(torch.optim.Optimizer):
+    """What `torch.distributed.checkpoint.state_dict` takes in the place of a `ParallelOptimizer`.
+
+        states = TorchStates(optimizer)
+        saved = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, states)}
+        dcp.save(saved, checkpoint_id=path)
+        ...
+        dcp.load(saved, checkpoint_id=path)
+        set_optimizer_state_dict(model, states, saved["optim"])
+
+    States and masters (``"master"``) of parameters that are split, by a declaration, by `fully_shard` or by `Sharded`, are
+    DTensors of the full parameter's shape, so they load on another layout. Loss scale, count of skipped steps and the like
+    are numbers in the param groups. Where the optimizer has no states yet they are made, as zeros.
+
+    Args:
+        optimizer: Its registry stays open as long as this is used. After `add_param_group` make this anew.
+    Raises:
+        ValueError: On every rank: pieces of a parameter have unequal sizes that nothing tells, or states that are neither
+            numbers nor of its shape (`state_dict`: or numbers of their own). `save_checkpoint` keeps all of those.
+    Collectives: an object all-gather, here and in both methods; in these an all-reduce of every cut state with `Sharded`.
+    Memory: with `Sharded`, one whole state tensor more. Host reads: yes.
+    """
+
+    def __init__(self, optimizer: ParallelOptimizer) -> None:
+        # Not super().__init__: the wrapped optimizer has the parameters and the state.
+        self._optimizer, self.registry = optimizer, optimizer.registry
+        self._parameters = [list(group) for group in self._parameters_by_group()]
+        if not optimizer.state:
+            self._make_states()
+        self._keys = self._agreed_keys()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The optimizer's, over the model's parameters."""
+        own = {f"{_OWN}{name}": value for name, value in _numbers(self._rest())}
+        hyper = [
+            {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            for group in self._optimizer.param_groups
+        ]
+        pairs = zip(hyper, self._parameters, strict=True)
+        return [{"params": [item.param for item in items], **group, **own} for group, items in pairs]
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The names of the states there are, by parameter."""
+        names = [(item.param, self._keys.get(item.entry.name, ())) for group in self._parameters for item in group]
+        return {param: dict.fromkeys(keys) for param, keys in names if keys}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients that somebody made for `step`."""
+        self._optimizer._states.clear(set_to_none)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Nothing: torch would make states by it, which are there."""
+
+    # What is where ----------------------------------------------------------------------------------------------------
+
+    def _parameters_by_group(self) -> Iterator[Iterator[LaidOut]]:
+        optimizer = self._optimizer
+        shards = [link for link in optimizer._states.links if isinstance(link, Shards)]
+        held: dict[int, list[tuple[int, Piece]]] = {}
+        for position, piece in enumerate(optimizer.pieces()):
+            held.setdefault(id(piece.param), []).append((position, piece))
+        entries = iter(optimizer._plan.entries)
+
+        def one(param: Tensor) -> LaidOut:
+            local = local_parameter(param)
+            cut = next((link.how.axis for link in shards if link.is_cut(local)), None)
+            return LaidOut(self.registry, param, local, next(entries), held.get(id(local), []), cut)
+
+        return ((one(param) for _, param in group) for group in optimizer._groups)
+
+    def _make_states(self) -> None:
+        """By a step with gradients of zeros at a rate of 0, after which no step has been taken."""
+        inner = self._optimizer.optimizer
+        stepped = [param for group in inner.param_groups for param in group["params"]]
+        kept, rates = [param.grad for param in stepped], [group["lr"] for group in inner.param_groups]
+        for param in stepped:
+            if param.requires_grad:
+                param.grad = torch.zeros_like(param, dtype=param.grad_dtype or param.dtype)
+        for group in inner.param_groups:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        inner.step()
+        for group, rate in zip(inner.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for param, grad in zip(stepped, kept, strict=True):
+            param.grad = grad
+            for key, value in inner.state.get(param, {}).items():
+                if key in ("step", "mu_product"):
+                    value.fill_(0 if key == "step" else 1)
+
+    def _agreed_keys(self) -> dict[str, list[str]]:
+        """The names of the states of each parameter: of one that is cut, those of all ranks."""
+        own = self._own_states()
+        mine = {item.entry.name: sorted(values) for item, values in own}
+        found: dict[str, set[str]] = {}
+        for keys in gather_objects(mine, self.registry):
+            for name, names in keys.items():
+                found.setdefault(name, set()).update(names)
+        return {item.entry.name: sorted(found[item.entry.name]) for item, _ in own}
+
+    def _own_states(self) -> list[tuple[LaidOut, dict[str, list[tuple[Piece, Any]]]]]:
+        """For each parameter its states here, masters among them, by name: what there is of each piece."""
+        state = self._optimizer.state_dict()
+        masters = masters_in(state["meshstep"]["weights"])
+        result = []
+        for item in (item for group in self._parameters for item in group):
+            values: dict[str, list[tuple[Piece, Any]]] = {}
+            for position, piece in item.held:
+                own = dict(state["state"].get(position, {}))
+                if position in masters:
+                    own["master"] = masters[position].detach()
+                for key, value in own.items():
+                    values.setdefault(key, []).append((piece, value))
+            result.append((item, values))
+        return result
+
+    def _rest(self) -> dict[str, Any]:
+        """All else that a new process needs, but for what belongs to the layout."""
+        own = self._optimizer.state_dict()["meshstep"]
+        kept = {key: own[key] for key in ("loss_scale", "skipped_steps")}
+        return {**kept, "weights": portable_in(own["weights"])}
+
+    # Saving -----------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's optimizers have it. Raises, collectives: as the class says."""
+        own = self._own_states()
+        numbers = on_all_ranks(lambda: self._check(own), self.registry)
+        known: dict[str, dict[str, Any]] = {}
+        for found in gather_objects(numbers, self.registry):
+            for name, values in found.items():
+                for key, value in values.items():
+                    if known.setdefault(name, {}).setdefault(key, value) != value:
+                        raise ValueError(
+                            f"{key} of {name} is {known[name][key]} on one rank and {value} on another, which one number "
+                            "for the whole parameter can't say: use meshstep.optim.save_checkpoint"
+                        )
+        state: dict[int, dict[str, Any]] = {}
+        for position, (item, values) in enumerate(own):
+            kept = {}
+            for key in self._keys[item.entry.name]:
+                if key in known.get(item.entry.name, {}):
+                    kept[key] = known[item.entry.name][key]
+                    kept[key] = torch.tensor(kept[key]) if isinstance(kept[key], float) else kept[key]
+                elif key in values or item.cut_over is not None:
+                    kept[key] = item.whole(values.get(key, []))
+            if kept:
+                state[position] = kept
+        groups, first = [], 0
+        for group, items in zip(self.param_groups, self._parameters, strict=True):
+            groups.append({**group, "params": list(range(first, first + len(items)))})
+            first += len(items)
+        return {"state": state, "param_groups": groups}
+
+    def _check(self, own: list[tuple[LaidOut, dict[str, list[tuple[Piece, Any]]]]]) -> dict[str, dict[str, Any]]:
+        """The numbers, by parameter and name. ValueError where there is a state that can't be told as a tensor."""
+        numbers: dict[str, dict[str, Any]] = {}
+        for item, values in own:
+            if values:
+                item.spec_and_region()
+            for key, (piece, value) in ((key, pair) for key, pairs in values.items() for pair in pairs):
+                if not isinstance(value, Tensor) or _is_number(key, value, piece.piece):
+                    kept = value.double().item() if isinstance(value, Tensor) else value
+                    if numbers.setdefault(item.entry.name, {}).setdefault(key, kept) != kept:
+                        raise ValueError(f"{key} of {item.entry.name} differs between pieces: use save_checkpoint")
+                elif value.shape != piece.piece.shape:
+                    raise ValueError(
+                        f"{key} of {item.entry.name} has shape {tuple(value.shape)}, the parameter "
+                        f"{tuple(piece.piece.shape)}: only numbers and states of its shape can be laid out; use "
+                        "save_checkpoint"
+                    )
+        return numbers
+
+    # Loading ----------------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned, on this or another layout. Raises, collectives: as the class says."""
+        items = [item for group in self._parameters for item in group]
+        order = on_all_ranks(lambda: self._order(state_dict, len(items)), self.registry)
+        state: dict[int, dict[str, Any]] = {}
+        masters: dict[int, Tensor] = {}
+        for item, saved in zip(items, order, strict=True):
+            for key in self._keys[item.entry.name]:
+                if key not in saved:
+                    continue
+                for position, value in self._parts(item, key, saved[key]):
+                    if key == "master":
+                        masters[position] = value
+                    else:
+                        state.setdefault(position, {})[key] = value
+        inner = self._optimizer.state_dict()
+        groups = [
+            {
+                **now,
+                **{key: value for key, value in saved.items() if key in now and key not in ("params", "param_names")},
+            }
+            for now, saved in zip(inner["param_groups"], state_dict["param_groups"], strict=True)
+        ]
+        numbers = {
+            key[len(_OWN) :]: value for key, value in state_dict["param_groups"][0].items() if key.startswith(_OWN)
+        }
+        rest = _with_numbers(self._rest(), numbers)
+        weights = {**inner["meshstep"]["weights"], **rest.pop("weights")}
+        if masters:
+            weights["masters"] = masters
+        self._optimizer.load_state_dict(
+            {"state": state, "param_groups": groups, "meshstep": {**inner["meshstep"], **rest, "weights": weights}}
+        )
+
+    def _order(self, state_dict: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
+        """The saved states, by parameter. Raises ValueError where they are of others, or of another mode."""
+        names = [name for group in state_dict["param_groups"] for name in group["params"]]
+        lengths = [len(group["params"]) for group in state_dict["param_groups"]]
+        if lengths != [len(group) for group in self._parameters] or len(names) != count:
+            raise ValueError(f"the state has param groups of {lengths} parameters, not those of this optimizer")
+        found = [state_dict["state"].get(name, {}) for name in names]
+        for item, saved in zip((item for group in self._parameters for item in group), found, strict=True):
+            if saved and (wrong := set(self._keys[item.entry.name]) ^ set(saved)):
+                raise ValueError(
+                    f"{', '.join(sorted(wrong))} of {item.entry.name} is only in the state, or only here: it was saved by "
+                    "another optimizer or in another precision mode"
+                )
+        return found
+
+    def _parts(self, item: LaidOut, key: str, value: Any) -> Iterator[tuple[int, Any]]:
+        """(position, state) of each piece here, of a saved state."""
+        if not isinstance(value, Tensor) or _is_number(key, value, item.local):
+            for position, _ in item.held:
+                yield position, value.clone() if isinstance(value, Tensor) else value
+            return
+        local = item.local_part(value)
+        for position, piece in item.held:
+            part = local.reshape(-1)[piece.offset : piece.offset + piece.piece.numel()]
+            yield position, part.view(piece.piece.shape).clone()
+
+
+def _is_number(key: str, value: Tensor, param: Tensor) -> bool:
+    return value.dim() == 0 and (key in SCALAR_STATE or param.dim() > 0)
+
+
+def _numbers(content: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{before}{key}/")
+        elif isinstance(value, (int, float)):
+            yield f"{before}{key}", value
+
+
+def _with_numbers(content: Mapping[str, Any], numbers: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """``content`` with other numbers. Raises ValueError where one is missing."""
+    result: dict[str, Any] = {}
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            result[key] = _with_numbers(value, numbers, f"{before}{key}/")
+        elif isinstance(value, (int, float)):
+            if f"{before}{key}" not in numbers:
+                raise ValueError(f"the state has no {before}{key}: it was saved in another precision mode")
+            found = numbers[f"{before}{key}"]
+            result[key] = type(value)(found.item() if isinstance(found, Tensor) else found)
+        else:
+            result[key] = value
+    return result

@@ -1,0 +1,69 @@
+"""What the micro-batches of a window weigh, all data ranks together, on its way through the collective that measures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ...parallel.mesh.registry import ProcessGroupRegistry
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a rank is, as far as weights ask."""
+
+    stages: int
+    stage: int
+    sharers: int
+    data_ranks: int
+
+    @classmethod
+    def of(cls, registry: ProcessGroupRegistry) -> _Place:
+        topology = registry.topology
+        stage = registry.rank(*topology.pipe_axes) if topology.pipe_axes else 0
+        stages, sharers = topology.size(*topology.pipe_axes), topology.size(*topology.model_axes)
+        return cls(stages, stage, sharers, topology.size(*topology.data_axes))
+
+
+_PLACES: WeakKeyDictionary[ProcessGroupRegistry, _Place] = WeakKeyDictionary()
+
+
+def _place_of(registry: ProcessGroupRegistry) -> _Place:
+    place = _PLACES.get(registry)
+    if place is None:
+        place = _PLACES[registry] = _Place.of(registry)
+    return place
+
+
+def weight_slots(
+    weight: float | Tensor, registry: ProcessGroupRegistry, device: torch.device, vote: float | None = None
+) -> Tensor:
+    """[pipeline stages] float64, on ``device``: this rank's part of W, in its stage's slot; `inverse_weight` reads the sum
+    over ranks.
+
+    All ranks of a stage that share a data coordinate know the same weight, so each adds its part of it. Stages that know
+    none (only the last one computes a loss) add 0. A ``vote`` travels in a slot after those.
+    """
+    place = _place_of(registry)
+    slots = torch.zeros(place.stages + (vote is not None), dtype=torch.float64, device=device)
+    slots[place.stage] = weight / place.sharers
+    if vote:
+        slots[-1] = vote
+    return slots
+
+
+def inverse_weight(totals: Tensor, registry: ProcessGroupRegistry) -> Tensor:
+    """0-dim: D / W; 1 where nobody gave a weight (or all gave 0), NaN where W is negative or NaN. Host reads: none."""
+    total = totals.amax()
+    inverse = torch.where(total > 0, _place_of(registry).data_ranks / total, torch.full_like(total, torch.nan))
+    return torch.where(total == 0, torch.ones_like(total), inverse)
+
+
+def reference_inverse_weight(weights: Sequence[Sequence[float]]) -> float:
+    """D / W in plain numbers: ``weights[d][k]`` is that of micro-batch k on data coordinate d."""
+    total = sum(sum(of_rank) for of_rank in weights)
+    return len(weights) / total if total else 1.0

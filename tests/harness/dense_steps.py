@@ -1,0 +1,175 @@
+"""What a drawn configuration must compute: every parameter whole, in float64, an element at a time.
+
+It knows nothing of groups, buckets, pieces or windows, only of the definitions: which ranks' losses an element's gradient
+is summed over and divided by, that an element without gradient is left out of a step, and the formulas of the optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from cases import slice_of
+from configurations import (
+    MODEL,
+    Case,
+    Coordinate,
+    Setting,
+    data_ranks,
+    is_idle,
+    numbers,
+    start_of,
+    weight,
+)
+from torch import Tensor
+
+# Of the param groups.
+RATES, DECAYS = (0.05, 0.02), (0.1, 0.0)
+MOMENTUM, BETAS, EPS = 0.9, (0.9, 0.99), 0.1
+
+
+@dataclass
+class Dense:
+    """One parameter, flat."""
+
+    value: Tensor
+    first: Tensor
+    second: Tensor
+    steps: Tensor  # of each element
+
+    @classmethod
+    def of(cls, name: str) -> Dense:
+        value = start_of(name).flatten()
+        return cls(value, torch.zeros_like(value), torch.zeros_like(value), torch.zeros_like(value))
+
+
+def elements(setting: Setting, name: str, at: Coordinate) -> Tensor:
+    """Which elements of the flat parameter the rank at ``at`` has, in its order."""
+    shape, layout = MODEL[name].shape, setting.at
+    full = torch.arange(start_of(name).numel()).view(shape)
+    return slice_of(full, layout.spec(name), layout.topology, layout.topology.rank(**at)).flatten()
+
+
+# Gradients --------------------------------------------------------------------------------------------------------------
+
+
+def gradients(case: Case, setting: Setting, step: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Of each parameter, flat: the mean gradient of the window, and which elements have one."""
+    found = {}
+    divisor = whole_weight(case, setting, step) if setting.weighted or setting.managed else data_ranks(setting)
+    for name in case.names:
+        gradient = torch.zeros(start_of(name).numel(), dtype=torch.float64)
+        present = torch.zeros(start_of(name).numel(), dtype=torch.bool)
+        seen = set()
+        for at in setting.at.coordinates():
+            piece = tuple(at[axis] for axis in setting.at.spec(name).sharded_axes)
+            if setting.at.holds(name, at) and piece not in seen:
+                seen.add(piece)
+                where = elements(setting, name, at)
+                gradient[where], present[where] = _summed(case, setting, name, at, step)
+        found[name] = gradient / divisor, present
+    return found
+
+
+def _summed(case: Case, setting: Setting, name: str, at: Coordinate, step: int) -> tuple[Tensor, bool]:
+    """Over all that a piece's gradient is summed over; a sum of several ranks is there though none has a term."""
+    topology, spec = setting.at.topology, setting.at.spec(name)
+    summed = {*(axis for axis in topology.data_axes if axis not in spec.named_axes), *spec.partial, *dict(spec.tied)}
+    ranges = [range(topology.size(axis)) if axis in summed else (at[axis],) for axis in topology.axes]
+    total = torch.zeros(elements(setting, name, at).numel(), dtype=torch.float64)
+    terms = 0
+    others = [dict(zip(topology.axes, place, strict=True)) for place in product(*ranges)]
+    for other in others:
+        for micro in range(setting.micro):
+            idle = is_idle(case, setting, name, other, step, micro)
+            if weight(case, setting, other, step, micro) and not idle:
+                total += numbers(case, setting, name, other, step, micro).flatten()
+                terms += 1
+    return total, terms > 0 or len(others) > 1
+
+
+def whole_weight(case: Case, setting: Setting, step: int) -> int:
+    """Of all micro-batches on all data ranks."""
+    data_axes = setting.at.topology.data_axes
+    ranks = {tuple(at[axis] for axis in data_axes): at for at in setting.at.coordinates()}
+    return sum(weight(case, setting, at, step, micro) for at in ranks.values() for micro in range(setting.micro))
+
+
+# Steps ------------------------------------------------------------------------------------------------------------------
+
+
+class DenseRun:
+    """The model, whole."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.params = {name: Dense.of(name) for name in case.names}
+
+    def step(self, number: int) -> float:
+        """One step, or none where the norm is not finite; the norm."""
+        found = gradients(self.case, self.case.setting_of(number), number)
+        norms = [self._norm(found[name][0] for name in found if MODEL[name].group == group) for group in (0, 1)]
+        total = self._norm(torch.tensor(norms, dtype=torch.float64).unsqueeze(0))
+        if total != total or total == float("inf"):
+            return total
+        factors = self._factors(norms, total)
+        for name, (gradient, present) in found.items():
+            self._update(self.params[name], MODEL[name].group, gradient * factors[MODEL[name].group], present)
+        return total
+
+    def _norm(self, parts: Iterable[Tensor]) -> float:
+        return float(torch.linalg.vector_norm(torch.cat([part.flatten() for part in parts]), self.case.norm_type))
+
+    def _factors(self, norms: list[float], total: float) -> list[float]:
+        def clip(norm: float, threshold: float | None) -> float:
+            return 1.0 if threshold is None else min(1.0, threshold / (norm + 1e-6))
+
+        if self.case.group_max_norm is not None:
+            return [clip(norms[0], self.case.max_norm), clip(norms[1], self.case.group_max_norm)]
+        return [clip(total, self.case.max_norm)] * 2
+
+    def _update(self, p: Dense, group: int, gradient: Tensor, present: Tensor) -> None:
+        rate, decay = RATES[group], DECAYS[group]
+        p.steps[present] += 1
+        if self.case.kind == "SGD":
+            p.first[present] = (MOMENTUM * p.first + gradient + decay * p.value)[present]
+            p.value -= torch.where(present, rate * p.first, 0.0)
+            return
+        beta1, beta2 = BETAS
+        p.first[present] = (beta1 * p.first + (1 - beta1) * gradient)[present]
+        p.second[present] = (beta2 * p.second + (1 - beta2) * gradient**2)[present]
+        mean, square = p.first / (1 - beta1**p.steps), p.second / (1 - beta2**p.steps)
+        moved = p.value * (1 - rate * decay) - rate * mean / (square.sqrt() + EPS)
+        p.value = torch.where(present, moved, p.value)
+
+    # Checkpoints --------------------------------------------------------------------------------------------------------
+
+    def put_together(self, pieces: Iterable[tuple[str, Tensor]]) -> bool:
+        """What the optimizer steps from now on, by name and elements: each has one number of steps, the fewest of those
+        that came together in it and had any.
+
+        Returns:
+            Whether some that came together differed.
+        """
+        differed = False
+        before = {name: param.steps.clone() for name, param in self.params.items()}
+        for name, where in pieces:
+            steps = before[name][where]
+            begun = steps[steps > 0]
+            if len(begun):
+                self.params[name].steps[where] = begun.min()
+                counts_differ = self.case.kind == "AdamW" and bool((begun != begun[0]).any())
+                differed |= counts_differ or len(begun) < len(steps)
+        return differed
+
+
+def inner_optimizer(kind: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """The same formulas, torch's."""
+    for group, rate, decay in zip(groups, RATES, DECAYS, strict=True):
+        group.update(lr=rate, weight_decay=decay)
+    if kind == "SGD":
+        return torch.optim.SGD(groups, momentum=MOMENTUM, fused=True)
+    return torch.optim.AdamW(groups, betas=BETAS, eps=EPS, fused=True)

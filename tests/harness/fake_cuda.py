@@ -1,0 +1,147 @@
+"""Whole steps on CUDA tensors without a GPU: torch's fake tensors have a device and a shape, and no elements.
+
+What a step would do on a GPU is logged operator by operator: operators on tensors of two devices raise, as on a GPU, and
+those that would wait for the GPU, or copy from the host, are kept by name. Autograd can't run: gradients are planted.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from meshstep.parallel import ProcessGroupRegistry
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+CUDA = torch.device("cuda", 0)
+# They need the elements on the host, or an amount of memory that depends on them.
+_READS: tuple[str, ...] = tuple(
+    f"aten.{name}" for name in ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "unique", "masked_select")
+)
+_VIEWS = (
+    "detach alias view _unsafe_view split select slice unbind expand as_strided squeeze unsqueeze t transpose permute"
+)
+_NO_LAUNCH: tuple[str, ...] = (
+    *(f"aten.{name}." for name in f"{_VIEWS} empty new_empty empty_like empty_strided lift_fresh".split()),
+    "prim.",
+    "c10d.",
+)
+
+
+@dataclass
+class Log:
+    """What a piece of code did.
+
+    Args:
+        launches: Operators that run on the GPU, by name.
+        waits: Those for which the host waits, with the place in meshstep that asks for it.
+    """
+
+    launches: list[str] = field(default_factory=list)
+    waits: list[str] = field(default_factory=list)
+
+
+class _Logging(TorchDispatchMode):
+    def __init__(self, log: Log, pinned: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.log, self.pinned = log, pinned
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        before = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        if "cuda" in before and name.startswith(_READS):
+            self.log.waits.append(f"{name} {_place()}")
+        result = func(*args, **(kwargs or {}))
+        after = {leaf.device.type for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+        copies = name.startswith(("aten._to_copy", "aten.copy_", "aten.index_put", "aten.index."))
+        if copies and len(before | after) == 2 and not self._without_waiting(args, kwargs or {}):
+            self.log.waits.append(f"{name} between devices {_place()}")
+        if "cuda" in before | after and not name.startswith(_NO_LAUNCH):
+            self.log.launches.append(name)
+        return result
+
+    def _without_waiting(self, args: Any, kwargs: Any) -> bool:
+        """Whether it is a copy for which nobody waits: asked for, and to or from pinned memory."""
+        asked = bool(kwargs.get("non_blocking")) or (len(args) > 2 and args[2] is True)
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        return asked and any(tensor.untyped_storage()._cdata in self.pinned for tensor in tensors)
+
+
+def _place() -> str:
+    frames = [frame for frame in traceback.extract_stack() if "/meshstep/" in frame.filename]
+    return "; ".join(f"{frame.filename.split('/meshstep/')[-1]}:{frame.lineno}" for frame in frames[-2:])
+
+
+class _Generator(torch.Generator):
+    """One for any device: numbers of fake tensors are never drawn."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return super().__new__(cls, "cpu")  # type: ignore[call-arg]
+
+
+class _Stream:
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def synchronize(self) -> None:
+        self.log.append(f"synchronize {_place()}")
+
+
+class _Event:
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+@contextmanager
+def fake_cuda(*, collectives_on: torch.device = CUDA) -> Iterator[Callable[[], Any]]:
+    """Tensors made within are fake; yields a context manager that logs.
+
+    Args:
+        collectives_on: `ProcessGroupRegistry.device`.
+    """
+    pinned: set[int] = set()
+    waits: list[str] = []
+
+    def pinning(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+            tensor = make(*args, **kwargs)
+            if pin_memory:
+                pinned.add(tensor.untyped_storage()._cdata)
+                kept.append(tensor)  # or another storage gets its address
+            return tensor
+
+        return made
+
+    kept: list[Tensor] = []
+
+    @contextmanager
+    def logging() -> Iterator[Log]:
+        log = Log()
+        waits.clear()
+        with _Logging(log, pinned):
+            yield log
+        log.waits += waits
+
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (torch.cuda, "Event", _Event),
+            (torch.cuda, "is_current_stream_capturing", lambda: False),
+            (torch.cuda, "current_device", lambda: 0),
+            (torch.cuda, "current_stream", lambda *_: _Stream(waits)),
+            (torch, "Generator", _Generator),
+            *((torch, name, pinning(getattr(torch, name))) for name in ("zeros", "tensor", "empty", "empty_like")),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(mock.patch.object(ProcessGroupRegistry, "device", collectives_on))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield logging

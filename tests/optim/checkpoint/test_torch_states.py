@@ -1,0 +1,251 @@
+"""Torch's state-dict functions and DCP save and load the states of pieces and masters, on the same and on other layouts."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dtensors import registry_of
+from fully_sharded import adamw, sharded_net
+from fully_sharded import data as rows
+from meshstep.amp import Bf16, NaiveFp16
+from meshstep.optim import HalfStates, ParallelOptimizer, Sharded, TorchStates
+from meshstep.parallel import P, ProcessGroupRegistry, annotate, blocks, gather_from, shard
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from world import World
+
+Axes = tuple[tuple[str, int], ...]
+KINDS: dict[str, tuple[Axes, dict[str, Any]]] = {
+    "fully_shard": ((("data", 2),), {}),
+    "fully_shard, bf16": ((("data", 2),), {"precision": "bf16"}),
+    "replicas": ((("data", 2),), {}),
+    "replicas, fp16": ((("data", 2),), {"precision": NaiveFp16(init_scale=4.0)}),
+    "split": ((("tensor", 2),), {}),
+    "split, bf16": ((("tensor", 2),), {"precision": "bf16"}),
+    "ZeRO-1": ((("data", 2),), {"states": Sharded("data")}),
+    "ZeRO-2, bf16": ((("data", 2),), {"states": Sharded("data", gradients=True), "precision": "bf16"}),
+    "half states": ((("tensor", 2),), {"states": HalfStates()}),
+    "rounded": ((("data", 2),), {"precision": Bf16(stochastic_rounding=True)}),
+    "split, ZeRO-1": ((("data", 2), ("tensor", 2)), {"states": Sharded("data")}),
+}
+
+
+def ranks(kind: str) -> int:
+    size: int = 2 ** len(KINDS[kind][0])
+    return size
+
+
+class Wide(nn.Module):
+    """Two matrices, a vector and a number; on a ``tensor`` axis pieces of the first two."""
+
+    def __init__(self, registry: ProcessGroupRegistry) -> None:
+        super().__init__()
+        self.registry = registry
+        self.split = "tensor" in registry.topology.axes
+        generator = torch.Generator().manual_seed(1)
+        for name, shape in {"up": (6, 5), "bias": (6,), "down": (3, 6), "gain": ()}.items():
+            full = torch.randn(shape, generator=generator)
+            spec = {"up": P("tensor"), "down": P(None, "tensor")}.get(name, P()) if self.split else P()
+            self.register_parameter(name, nn.Parameter(shard(full, spec, registry)))
+            annotate(self.get_parameter(name), spec, name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up: Tensor = self.get_parameter("up")
+        down: Tensor = self.get_parameter("down")
+        if self.split:
+            up, down = (
+                gather_from(up, self.registry, "tensor", dim=0),
+                gather_from(down, self.registry, "tensor", dim=1),
+            )
+        hidden = torch.tanh(x @ up.T + self.get_parameter("bias"))
+        return (hidden @ down.T * self.get_parameter("gain")).square()
+
+
+def built(registry: ProcessGroupRegistry, kind: str) -> tuple[nn.Module, ParallelOptimizer]:
+    options = KINDS[kind][1]
+    precision = options.get("precision", "fp32")
+    if kind.startswith("fully_shard"):
+        model: nn.Module = sharded_net(registry, torch.bfloat16 if precision == "bf16" else torch.float32)
+    else:
+        model = Wide(registry)
+        if precision == "bf16":
+            model.bfloat16()
+        elif precision != "fp32":
+            precision.prepare(model, registry)
+    return model, ParallelOptimizer(adamw(model.parameters()), registry, max_norm=0.5, **options)
+
+
+def train(model: nn.Module, optimizer: ParallelOptimizer, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        optimizer.zero_grad()
+        x = rows(10 * step + optimizer.registry.coordinate.get("data", 0)).to(next(model.parameters()).dtype)
+        loss = model(x).float().mean()
+        optimizer.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def saved_of(model: nn.Module, optimizer: ParallelOptimizer) -> dict[str, Any]:
+    return {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, TorchStates(optimizer))}
+
+
+def continued(kind: str, path: str) -> None:
+    """Through DCP into a fresh process' state, bit for bit."""
+    with registry_of(KINDS[kind][0]) as registry:
+        model, optimizer = built(registry, kind)
+        train(model, optimizer, 0, 3)
+        optimizer.zero_grad()
+        # Plain parameters that are split are the model's own matter: each rank keeps its own beside.
+        weights = copy.deepcopy(model.state_dict())
+        dcp_save({"optim": saved_of(model, optimizer)["optim"]}, checkpoint_id=path)
+        expected = train(model, optimizer, 3, 6)
+
+        other, resumed = built(registry, kind)
+        found = {"optim": saved_of(other, resumed)["optim"]}
+        dcp_load(found, checkpoint_id=path)
+        other.load_state_dict(weights)
+        set_optimizer_state_dict(other, TorchStates(resumed), found["optim"])
+        other.load_state_dict(weights)
+        assert train(other, resumed, 3, 6) == expected
+        assert all(map(torch.equal, other.state_dict().values(), model.state_dict().values()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dcp_continues_bit_for_bit_through_torchs_own_functions(world: World, tmp_path: Path, kind: str) -> None:
+    world.run(ranks(kind), continued, kind, str(tmp_path))
+
+
+def flat(optimizer_state: dict[str, Any]) -> dict[str, Tensor]:
+    return {f"{name}.{key}": value for name, of in optimizer_state["state"].items() for key, value in of.items()}
+
+
+def whole_states(axes: Axes, options: dict[str, Any]) -> dict[str, Tensor]:
+    """The full states, as rank 0 of torch's functions gives them, after three steps on the same data everywhere."""
+    with registry_of(axes) as registry:
+        torch.manual_seed(0)
+        model = Wide(registry)
+        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, **options)
+        for step in range(3):
+            optimizer.zero_grad()
+            optimizer.backward(model(rows(step).float()).mean())
+            optimizer.step()
+        full: dict[str, Any] = get_optimizer_state_dict(
+            model, TorchStates(optimizer), options=StateDictOptions(full_state_dict=True, cpu_offload=False)
+        )
+        return flat(full)
+
+
+@pytest.mark.parametrize("kind", ["split", "ZeRO-1", "split, ZeRO-1"])
+def test_the_full_states_are_those_of_one_process(world: World, kind: str) -> None:
+    axes, options = KINDS[kind]
+    (dense,) = world.run(1, whole_states, (), {})
+    for found in world.run(ranks(kind), whole_states, axes, options):
+        assert found.keys() == dense.keys()
+        for name, value in dense.items():
+            torch.testing.assert_close(found[name], value.to(found[name].dtype), rtol=1e-5, atol=1e-7)
+
+
+def onto_another(saved: str, loaded: str, path: str, load: bool) -> dict[str, Tensor]:
+    """Three steps in one layout, through DCP into another: the full states there."""
+    axes, options = KINDS[loaded if load else saved]
+    with registry_of(axes) as registry:
+        model = Wide(registry)
+        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, **options)
+        if not load:
+            for step in range(3):
+                optimizer.zero_grad()
+                optimizer.backward(model(rows(step).float()).mean())
+                optimizer.step()
+        state = {"optim": get_optimizer_state_dict(model, TorchStates(optimizer))}
+        if load:
+            dcp_load(state, checkpoint_id=path)
+            set_optimizer_state_dict(model, TorchStates(optimizer), state["optim"])
+        else:
+            dcp_save(state, checkpoint_id=path)
+        full: dict[str, Any] = get_optimizer_state_dict(
+            model, TorchStates(optimizer), options=StateDictOptions(full_state_dict=True)
+        )
+        return flat(full)
+
+
+LAYOUTS = ["replicas", "split", "ZeRO-1", "split, ZeRO-1"]
+
+
+@pytest.mark.parametrize("loaded", LAYOUTS)
+@pytest.mark.parametrize("saved", LAYOUTS)
+def test_what_one_layout_saved_another_loads(world: World, tmp_path: Path, saved: str, loaded: str) -> None:
+    expected = world.run(ranks(saved), onto_another, saved, loaded, str(tmp_path), False)[0]
+    for found in world.run(ranks(loaded), onto_another, saved, loaded, str(tmp_path), True):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert any(value.abs().sum() > 0 for name, value in expected.items() if name.endswith("exp_avg_sq"))
+
+
+def counted_apart() -> str:
+    """Pieces that were stepped another number of times."""
+    with registry_of((("tensor", 2),)) as registry:
+        model, optimizer = built(registry, "split")
+        train(model, optimizer, 0, 2)
+        optimizer.state[model.get_parameter("up")]["step"].fill_(5 + registry.coordinate["tensor"])
+        with pytest.raises(ValueError, match="step of up is 5") as caught:
+            TorchStates(optimizer).state_dict()
+        return str(caught.value)
+
+
+def test_numbers_that_differ_between_pieces_are_refused_on_all_ranks(world: World) -> None:
+    for text in world.run(2, counted_apart):
+        assert "use meshstep.optim.save_checkpoint" in text
+
+
+def fused() -> str:
+    """A weight of which each of two blocks is cut."""
+    with registry_of((("tensor", 2),)) as registry:
+        model = nn.Linear(3, 4)
+        annotate(model.weight, P(blocks("tensor", 2)), "weight")
+        annotate(model.bias, P(blocks("tensor", 2)), "bias")
+        optimizer = ParallelOptimizer(adamw(model.parameters()), registry)
+        optimizer.backward(model(torch.ones(2, 3)).sum())
+        optimizer.step()
+        with pytest.raises(ValueError, match="weight: a DTensor can't say that several blocks are cut") as caught:
+            get_optimizer_state_dict(model, TorchStates(optimizer))
+        return str(caught.value)
+
+
+def test_blocks_are_refused_on_all_ranks(world: World) -> None:
+    for text in world.run(2, fused):
+        assert "use save_checkpoint" in text
+
+
+def reshaped() -> None:
+    """A whole model's state, given to set_optimizer_state_dict with full_state_dict, is cut as this layout is."""
+    with registry_of((("tensor", 2),)) as registry:
+        model, optimizer = built(registry, "split")
+        train(model, optimizer, 0, 2)
+        states = TorchStates(optimizer)
+        options = StateDictOptions(full_state_dict=True)
+        full: dict[str, Any] = get_optimizer_state_dict(model, states, options=options)
+        kept = copy.deepcopy(optimizer.optimizer.state_dict()["state"])
+        other, resumed = built(registry, "split")
+        set_optimizer_state_dict(other, TorchStates(resumed), full, options=options)
+        for position, state in resumed.optimizer.state_dict()["state"].items():
+            for key, value in state.items():
+                assert torch.equal(value, kept[position][key])
+        set_model_state_dict(other, get_model_state_dict(model))
+
+
+def test_a_full_state_is_cut_for_a_split_model(world: World) -> None:
+    world.run(2, reshaped)

@@ -1,0 +1,39 @@
+"""Tensors of numbers of the host: made once, and not kept for ever."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from meshstep.optim.norm.constants import KEPT, Constants
+
+CPU = torch.device("cpu")
+
+
+def test_one_is_made_once_for_each_key_dtype_and_device() -> None:
+    constants = Constants()
+    first = constants("weights", lambda: [0.5, 1.0], torch.float64, CPU)
+    assert torch.equal(first, torch.tensor([0.5, 1.0], dtype=torch.float64))
+    assert constants("weights", pytest.fail, torch.float64, CPU) is first
+    other = constants("weights", lambda: [2, 3], torch.int64, CPU)
+    assert (other.dtype, other.tolist()) == (torch.int64, [2, 3])
+
+
+def test_those_that_were_asked_for_last_are_kept() -> None:
+    """Gradients that come and go have others in every step."""
+    constants = Constants()
+    made = []
+
+    def values(key: int) -> list[float]:
+        made.append(key)
+        return [key]
+
+    for key in range(KEPT):
+        constants(key, partial(values, key), torch.float32, CPU)
+    constants(0, pytest.fail, torch.float32, CPU)  # still there, and now the last
+    constants(KEPT, partial(values, KEPT), torch.float32, CPU)
+    constants(0, pytest.fail, torch.float32, CPU)
+    made.clear()
+    constants(1, partial(values, 1), torch.float32, CPU)
+    assert made == [1]

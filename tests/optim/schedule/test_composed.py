@@ -1,0 +1,75 @@
+"""meshstep's schedules in those that torch makes of several: right one after another, refused as factors of a product."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from meshstep.optim import CosineAnnealingLR, LinearWarmupLR, ParallelOptimizer, WarmupLR
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from torch import nn
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR, LRScheduler, SequentialLR
+
+
+def rates(make: Callable[[torch.optim.Optimizer], LRScheduler], gradients: list[float]) -> list[float]:
+    """That of the beginning, and that after each step of this gradient."""
+    weight = nn.Parameter(torch.ones(3))
+    annotate(weight, P())
+    optimizer = ParallelOptimizer(torch.optim.SGD([weight], lr=2.0), ProcessGroupRegistry(Topology()))
+    schedule = make(optimizer)
+    found = [float(optimizer.param_groups[0]["lr"])]
+    for gradient in gradients:
+        optimizer.zero_grad()
+        optimizer.backward((weight * gradient).sum())
+        optimizer.step()
+        schedule.step()
+        found.append(float(optimizer.param_groups[0]["lr"]))
+    return found
+
+
+def one_after_another(optimizer: torch.optim.Optimizer) -> SequentialLR:
+    return SequentialLR(optimizer, [LinearWarmupLR(optimizer, 100, 4), CosineAnnealingLR(optimizer, 6)], [3])
+
+
+def test_one_after_another_each_begins_at_its_beginning() -> None:
+    cosine = [1 + math.cos(math.pi * step / 6) for step in range(7)]
+    expected = [2 / 5, 4 / 5, 6 / 5, *cosine, 0.0]
+    assert rates(one_after_another, [1.0] * 10) == pytest.approx(expected, abs=1e-12)
+
+
+def test_after_a_milestone_a_skipped_step_holds_though_steps_before_it_were_taken() -> None:
+    found = rates(one_after_another, [1.0, 1.0, 1.0, math.nan, math.nan, 1.0])
+    assert found[3:] == [2.0, 2.0, 2.0, 1 + math.cos(math.pi / 6)]
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        lambda optimizer: [ConstantLR(optimizer, 0.1, 3), CosineAnnealingLR(optimizer, 6)],
+        lambda optimizer: [CosineAnnealingLR(optimizer, 6), ExponentialLR(optimizer, 0.9)],
+        lambda optimizer: [LinearWarmupLR(optimizer, 9, 2), CosineAnnealingLR(optimizer, 6)],
+    ],
+)
+def test_a_chain_that_it_would_overwrite_is_refused_with_what_to_write(
+    others: Callable[[torch.optim.Optimizer], list[LRScheduler]],
+) -> None:
+    says = r"multiplies the rates of its schedules, but \w+LR writes .* take SequentialLR .* with a decay of your own"
+    with pytest.raises(TypeError, match=says):
+        rates(lambda optimizer: ChainedScheduler(others(optimizer)), [1.0])
+
+
+def test_a_chain_of_one_is_that_one() -> None:
+    expected = rates(lambda optimizer: CosineAnnealingLR(optimizer, 6), [1.0] * 6)
+    assert rates(lambda optimizer: ChainedScheduler([CosineAnnealingLR(optimizer, 6)]), [1.0] * 6) == expected
+
+
+class DecayedCosine(WarmupLR):
+    def decay(self, step: int) -> float:
+        return 0.9**step * (1 + math.cos(math.pi * step / 6)) / 2
+
+
+def test_the_product_is_said_in_one_schedule() -> None:
+    product = [2 * 0.9**step * (1 + math.cos(math.pi * step / 6)) / 2 for step in range(7)]
+    assert rates(DecayedCosine, [1.0] * 6) == pytest.approx(product)

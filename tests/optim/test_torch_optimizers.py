@@ -1,0 +1,147 @@
+"""Every torch optimizer with every argument steps in a `ParallelOptimizer` as torch's own tests ask of it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from meshstep.optim import ParallelOptimizer
+from meshstep.parallel import ProcessGroupRegistry, Topology
+from torch import Tensor, nn
+from torch_optimizers import ARGUMENTS, Kind, Net, Wrap, kinds_of, numbers, same, train, wrapper
+
+every_name = pytest.mark.parametrize("name", ARGUMENTS)
+every_optimizer = pytest.mark.parametrize("kind", [Kind(name, {}) for name in ARGUMENTS], ids=str)
+
+
+@pytest.fixture(scope="module")
+def wrap() -> Iterator[Wrap]:
+    with ProcessGroupRegistry(Topology()) as registry:
+        yield wrapper(registry)
+
+
+# Steps ------------------------------------------------------------------------------------------------------------------
+
+
+def seven_steps(kind: Kind, wrapped: Wrap | None, dtype: torch.dtype) -> list[Any]:
+    """One without gradients, and two in which a layer is frozen."""
+    model = Net(kind.name, dtype)
+    optimizer = kind.plain(model.parameters())
+    optimizer = optimizer if wrapped is None else wrapped(optimizer)
+    seen = []
+    for step in range(7):
+        optimizer.zero_grad()
+        model.layers[2].requires_grad_(step not in (3, 4))
+        if step != 2:
+            model.loss(step).backward()
+        optimizer.step()
+        seen.append(numbers(model, optimizer))
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@every_name
+def test_steps_are_torchs_to_the_bit(wrap: Wrap, name: str, dtype: torch.dtype) -> None:
+    for kind in kinds_of(name):
+        plain = seven_steps(kind, None, dtype)
+        assert same(seven_steps(kind, wrap, dtype), plain), kind
+        assert not same(plain[1][0], plain[0][0]), f"{kind} should move"
+        assert same(plain[2], plain[1]), "without gradients nothing does"
+
+
+@every_name
+def test_param_groups_keep_their_own_arguments(wrap: Wrap, name: str) -> None:
+    def run(kind: Kind, wrapped: bool) -> list[Any]:
+        model = Net(kind.name)
+        groups = model.groups()
+        groups[0]["lr"] = 0.003
+        if "weight_decay" in kind.of([nn.Parameter(torch.ones(2, 2))]).defaults:
+            groups[1]["weight_decay"] = 0.2
+        optimizer = kind.plain(groups)
+        optimizer = wrap(optimizer) if wrapped else optimizer
+        if model.gain is not None:
+            optimizer.add_param_group({"params": [model.gain], "lr": 0.0})
+        train(model, optimizer, 0, 4)
+        return [numbers(model, optimizer), [{**group, "params": 0} for group in optimizer.param_groups]]
+
+    for kind in kinds_of(name):
+        assert same(run(kind, wrapped=True), run(kind, wrapped=False)), kind
+
+
+@every_optimizer
+def test_gradients_of_zeros_and_missing_ones_are_torchs(wrap: Wrap, kind: Kind) -> None:
+    def run(wrapped: bool) -> list[Any]:
+        model = Net(kind.name)
+        optimizer = wrap(kind.plain(model.parameters())) if wrapped else kind.plain(model.parameters())
+        optimizer.step()
+        for param in model.layers[0].parameters():
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+        return numbers(model, optimizer)
+
+    assert same(run(wrapped=True), run(wrapped=False))
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "NAdam", "RMSprop"])
+def test_parameters_that_are_not_contiguous_are_stepped_as_torch_does(wrap: Wrap, name: str) -> None:
+    def run(wrapped: bool) -> list[Tensor]:
+        torch.manual_seed(3)
+        params = [nn.Parameter(torch.randn(10, 5, 2)[..., 0]), nn.Parameter(torch.randn(10, 2)[..., 0])]
+        optimizer = getattr(torch.optim, name)(params)
+        optimizer = wrap(optimizer) if wrapped else optimizer
+        for _ in range(5):
+            optimizer.zero_grad()
+            (params[0].mv(torch.arange(5.0)) + params[1]).square().sum().backward()
+            optimizer.step()
+        return [param.detach() for param in params]
+
+    assert same(run(wrapped=True), run(wrapped=False))
+
+
+@pytest.mark.parametrize("name", ["Adam", "SGD"])
+def test_a_differentiable_step_is_torchs(wrap: Wrap, name: str) -> None:
+    def run(wrapped: bool) -> Tensor:
+        param = torch.ones(3, requires_grad=True).clone()
+        optimizer = getattr(torch.optim, name)([param], lr=0.1, differentiable=True)
+        optimizer = wrap(optimizer) if wrapped else optimizer
+        param.grad = torch.tensor([1.0, 2.0, 3.0])
+        optimizer.step()
+        return param.detach()
+
+    assert same(run(wrapped=True), run(wrapped=False))
+
+
+# Refused ----------------------------------------------------------------------------------------------------------------
+
+
+def test_what_needs_a_closure_is_refused_in_words_when_it_is_made(wrap: Wrap) -> None:
+    inner = torch.optim.LBFGS([nn.Parameter(torch.ones(2))])
+    with pytest.raises(TypeError, match=r"LBFGS evaluates the loss itself.*take an optimizer that steps without"):
+        wrap(inner)
+    assert len(inner.param_groups) == 1
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_sparse_gradients_are_refused_in_words(wrap: Wrap) -> None:
+    param = nn.Parameter(torch.ones(3, 2))
+    optimizer = wrap(torch.optim.SparseAdam([param]))
+    param.grad = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1, 2), (3, 2))
+    with pytest.raises(TypeError, match=r"is sparse .*; build the layer with sparse=False"):
+        optimizer.step()
+    assert torch.equal(param.detach(), torch.ones(3, 2))
+
+
+@every_optimizer
+def test_complex_parameters_are_refused_in_words(wrap: Wrap, kind: Kind) -> None:
+    inner = kind.plain([nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))])
+    with pytest.raises(TypeError, match=r"is complex .*; give its real view \(torch.view_as_real\)"):
+        wrap(inner)
+
+
+def test_closures_are_refused_in_words(wrap: Wrap) -> None:
+    optimizer = wrap(torch.optim.SGD([nn.Parameter(torch.ones(2))]))
+    assert isinstance(optimizer, ParallelOptimizer)
+    with pytest.raises(ValueError, match="step takes no closure"):
+        optimizer.step(lambda: 1.0)

@@ -1,0 +1,176 @@
+"""State dicts, hooks and copies of every torch optimizer in a `ParallelOptimizer`, as torch's own tests ask of it alone."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from meshstep.parallel import ProcessGroupRegistry, Topology
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch_optimizers import ARGUMENTS, Kind, Net, Wrap, kinds_of, numbers, same, train, wrapper
+
+every_name = pytest.mark.parametrize("name", ARGUMENTS)
+every_optimizer = pytest.mark.parametrize("kind", [Kind(name, {}) for name in ARGUMENTS], ids=str)
+
+
+@pytest.fixture(scope="module")
+def wrap() -> Iterator[Wrap]:
+    with ProcessGroupRegistry(Topology()) as registry:
+        yield wrapper(registry)
+
+
+# State dicts ------------------------------------------------------------------------------------------------------------
+
+
+def given(model: Net, named: bool) -> Any:
+    return model.named_parameters() if named else model.parameters()
+
+
+@pytest.mark.parametrize(("named", "named_there"), [(True, True), (True, False), (False, True), (False, False)])
+@every_optimizer
+def test_a_state_dict_continues_to_the_bit_in_another_optimizer(
+    wrap: Wrap, kind: Kind, named: bool, named_there: bool
+) -> None:
+    model = Net(kind.name)
+    optimizer = wrap(kind.plain(given(model, named)))
+    train(model, optimizer, 0, 5)
+    other_model = Net(kind.name)
+    other_model.load_state_dict(model.state_dict())
+    other = wrap(kind.plain(given(other_model, named_there)))
+    saved = copy.deepcopy(optimizer.state_dict())  # its tensors are the optimizer's, as torch's are
+    other.load_state_dict(saved)
+    assert same(content(saved), content(optimizer.state_dict())), "to load it must not change it"
+    for first in range(5, 10):
+        train(model, optimizer, first, first + 1)
+        train(other_model, other, first, first + 1)
+        assert same(numbers(model, optimizer), numbers(other_model, other))
+    names = [name for name, _ in model.named_parameters()]
+    if named or named_there:
+        assert other.state_dict()["param_groups"][0]["param_names"] == names
+    assert same(content(other.state_dict()), content(optimizer.state_dict()))
+
+
+def content(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Without names, which are optional, and coordinates, which are of another type in a copy."""
+    groups = [{**group, "param_names": None} for group in state_dict["param_groups"]]
+    return {**state_dict, "param_groups": groups, "meshstep": {**state_dict["meshstep"], "coordinates": None}}
+
+
+@every_optimizer
+def test_a_state_dict_is_stored_and_read_by_weights_only(wrap: Wrap, kind: Kind) -> None:
+    model = Net(kind.name)
+    optimizer = wrap(kind.plain(model.parameters()))
+    train(model, optimizer, 0, 3)
+    stream = io.BytesIO()
+    torch.save(optimizer.state_dict(), stream)
+    stream.seek(0)
+    read = torch.load(stream, weights_only=True)
+    assert same(content(read), content(optimizer.state_dict()))
+
+
+NEW_FLAGS = ("maximize", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
+
+
+@every_name
+def test_state_dicts_of_older_versions_load_as_in_torch(wrap: Wrap, name: str) -> None:
+    """They have no newer flags, and steps that are plain numbers."""
+
+    def run(kind: Kind, wrapped: bool) -> list[Any]:
+        model = Net(kind.name)
+        optimizer = wrap(kind.plain(model.parameters())) if wrapped else kind.plain(model.parameters())
+        train(model, optimizer, 0, 3)
+        old = copy.deepcopy(optimizer.state_dict())
+        for group in old["param_groups"]:
+            for flag in () if kind.name == "Adafactor" else NEW_FLAGS:  # it has had its flags from the beginning
+                group.pop(flag, None)
+        for state in old["state"].values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"] = state["step"].item()
+        optimizer.load_state_dict(old)
+        train(model, optimizer, 3, 5)
+        return numbers(model, optimizer)
+
+    for kind in kinds_of(name):
+        assert same(run(kind, wrapped=True), run(kind, wrapped=False)), kind
+
+
+# Hooks ------------------------------------------------------------------------------------------------------------------
+
+
+@every_optimizer
+def test_hooks_of_state_dicts_run_in_torchs_order(wrap: Wrap, kind: Kind) -> None:
+    def run(wrapped: bool) -> list[object]:
+        model = Net(kind.name)
+        optimizer = wrap(kind.plain(model.parameters())) if wrapped else kind.plain(model.parameters())
+        seen: list[object] = []
+
+        def note(what: str, *_: Any) -> None:
+            seen.append(what)
+
+        def rate(value: float, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+            changed = copy.deepcopy(state_dict)
+            changed["param_groups"][0]["lr"] = value
+            seen.append(value)
+            return changed
+
+        def mark(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+            return {**state_dict, "marked": True}
+
+        optimizer.register_state_dict_pre_hook(partial(note, "before saving"))
+        optimizer.register_state_dict_post_hook(mark)
+        optimizer.register_load_state_dict_pre_hook(partial(rate, 0.002))
+        optimizer.register_load_state_dict_pre_hook(partial(rate, 0.003), prepend=True)
+        optimizer.register_load_state_dict_post_hook(partial(note, "after loading"))
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict(saved)
+        return [*seen, saved["marked"], optimizer.param_groups[0]["lr"]]
+
+    assert run(wrapped=True) == run(wrapped=False) == ["before saving", 0.003, 0.002, "after loading", True, 0.002]
+
+
+@every_optimizer
+def test_hooks_of_steps_run_once_a_step_in_torchs_order(wrap: Wrap, kind: Kind) -> None:
+    model = Net(kind.name)
+    optimizer = wrap(kind.plain(model.parameters()))
+    seen: list[str] = []
+
+    def note(what: str, given: torch.optim.Optimizer, *_: Any) -> None:
+        assert given is optimizer
+        seen.append(what)
+
+    handles = [
+        register_optimizer_step_pre_hook(partial(note, "global before")),
+        register_optimizer_step_post_hook(partial(note, "global after")),
+        optimizer.register_step_pre_hook(partial(note, "before")),
+        optimizer.register_step_post_hook(partial(note, "after")),
+    ]
+    try:
+        train(model, optimizer, 0, 2)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert seen == ["global before", "before", "after", "global after"] * 2
+    train(model, optimizer, 2, 3)
+    assert len(seen) == 8
+
+
+# The object -------------------------------------------------------------------------------------------------------------
+
+
+@every_name
+def test_a_deep_copy_has_all_that_is_public_and_the_same_state(wrap: Wrap, name: str) -> None:
+    for kind in kinds_of(name):
+        model = Net(name)
+        optimizer = wrap(kind.plain(model.parameters()))
+        train(model, optimizer, 0, 3)
+        assert optimizer.state or name == "SGD", "there should be something to copy"
+        other_model, other = copy.deepcopy((model, optimizer))
+        assert {key for key in vars(other) if key[0] != "_"} == {key for key in vars(optimizer) if key[0] != "_"}
+        assert same(numbers(other_model, other), numbers(model, optimizer)), kind
+        assert name in repr(other)

@@ -1,0 +1,252 @@
+"""Ranks that don't make the same calls in the same order: the error of each says where all of them are."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from free_ports import free_port
+from meshstep.parallel import ProcessGroupRegistry, Topology, gather_objects
+from meshstep.parallel.mesh.calls import in_call
+from meshstep.parallel.mesh.flat_collectives import all_gather_flat
+from out_of_step import Run
+from world import World
+
+Call = Callable[[], object]
+SAME = "Every rank must make the same calls in the same order"
+
+
+def error_of(call: Call) -> tuple[str, str, float]:
+    began = time.monotonic()
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error), str(error.__cause__), time.monotonic() - began
+    return "", "", time.monotonic() - began
+
+
+def in_code_of_its_own(mark: Path) -> None:
+    """Until rank 0 has made a mark."""
+    while not mark.exists():
+        time.sleep(0.1)
+
+
+def alone(name: str, path: Path) -> tuple[str, str, float]:
+    run, mark = Run(2, 2.0), path / "mark"
+    with run.registry:
+        calls: dict[str, Call] = {
+            "step": run.optimizer.step,
+            "save_checkpoint": partial(run.save, path / "checkpoints"),
+            "clip_grad_by_norm": partial(run.optimizer.clip_grad_by_norm, 1.0),
+        }
+        run.optimizer.zero_grad()
+        found = error_of(calls[name] if run.rank == 0 else partial(in_code_of_its_own, mark))
+    mark.touch()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [("step", "3rd"), ("save_checkpoint", "1st"), ("clip_grad_by_norm", "1st")]
+)
+def test_a_call_on_one_rank_alone_says_at_the_timeout_which_it_is_and_what_the_others_do(
+    name: str, number: str, world: World, tmp_path: Path
+) -> None:
+    (error, cause, seconds), (other, *_) = world.run(2, alone, name, tmp_path)
+    assert error.startswith(
+        f"rank 0 waited in vain in {name} (its {number}); rank 1: in no call of meshstep (its last, step (its 2nd), "
+        "returned), but at test_calls.py:"
+    )
+    assert f" in in_code_of_its_own. {SAME}, and none may stop before the others. torch says: " in error
+    assert cause
+    assert cause in error
+    assert seconds >= 2.0, "not before the timeout"
+    assert other == ""
+
+
+def in_other_orders(path: Path) -> tuple[str, str, float]:
+    run = Run(3, 2.0)
+    run.optimizer.zero_grad()
+    calls: list[Call] = [run.optimizer.step, partial(run.save, path)]
+    with run.registry:
+        return error_of(calls[run.rank > 0])
+
+
+def test_calls_in_another_order_are_named_on_every_rank(world: World, tmp_path: Path) -> None:
+    calls = ["step (its 3rd)", *["save_checkpoint (its 1st)"] * 2]
+    for rank, (error, *_) in enumerate(world.run(3, in_other_orders, tmp_path)):
+        assert error.startswith(f"rank {rank} waited in vain in {calls[rank]}; rank")
+        assert f". {SAME}, and none may stop before the others. torch says: " in error
+        for other in {0, 1, 2} - {rank}:
+            # One that has given up before, on a busy machine, says so.
+            call = re.escape(calls[other])
+            said = rf"{other}: in ({call}|no call of meshstep \(its last, {call}, raised RuntimeError\), but at)"
+            assert re.search(said, error.replace("ranks 1-2: in save", f"rank {other}: in save"))
+
+
+def test_calls_that_meet_in_a_gather_are_compared_at_once(world: World, tmp_path: Path) -> None:
+    for error, _, seconds in world.run(2, saving_and_loading, tmp_path):
+        assert error == (f"ranks meet in different calls: rank 0 in save_checkpoint, rank 1 in load_checkpoint. {SAME}")
+        assert seconds < 60.0, "without waiting for the timeout"
+
+
+def saving_and_loading(path: Path) -> tuple[str, str, float]:
+    run = Run(2, 60.0)
+    with run.registry:
+        return error_of(partial(run.save if run.rank == 0 else run.load, path))
+
+
+def late(path: Path) -> tuple[str, str, float]:
+    run, mark = Run(2, 2.0), path / "mark"
+    run.optimizer.zero_grad()
+    with run.registry:
+        if run.rank == 1:
+            in_code_of_its_own(mark)
+        found = error_of(run.optimizer.step)
+        mark.touch()
+        if run.rank == 0:
+            in_code_of_its_own(path / "end")  # nobody would answer once the group is gone
+        (path / "end").touch()
+        return found
+
+
+def test_a_rank_that_comes_too_late_is_told_that_the_others_have_given_up(world: World, tmp_path: Path) -> None:
+    (first, *_), (second, *_) = world.run(2, late, tmp_path)
+    assert "rank 1: in no call of meshstep (its last, step (its 2nd), returned), but at test_calls.py:" in first
+    assert "rank 0: in no call of meshstep (its last, step (its 3rd), raised RuntimeError)" in second
+
+
+def in_one_call_with_other_collectives() -> tuple[str, str, float]:
+    registry = ProcessGroupRegistry(Topology(data=2), timeout=timedelta(seconds=10), apart=True)
+    group = registry.group("data")
+
+    def meet() -> None:
+        with in_call(registry, "step"):
+            if registry.global_rank:
+                dist.all_reduce(torch.ones(1), group=group)
+            else:
+                all_gather_flat(torch.ones(2), torch.ones(1), group)
+
+    with registry:
+        gather_objects(None, registry)
+        return error_of(meet)
+
+
+def test_of_one_call_it_is_not_said_that_the_order_is_wrong(world: World) -> None:
+    for rank, (error, cause, _) in enumerate(world.run(2, in_one_call_with_other_collectives)):
+        assert error == (
+            f"rank {rank} waited in vain in step (its 1st); rank {1 - rank}: in step (its 1st). All are in the same call: "
+            f"a connection was lost, or one of them took longer than the timeout. torch says: {cause}"
+        )
+
+
+def again() -> list[str]:
+    run = Run(2, 2.0)
+    run.optimizer.zero_grad()
+    with run.registry:
+        if run.rank == 0:
+            return [error_of(run.optimizer.step)[0] for _ in range(2)]
+        return [error_of(partial(gather_objects, None, run.registry))[0] for _ in range(2)]
+
+
+def test_a_second_call_that_fails_because_the_first_one_did_says_so_too(world: World) -> None:
+    for rank, (first, second) in enumerate(world.run(2, again)):
+        name = "gather_objects" if rank else "step"
+        for error, number in ((first, 1), (second, 2)):
+            which = {"step": {1: "3rd", 2: "4th"}, "gather_objects": {1: "1st", 2: "2nd"}}[name][number]
+            assert error.startswith(f"rank {rank} waited in vain in {name} (its {which}); rank {1 - rank}: in ")
+
+
+def with_an_error_of_its_own() -> str:
+    registry = ProcessGroupRegistry(Topology(data=2), apart=True)
+    with registry, pytest.raises(RuntimeError) as caught, in_call(registry, "step"):
+        raise RuntimeError("too large")
+    return str(caught.value)
+
+
+def test_other_errors_stay_as_they_are(world: World) -> None:
+    assert world.run(2, with_an_error_of_its_own) == ["too large"] * 2
+
+
+def while_a_checkpoint_is_written(path: Path) -> tuple[str, str, float]:
+    run, mark = Run(2, 2.0), path / "mark"
+
+    def write() -> None:
+        with in_call(run.registry, "writing"):
+            in_code_of_its_own(mark)
+
+    thread = threading.Thread(target=write)
+    run.optimizer.zero_grad()
+    with run.registry:
+        if run.rank:
+            thread.start()
+            in_code_of_its_own(mark)
+            thread.join()
+            return "", "", 0.0
+        found = error_of(run.optimizer.step)
+        mark.touch()
+        return found
+
+
+def test_calls_in_threads_are_named_too(world: World, tmp_path: Path) -> None:
+    (error, *_), _ = world.run(2, while_a_checkpoint_is_written, tmp_path)
+    assert "(its last, step (its 2nd), returned), but at test_calls.py:" in error
+    assert " in in_code_of_its_own, and in a thread in writing (its 1st). " in error
+
+
+# Processes that end, or are stopped ----------------------------------------------------------------------------------
+
+
+PROGRAM = Path(__file__).parent.parent / "harness" / "out_of_step.py"
+
+
+def printed(*fates: str) -> list[str]:
+    """What each of the ranks prints that step, over a store of rank 0's."""
+    port = free_port()
+    processes: list[Any] = []
+    for rank in range(len(fates)):
+        place = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": len(fates),
+            "MASTER_PORT": port,
+            "MASTER_ADDR": "localhost",
+        }
+        environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
+        command = [sys.executable, str(PROGRAM), *fates]
+        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    try:
+        stepping = [process for process, fate in zip(processes, fates, strict=True) if fate == "step"]
+        return [process.communicate(timeout=120)[0] for process in stepping]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+def test_a_process_that_was_killed_gives_no_answer() -> None:
+    (error,) = printed("step", "evaluate", "SIGKILL")
+    assert error.startswith(
+        "rank 0 waited in vain in step (its 3rd); rank 1: in no call of meshstep (its last, step (its 2nd), "
+    )
+    assert " in evaluate; rank 2: no answer (the process has ended, or is stopped). " in error
+
+
+def test_a_store_that_is_stopped_keeps_nobody() -> None:
+    for rank, error in enumerate(printed("SIGSTOP", "step", "step"), 1):
+        assert error.startswith(
+            f"rank {rank} waited in vain in step (its 3rd), and where the others are is not known: the job's store does "
+            "not answer either. torch says: "
+        )

@@ -8,6 +8,7 @@ failure the pool is thrown away: a rank that is stuck in a collective can't be t
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -56,6 +57,8 @@ def _worker(connection: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    # What was loaded before the fork lives as long as the worker: to look through it for garbage would also copy its pages.
+    gc.freeze()
     joined: tuple[int, int, str] | None = None
     while True:
         try:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ...parallel.interop.local import local_parameters
-from ...parallel.layout.annotation import annotation_of
+from ...parallel.layout.annotation import annotate, annotation_of
+from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import on_all_ranks
 from ...parallel.mesh.calls import in_call
 from ...parallel.mesh.registry import ProcessGroupRegistry
@@ -46,9 +47,11 @@ def global_norm(
         `ParallelOptimizer`'s, or `sync_gradients`'s) to make before.
     Raises:
         ValueError: A parameter has no spec or one that does not fit; a gradient is still a pending sum; norm_type < 1.
-        TypeError: A complex or sparse gradient.
+        TypeError: A complex or sparse gradient. Where ranks are compared, each of these is raised on all of them; in later
+            packed calls on its rank alone, and the others' norm is NaN.
     Collectives: one all-reduce over the world (p = inf: one all-gather). On the first call with a registry also a check
-        that all ranks declare the same. Host reads: none after the first call.
+        that all ranks declare the same, and with ``"per_group"``, whose collectives follow from what ranks declare, on
+        every call. Host reads: those of the check.
     """
     with in_call(registry, "global_norm"), _listed(params, registry) as named:
         return _stats(_measure(named, registry, norm_type, reduction), None)
@@ -135,19 +138,42 @@ def _measure(
         checked_reduction(reduction),
         *((id(annotation_of(p)), p.shape) for _, p in params),
     )
-    if key not in state.norms:
 
-        def build() -> ReductionPlan:
-            _check_gradients(params, registry)
-            named = [param if name is None else (name, param) for name, param in params]
-            return ReductionPlan.of(entries_of([named], registry.topology), registry.topology, registry.global_rank)
+    def plan() -> ReductionPlan:
+        named = [param if name is None else (name, param) for name, param in params]
+        return ReductionPlan.of(entries_of([named], registry.topology), registry.topology, registry.global_rank)
 
-        # Later lists are planned without a word to others: those that depend on local data may differ between ranks.
-        agreed = not state.checked or reduction == "per_group"
-        plan = agree(on_all_ranks(build, registry), registry) if agreed else build()
-        state.remember(key, GlobalNorm(plan, registry, norm_type, reduction), [annotation_of(p) for _, p in params])
-    _check_gradients(params, registry)
-    return state.norms[key]([param.grad for _, param in params])
+    def checked_plan() -> ReductionPlan:
+        _check_gradients(params, registry)
+        return plan()
+
+    def measurer(plan: ReductionPlan) -> GlobalNorm:
+        if key not in state.norms:
+            annotations: list[object] = [annotation_of(param) for _, param in params]
+            state.remember(key, GlobalNorm(plan, registry, norm_type, reduction), annotations)
+        return state.norms[key]
+
+    gradients = [param.grad for _, param in params]
+    # By group, which collectives there are depends on all ranks' lists; whether one has changed only its rank knows.
+    if not state.checked or reduction == "per_group":
+        return measurer(agree(on_all_ranks(checked_plan, registry), registry))(gradients)
+    # Packed, later lists are planned without a word to others: those that depend on local data may differ between ranks.
+    try:
+        _check_gradients(params, registry)
+        measure = state.norms.get(key) or measurer(plan())
+    except (ValueError, TypeError):
+        _measure_nan(registry, norm_type)  # the others, which must not wait, find no norm and clip nothing
+        raise
+    return measure(gradients)
+
+
+def _measure_nan(registry: ProcessGroupRegistry, norm_type: float) -> None:
+    """Take part in a packed measurement as one who has a gradient of NaN."""
+    nan = torch.full((1,), torch.nan, device=registry.device)
+    annotate(nan, P(), "nan")
+    topology = registry.topology
+    plan = ReductionPlan.of(entries_of([[nan]], topology), topology, registry.global_rank)
+    GlobalNorm(plan, registry, norm_type)([nan])
 
 
 class _State:

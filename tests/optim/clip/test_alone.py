@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from meshstep.optim import clip_grad_norm_, global_norm
+from meshstep.optim.norm.global_norm import Reduction
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from torch import Tensor, nn
 from world import World
@@ -67,3 +68,61 @@ def test_an_order_below_one_says_why_not(norm_type: float) -> None:
     with pytest.raises(ValueError, match="below 1 it is no norm"):
         global_norm([weight], registry, norm_type)
     assert weight.grad.tolist() == [1.0, 1.0]
+
+
+# Lists that change from call to call ------------------------------------------------------------------------------------
+
+
+def lists_that_change_on_one_rank(reduction: Reduction, norm_type: float) -> list[float]:
+    """Rank 0 has the same list in every call, rank 1 a new one; in the third call neither has any."""
+    found = []
+    with ProcessGroupRegistry(Topology(pipe=2)) as registry:
+        kept = nn.Parameter(torch.zeros(2))
+        annotate(kept, P(), "kept")
+        kept.grad = torch.tensor([3.0, 4.0])
+        for call in range(3):
+            named = [("kept", kept)]
+            if registry.global_rank == 1:
+                new = nn.Parameter(torch.zeros(1))
+                annotate(new, P(), f"new {call}")
+                new.grad = torch.tensor([12.0 * (call + 1)])
+                named = [(f"new {call}", new)]
+            norm = global_norm(named if call < 2 else [], registry, norm_type, reduction=reduction).total_norm
+            found.append(float(norm))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("norm_type", "expected"), [(2.0, [13.0, math.hypot(5, 24), 0.0]), (math.inf, [12.0, 24.0, 0.0])]
+)
+@pytest.mark.parametrize("reduction", ["packed", "per_group"])
+def test_a_list_may_change_on_one_rank_alone(
+    world: World, reduction: Reduction, norm_type: float, expected: list[float]
+) -> None:
+    for found in world.run(2, lists_that_change_on_one_rank, reduction, norm_type):
+        assert found == pytest.approx(expected)
+
+
+def wrong_on_one_rank(norm_type: float) -> str:
+    """In the second call rank 1's gradient is complex; in the third one all is well again."""
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        weight = split_weight(None, registry.global_rank)
+        good = clip_grad_norm_([weight], 1e6, registry, norm_type)
+        other = nn.Parameter(torch.zeros(2, dtype=torch.complex64 if registry.global_rank else torch.float32))
+        annotate(other, P("tensor"), "other")
+        other.grad = torch.ones_like(other)
+        try:
+            stats = clip_grad_norm_([weight, other], 0.5, registry, norm_type)
+            said = "skip" if stats.found_inf else "step"
+        except (TypeError, ValueError) as error:
+            said = str(error)
+        again = clip_grad_norm_([weight], 1e6, registry, norm_type)
+        assert float(again.total_norm) == float(good.total_norm)
+        return said
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 14.0, math.inf])
+def test_a_list_that_is_wrong_on_one_rank_leaves_nobody_waiting(world: World, norm_type: float) -> None:
+    first, second = world.run(2, wrong_on_one_rank, norm_type)
+    assert first == "skip"
+    assert "complex" in second

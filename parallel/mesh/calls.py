@@ -159,8 +159,9 @@ def _explained(call: Call, rank: int, world_size: int, error: BaseException) -> 
             doing = answers.get(other, "no answer (the process has ended, or is stopped)")
             others.setdefault(doing, []).append(other)
     told = "; ".join(f"{_ranks(of)}: {doing}" for doing, of in others.items())
-    if list(others) == [f"in {call}"]:
-        why = "All are in the same call: a connection was lost, or one of them took longer than the timeout"
+    given_up = f"(its last, {call}, raised RuntimeError)"
+    if all(doing == f"in {call}" or given_up in doing for doing in others):
+        why = "All came to the same call: a connection was lost, or one of them took longer than the timeout"
     else:
         why = f"{_SAME_CALLS}, and none may stop before the others"
     return f"{waited}; {told}. {why}. {said}"

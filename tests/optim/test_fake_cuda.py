@@ -64,7 +64,12 @@ CASES = [
     for placed, mode, rule in product(PLACED, MODES, RULES)
     if (placed, mode) != ("half states", "bf16, rounded")  # it has them in bfloat16 already
 ]
-pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor"),
+    pytest.mark.skipif(
+        not torch.backends.cuda.is_built(), reason="this torch is built without CUDA: no fake GPU either"
+    ),
+]
 
 
 @contextmanager

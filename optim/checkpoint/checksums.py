@@ -55,7 +55,8 @@ class SummingStream(io.RawIOBase):
         return self._size
 
     def flush(self) -> None:
-        self._stream.flush()
+        if not self._stream.closed:  # when this is forgotten, after it
+            self._stream.flush()
 
     def fileno(self) -> int:
         return self._stream.fileno()

@@ -47,47 +47,44 @@ class LaidOut:
             raise ValueError(
                 f"{entry.name}: a DTensor can't say that several blocks are cut, as {entry.spec} does; use save_checkpoint"
             )
-        where = registry.topology, registry.coordinate
-        region = Region.of_shard(entry.full_shape, entry.shape, entry.spec, *where, entry.name)
         if self.cut_over is None or not entry.shape:
-            return entry.spec, region
+            return entry.spec, self._region()
         dims = [entry.spec.dim_axes(dim) for dim in range(len(entry.shape))]
         spec = P((*dims[0], self.cut_over), *dims[1:])
         rows = -(-entry.shape[0] // registry.size(self.cut_over))
         first = min(registry.coordinate[self.cut_over] * rows, entry.shape[0])
         shape = (min(rows, entry.shape[0] - first), *entry.shape[1:])
+        where = registry.topology, registry.coordinate
         return spec, Region.of_shard(entry.full_shape, shape, spec, *where, entry.name)
 
     def whole(self, pieces: list[tuple[Piece, Any]]) -> Tensor:
         """One state of one parameter, as a DTensor where it is split."""
         from torch.distributed.tensor import DTensor, Shard
 
+        spec, region = self.spec_and_region()
         if self.cut_over is None:
             local: Tensor = pieces[0][1].detach()
         else:
-            flat = self._together({piece.offset: value for piece, value in pieces})
-            local = self._rows(flat.view(self.entry.shape))
-        spec, region = self.spec_and_region()
-        axes = [axis for axis in spec.sharded_axes if self.registry.size(axis) > 1]
+            local = self._together({piece.offset: value for piece, value in pieces}).view(self.entry.shape)
+            if self.entry.shape:
+                local = local.narrow(0, self._first_row(region), region.shape[0]).clone()
+        axes = self._cut_axes(spec)
         if not axes:
             return local
-        dims = {axis: dim for dim in range(len(region.shape)) for axis in spec.dim_axes(dim)}
         stride = torch.empty(region.full_shape, device="meta").stride()
         return DTensor.from_local(
             local.contiguous(),
             self.registry.device_mesh(*axes),
-            [Shard(dims[axis]) for axis in axes],
+            [Shard(dim) for dim in axes.values()],
             run_check=False,
             shape=torch.Size(region.full_shape),
             stride=stride,
         )
 
-    def _rows(self, local: Tensor) -> Tensor:
-        """This rank's part of a whole local tensor, along its first dim."""
-        spec, region = self.spec_and_region()
-        if spec is self.entry.spec:
-            return local
-        return local.narrow(0, self._first_row(region), region.shape[0]).clone()
+    def _cut_axes(self, spec: P) -> dict[str, int]:
+        """The axes of the DTensor's mesh, with the dim that each of them cuts."""
+        dims = {axis: dim for dim in range(len(self.entry.shape)) for axis in spec.dim_axes(dim)}
+        return {axis: dims[axis] for axis in spec.sharded_axes if self.registry.size(axis) > 1}
 
     def _first_row(self, region: Region) -> int:
         """Of a region within this rank's local tensor."""
@@ -120,16 +117,17 @@ class LaidOut:
         """This rank's whole local tensor of a saved state. Collectives: where it is a DTensor of another layout, or cut."""
         if not has_dtensors((value,)):
             return value if value.shape == self.entry.shape else self._region().of(value)
-        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor import DTensor, Shard
 
         assert isinstance(value, DTensor)
-        if self.cut_over is None and value._local_tensor.shape == self.entry.shape:
-            return value._local_tensor
-        if self.cut_over is None:
+        spec, region = self.spec_and_region()
+        axes = self._cut_axes(spec)
+        # By what all ranks know alike: pieces of another layout may have the shape of this one's.
+        same = axes and value.device_mesh == self.registry.device_mesh(*axes)
+        if not same or list(value.placements) != [Shard(dim) for dim in axes.values()]:
             return self._region().of(value.full_tensor())
-        _, region = self.spec_and_region()
         rows = value._local_tensor
-        if rows.shape != region.shape:
-            return self._region().of(value.full_tensor())
+        if self.cut_over is None:
+            return rows
         parts = {self._first_row(region) * (rows.numel() // region.shape[0]): rows} if region.numel else {}
         return self._together(parts).view(self.entry.shape)

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.tensor import Shard, distribute_tensor
 from world import World
 
 Axes = tuple[tuple[str, int], ...]
@@ -249,3 +250,24 @@ def reshaped() -> None:
 
 def test_a_full_state_is_cut_for_a_split_model(world: World) -> None:
     world.run(2, reshaped)
+
+
+def laid_out_the_other_way() -> None:
+    """A state whose pieces are of the same shape, but elsewhere."""
+    with registry_of((("row", 2), ("col", 2))) as registry:
+        weight = nn.Parameter(torch.zeros(2, 2))
+        annotate(weight, P("row", "col"), "weight")
+        optimizer = ParallelOptimizer(torch.optim.SGD([weight], lr=0.1, momentum=0.9), registry)
+        optimizer.backward(weight.sum())
+        optimizer.step()
+        states = TorchStates(optimizer)
+        saved = states.state_dict()
+        full = torch.arange(16.0).view(4, 4)
+        other = distribute_tensor(full, registry.device_mesh("row", "col"), [Shard(1), Shard(0)])
+        saved["state"][0]["momentum_buffer"] = other
+        states.load_state_dict(saved)
+        assert torch.equal(optimizer.state[weight]["momentum_buffer"], shard(full, P("row", "col"), registry))
+
+
+def test_a_layout_is_told_by_more_than_the_shape_of_its_pieces(world: World) -> None:
+    world.run(4, laid_out_the_other_way)

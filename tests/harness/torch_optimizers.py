@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import ProcessGroupRegistry, declare
@@ -130,3 +131,7 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)):
         return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
+
+
+every_name = pytest.mark.parametrize("name", ARGUMENTS)
+every_optimizer = pytest.mark.parametrize("kind", [Kind(name, {}) for name in ARGUMENTS], ids=str)

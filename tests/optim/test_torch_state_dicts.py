@@ -13,10 +13,18 @@ import torch
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch_optimizers import ARGUMENTS, Kind, Net, Wrap, kinds_of, numbers, same, train, wrapper
-
-every_name = pytest.mark.parametrize("name", ARGUMENTS)
-every_optimizer = pytest.mark.parametrize("kind", [Kind(name, {}) for name in ARGUMENTS], ids=str)
+from torch_optimizers import (
+    Kind,
+    Net,
+    Wrap,
+    every_name,
+    every_optimizer,
+    kinds_of,
+    numbers,
+    same,
+    train,
+    wrapper,
+)
 
 
 @pytest.fixture(scope="module")

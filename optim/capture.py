@@ -1,7 +1,7 @@
 """A step in a CUDA graph: what its replays would not do is refused by name, before anything is changed.
 
-A replay runs the kernels of the captured step again, with the numbers that Python gave them and on the memory that they had.
-What Python does, such as to count, to look, or to choose, it does once, when the graph is made. So all of it must have been
+A replay runs the kernels of the captured step again, with the numbers that Python gave them, on the memory that they had.
+What Python does, such as to count, to look or to choose, it does once, when the graph is made. So all of it must have been
 settled in the steps before, and what a step reads must be a tensor.
 """
 
@@ -41,7 +41,7 @@ class Parts(Protocol):
 
 
 def checked_where_captured(method: F) -> F:
-    """A method of an optimizer that raises RuntimeError, with all reasons, where a CUDA graph is made of what can't be one."""
+    """A method of an optimizer that raises RuntimeError, with all reasons, where it is captured and can't be."""
 
     @wraps(method)
     def call(self: Parts, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ def _of_window(window: AnyWindow, device: torch.device) -> Iterator[str]:
     if not window.is_full:
         yield (
             f"{window.micro_batches} of accumulation_steps={window.steps} micro-batches have come, which replays would not "
-            "count: capture a whole window, or leave accumulation_steps out and call step in the graph of the last one alone"
+            "count: capture a whole window, or leave accumulation_steps out and call step only in the graph of the last one"
         )
     if isinstance(window.weight, Tensor) and window.weight.device != device:
         yield f"the weight of the window is on {window.weight.device}: give tensors on {device}"

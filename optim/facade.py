@@ -219,8 +219,8 @@ class OptimizerFacade(torch.optim.Optimizer):
 
     @public_call
     def poll(self) -> None:
-        """Raise what `step` would have raised by now, for steps that a CUDA graph replays: of those nobody hears here. Every
-        rank calls it, at the same replay, every few dozen of them.
+        """Raise what `step` would have raised by now, for steps that a CUDA graph replays, of which nobody hears here.
+        Every rank calls it, at the same replay, every few dozen of them.
 
         Raises: FloatingPointError, RuntimeError: On every rank, as `step`: too many steps in a row were skipped; gradients
             came past `backward`. Collectives: where it raises. Host reads: one, which waits for the GPU.

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...amp.capture import keeps_state_in_place
 from ...parallel.layout.pieces import Region
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..gradients.in_place import is_complete, mark_complete, scale_gradients
@@ -137,7 +138,10 @@ class Clipping:
         if divisor.is_missing is not None:
             past = divisor.is_missing(norms.extra) & (norms.total != 0)  # states are also made by gradients of zeros
             finite = finite & ~past
-        factors = None if clip is None else clip.factors(norms)
+        factors = None
+        if clip is not None:
+            with keeps_state_in_place(clip):
+                factors = clip.factors(norms)
         coef, factor = one, inverse
         level: Level = "total"
         if clip is not None and factors is not None:

@@ -18,7 +18,7 @@ class Constants:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Hashable, Tensor] = OrderedDict()
-        self._of_graphs: dict[Hashable, Tensor] = {}  # CUDA graphs read them where they lie, for as long as they are replayed
+        self._of_graphs: dict[Hashable, Tensor] = {}  # graphs read them where they lie, as long as they are replayed
 
     def __call__(
         self, key: Hashable, values: Callable[[], Sequence[float]], dtype: torch.dtype, device: torch.device
@@ -36,8 +36,8 @@ class Constants:
             self._kept.move_to_end(key)
         elif is_captured():
             raise RuntimeError(
-                "other parameters have gradients in the step that is captured in a CUDA graph than in the steps before: make "
-                "a step before with the same ones"
+                "other parameters have gradients in the step that is captured in a CUDA graph than in the steps before: "
+                "make a step before with the same ones"
             )
         else:
             host = torch.tensor(values(), dtype=dtype, pin_memory=device.type == "cuda")

@@ -33,7 +33,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _place(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 class _Noting(TorchDispatchMode):
@@ -74,6 +74,16 @@ def _waited(work: Any, *args: Any) -> Any:
         return _wait(work, *args)
 
 
+@contextmanager
+def capturing() -> Iterator[None]:
+    """The current stream says that it is captured."""
+    with (
+        mock.patch.object(torch.cuda, "is_initialized", return_value=True),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+    ):
+        yield
+
+
 class CpuGraph:
     """One graph."""
 
@@ -83,12 +93,7 @@ class CpuGraph:
     @contextmanager
     def captured(self) -> Iterator[None]:
         """What is done within is captured."""
-        with (
-            mock.patch.object(torch.cuda, "is_initialized", lambda: True),
-            mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
-            mock.patch.object(dist.Work, "wait", _waited),
-            self._noted,
-        ):
+        with capturing(), mock.patch.object(dist.Work, "wait", _waited), self._noted:
             yield
         self._noted.forget()
 

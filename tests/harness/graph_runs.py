@@ -139,8 +139,9 @@ class Run:
         found: Tensor = self.criterion(self.model(batch), batch[:, :3].nan_to_num(posinf=1.0))
         return found
 
-    def note(self, stats: GradStats) -> None:
+    def note(self, stats: GradStats | None) -> None:
         """Keep what a step measured, which the next replay overwrites."""
+        assert stats is not None  # windows are as long as the caller makes them
         numbers = [stats.total_norm, stats.clip_coef, stats.found_inf, *stats.group_norms]
         numbers += [] if stats.loss_scale is None else [stats.loss_scale]
         numbers += stats.parameter_norms.values()
@@ -195,7 +196,6 @@ class Run:
         for number in numbers:
             for micro in range(count):
                 stats = self._micro_batch(self.batch(number, micro), self._weight(micro), micro == count - 1)
-            assert stats is not None
             self.note(stats)
 
     def window_replays(self, numbers: range, count: int, make: Callable[[], Graph]) -> None:
@@ -205,7 +205,6 @@ class Run:
         for last, graph in graphs.items():
             with graph.captured():
                 stats = self._micro_batch(static, weight, last)
-        assert stats is not None
         for number in numbers:
             for micro in range(count):
                 static.copy_(self.batch(number, micro))

@@ -30,15 +30,16 @@ def test_inner_and_last_micro_batches_are_two_graphs(name: str) -> None:
     assert differences(steps, by_replays(Run(SETTINGS[name], CPU), 3, CpuGraph, micro=3)) == []
 
 
-def on_ranks(placed: str, micro: int, before: int | None) -> dict[str, Tensor]:
+def on_ranks(name: str, placed: str, micro: int, before: int | None) -> dict[str, Tensor]:
     with ProcessGroupRegistry(Topology(data=2)) as registry:
-        run = Run(Setting(SETTINGS["fp16_naive"].precision, {**PLACED[placed], "max_norm": 0.5}), CPU, registry)
+        run = Run(Setting(SETTINGS[name].precision, {**PLACED[placed], "max_norm": 0.5}), CPU, registry)
         return by_steps(run, micro) if before is None else by_replays(run, before, CpuGraph, micro)
 
 
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("placed", PLACED)
-def test_replays_on_two_ranks(world: World, placed: str, micro: int) -> None:
-    steps, replays = (world.run(2, on_ranks, placed, micro, before) for before in (None, 3))
+@pytest.mark.parametrize("name", ["fp32", "fp16_naive"])
+def test_replays_on_two_ranks(world: World, name: str, placed: str, micro: int) -> None:
+    steps, replays = (world.run(2, on_ranks, name, placed, micro, before) for before in (None, 3))
     for of_steps, of_replays in zip(steps, replays, strict=True):
         assert differences(of_steps, of_replays) == []

@@ -93,7 +93,7 @@ SETTINGS: dict[str, Setting] = {
     "fp16": Setting(TorchFp16(init_scale=2.0**8, growth_interval=3), {"max_norm": 0.5}),
     "bf16": Setting(Bf16(), {"max_norm": 0.5}),
     "fp16_naive": Setting(_NAIVE, {"max_norm": 0.5}),
-    "O2": Setting(ApexFp16("O2"), {"max_norm": 0.5}),
+    "O2": Setting(ApexFp16("O2", loss_scale=256.0), {"max_norm": 0.5}),
     "momentum": Setting(_NAIVE, {"max_norm": 0.5}, _sgd),
     "by value": Setting(options={"max_norm": ByValue(0.1)}),
     "by group": Setting(options={"max_norm": ByGroup((0.3,))}),
@@ -214,16 +214,18 @@ class Run:
         self.optimizer.poll()
 
 
-def by_steps(run: Run, micro: int = 1) -> dict[str, Tensor]:
-    """What `STEPS` steps, of so many micro-batches, leave."""
+def by_steps(run: Run, micro: int = 1, steps: int = STEPS) -> dict[str, Tensor]:
+    """What so many steps, of so many micro-batches, leave."""
     if micro == 1:
-        run.steps(range(STEPS))
+        run.steps(range(steps))
     else:
-        run.windows(range(STEPS), micro)
+        run.windows(range(steps), micro)
     return run.left()
 
 
-def by_replays(run: Run, before: int, make: Callable[[], Graph], micro: int = 1) -> dict[str, Tensor]:
+def by_replays(
+    run: Run, before: int, make: Callable[[], Graph], micro: int = 1, steps: int = STEPS
+) -> dict[str, Tensor]:
     """What as many leave, of which all but the first ``before`` are replays."""
     with warm_up(run.device):
         if micro == 1:
@@ -231,7 +233,7 @@ def by_replays(run: Run, before: int, make: Callable[[], Graph], micro: int = 1)
         else:
             run.windows(range(before), micro)
     if micro == 1:
-        run.replays(range(before, STEPS), make())
+        run.replays(range(before, steps), make())
     else:
-        run.window_replays(range(before, STEPS), micro, make)
+        run.window_replays(range(before, steps), micro, make)
     return run.left()

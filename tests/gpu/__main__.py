@@ -28,6 +28,15 @@ def make_importable(beside: Path) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
+def what_runs() -> str:
+    """Which sources, on what."""
+    import torch
+    from meshstep import optim
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return f"meshstep of {Path(optim.__path__[0]).resolve()}, torch {torch.__version__}, {gpu}"
+
+
 def main(arguments: list[str]) -> int:
     """The exit status of pytest."""
     try:
@@ -35,10 +44,14 @@ def main(arguments: list[str]) -> int:
     except ImportError:
         print("tests.gpu needs pytest: python -m pip install pytest", file=sys.stderr)
         return 2
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = (
+        "1"  # no plugin is needed, and some would have to import what is missing
+    )
     under_torchrun = int(os.environ.get("WORLD_SIZE", "1")) > 1
     chosen = GPU / "test_gpu_torchrun.py" if under_torchrun else GPU
     with tempfile.TemporaryDirectory() as folder:
         make_importable(Path(folder))
+        print(what_runs(), flush=True)
         # Without the suite's conftest.py, which needs hypothesis; and a warning of another torch is no failure here.
         own = ["--confcutdir", str(GPU), "-o", "addopts=", "-o", "filterwarnings=default", "-p", "no:cacheprovider"]
         return int(pytest.main([str(chosen), "--rootdir", str(ROOT), *own, "-rs", *arguments]))

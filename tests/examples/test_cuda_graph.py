@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from cpu_graph import CpuGraph
+from cpu_graph import CUDA_OF_THE_CPU
 from meshstep.parallel import ProcessGroupRegistry
 from run_example import example, start_example
 
@@ -20,16 +19,6 @@ def test_without_a_gpu_it_ends_with_one_line() -> None:
         done = start_example("train_digits", "--cuda-graph", *FLAGS)
     assert done.returncode == 2
     assert done.stderr == "train_digits.py: error: --cuda-graph needs a GPU, and this process has none: leave it out\n"
-
-
-GPU = SimpleNamespace(
-    is_available=lambda: True,
-    CUDAGraph=CpuGraph,
-    graph=lambda graph: graph.captured(),
-    Stream=mock.Mock,
-    current_stream=mock.Mock,
-    stream=lambda _: nullcontext(),
-)
 
 
 def curve(flags: list[str]) -> torch.Tensor:
@@ -45,6 +34,6 @@ def curve(flags: list[str]) -> torch.Tensor:
 def test_replays_have_the_curve_of_steps(flags: list[str]) -> None:
     """Up to the rate, which is a float32 tensor there."""
     expected = curve(flags)
-    with mock.patch.object(example("cuda_graph"), "torch", SimpleNamespace(cuda=GPU)):
+    with mock.patch.object(example("cuda_graph"), "torch", SimpleNamespace(cuda=CUDA_OF_THE_CPU)):
         found = curve(["--cuda-graph", *flags])
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)

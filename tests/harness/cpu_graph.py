@@ -14,7 +14,8 @@ freed is not found here.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -110,3 +111,14 @@ class CpuGraph:
                 for old, new in zip(_tensors(result), _tensors(again), strict=True):
                     if _place(old) not in given:
                         old.copy_(new)
+
+
+# What code that makes graphs asks of ``torch.cuda``.
+CUDA_OF_THE_CPU = SimpleNamespace(
+    is_available=lambda: True,
+    CUDAGraph=CpuGraph,
+    graph=lambda graph: graph.captured(),
+    Stream=mock.Mock,
+    current_stream=mock.Mock,
+    stream=lambda _: nullcontext(),
+)

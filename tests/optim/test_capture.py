@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
-from cpu_graph import CpuGraph
+from cpu_graph import CUDA_OF_THE_CPU, CpuGraph
 from graph_runs import PLACED, SETTINGS, Run, Setting, by_replays, by_steps
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from precision_modes import differences
@@ -43,3 +49,48 @@ def test_replays_on_two_ranks(world: World, name: str, placed: str, micro: int) 
     steps, replays = (world.run(2, on_ranks, name, placed, micro, before) for before in (None, 3))
     for of_steps, of_replays in zip(steps, replays, strict=True):
         assert differences(of_steps, of_replays) == []
+
+
+# The recipes of optim/README.md -----------------------------------------------------------------------------------------
+
+
+def recipes() -> dict[str, Any]:
+    page = (Path(__file__).parents[2] / "optim" / "README.md").read_text()
+    namespace: dict[str, Any] = {"torch": SimpleNamespace(cuda=CUDA_OF_THE_CPU)}
+    for text in re.findall(r"^```python\n(def \w+_by_graph.*?)^```$", page, re.MULTILINE | re.DOTALL):
+        exec(compile(text, "optim/README.md", "exec"), namespace)
+    return namespace
+
+
+def test_the_recipe_trains_as_steps_do() -> None:
+    steps, replays = (Run(SETTINGS["bf16"], CPU) for _ in range(2))
+    batches = [steps.batch(number) for number in range(12, 17)]
+
+    def given() -> Iterator[Tensor]:
+        yield from batches[:4]  # three to warm up, and one for its shape
+        yield from batches
+
+    for batch in (*batches[:3], *batches):
+        steps.optimizer.zero_grad()
+        steps.optimizer.backward(steps.model(batch).square().mean())
+        steps.optimizer.step()
+    recipes()["train_by_graph"](replays.model, replays.optimizer, given())
+    for one, other in zip(steps.model.parameters(), replays.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_recipe_of_windows_trains_as_steps_do() -> None:
+    steps, replays = (Run(SETTINGS["fp16_naive"], CPU) for _ in range(2))
+    steps.windows(range(12, 17), 3)
+    replays.windows(range(12, 14), 3)
+    static, weight = torch.zeros(6, 6), torch.zeros(())
+    inner, last, stats = recipes()["windows_by_graph"](
+        lambda batch: replays.loss(batch) * weight, replays.optimizer, static, weight
+    )
+    for number in range(14, 17):
+        for micro, graph in enumerate((inner, inner, last)):
+            static.copy_(replays.batch(number, micro))
+            weight.fill_(micro + 1.0)
+            graph.replay()
+        replays.note(stats)
+    assert differences(steps.left(), replays.left()) == []

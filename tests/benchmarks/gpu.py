@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import DeviceType
 
 ROOT = Path(__file__).resolve().parents[2]
 Step = Callable[[], object]
@@ -121,7 +122,7 @@ def seconds(step: Step, device: torch.device, times: int) -> float:
         step()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 1e3 / times
+    return float(begin.elapsed_time(end)) / 1e3 / times
 
 
 def launches(step: Step, device: torch.device) -> int | None:
@@ -132,7 +133,7 @@ def launches(step: Step, device: torch.device) -> int | None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         torch.cuda.synchronize()
-    on_gpu = [event for event in profile.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
+    on_gpu = [event for event in profile.events() or () if event.device_type == DeviceType.CUDA]
     return sum(not event.is_user_annotation for event in on_gpu)  # without the spans of record_function
 
 
@@ -192,7 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("this needs a GPU, and torch finds none; --device cpu --quick tries the file itself", file=sys.stderr)
         return WITHOUT_GPU
     device, rounds = torch.device(options.device), 3 if options.quick else 30
-    models = {
+    models: dict[str, list[tuple[int, ...]]] = {
         "1,000 parameters of 64 elements": [(64,)] * 1000,
         "30M-parameter transformer": transformer(512, 9, 3072),
         "350M-parameter transformer": transformer(1024, 24, 50_304),

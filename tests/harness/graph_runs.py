@@ -125,6 +125,7 @@ class Run:
         options: dict[str, Any] = {"precision": setting.precision, **setting.options}
         self.optimizer: ParallelOptimizer = ParallelOptimizer(inner, registry, **options)
         self.trace: list[Tensor] = []
+        self.after_step: Callable[[], object] = lambda: None
 
     def batch(self, step: int, micro: int = 0) -> Tensor:
         """[6 samples, 6 features], of which the first 3 are also what is to be learnt."""
@@ -146,6 +147,7 @@ class Run:
         numbers += [] if stats.loss_scale is None else [stats.loss_scale]
         numbers += stats.parameter_norms.values()
         self.trace.append(torch.stack([number.double().nan_to_num(nan=-1.0) for number in numbers]))
+        self.after_step()
 
     def left(self) -> dict[str, Tensor]:
         """All that the run has left, on the CPU."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 TIMEOUT = timedelta(minutes=2)
 
@@ -32,7 +33,9 @@ def nobody_waits(device: torch.device) -> Iterator[None]:
         yield
         return
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it does not see all
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
@@ -45,7 +48,7 @@ def ranks(backend: str, world_size: int, function: Callable[..., Any], *args: An
     The workers of `World` are forked, and a process with a GPU can't be. Tensors of the results must be on the CPU.
     """
     with tempfile.TemporaryDirectory() as directory:
-        mp.spawn(_rank, (backend, world_size, directory, function, args), nprocs=world_size)  # type: ignore[no-untyped-call]
+        spawn(_rank, (backend, world_size, directory, function, args), nprocs=world_size)
         return [torch.load(Path(directory, str(rank)), weights_only=True) for rank in range(world_size)]
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,11 @@ import pytest
 import torch
 from cpu_graph import CUDA_OF_THE_CPU, CpuGraph
 from graph_runs import PLACED, SETTINGS, Run, Setting, by_replays, by_steps
+from meshstep.optim import CosineAnnealingLR, HoldOnSkip, ParallelOptimizer
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from precision_modes import differences
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, StepLR
 from world import World
 
 CPU = torch.device("cpu")
@@ -49,6 +52,31 @@ def test_replays_on_two_ranks(world: World, name: str, placed: str, micro: int) 
     steps, replays = (world.run(2, on_ranks, name, placed, micro, before) for before in (None, 3))
     for of_steps, of_replays in zip(steps, replays, strict=True):
         assert differences(of_steps, of_replays) == []
+
+
+@pytest.mark.parametrize("make", [lambda o: CosineAnnealingLR(o, 20, 4), lambda o: HoldOnSkip(StepLR(o, 3, 0.5))])
+def test_schedules_move_between_replays_and_hold_on_skipped_ones(
+    make: Callable[[ParallelOptimizer], LRScheduler],
+) -> None:
+    found: list[list[float]] = []
+    for graph in (None, CpuGraph()):
+        run = Run(SETTINGS["fp32"], CPU)
+        schedule = make(run.optimizer)
+        rates: list[float] = []
+        run.after_step = partial(move, schedule, rates)
+        run.steps(range(3))
+        if graph is None:
+            run.steps(range(3, 24))
+        else:
+            run.replays(range(3, 24), graph)
+        found.append(rates)
+    assert found[0] == found[1]
+    assert len(set(found[0])) > 5
+
+
+def move(schedule: LRScheduler, rates: list[float]) -> None:
+    schedule.step()
+    rates += [float(rate) for rate in schedule.get_last_lr()]
 
 
 # The recipes of optim/README.md -----------------------------------------------------------------------------------------

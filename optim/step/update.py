@@ -38,6 +38,13 @@ def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether to step parts of what the param groups hold one after another is the same as to step all of it at once."""
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    late = any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups)
+    return steps_on_device(optimizer) and not hooks and not late
+
+
 def check_steps_without_closure(optimizer: torch.optim.Optimizer) -> None:
     """Raise TypeError for an optimizer that can't step with the gradients that are there (`torch.optim.LBFGS`)."""
     closure = signature(optimizer.step).parameters.get("closure")
@@ -56,13 +63,9 @@ def apply_update(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Te
         found_inf: 0-dim float32, 0 or 1.
         factor: 0-dim, or None for 1. A fused optimizer divides by its inverse in float32 (and leaves the scaled gradient in
             ``.grad``); float64 parameters and other optimizers are multiplied in a pass of their own.
-    Collectives: none. Host reads: one, unless `steps_on_device`; one where parameters are on the CPU and the rest is not.
+    Collectives: none. Host reads: one, unless `steps_on_device`.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if found_inf.is_cuda and any(param.is_cpu for param in params):
-        # A fused optimizer copies them to the devices of its parameters without waiting: from a GPU to the CPU, that is,
-        # it would read what has not arrived.
-        found_inf, factor = found_inf.cpu(), None if factor is None else factor.cpu()
     if not steps_on_device(optimizer):
         if bool(found_inf):
             return

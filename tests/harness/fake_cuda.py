@@ -42,10 +42,12 @@ class Log:
     Args:
         launches: Operators that run on the GPU, by name.
         waits: Those for which the host waits, with the place in meshstep that asks for it.
+        copies: Those that copy between the host and the GPU.
     """
 
     launches: list[str] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)
+    copies: list[str] = field(default_factory=list)
 
 
 class _Logging(TorchDispatchMode):
@@ -61,6 +63,8 @@ class _Logging(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         after = {leaf.device.type for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
         copies = name.startswith(("aten._to_copy", "aten.copy_", "aten.index_put", "aten.index."))
+        if copies and len(before | after) == 2:
+            self.log.copies.append(f"{name} {_place()}")
         if copies and len(before | after) == 2 and not self._without_waiting(args, kwargs or {}):
             self.log.waits.append(f"{name} between devices {_place()}")
         if "cuda" in before | after and not name.startswith(_NO_LAUNCH):
@@ -94,11 +98,8 @@ class _Stream:
         self.log.append(f"synchronize {_place()}")
 
 
-class _Event:
-    def record(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
+class _Event(_Stream):
+    def record(self, stream: _Stream | None = None) -> None:
         pass
 
 
@@ -134,7 +135,7 @@ def fake_cuda(*, collectives_on: torch.device = CUDA) -> Iterator[Callable[[], A
 
     with ExitStack() as stack:
         for owner, name, value in (
-            (torch.cuda, "Event", _Event),
+            (torch.cuda, "Event", lambda: _Event(waits)),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "current_stream", lambda *_: _Stream(waits)),

@@ -28,6 +28,7 @@ from meshstep.optim import (
     Reduce,
     Sharded,
 )
+from meshstep.optim.states import offloaded
 from meshstep.optim.step.update import LAG, SkipMonitor
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from torch import nn
@@ -139,9 +140,25 @@ def test_one_rank_of_four_on_gpus(placed: str, mode: str, rule: str) -> None:
 
 
 def test_offloaded_states_wait_for_the_gradients_and_for_the_decision() -> None:
-    waits = steps(Topology(), "fp32", {"states": Offloaded(0.5), "max_norm": 1.0}, CPU)[-1].waits
-    assert [wait for wait in waits if wait.startswith("synchronize optim/states/offloaded.py")] == [waits[-1]]
-    assert len(waits) == 5  # the factor and whether to skip: to the host, and to the part that is not offloaded
+    for log in steps(Topology(), "fp32", {"states": Offloaded(0.5), "max_norm": 1.0}, CPU):
+        gradients, decision = log.waits
+        assert "synchronize optim/states/host_bucket.py" in gradients
+        assert "optim/step/decided.py" in decision
+
+
+@pytest.mark.parametrize(
+    ("fraction", "nbytes", "buckets"), [(1.0, offloaded.BUCKET_BYTES, 1), (0.5, 2000, 2), (1.0, 2000, 4)]
+)
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
+def test_offloaded_parameters_travel_in_buckets_each_way(
+    mode: str, fraction: float, nbytes: int, buckets: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one by one: of 100 parameters with 7,200 bytes of gradients in float32, or half of that."""
+    monkeypatch.setattr(offloaded, "BUCKET_BYTES", nbytes)
+    for log in steps(Topology(), mode, {"states": Offloaded(fraction), "max_norm": 1.0}, CPU, count=50)[1:]:
+        assert sum("synchronize optim/states/host_bucket.py" in wait for wait in log.waits) == buckets
+        assert len(log.waits) == buckets + 1  # and for the decision
+        assert len(log.copies) == 2 * buckets + 2  # the decision, and the counts of skipped steps
 
 
 def test_a_monitor_keeps_its_sums_where_the_losses_are() -> None:

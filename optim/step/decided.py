@@ -1,0 +1,45 @@
+"""What a step has decided, brought to where parameters are stepped: to the CPU too, if some are there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .update import apply_update
+
+
+class Update:
+    """One step's update; to be called for all that the param groups hold, or for one part after another.
+
+    Args:
+        optimizer, found_inf, factor: As for `apply_update`. Where these are on a CUDA device and some parameters are not,
+            they are sent to the CPU at once: a fused optimizer would send them too, but read what has not arrived.
+    Collectives: none. Host reads: those of `apply_update`; and one wait, for these two numbers, before parameters on the
+    CPU are stepped.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
+        self.optimizer, self._decided = optimizer, (found_inf, factor)
+        self._sent: tuple[Tensor, torch.cuda.Event] | None = None
+        self._here: tuple[Tensor, Tensor | None] | None = None
+        if found_inf.is_cuda and self._some_are_on_the_cpu():
+            both = torch.stack([found_inf.double(), found_inf.double() if factor is None else factor.double()])
+            host = torch.empty(2, dtype=torch.float64, pin_memory=True)
+            host.copy_(both, non_blocking=True)
+            self._sent = host, torch.cuda.Event()
+            self._sent[1].record(torch.cuda.current_stream(found_inf.device))
+
+    def _some_are_on_the_cpu(self) -> bool:
+        return any(param.is_cpu for group in self.optimizer.param_groups for param in group["params"])
+
+    def __call__(self) -> None:
+        on_host = self._sent is not None and self._some_are_on_the_cpu()
+        apply_update(self.optimizer, *(self._arrived() if on_host else self._decided))
+
+    def _arrived(self) -> tuple[Tensor, Tensor | None]:
+        if self._here is None:
+            assert self._sent is not None, "they were sent where some parameters are on the CPU"
+            (host, event), (found_inf, factor) = self._sent, self._decided
+            event.synchronize()
+            self._here = host[0].to(found_inf.dtype), None if factor is None else host[1].to(factor.dtype)
+        return self._here

@@ -23,6 +23,7 @@ from .clip.thresholds import AgreedThresholds
 from .norm.plan import ReductionPlan
 from .norm.stats import GradStats
 from .setup import Setup
+from .states.aligned import align_copies
 from .states.chain import Chain
 from .states.completion import Completion
 from .states.coordinates import Coordinates, check_caller
@@ -160,6 +161,16 @@ class OptimizerFacade(torch.optim.Optimizer):
         self._plan = plan
         self._groups.append(added)
         self._bind(thresholds)
+
+    @public_call
+    def align_copies(self) -> None:
+        """Give all copies of what is stepped, masters and states among it, the bits of the first rank that holds one, and
+        bring them into the model. Every rank must call it, between two steps: every some hundred of them where gradients
+        of copies are computed on each rank by kernels that aren't deterministic, see `meshstep.optim.states.aligned`.
+
+        Raises, collectives, host reads: as `meshstep.optim.states.aligned.align_copies`; and those of `Sharded`.
+        """
+        align_copies(self._states, self.plan, self.registry)
 
     # Modes of the wrapped optimizer ----------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ class HostBucket:
             self._numel += -(-param.numel() // ALIGNMENT) * ALIGNMENT
         self._weights = self._flat(params[0].dtype)
         # With a version counter of their own each, by which masters see what was written to.
-        self.copies = [nn.Parameter(view.data) for view in self._views(self._weights)]
+        self.copies: list[Tensor] = [nn.Parameter(view.data) for view in self._views(self._weights)]
         self._gradients: Tensor | None = None
         self._came: list[int] = []  # the parameters whose gradients are on their way
         self._arrived: torch.cuda.Event | None = None
@@ -89,7 +89,7 @@ class HostBucket:
             for index in self._came:
                 self.copies[index].grad = views[index]
 
-    def _down(self, host: Tensor, which: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    def _down(self, host: Tensor, which: list[int], tensors: list[Tensor]) -> None:
         """Start to copy tensors that are beside the parameters to their places in ``host``; it is overwritten elsewhere."""
         if self.device.type == "cpu" or len(self.params) == 1:
             self._copy([self._views(host)[index] for index in which], tensors)
@@ -100,7 +100,7 @@ class HostBucket:
             host.copy_(flat, non_blocking=self._pinned)
         self._mark()
 
-    def _copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    def _copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
         if self.device.type == "cpu":
             torch._foreach_copy_(targets, sources)
         else:
@@ -121,7 +121,8 @@ class HostBucket:
 
     @torch.no_grad()
     def send(self) -> None:
-        """Start to copy the weights of the CPU to the device. Host reads: none; `wait` before they are written to again."""
+        """Start to copy the weights of the CPU to the device. Host reads: none; `wait` before the
+        CPU's are written to again."""
         if self.device.type == "cpu" or len(self.params) == 1:
             self._copy(self.params, self.copies)
         else:

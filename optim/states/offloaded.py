@@ -54,8 +54,8 @@ class Offloaded(Placement):
             many whole parameters stay on the device, the largest first, as fit into the rest.
     torch's fused optimizers step bucket by bucket. Others, and `HalfStates` and stochastic rounding, whose draws count
     steps, step once, when all gradients have come; so does an optimizer with step hooks of its own.
-    Collectives: none. Host reads, where the parameters are on a device: a step waits for each bucket of gradients and for
-    what was decided, an optimizer that is not fused for the weights too.
+    Collectives: none. Host reads, where the parameters are on a device: a step waits for what was decided, for each bucket
+    of gradients, and when it ends for the last bucket of weights.
     """
 
     position: ClassVar[Position] = Position.DEVICE
@@ -136,7 +136,7 @@ class Copies(Link):
     def step(self, update: Callable[[], object]) -> None:
         """Copy the gradients to the CPU, step both sides, and copy the weights back, bucket by bucket where it may.
 
-        Host reads: a wait for each bucket.
+        Host reads: a wait for the gradients of each bucket, and for the last weights.
         """
         optimizer = self._optimizer
         assert optimizer is not None, "a link is installed before it is used"
@@ -149,8 +149,7 @@ class Copies(Link):
                 bucket.finish()
             update()
             self._send(self.buckets)
-            self._wait()  # such an optimizer may write to its weights between steps
-        self._note_versions()
+        self._arrive()
 
     def _step_in_parts(self, optimizer: torch.optim.Optimizer, update: Callable[[], object]) -> None:
         """What stays on the device first, for nobody waits there."""
@@ -175,14 +174,16 @@ class Copies(Link):
             clear_gradients(bucket.copies, set_to_none=True)
             bucket.send()
 
-    def _wait(self) -> None:
-        for bucket in self.buckets:
-            bucket.wait()
-
     @torch.no_grad()
     def publish(self) -> None:
-        """Copy the weights of the CPU to the device."""
+        """Copy the weights of the CPU to the device. Host reads: a wait for the last of them."""
         self._send(self.buckets)
+        self._arrive()
+
+    def _arrive(self) -> None:
+        """Others may write to the CPU's weights between steps."""
+        for bucket in self.buckets[-1:]:
+            bucket.wait()  # the others were sent before it
         self._note_versions()
 
     def _note_versions(self) -> None:
@@ -195,7 +196,6 @@ class Copies(Link):
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The model may have been loaded before; masters, if there are any, then have the last word."""
-        self._wait()  # the copies may still be on their way to the device
         self._refresh()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...amp.fp8.weights import forget_rounded
 from .update import apply_update
 
 
@@ -33,6 +34,7 @@ class Update:
         return any(param.is_cpu for group in self.optimizer.param_groups for param in group["params"])
 
     def __call__(self) -> None:
+        forget_rounded()
         on_host = self._sent is not None and self._some_are_on_the_cpu()
         apply_update(self.optimizer, *(self._arrived() if on_host else self._decided))
 

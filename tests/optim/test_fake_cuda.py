@@ -28,6 +28,7 @@ from meshstep.optim import (
     Reduce,
     Sharded,
 )
+from meshstep.optim.gradients.bucket import BUCKET_BYTES
 from meshstep.optim.states import offloaded
 from meshstep.optim.step.update import LAG, SkipMonitor
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
@@ -147,9 +148,7 @@ def test_offloaded_states_wait_for_the_gradients_and_for_the_decision() -> None:
         assert "host_bucket.py" in weights
 
 
-@pytest.mark.parametrize(
-    ("fraction", "nbytes", "buckets"), [(1.0, offloaded.BUCKET_BYTES, 1), (0.5, 2000, 2), (1.0, 2000, 4)]
-)
+@pytest.mark.parametrize(("fraction", "nbytes", "buckets"), [(1.0, BUCKET_BYTES, 1), (0.5, 2000, 2), (1.0, 2000, 4)])
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
 def test_offloaded_parameters_travel_in_buckets_each_way(
     mode: str, fraction: float, nbytes: int, buckets: int, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from meshstep.amp import precision_of
 from meshstep.optim import HalfStates, Offloaded, ParallelOptimizer, Placement
+from meshstep.optim.gradients.bucket import BUCKET_BYTES
 from meshstep.optim.states import offloaded as states_offloaded
 from meshstep.optim.states.host_bucket import HostBucket
 from meshstep.optim.states.offloaded import Copies, offloaded
@@ -111,7 +112,7 @@ def test_offloaded_steps_have_the_same_bits(mode: str, kind: str) -> None:
 
 @contextmanager
 def small_buckets(nbytes: int | None) -> Iterator[None]:
-    with mock.patch.object(states_offloaded, "BUCKET_BYTES", nbytes or states_offloaded.BUCKET_BYTES):
+    with mock.patch.object(states_offloaded, "BUCKET_BYTES", nbytes or BUCKET_BYTES):
         yield
 
 

@@ -17,7 +17,6 @@ in the parameters' dtype: 6 bytes an element go over the bus in modes with maste
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, ClassVar
@@ -31,6 +30,7 @@ from ...parallel.layout.annotation import copy_annotation
 from ..gradients.bucket import BUCKET_BYTES
 from ..gradients.flat import flat_buckets
 from ..gradients.in_place import clear_gradients, gradient_dtype
+from ..step.decided import only
 from ..step.update import steps_in_parts
 from .host_bucket import HostBucket
 from .link import AnyWindow, Binding, Link, Placement, Position
@@ -212,22 +212,6 @@ def _buckets(params: Sequence[Tensor]) -> Iterator[HostBucket]:
         numels = [param.numel() for param in members]
         for layout in flat_buckets(range(len(members)), numels, 1, BUCKET_BYTES // dtype.itemsize)[::-1]:
             yield HostBucket([members[index] for index in layout.indices], dtype)
-
-
-@contextmanager
-def only(optimizer: torch.optim.Optimizer, places: Sequence[tuple[int, int]]) -> Iterator[None]:
-    """With param groups that hold only these of their parameters, by group and position."""
-    groups = optimizer.param_groups
-    whole = [group["params"] for group in groups]
-    try:
-        for group in groups:
-            group["params"] = []
-        for index, at in places:
-            groups[index]["params"].append(whole[index][at])
-        yield
-    finally:
-        for group, params in zip(groups, whole, strict=True):
-            group["params"] = params
 
 
 def offloaded(numels: Sequence[int], fraction: float) -> list[int]:

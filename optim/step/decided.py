@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
 from ...amp.fp8.weights import forget_rounded
-from .update import apply_update
+from .update import apply_update, steps_in_parts
 
 
 class Update:
@@ -35,8 +38,21 @@ class Update:
 
     def __call__(self) -> None:
         forget_rounded()
-        on_host = self._sent is not None and self._some_are_on_the_cpu()
-        apply_update(self.optimizer, *(self._arrived() if on_host else self._decided))
+        if self._sent is None:
+            apply_update(self.optimizer, *self._decided)
+            return
+        groups = enumerate(self.optimizer.param_groups)
+        places = [(index, at, param.is_cpu) for index, group in groups for at, param in enumerate(group["params"])]
+        sides = {on_cpu: [place for *place, here in places if here == on_cpu] for *_, on_cpu in places}
+        if len(sides) == 2 and steps_in_parts(self.optimizer):
+            for on_cpu, of_side in sorted(sides.items()):  # the device first: nobody waits for it
+                with only(self.optimizer, of_side):
+                    self._apply(on_cpu)
+        else:
+            self._apply(True in sides)
+
+    def _apply(self, on_cpu: bool) -> None:
+        apply_update(self.optimizer, *(self._arrived() if on_cpu else self._decided))
 
     def _arrived(self) -> tuple[Tensor, Tensor | None]:
         if self._here is None:
@@ -45,3 +61,19 @@ class Update:
             event.synchronize()
             self._here = host[0].to(found_inf.dtype), None if factor is None else host[1].to(factor.dtype)
         return self._here
+
+
+@contextmanager
+def only(optimizer: torch.optim.Optimizer, places: Sequence[Sequence[int]]) -> Iterator[None]:
+    """With param groups that hold only these of their parameters, by group and position."""
+    groups = optimizer.param_groups
+    whole = [group["params"] for group in groups]
+    try:
+        for group in groups:
+            group["params"] = []
+        for index, at in places:
+            groups[index]["params"].append(whole[index][at])
+        yield
+    finally:
+        for group, params in zip(groups, whole, strict=True):
+            group["params"] = params

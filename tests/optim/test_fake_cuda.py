@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import product
 from math import inf
 from typing import Any
@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from dtensors import registry_of
 from fake_cuda import CUDA, Log, fake_cuda
 from meshstep.amp import Bf16, NaiveFp16
 from meshstep.optim import (
@@ -32,7 +33,10 @@ from meshstep.optim.gradients.bucket import BUCKET_BYTES
 from meshstep.optim.states import offloaded
 from meshstep.optim.step.update import LAG, SkipMonitor
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from meshstep.parallel.interop import dtensor
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 CPU = torch.device("cpu")
@@ -48,6 +52,8 @@ PLACED: dict[str, dict[str, Any]] = {
     "ZeRO-2": {"states": Sharded("data", gradients=True)},
     "overlap": {"data_parallel": Reduce(overlap=True)},
     "half states": {"states": HalfStates()},
+    "offloaded": {"states": Offloaded(0.5)},
+    "ZeRO-1, offloaded": {"states": (Sharded("data"), Offloaded(1.0))},
 }
 RULES: dict[str, dict[str, Any]] = {
     "none": {},
@@ -92,24 +98,51 @@ def world(topology: Topology) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@contextmanager
+def sharded_fully(registry: ProcessGroupRegistry) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """What makes of this rank's piece a DTensor that is cut over data, as `fully_shard` leaves parameters and gradients.
+
+    A mesh is a tensor that is read on the host, so it can't be fake.
+    """
+    with unset_fake_temporarily():
+        mesh = registry.device_mesh("data")
+    check = dtensor.check_mesh
+
+    def check_outside(tensor: DTensor, topology: Topology) -> None:
+        with unset_fake_temporarily():
+            check(tensor, topology)
+
+    with mock.patch.object(dtensor, "check_mesh", check_outside):
+        yield lambda piece: DTensor.from_local(piece, mesh, (Shard(0),), run_check=False)
+
+
 def steps(
-    topology: Topology, mode: str, options: dict[str, Any], collectives_on: torch.device = CUDA, count: int = 2
+    topology: Topology,
+    mode: str,
+    options: dict[str, Any],
+    collectives_on: torch.device = CUDA,
+    count: int = 2,
+    dtensors: bool = False,
 ) -> list[Log]:
     """What each of some steps does. (To compare copies reads the host in the first step.)"""
     precision, dtype = MODES[mode]
     options = {"measure": Measure(check_replicas=False), **options}
-    with world(topology), fake_cuda(collectives_on=collectives_on) as logging:
+    with ExitStack() as stack:
+        stack.enter_context(world(topology))
+        logging = stack.enter_context(fake_cuda(collectives_on=collectives_on))
+        registry = registry_of(tuple(zip(topology.axes, topology.sizes, strict=True)))
+        laid_out = stack.enter_context(sharded_fully(registry)) if dtensors else lambda piece: piece
         model = nn.ParameterDict(
             {
-                f"{kind} {index}": nn.Parameter(torch.ones(shape, device="cuda", dtype=dtype))
+                f"{kind} {index}": nn.Parameter(laid_out(torch.ones(shape, device="cuda", dtype=dtype)))
                 for index in range(count)
                 for kind, shape in (("split", (6, 5)), ("whole", (6,)))
             }
         )
         for name, param in model.items():
-            annotate(param, P("tensor") if "split" in name and "tensor" in topology.axes else P(), name)
+            annotate(param, P(None, "tensor") if "split" in name and "tensor" in topology.axes else P(), name)
         adamw = torch.optim.AdamW(model.parameters(), fused=True)
-        optimizer = ParallelOptimizer(adamw, ProcessGroupRegistry(topology), precision=precision, **options)
+        optimizer = ParallelOptimizer(adamw, registry, precision=precision, **options)
         logs = []
         for _ in range(3):
             with logging() as log:
@@ -117,7 +150,8 @@ def steps(
                     with optimizer.window():
                         for param in model.values():
                             grad_dtype = getattr(param, "grad_dtype", None) or param.dtype
-                            param.grad = torch.ones_like(param, dtype=grad_dtype)
+                            local = param.to_local() if isinstance(param, DTensor) else param
+                            param.grad = laid_out(torch.ones_like(local, dtype=grad_dtype))
                 optimizer.step()
             optimizer.zero_grad()
             logs.append(log)
@@ -125,19 +159,36 @@ def steps(
 
 
 @pytest.mark.parametrize(
-    ("placed", "mode", "rule"), [case for case in CASES if case[0] in ("replicated", "half states")]
+    ("placed", "mode", "rule"), [case for case in CASES if case[0] in ("replicated", "half states", "offloaded")]
 )
 def test_one_gpu_without_torch_distributed(placed: str, mode: str, rule: str) -> None:
     """Its registry's collectives would be on the CPU."""
     logs = steps(Topology(), mode, {**PLACED[placed], **RULES[rule]}, CPU)
     assert logs[-1].launches
-    assert [log.waits for log in logs] == [[], [], []]
+    assert [waits_unsaid(log, placed) for log in logs] == [[], [], []]
 
 
 @pytest.mark.parametrize(("placed", "mode", "rule"), CASES)
 def test_one_rank_of_four_on_gpus(placed: str, mode: str, rule: str) -> None:
     logs = steps(Topology(data=2, tensor=2), mode, {**PLACED[placed], **RULES[rule]})
+    assert [waits_unsaid(log, placed) for log in logs[1:]] == [[], []]
+
+
+@pytest.mark.parametrize(("mode", "rule"), list(product(MODES, RULES)))
+def test_dtensors_on_gpus(mode: str, rule: str) -> None:
+    logs = steps(Topology(data=2, tensor=2), mode, RULES[rule], dtensors=True)
+    assert logs[-1].launches
     assert [log.waits for log in logs[1:]] == [[], []]
+
+
+def waits_unsaid(log: Log, placed: str) -> list[str]:
+    """Those that `Offloaded` does not have to make."""
+    said = (
+        "synchronize optim/states/offloaded.py",
+        "synchronize optim/states/host_bucket.py",
+        "synchronize optim/step",
+    )
+    return [wait for wait in log.waits if "offloaded" not in placed or not wait.startswith(said)]
 
 
 def test_offloaded_states_wait_for_the_gradients_and_for_the_decision() -> None:

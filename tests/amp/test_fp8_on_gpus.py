@@ -36,10 +36,10 @@ class Context:
 @contextmanager
 def hopper(cuda: str = "13.0", capability: tuple[int, int] = (9, 0)) -> Iterator[Any]:
     with (
+        fake_cuda() as logging,
         mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
         mock.patch.object(torch.version, "cuda", cuda),
         mock.patch.object(torch.version, "hip", None),
-        fake_cuda() as logging,
     ):
         yield logging
 

@@ -43,11 +43,13 @@ class Log:
         launches: Operators that run on the GPU, by name.
         waits: Those for which the host waits, with the place in meshstep that asks for it.
         copies: Those that copy between the host and the GPU.
+        collectives: Those that other ranks take part in, with the device of what travels.
     """
 
     launches: list[str] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)
     copies: list[str] = field(default_factory=list)
+    collectives: list[tuple[str, str]] = field(default_factory=list)
 
 
 class _Logging(TorchDispatchMode):
@@ -60,6 +62,8 @@ class _Logging(TorchDispatchMode):
         before = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         if "cuda" in before and name.startswith(_READS):
             self.log.waits.append(f"{name} {_place()}")
+        if name.startswith("c10d."):
+            self.log.collectives += [(name, device) for device in before]
         result = func(*args, **(kwargs or {}))
         after = {leaf.device.type for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
         copies = name.startswith(("aten._to_copy", "aten.copy_", "aten.index_put", "aten.index."))
@@ -138,6 +142,7 @@ def fake_cuda(*, collectives_on: torch.device = CUDA) -> Iterator[Callable[[], A
             (torch.cuda, "Event", lambda: _Event(waits)),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "current_device", lambda: 0),
+            (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
             (torch.cuda, "current_stream", lambda *_: _Stream(waits)),
             (torch, "Generator", _Generator),
             *((torch, name, pinning(getattr(torch, name))) for name in ("zeros", "tensor", "empty", "empty_like")),

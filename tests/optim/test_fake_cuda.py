@@ -34,6 +34,9 @@ from meshstep.optim.states import offloaded
 from meshstep.optim.step.update import LAG, SkipMonitor
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.parallel.interop import dtensor
+from meshstep.parallel.layers.summa import Grid, _Reduction, summa
+from meshstep.parallel.mesh import collectives
+from meshstep.parallel.mesh.collectives import Over
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor, Shard
@@ -189,6 +192,62 @@ def waits_unsaid(log: Log, placed: str) -> list[str]:
         "synchronize optim/step",
     )
     return [wait for wait in log.waits if "offloaded" not in placed or not wait.startswith(said)]
+
+
+# Of what this library uses, gloo copies these to pinned memory and back where they are given CUDA tensors. It does not so
+# with send and recv, and with the coalesced ones, to which torch's functional collectives come, it would read the device's
+# memory on the host.
+GLOO_COPIES = {
+    f"c10d.{name}.default"
+    for name in ("allreduce_", "broadcast_", "reduce_", "_allgather_base_", "_reduce_scatter_base_")
+}
+
+
+@pytest.mark.parametrize(("placed", "mode"), sorted({(placed, mode) for placed, mode, _ in CASES}))
+def test_several_ranks_on_one_gpu_by_gloo(placed: str, mode: str) -> None:
+    """Buckets go as they are, by collectives that take them; what is measured travels to the CPU."""
+    for rule in ("norm", "largest", "one by one"):
+        logs = steps(Topology(data=2, tensor=2), mode, {**PLACED[placed], **RULES[rule]}, CPU)
+        of_device = {name for log in logs for name, device in log.collectives if device == "cuda"}
+        assert of_device
+        assert of_device <= GLOO_COPIES
+        assert "cpu" in {device for _, device in logs[-1].collectives}
+
+
+MAPS: dict[str, Callable[[torch.Tensor, Over], torch.Tensor]] = {
+    "all-reduce": collectives.all_reduce,
+    "all-gather": collectives.all_gather,
+    "reduce-scatter": collectives.reduce_scatter,
+    "broadcast": collectives.broadcast,
+    "reduce": collectives.reduce_to_root,
+}
+
+
+@pytest.mark.parametrize("kind", MAPS)
+def test_layers_of_several_ranks_on_one_gpu_by_gloo(kind: str) -> None:
+    """What they are made of, forward and backward."""
+    with world(Topology(tensor=2)), fake_cuda(collectives_on=CPU) as logging:
+        over = Over(ProcessGroupRegistry(Topology(tensor=2)), ("tensor",))
+        with logging() as log:
+            MAPS[kind](torch.ones(4, 3, device=CUDA), over)
+        assert {device for _, device in log.collectives} == {"cuda"}
+        assert {name for name, _ in log.collectives} <= GLOO_COPIES
+
+
+@torch.no_grad()
+def test_2d_layers_of_several_ranks_on_one_gpu_by_gloo() -> None:
+    topology = Topology(row=2, col=2)
+    with world(topology), fake_cuda(collectives_on=CPU) as logging:
+        grid = Grid(ProcessGroupRegistry(topology), "row", "col")
+        a, b = torch.ones(3, 4, device=CUDA), torch.ones(4, 5, device=CUDA)
+        with logging() as log:
+            summa(a, b, grid)
+            terms = _Reduction(grid, "row")
+            for k in range(2):
+                terms.add(k, torch.ones(3, 5, device=CUDA))
+            terms.finish()
+        assert log.collectives
+        assert set(log.collectives) <= {(name, "cuda") for name in GLOO_COPIES}
 
 
 def test_offloaded_states_wait_for_the_gradients_and_for_the_decision() -> None:

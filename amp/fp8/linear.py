@@ -162,17 +162,13 @@ def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     return result
 
 
-def padded(length: int) -> int:
-    """The next multiple of 16."""
-    return -(-length // MULTIPLE) * MULTIPLE
-
-
 def row_major(values: Tensor) -> Tensor:
     """The matrix with contiguous rows of a multiple of 16 bytes, the last of them zeros: itself, or one copy."""
     rows, length = values.shape
-    if length == padded(length):
+    padding = -length % MULTIPLE
+    if not padding:
         return values.contiguous()
-    wide = torch.empty(rows, padded(length), dtype=torch.uint8, device=values.device)
+    wide = torch.empty(rows, length + padding, dtype=torch.uint8, device=values.device)
     wide[:, length:].zero_()  # as bytes, of which 0 is 0.0 in both formats
     wide[:, :length].copy_(values.view(torch.uint8))
     return wide.view(values.dtype)

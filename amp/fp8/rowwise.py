@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from .linear import fits, padded, product
+from .linear import fits, product
 from .tensor import E4M3, E5M2, agreed, amax_of, check_dtypes, quantize
 from .weights import KeptWeight, Rounded, kept
 
@@ -95,9 +95,8 @@ def _product(
     known = None if b_kept is None else b_kept.get(how)
     maxima = [amax_of(a, by_row=True), amax_of(b, by_row=True) if known is None else known.amax]
     amax_a, amax_b = agreed(maxima, registry, axes)
-    width = padded(a.size(1))
-    left = quantize(a, format, amax_a, width)
-    right = quantize(b, E4M3, amax_b, width) if known is None else known.quantized
+    left = quantize(a, format, amax_a)
+    right = quantize(b, E4M3, amax_b) if known is None else known.quantized
     if b_kept is not None and known is None:
         b_kept.put(how, Rounded(amax_b, right))
     return product(left, right, dtype)

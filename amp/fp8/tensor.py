@@ -47,7 +47,7 @@ class Quantized(NamedTuple):
 
 
 @torch.no_grad()
-def quantize(x: Tensor, format: torch.dtype, amax: Tensor, width: int | None = None) -> Quantized:
+def quantize(x: Tensor, format: torch.dtype, amax: Tensor) -> Quantized:
     """Round ``x`` to an 8-bit format, scaled so that ``amax`` becomes its largest value. One pass.
 
     Args:
@@ -55,20 +55,15 @@ def quantize(x: Tensor, format: torch.dtype, amax: Tensor, width: int | None = N
         format: `E4M3` or `E5M2`.
         amax: 0-dim float32, >= the largest absolute value in ``x``: that of the logical tensor that x is a part of; or
             [rows, 1], that of each row.
-        width: Make the rows of a matrix this long, with zeros.
     Returns:
         Values that are contiguous (row-major), whatever ``x`` is.
     Collectives: none. Host reads: none.
     """
     scale = torch.finfo(format).max / amax.clamp(min=MIN_AMAX)
-    length = x.size(-1) if x.dim() else 1
-    shape = (*x.shape[:-1], width) if width is not None else x.shape
-    values = torch.empty(shape, dtype=format, device=x.device)
-    if width is not None and width > length:
-        values.view(torch.uint8)[..., length:].zero_()
+    values = torch.empty(x.shape, dtype=format, device=x.device)
     # A scale with dims, for bfloat16 times a 0-dim number would be rounded to bfloat16 first.
     factor = scale if scale.dim() else scale.view([1] * max(x.dim(), 1))
-    torch.mul(x, factor, out=values if width is None else values[..., :length])
+    torch.mul(x, factor, out=values)
     return Quantized(values, scale.reciprocal())
 
 

@@ -69,7 +69,7 @@ def kept(weight: Tensor) -> KeptWeight | None:
     """Where to look for, and to keep, what this weight is rounded to; None where it is to be rounded every time: it is not
     to be kept, no gradients are computed, or what runs is recorded and will run again with other weights.
     """
-    if weight not in _KEPT or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or weight not in _KEPT:
         return None
     recorded = weight.is_cuda and torch.cuda.is_current_stream_capturing()
     return None if recorded else KeptWeight(weight)

@@ -254,3 +254,17 @@ def test_float64_is_refused_in_words(which: str, scales: Scales) -> None:
         model.double()
     with pytest.raises(TypeError, match=r"a float64 tensor is to be multiplied in 8 bits.*Fp8\(leave_out=...\)"):
         model[0].matmul(x, *model[0].parameters())  # type: ignore[index]
+
+
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+def test_a_compiled_model_is_one_graph_and_rounds_every_time(scales: Scales) -> None:
+    """What the graph would keep is never forgotten."""
+    model = prepared(scales)
+    compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+    optimizer = adamw_that_counts_no_writes(model.parameters())
+    for step in range(3):
+        loss = loss_of(compiled, step)
+        assert torch.equal(loss, loss_of(model, step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()

@@ -114,9 +114,18 @@ def _broadcast(
     registry: ProcessGroupRegistry,
 ) -> None:
     """Set the parts to those of the first rank, and then each tensor to its dense copy, of which they were parts."""
-    flat = torch.cat([part.to(registry.device) for part in parts])
+    sizes = [part.numel() for part in parts]
+    flat = torch.empty(sum(sizes), dtype=torch.uint8, device=registry.device)
+    slots = flat.split(sizes)
+    sides: dict[torch.device, list[int]] = {}  # what is offloaded is on another device; one copy each way between two
+    for index, part in enumerate(parts):
+        sides.setdefault(part.device, []).append(index)
+    for which in sides.values():
+        sent = torch.cat([parts[index] for index in which]).to(flat.device)
+        torch._foreach_copy_([slots[index] for index in which], sent.split([sizes[index] for index in which]))
     dist.broadcast(flat, ranks[0], group=registry.group_of(ranks))
-    for part, new in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-        part.copy_(new)
+    for device, which in sides.items():
+        received = torch.cat([slots[index] for index in which]).to(device)
+        torch._foreach_copy_([parts[index] for index in which], received.split([sizes[index] for index in which]))
     for tensor, dense in copied:
         tensor.copy_(dense)

@@ -53,6 +53,10 @@ class HostBucket:
     def _flat(self, dtype: torch.dtype) -> Tensor:
         return torch.empty(self._numel, dtype=dtype, device="cpu", pin_memory=self._pinned)
 
+    def _flat_there(self, host: Tensor) -> Tensor:
+        """As large, on the device, for one copy: the only memory that the bucket takes there."""
+        return torch.empty_like(host, device=self.device)
+
     def _views(self, flat: Tensor) -> list[Tensor]:
         """Where each parameter lies in the flat buffer, with its shape and memory format."""
         places = zip(self.params, self._starts, self._strides, strict=True)
@@ -94,7 +98,7 @@ class HostBucket:
         if self.device.type == "cpu" or len(self.params) == 1:
             self._copy([self._views(host)[index] for index in which], tensors)
         else:
-            flat = torch.empty_like(host, device=self.device)
+            flat = self._flat_there(host)
             views = self._views(flat)
             torch._foreach_copy_([views[index] for index in which], tensors)
             host.copy_(flat, non_blocking=self._pinned)
@@ -126,7 +130,7 @@ class HostBucket:
         if self.device.type == "cpu" or len(self.params) == 1:
             self._copy(self.params, self.copies)
         else:
-            flat = torch.empty_like(self._weights, device=self.device)
+            flat = self._flat_there(self._weights)
             flat.copy_(self._weights, non_blocking=self._pinned)
             torch._foreach_copy_(self.params, self._views(flat))
         self._mark()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import product
@@ -30,7 +31,7 @@ from meshstep.optim import (
     Sharded,
 )
 from meshstep.optim.gradients.bucket import BUCKET_BYTES
-from meshstep.optim.states import offloaded
+from meshstep.optim.states import host_bucket, offloaded
 from meshstep.optim.step.update import LAG, SkipMonitor
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.parallel.interop import dtensor
@@ -269,6 +270,54 @@ def test_offloaded_parameters_travel_in_buckets_each_way(
         assert sum("synchronize" in wait and "host_bucket.py" in wait for wait in log.waits) == buckets + 1
         assert len(log.waits) == buckets + 2  # for each bucket of gradients, the last of weights, and the decision
         assert len(log.copies) == 2 * buckets + 2  # the decision, and the counts of skipped steps
+
+
+def test_offloaded_parameters_take_one_flat_bucket_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are, and nothing between steps."""
+    monkeypatch.setattr(offloaded, "BUCKET_BYTES", 2000)
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+    make = host_bucket.HostBucket._flat_there
+
+    def noted(bucket: host_bucket.HostBucket, host: torch.Tensor) -> torch.Tensor:
+        nonlocal most
+        flat = make(bucket, host)
+        alive.append(weakref.ref(flat))
+        most = max(most, sum(other is not None for other in (made() for made in alive)))
+        return flat
+
+    monkeypatch.setattr(host_bucket.HostBucket, "_flat_there", noted)
+    steps(Topology(), "fp32", {"states": Offloaded(1.0)}, CPU, count=50)
+    assert len(alive) == 4 + 3 * 2 * 4  # when they are made, and each way in three steps
+    assert most == 1
+    assert all(made() is None for made in alive)
+
+
+@pytest.mark.parametrize(
+    ("states", "collectives_on", "copies"),
+    [((), CUDA, 0), ((), CPU, 2), (Offloaded(0.5), CUDA, 3), (Offloaded(0.5), CPU, 3)],
+)
+def test_copies_are_aligned_in_packs(states: Any, collectives_on: torch.device, copies: int) -> None:
+    """Of 100 parameters and their states, one each way between two devices; and one of offloaded weights to the model."""
+    topology = Topology(data=2)
+    with world(topology), fake_cuda(collectives_on=collectives_on) as logging:
+        params = [nn.Parameter(torch.ones(6, device="cuda")) for _ in range(100)]
+        for index, param in enumerate(params):
+            annotate(param, P(), str(index))
+        optimizer = ParallelOptimizer(
+            torch.optim.AdamW(params, fused=True),
+            ProcessGroupRegistry(topology),
+            states=states,
+            measure=Measure(check_replicas=False),
+        )
+        with optimizer.window():
+            for param in params:
+                param.grad = torch.ones_like(param)
+        optimizer.step()
+        with logging() as log:
+            optimizer.align_copies()
+    assert len(log.copies) == copies
+    assert len(log.collectives) == 1
 
 
 def test_a_monitor_keeps_its_sums_where_the_losses_are() -> None:

@@ -13,7 +13,7 @@ import torch
 from meshstep.amp import Fp8
 from meshstep.amp.fp8 import linear, rowwise, summa
 from meshstep.amp.fp8.tensor import quantize
-from meshstep.optim import ParallelOptimizer, Sharded
+from meshstep.optim import ParallelOptimizer, Sharded, share_weights
 from meshstep.parallel import Linear2D, P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn
 from world import World
@@ -243,6 +243,22 @@ def sharded_training(every_time: bool) -> list[float]:
 
 def test_weights_that_other_ranks_have_stepped_are_rounded_again(world: World) -> None:
     assert world.run(2, sharded_training, False) == world.run(2, sharded_training, True)
+
+
+def shared_after_a_forward() -> bool:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        model = prepared()
+        with torch.no_grad():
+            model[0].weight.mul_(1 + registry.global_rank)  # type: ignore[index]
+        loss_of(model, 0)
+        share_weights(model, registry)
+        found = loss_of(model, 0)
+        with rounded_every_time():
+            return torch.equal(found, loss_of(model, 0))
+
+
+def test_weights_that_another_rank_has_sent_are_rounded_again(world: World) -> None:
+    assert world.run(2, shared_after_a_forward) == [True, True]
 
 
 @pytest.mark.parametrize("scales", ["tensor", "row"])

@@ -95,13 +95,15 @@ def _share(tensors: Sequence[Tensor], ranks: tuple[int, ...], registry: ProcessG
     """Broadcast the tensors' bytes, in row-major order and as many as travel together, from the first of the ranks."""
     parts: list[Tensor] = []
     copied: list[tuple[Tensor, Tensor]] = []
+    nbytes = 0
     for tensor in tensors:
         dense = tensor.detach().contiguous()  # the tensor itself, unless its memory is laid out otherwise
         for part in dense.view(-1).view(torch.uint8).split(BUCKET_BYTES):
-            if parts and sum(each.numel() for each in parts) + part.numel() > BUCKET_BYTES:
+            if parts and nbytes + part.numel() > BUCKET_BYTES:
                 _broadcast(parts, copied, ranks, registry)
-                parts, copied = [], []
+                parts, copied, nbytes = [], [], 0
             parts.append(part)
+            nbytes += part.numel()
         if dense.data_ptr() != tensor.data_ptr():
             copied.append((tensor, dense))
     _broadcast(parts, copied, ranks, registry)

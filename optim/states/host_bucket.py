@@ -14,8 +14,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..gradients.in_place import clear_gradients
-
 ALIGNMENT = 64
 """Elements: each parameter begins where a GPU's kernels read several at a time."""
 
@@ -125,8 +123,7 @@ class HostBucket:
 
     @torch.no_grad()
     def send(self) -> None:
-        """Start to copy the weights of the CPU to the device. Host reads: none; `wait` before the
-        CPU's are written to again."""
+        """Start to copy the CPU's weights to the device; `wait` before those are written to again. Host reads: none."""
         if self.device.type == "cpu" or len(self.params) == 1:
             self._copy(self.params, self.copies)
         else:
@@ -134,7 +131,3 @@ class HostBucket:
             flat.copy_(self._weights, non_blocking=self._pinned)
             torch._foreach_copy_(self.params, self._views(flat))
         self._mark()
-
-    def clear(self, set_to_none: bool) -> None:
-        """Clear the gradients on both sides."""
-        clear_gradients([*self.params, *self.copies], set_to_none)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from meshstep.amp import Bf16
 from meshstep.optim import HalfStates, Measure, Offloaded, ParallelOptimizer, Placement, Sharded
+from meshstep.optim.states import aligned
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.parallel.mesh.agreement import gather_objects
 from optimizers import adamw
@@ -63,7 +65,11 @@ def step(optimizer: ParallelOptimizer, params: dict[str, nn.Parameter]) -> None:
 
 def apart(axes: dict[str, int], mode: str, states: str, align: bool) -> str:
     """What is wrong after every rank has moved all that it steps, each by its own noise; "" if nothing is."""
-    with ProcessGroupRegistry(Topology(roles=None, **axes)) as registry, small_buckets(64):
+    with (
+        ProcessGroupRegistry(Topology(roles=None, **axes)) as registry,
+        small_buckets(64),
+        mock.patch.object(aligned, "BUCKET_BYTES", 64),
+    ):
         dtype = torch.float32 if mode == "fp32" else torch.bfloat16
         params = parameters(registry, dtype)
         optimizer = ParallelOptimizer(

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...parallel.interop.local import has_dtensors
+from ..capture import is_captured
 from .tensor import Quantized
 
 
@@ -69,10 +70,9 @@ def kept(weight: Tensor) -> KeptWeight | None:
     """Where to look for, and to keep, what this weight is rounded to; None where it is to be rounded every time: it is not
     to be kept, no gradients are computed, or what runs is recorded and will run again with other weights.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or weight not in _KEPT:
+    if torch.compiler.is_compiling() or is_captured() or not torch.is_grad_enabled() or weight not in _KEPT:
         return None
-    recorded = weight.is_cuda and torch.cuda.is_current_stream_capturing()
-    return None if recorded else KeptWeight(weight)
+    return KeptWeight(weight)
 
 
 def forget_rounded() -> None:

@@ -30,8 +30,7 @@ from ...parallel.layout.annotation import copy_annotation
 from ..gradients.bucket import BUCKET_BYTES
 from ..gradients.flat import flat_buckets
 from ..gradients.in_place import clear_gradients, gradient_dtype
-from ..step.decided import only
-from ..step.update import steps_in_parts
+from ..step.decided import only, steps_in_parts
 from .host_bucket import HostBucket
 from .link import AnyWindow, Binding, Link, Placement, Position
 from .pieces import Held, StandIns
@@ -97,6 +96,9 @@ class Copies(Link):
 
     def holds_back(self, tensor: Tensor) -> bool:
         return tensor in self.copies
+
+    def not_captured(self) -> str | None:
+        return "Offloaded waits for the GPU and steps on the CPU" if self.copies else None
 
     @torch.no_grad()
     def install(self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]) -> StandIns:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...amp.fp8.weights import forget_rounded
-from .update import apply_update, steps_in_parts
+from .update import apply_update, steps_on_device
 
 
 class Update:
@@ -61,6 +61,13 @@ class Update:
             event.synchronize()
             self._here = host[0].to(found_inf.dtype), None if factor is None else host[1].to(factor.dtype)
         return self._here
+
+
+def steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether to step parts of what the param groups hold one after another is the same as to step all of it at once."""
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    late = any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups)
+    return steps_on_device(optimizer) and not hooks and not late
 
 
 @contextmanager

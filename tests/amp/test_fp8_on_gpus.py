@@ -115,5 +115,6 @@ def test_what_a_cuda_graph_records_keeps_no_weight(monkeypatch: pytest.MonkeyPat
         weight = nn.Parameter(torch.ones(32, 48, device=CUDA))
         keep_rounded(weight)
         assert kept(weight) is not None
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         assert kept(weight) is None

@@ -8,8 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from meshstep.amp import Bf16
-from meshstep.optim import HalfStates, Measure, Offloaded, ParallelOptimizer, Placement, Sharded
-from meshstep.optim.states import aligned
+from meshstep.optim import HalfStates, Measure, Offloaded, ParallelOptimizer, Placement, Sharded, align_copies
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.parallel.mesh.agreement import gather_objects
 from optimizers import adamw
@@ -68,7 +67,7 @@ def apart(axes: dict[str, int], mode: str, states: str, align: bool) -> str:
     with (
         ProcessGroupRegistry(Topology(roles=None, **axes)) as registry,
         small_buckets(64),
-        mock.patch.object(aligned, "BUCKET_BYTES", 64),
+        mock.patch("meshstep.optim.recipe.align_copies.BUCKET_BYTES", 64),
     ):
         dtype = torch.float32 if mode == "fp32" else torch.bfloat16
         params = parameters(registry, dtype)
@@ -88,7 +87,7 @@ def apart(axes: dict[str, int], mode: str, states: str, align: bool) -> str:
                         tensor.mul_(1 + 0.05 * torch.rand(tensor.shape, generator=generator))
         before = gather_objects(values(optimizer), registry)
         if align:
-            optimizer.align_copies()
+            align_copies(optimizer)
         after = gather_objects(values(optimizer), registry)
         model = gather_objects({name: param.detach().clone() for name, param in params.items()}, registry)
         if registry.topology.pipe_axes:
@@ -153,7 +152,7 @@ def stepped_on_one_rank() -> str:
                 optimizer.state[param]["exp_avg"] = torch.ones_like(param)
         before = values(optimizer)
         with pytest.raises(ValueError, match="copies can't be aligned") as error:
-            optimizer.align_copies()
+            align_copies(optimizer)
         assert all(same(tensors, before[key]) for key, tensors in values(optimizer).items())
         return str(error.value)
 

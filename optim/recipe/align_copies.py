@@ -10,7 +10,7 @@ costs next to nothing. Not averaged, but set to one rank's: weights, masters and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,14 @@ from torch import Tensor
 from ...amp.optimizer_state import SCALAR_STATE
 from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import gather_objects
+from ...parallel.mesh.calls import in_call
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from ..gradients.axes import layout_kind
 from ..gradients.bucket import BUCKET_BYTES
 from ..norm.plan import Bucket, ReductionPlan
-from .chain import Chain
+from ..parallel_optimizer import ParallelOptimizer
+from ..states.chain import Chain
 
 
 class _Kind(NamedTuple):
@@ -35,17 +37,22 @@ class _Kind(NamedTuple):
 
 
 @torch.no_grad()
-def align_copies(chain: Chain, plan: ReductionPlan, registry: ProcessGroupRegistry) -> None:
-    """Give all copies of what is stepped, and of its optimizer state, the bits of the first rank that holds one.
+def align_copies(optimizer: ParallelOptimizer[Any]) -> None:
+    """Give all copies of what is stepped, masters among it, and of its state the bits of the first rank that holds one, and
+    bring them into the model. Every rank must call it, between two steps: every some hundred of them.
 
     Numbers that all elements of a parameter share (step counts) are left alone, and what has no copies.
 
-    Args:
-        plan: Of what the chain steps.
     Raises:
         ValueError: On every rank: two copies have states of different kinds; nothing is changed.
-    Collectives: an object all-gather, and for each kind of layout a broadcast of every 32 MiB. Host reads: yes.
+    Collectives: an object all-gather, and for each kind of layout a broadcast of every 32 MiB; and those by which `Sharded`
+    brings weights into the model. Host reads: yes.
     """
+    with in_call(optimizer.registry, "align_copies"):
+        _align(optimizer._states, optimizer.plan, optimizer.registry)
+
+
+def _align(chain: Chain, plan: ReductionPlan, registry: ProcessGroupRegistry) -> None:
     found: dict[_Kind, list[Tensor]] = {}
     said: dict[_Kind, list[str]] = {}
     for entry, stepped in zip(plan.entries, chain.stepped, strict=True):

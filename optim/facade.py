@@ -133,6 +133,14 @@ class OptimizerFacade(torch.optim.Optimizer):
         if self._switch is not None:
             self._around_backward = [*self._around_backward, self._switch.micro_batch]
             self._switch.expect(self._window)
+        if registry.device.type == "cuda":  # or NCCL connects ranks in the first step, when memory is nearly full
+            self._meet(self._clipping.plan)
+
+    def _meet(self, plan: ReductionPlan) -> None:
+        """Connect the groups of a step, and those of the model axes that specs name, which the model will use."""
+        topology, named = self.registry.topology, {axis for bucket in plan.buckets for axis in bucket.distinct}
+        summed = {bucket.axes(topology) for bucket in plan.buckets if self._setup.measure.reduction == "per_group"}
+        self.registry.meet(*sorted(named & {*topology.model_axes}), *sorted(summed - {()}))
 
     @public_call
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -54,8 +54,8 @@ class Sharded(Placement):
     Args:
         axis: Over its ranks, usually ``"data"``.
         gradients: Every backward reduces gradients into this rank's slice, and all ranks must call `backward` for every
-            micro-batch. Bucket by bucket while it runs; where the model itself uses the axis (a spec names it, or it is no
-            data axis by its name, or ``cp``), only when it has ended.
+            micro-batch. Bucket by bucket while it runs; where the model itself uses the axis or another data axis (a spec
+            names it, or it is no data axis by its name, or ``cp``), and of owned parameters, only when it has ended.
         exchange: How gradients are summed over the axis; None: as they are.
     Collectives: to install it, an object all-gather; in a window (ZeRO-1) or micro-batch, one reduce-scatter a bucket of 32
     MiB of gradients that the axis still has to sum; in a step one all-gather a bucket. Host reads: none.
@@ -120,7 +120,8 @@ class Shards(Link):
         self._names |= {tensors[index]: entries[index].name for index in chosen}
         pieces: dict[Tensor, list[tuple[Tensor, int]]] = {tensors[index]: [] for index in chosen}
         for summed, layout in planned:
-            bucket = self._make_bucket([tensors[index] for index in layout.indices], layout, summed)
+            owned = any(entries[index].spec.owned for index in layout.indices)
+            bucket = self._make_bucket([tensors[index] for index in layout.indices], layout, summed, owned)
             for segment, piece in zip(bucket.segments, bucket.pieces, strict=True):
                 index = layout.indices[segment.position]
                 annotate(piece, piece_spec(entries[index].spec, self.how.axis), entries[index].name)
@@ -169,14 +170,15 @@ class Shards(Link):
     def _grad_dtype(self, param: Tensor) -> torch.dtype:
         return torch.float32 if self._main_grads and is_half(param) else param.dtype
 
-    def _make_bucket(self, params: list[Tensor], layout: FlatBucket, summed: bool) -> Slices:
+    def _make_bucket(self, params: list[Tensor], layout: FlatBucket, summed: bool, owned: bool) -> Slices:
         for param in params:
             if self._main_grads and is_half(param):
                 use_main_grad_(param)
         dtype, exchange = self._grad_dtype(params[0]), self.how.exchange or Exact()
         bucket = Slices(params, layout, self.registry, self.how.axis, summed, dtype, exchange, self.how.gradients)
         # Where a model is split over the axis, backward may issue collectives of its own, among which ours must not come.
-        early = not summed or not self._model_uses_axis
+        # And ranks that meet in others of its own must come to ours alike, or may wait for each other in a circle.
+        early = not summed or not (self._model_uses_axis or owned)
         (self._early if early else self._late).append(bucket)
         return bucket
 
@@ -185,7 +187,10 @@ class Shards(Link):
         axis, topology = self.how.axis, self.registry.topology
         specs = [piece_spec(e.spec, axis) if i in chosen else e.spec for i, e in enumerate(entries)]
         mine = {Bucket.of(spec, topology) for spec in specs}
-        uses_axis = not only_splits_the_batch(axis) or any(axis in entry.spec.named_axes for entry in entries)
+        # Along another data axis too: ranks that see other samples may lack other gradients.
+        others = (other for other in topology.data_axes if topology.size(other) > 1)
+        named = {name for entry in entries for name in entry.spec.named_axes}
+        uses_axis = any(not only_splits_the_batch(other) or other in named for other in (axis, *others))
         reports = gather_objects((mine, [entries[index].name for index in sorted(chosen)], uses_axis), self.registry)
         self._model_uses_axis |= any(uses for _, _, uses in reports)
         for rank, (_, names, _) in enumerate(reports):

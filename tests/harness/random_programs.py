@@ -75,10 +75,16 @@ class Drawn:
 
     @property
     def one_at_a_time(self) -> bool:
-        """Whether a device that runs one collective at a time is enough. With `Reduce(overlap=True)` gradients of experts
-        travel while ranks that see other samples, and so lack other gradients, still meet in the experts: that takes two.
+        """Whether a device that runs one collective at a time is enough. With `Reduce(overlap=True)` gradients travel while
+        the model still meets, and nothing waits for them: that takes two, where ranks that meet lack other gradients, or
+        have buckets of other sizes.
         """
-        return "expert" not in dict(self.axes) or "data_parallel" not in options_of(self)
+        return "data_parallel" not in options_of(self) or not ("expert" in dict(self.axes) or self.is_uneven)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether there may be pieces of unequal sizes."""
+        return "tensor" in dict(self.axes) and not self.saves
 
     def rng(self, *key: object) -> random.Random:
         """Numbers that are the same on all ranks that give the same key."""
@@ -185,7 +191,7 @@ def layers_of(drawn: Drawn, registry: ProcessGroupRegistry) -> dict[str, nn.Modu
     rng, made = drawn.rng("layers", stage), dict[str, nn.Module]()
     kinds = ["plain", "plain", "vector", *("owned" for axis in topology.model_axes)]
     kinds += ["1d", "1d", "words 1d", "terms"] if "tensor" in topology.axes else []
-    kinds += ["uneven"] if "tensor" in topology.axes and not drawn.saves else []
+    kinds += ["uneven"] if drawn.is_uneven else []
     kinds += ["2d", "2d", "words 2d"] if "row" in topology.axes else []
     kinds += ["experts", "experts"] if "expert" in topology.axes else []
     for index, kind in enumerate(rng.choices(kinds, k=rng.randint(1, 5))):

@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from meshstep.parallel.mesh import local_group
 from meshstep.parallel.mesh import registry as registry_module
 from torch import Tensor
 from torch._C import _distributed_c10d
@@ -89,10 +90,10 @@ class _Group(dist.ProcessGroup):
 
     def __init__(self, rank: int, size: int, name: str, members: tuple[int, ...]) -> None:
         super().__init__(rank, size)
-        self.own_rank, self.own_size, self.name, self.members, self.gathers = rank, size, name, members, 0
+        self.own_rank, self.own_size, self.of, self.members, self.gathers = rank, size, name, members, 0
 
     def note(self, kind: Kind, what: str = "", number: int = -1) -> None:
-        _thread.program.append(Event(kind, self.name, self.members, what, number))
+        _thread.program.append(Event(kind, self.of, self.members, what, number))
 
     def start(self, what: str) -> _Work:
         """A collective."""
@@ -108,7 +109,7 @@ class _Group(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
-        return self.name
+        return self.of
 
     def getBackendName(self) -> str:
         return BACKEND
@@ -158,24 +159,24 @@ def _make(options: Any, _: object) -> _Group:
 
 def _gather_objects(values: list[Any], value: Any, group: Any = None) -> None:
     """`torch.distributed.all_gather_object`."""
-    found: _Group = dist.group.WORLD if group is None else group
+    found: Any = dist.group.WORLD if group is None else group
     found.gathers += 1
     for what in ("sizes", "objects"):
         found.start(what).wait()
-    key = (found.name, found.gathers)
+    key = (found.of, found.gathers)
     values[:] = _thread.exchange.gather(key, found.own_rank, value, found.own_size)
 
 
 @contextmanager
 def _threads_are_ranks() -> Iterator[None]:
-    make_group = registry_module.new_local_group
+    make_group = local_group.new_local_group
 
     def make_alone(*args: Any, **kwargs: Any) -> dist.ProcessGroup:
         with _one_at_a_time:
             return make_group(*args, **kwargs)
 
     if BACKEND.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu"])  # type: ignore[arg-type]
+        dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu"])
     hook, interval = sys.excepthook, sys.getswitchinterval()
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(distributed_c10d, "_world", ThreadLocalWorld()))
@@ -199,7 +200,7 @@ def programs_of(world_size: int, run: Callable[[], object]) -> list[Program]:
     Raises:
         AssertionError: It raised on some rank; the message has the first one's error, which is the cause.
     """
-    store, exchange = dist.HashStore(), _Exchange()
+    store, exchange = _distributed_c10d.HashStore(), _Exchange()
     programs: list[Program] = [[] for _ in range(world_size)]
     errors: list[BaseException] = []
 

@@ -38,33 +38,38 @@ def test_no_order_can_deadlock(drawn: Drawn) -> None:
         assert backend(programs) is None, f"{backend.__name__}: {backend(programs)}"
 
 
-def step_with_gaps(axis: str) -> list[float]:
-    """Parameters whose gradients come, in backward, before two ranks meet in the model over ``axis``; in the second step
-    only on ranks in opposite corners of the mesh."""
-    roles: dict[str, Any] = {"expert": "data"} if axis == "expert" else {}
-    topology = Topology(roles=roles, data=2, **{axis: 2})
+def step_with_gaps(gaps: str) -> list[float]:
+    """In backward the gradients come before two ranks meet in the model; in the second step some lack these, some those."""
+    axis, roles = ("expert", {"expert": "data"}) if gaps == "experts" else ("tensor", {})
+    topology = Topology(roles=roles, data=2, **{axis: 2})  # type: ignore[arg-type]
     with ProcessGroupRegistry(topology, timeout=timedelta(seconds=10)) as registry, small_buckets(16):
-        corner = registry.coordinate["data"] == registry.coordinate[axis]
-        spec = P() if axis == "expert" else P(owned={axis: registry.coordinate[axis]})
-        params = [nn.Parameter(torch.full((4,), 1.0)) for _ in range(4)]
-        for index, param in enumerate(params):
-            annotate(param, spec, f"{registry.coordinate[axis] if spec.owned else 'all'} {index}")
+        data, model = registry.coordinate["data"], registry.coordinate[axis]
+        if gaps == "uneven pieces":  # after copies, and used where those are not
+            specs, sizes = [P()] * 4 + [P("tensor")] * 4, [4] * 4 + [0 if model else 4] * 4
+            used = [index // 4 == data for index in range(8)]
+        else:
+            specs, sizes = [P(owned={axis: model}) if gaps == "owners" else P()] * 4, [4] * 4
+            used = [data == model] * 4
+        params = [nn.Parameter(torch.ones(size)) for size in sizes]
+        for index, (param, spec) in enumerate(zip(params, specs, strict=True)):
+            annotate(param, spec, f"{index} of {model if spec.owned else 'all'}")
         sgd = torch.optim.SGD([{"params": params}], lr=0.5, fused=True)
         optimizer = ParallelOptimizer(sgd, registry, states=Sharded("data", gradients=True))
-        for uses in (True, corner):
+        for uses in ([True] * len(params), used):
             met = reduce_from(copy_to(torch.ones((), requires_grad=True), registry, axis), registry, axis)
-            loss = met + sum((met * param).sum() for param in params) if uses else met
-            optimizer.backward(loss)
+            terms = [(met * param).sum() for param, use in zip(params, uses, strict=True) if use]
+            optimizer.backward(met + sum(terms))
             optimizer.step()
             optimizer.zero_grad()
-        return [param[0].item() for param in params]
+        return [param[0].item() for param in params if param.numel()]
 
 
-@pytest.mark.parametrize("axis", ["expert", "tensor"])
-def test_gradients_that_come_on_some_ranks_only_stop_nobody(world: World, axis: str) -> None:
-    """Experts that see other samples, and owners of parameters that their peers don't have."""
+@pytest.mark.parametrize("gaps", ["experts", "owners", "uneven pieces"])
+def test_gradients_that_come_on_some_ranks_only_stop_nobody(world: World, gaps: str) -> None:
+    """Of experts that see other samples, of parameters that peers don't have, and of those of which peers have more."""
     # The gradient is 2, and then, with zeros of those that lack it, 1.
-    assert world.run(4, step_with_gaps, axis) == [[1.0 - 0.5 * 2.0 - 0.5 * 1.0] * 4] * 4
+    for found in world.run(4, step_with_gaps, gaps):
+        assert found == [1.0 - 0.5 * 2.0 - 0.5 * 1.0] * len(found)
 
 
 # What the order rests on ----------------------------------------------------------------------------------------------

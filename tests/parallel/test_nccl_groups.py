@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshstep.parallel import ProcessGroupRegistry, Topology
-from meshstep.parallel.mesh import registry as registry_module
-from meshstep.parallel.mesh.local_group import end_local_group, new_local_group
+from meshstep.parallel.mesh.local_group import cuda_device, end_local_group, new_local_group
 from torch.distributed import distributed_c10d
 from world import World
 
@@ -119,7 +118,7 @@ def test_a_registry_has_the_device_that_the_default_group_is_bound_to(world: Wor
 
 def test_a_default_group_that_is_bound_to_none_leaves_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert registry_module.cuda_device(None) == torch.device("cuda", 1)
+    assert cuda_device(None) == torch.device("cuda", 1)
 
 
 # The end ----------------------------------------------------------------------------------------------------------------

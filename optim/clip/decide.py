@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...amp.capture import keeps_state_in_place
 from ...parallel.layout.pieces import Region
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..gradients.in_place import is_complete, mark_complete, scale_gradients
@@ -82,6 +83,9 @@ class Clipping:
         thresholds: Those of single param groups.
         optimizer: Its param groups may have them.
         checks: Of copies, in the first measurement or in all; the first one of what is measured, gradients too.
+
+    Attributes:
+        checks: Those that are still to be made.
     """
 
     def __init__(
@@ -97,7 +101,7 @@ class Clipping:
     ) -> None:
         self.params, self.plan, self.registry, self.measure = list(params), plan, registry, measure
         self.thresholds, self.optimizer = thresholds, optimizer
-        self._regions, self._checks = list(regions), list(checks)
+        self._regions, self.checks = list(regions), list(checks)
         self._measurers: dict[Needs, GlobalNorm] = {}
 
     def replan(self, plan: ReductionPlan) -> None:
@@ -134,7 +138,10 @@ class Clipping:
         if divisor.is_missing is not None:
             past = divisor.is_missing(norms.extra) & (norms.total != 0)  # states are also made by gradients of zeros
             finite = finite & ~past
-        factors = None if clip is None else clip.factors(norms)
+        factors = None
+        if clip is not None:
+            with keeps_state_in_place(clip):
+                factors = clip.factors(norms)
         coef, factor = one, inverse
         level: Level = "total"
         if clip is not None and factors is not None:
@@ -178,18 +185,18 @@ class Clipping:
             self._measurers[needs] = self._measurer(needs)
         gradients = [param.grad for param in self.params]
         weights = self.params if needs.weights else ()
-        if not self._checks:
+        if not self.checks:
             return self._measurers[needs](gradients, extra, weights)
-        slots = [check.slots(None if index else gradients) for index, check in enumerate(self._checks)]
+        slots = [check.slots(None if index else gradients) for index, check in enumerate(self.checks)]
         norms = self._measurers[needs](gradients, torch.cat([extra, *slots]), weights)
-        extra, *totals = norms.extra.split([len(extra), *(check.numel for check in self._checks)])
-        found = [check.mismatches(total) for check, total in zip(self._checks, totals, strict=True)]
+        extra, *totals = norms.extra.split([len(extra), *(check.numel for check in self.checks)])
+        found = [check.mismatches(total) for check, total in zip(self.checks, totals, strict=True)]
         # A step that is skipped says nothing of copies yet: an overflow may be in one of them alone.
         first = self.measure.check_replicas == "first"
         if not first or bool(norms.total.isfinite()):
             if mismatches := [mismatch for of_check in found for mismatch in of_check]:
                 raise ReplicaMismatchError(mismatches)
-            self._checks = [] if first else self._checks
+            self.checks = [] if first else self.checks
         return norms._replace(extra=extra)
 
     def _measurer(self, needs: Needs) -> GlobalNorm:

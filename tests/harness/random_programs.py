@@ -18,7 +18,6 @@ from unittest import mock
 import torch
 from hypothesis import strategies as st
 from meshstep.optim import Bf16Wire, ByGroup, ByNorm, Measure, ParallelOptimizer, Reduce, Sharded, save_checkpoint
-from meshstep.optim.facade import OptimizerFacade
 from meshstep.optim.gradients import sync as gradient_sync
 from meshstep.optim.norm.replicas import ReplicaCheck
 from meshstep.parallel import (
@@ -282,7 +281,7 @@ def run(drawn: Drawn, directory: str) -> None:
     micro_batches = drawn.rng("micro").randint(1, 2)
     optimizer = ParallelOptimizer(adamw, registry, accumulation_steps=micro_batches, **options_of(drawn))
     if drawn.meets:
-        OptimizerFacade._meet(optimizer, optimizer._clipping.plan)
+        registry.meet(*optimizer._clipping.plan.groups(optimizer._setup.measure.reduction))
     for step in range(2):
         for micro in range(micro_batches):
             optimizer.backward(_loss(drawn, model, registry, step, micro))

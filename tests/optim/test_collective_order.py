@@ -96,7 +96,7 @@ def test_sums_over_one_group_are_finished_before_those_over_the_next_begin() -> 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [({}, ("tensor",)), ({"measure": Measure(reduction="per_group")}, ("tensor", ("tensor",)))],
+    [({}, (("tensor",),)), ({"measure": Measure(reduction="per_group")}, (("data", "tensor"), ("tensor",)))],
 )
 def test_groups_of_an_optimizer_meet_when_it_is_made_over_nccl(
     world: World, options: dict[str, Any], expected: tuple[object, ...]
@@ -108,8 +108,8 @@ def test_groups_of_an_optimizer_meet_when_it_is_made_over_nccl(
 def met_by_optimizer(options: dict[str, Any], over_nccl: bool) -> list[tuple[object, ...]]:
     met: list[tuple[object, ...]] = []
     with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
-        params = [nn.Parameter(torch.ones(4)) for _ in range(2)]
-        for param, spec in zip(params, (P(), P("tensor")), strict=True):
+        params = [nn.Parameter(torch.ones(4)) for _ in range(3)]
+        for param, spec in zip(params, (P(), P("tensor"), P(("data", "tensor"))), strict=True):
             annotate(param, spec)
         device = torch.device("cuda", 0) if over_nccl else torch.device("cpu")
         with (

@@ -138,6 +138,8 @@ class OptimizerFacade(torch.optim.Optimizer):
         if self._switch is not None:
             self._around_backward = [*self._around_backward, self._switch.micro_batch]
             self._switch.expect(self._window)
+        if registry.device.type == "cuda":  # or NCCL connects ranks in the first step, when memory is nearly full
+            registry.meet(*self._clipping.plan.groups(self._setup.measure.reduction))
 
     @public_call
     def add_param_group(self, param_group: dict[str, Any]) -> None:

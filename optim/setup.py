@@ -277,13 +277,16 @@ class Setup:
 @dataclass(frozen=True)
 class _Early:
     """Which gradients can be reduced while backward runs: those that only data axes average over which the model itself
-    issues no collectives, and that are no DTensors', which have theirs only in the step."""
+    issues no collectives, and that are no DTensors', which have theirs only in the step; nor owned ones, or ranks that
+    meet in the model come to different buckets on the way. All are summed over one group: the data axes that nobody names.
+    """
 
     plan: ReductionPlan
 
     def __call__(self, entry: ParameterEntry) -> bool:
         axes = sync_axes(entry.spec, self.plan.topology, True, entry.averaged)
-        return entry.trained and not entry.averaged and bool(axes) and all(map(self._is_free, axes))
+        mine = entry.trained and not entry.averaged and not entry.spec.owned
+        return mine and bool(axes) and all(map(self._is_free, axes))
 
     def _is_free(self, axis: str) -> bool:
         named = {name for b in self.plan.buckets for name in (*b.distinct, *dict(b.owned), *dict(b.tied))}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -65,6 +66,10 @@ class Reducible(Protocol):
     @property
     def params(self) -> Sequence[Tensor]: ...
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Whose gradients are summed; None: this rank's alone."""
+
     def start(self) -> Finish:
         """Start to reduce the gradients that there are; the result finishes it."""
 
@@ -76,6 +81,8 @@ class LocalGradients:
         params: The tensors whose ``.grad`` it is.
         scale: What they are multiplied by.
     """
+
+    group = None
 
     def __init__(self, params: Sequence[Tensor], scale: float) -> None:
         self.params, self.scale = list(params), scale
@@ -121,7 +128,7 @@ class GradientBucket:
         pending: Sequence[Tensor] = (),
     ) -> None:
         self.params, self.layout, self.dtype, self.scale = list(params), layout, dtype, scale
-        self._group, self._exchange, self._pending = group, exchange, list(pending)
+        self.group, self._exchange, self._pending = group, exchange, list(pending)
         self._adopt = (
             adopt and not self._pending
         )  # a mark knows a gradient by its version, which views of a buffer share
@@ -140,7 +147,7 @@ class GradientBucket:
         Collectives: one. Host reads: none.
         """
         flat = self._packed()
-        arrived = self._exchange.all_reduce(flat, self._group, self._memory)
+        arrived = self._exchange.all_reduce(flat, self.group, self._memory)
 
         @torch.no_grad()
         def finish() -> None:
@@ -165,7 +172,7 @@ class GradientBucket:
             flat = first.view(-1) if self.scale == 1.0 else first.view(-1) * self.scale
         else:
             flat = self._packed()
-        return self._exchange.reduce_scatter(own, flat, self._group, self._memory), flat
+        return self._exchange.reduce_scatter(own, flat, self.group, self._memory), flat
 
     def _packed(self) -> Tensor:
         """[padded_numel]: the gradients times the scale, zeros where there are none."""
@@ -215,9 +222,15 @@ class GradientBucket:
 
 
 def reduce_all(buckets: Iterable[Reducible]) -> None:
-    """Start all, then finish all in the same order. Collectives: those of the buckets."""
-    for finish in [bucket.start() for bucket in buckets]:
-        finish()
+    """Start all of a group, then finish them in the same order, then those of the next group. Collectives: those of the
+    buckets.
+
+    Over NCCL the kernels of two groups may need more of a GPU than there is: in flight together, started in one order here
+    and in another there, they would wait for each other.
+    """
+    for _, of_group in groupby(buckets, key=lambda bucket: id(bucket.group)):
+        for finish in [bucket.start() for bucket in of_group]:
+            finish()
 
 
 def dense(gradient: Tensor | None) -> Tensor | None:

@@ -112,6 +112,13 @@ class ReductionPlan:
         buckets = tuple(sorted({Bucket.of(entry.spec, topology) for entry in entries}))
         return cls(topology, rank, entries, buckets, max((entry.group for entry in entries), default=0) + 1)
 
+    def groups(self, reduction: str) -> list[tuple[str, ...]]:
+        """The axes of groups that will be used, one list on every rank: each model axis that a spec names, by the model;
+        and with ``reduction="per_group"`` those of each bucket, by the norm."""
+        named = {axis for bucket in self.buckets for axis in bucket.distinct}
+        summed = {bucket.axes(self.topology) for bucket in self.buckets if reduction == "per_group"}
+        return sorted({(axis,) for axis in named & {*self.topology.model_axes}} | summed - {()})
+
     @cached_property
     def bucket_indices(self) -> tuple[int, ...]:
         """For each entry the index of its bucket in `buckets`."""

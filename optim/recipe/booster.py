@@ -200,7 +200,7 @@ class Booster(Generic[Stats_co]):
         check_data_parallel(self.data_parallel, self.registry, model, optimizer)
         check_loader(dataloader, self.registry)
         if optimizer is not None:
-            check_optimizer(optimizer, model, self.registry.topology)
+            check_optimizer(optimizer, model, self.registry)
             if lr_scheduler is not None:
                 followers(lr_scheduler, optimizer)
         elif lr_scheduler is not None:

@@ -180,9 +180,9 @@ def check_unwrapped(model: nn.Module) -> None:
             )
 
 
-def check_optimizer(optimizer: object, model: nn.Module, topology: Topology) -> None:
+def check_optimizer(optimizer: object, model: nn.Module, registry: ProcessGroupRegistry) -> None:
     """Raise TypeError for what is no plain torch optimizer, ValueError for one of parameters that are not the model's, or
-    that have no spec though the mesh has model axes."""
+    that have no spec though the mesh has model axes; or which can't follow the model to the registry's device."""
     if isinstance(optimizer, ParallelOptimizer) or not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}; give a plain torch optimizer, it is wrapped here")
     params = {id(param) for param in model.parameters()}
@@ -192,5 +192,28 @@ def check_optimizer(optimizer: object, model: nn.Module, topology: Topology) -> 
             f"{strangers} of the optimizer's parameters are not the model's: it was made of another model, or before the "
             "model got new parameters; make it of model.parameters(), last"
         )
-    if topology.model_axes:
+    if (topology := registry.topology).model_axes:
         entries_of([[(name, param) for name, param in model.named_parameters() if param.requires_grad]], topology)
+    check_movable(model, optimizer, registry.device)
+
+
+def check_movable(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Raise ValueError where the model can't be moved to ``device``, if that is a CUDA device, with its optimizer: whose
+    parameters stay the same objects, but whose state stays where it is."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device and has no elements: call model.to_empty(device=registry.device), and "
+                "initialise or load the model, before the optimizer is made"
+            )
+    elsewhere = sorted({str(param.device) for param in model.parameters() if param.device != device})
+    if device.type != "cuda" or not elsewhere:
+        return
+    advice = f"call model.to(registry.device), which is {device}, before the optimizer is made"
+    if any(optimizer.state.values()):
+        raise ValueError(f"the model is on {', '.join(elsewhere)}, and the optimizer has state there already: {advice}")
+    if torch.__future__.get_overwrite_module_params_on_conversion():
+        raise ValueError(
+            "torch.__future__.set_overwrite_module_params_on_conversion is set, so that to move the model would give it "
+            f"parameters that the optimizer does not have: {advice}"
+        )

@@ -25,7 +25,6 @@ from ...amp.casting import is_half
 from ...amp.master_weights import use_main_grad_
 from ...parallel.layout.annotation import annotate
 from ...parallel.mesh.agreement import gather_objects
-from ...parallel.mesh.topology import only_splits_the_batch
 from ..gradients.axes import sync_axes
 from ..gradients.bucket import BUCKET_BYTES, Exact, Exchange
 from ..gradients.during_backward import BackwardReducer, run_all
@@ -33,6 +32,7 @@ from ..gradients.flat import FlatBucket, flat_buckets
 from ..norm.entries import ParameterEntry, entries_of
 from ..norm.plan import Bucket, ReductionPlan
 from .chain import other_layout
+from .during_backward import model_meets_over_data, stages_differ
 from .elementwise import check_elementwise
 from .link import AnyWindow, Binding, Link, Placement, Position
 from .piece_spec import piece_spec
@@ -54,8 +54,8 @@ class Sharded(Placement):
     Args:
         axis: Over its ranks, usually ``"data"``.
         gradients: Every backward reduces gradients into this rank's slice, and all ranks must call `backward` for every
-            micro-batch. Bucket by bucket while it runs; where the model itself uses the axis (a spec names it, or it is no
-            data axis by its name, or ``cp``), only when it has ended.
+            micro-batch. Bucket by bucket while it runs; of owned parameters, and of all where the model itself uses a data
+            axis (a spec names it, or it is none by its name, or ``cp``) or pieces are uneven, only when it has ended.
         exchange: How gradients are summed over the axis; None: as they are.
     Collectives: to install it, an object all-gather; in a window (ZeRO-1) or micro-batch, one reduce-scatter a bucket of 32
     MiB of gradients that the axis still has to sum; in a step one all-gather a bucket. Host reads: none.
@@ -99,7 +99,7 @@ class Shards(Link):
         self._early: list[Slices] = []
         self._late: list[Slices] = []
         self._norm_buckets: set[Bucket] = set()
-        self._model_uses_axis = False
+        self._all_late = False
         self._names: dict[Tensor, str] = {}
         self._cuts: list[tuple[int, int]] = []
         self._reducer: BackwardReducer | None = None
@@ -120,7 +120,8 @@ class Shards(Link):
         self._names |= {tensors[index]: entries[index].name for index in chosen}
         pieces: dict[Tensor, list[tuple[Tensor, int]]] = {tensors[index]: [] for index in chosen}
         for summed, layout in planned:
-            bucket = self._make_bucket([tensors[index] for index in layout.indices], layout, summed)
+            owned = any(entries[index].spec.owned for index in layout.indices)
+            bucket = self._make_bucket([tensors[index] for index in layout.indices], layout, summed, owned)
             for segment, piece in zip(bucket.segments, bucket.pieces, strict=True):
                 index = layout.indices[segment.position]
                 annotate(piece, piece_spec(entries[index].spec, self.how.axis), entries[index].name)
@@ -169,14 +170,14 @@ class Shards(Link):
     def _grad_dtype(self, param: Tensor) -> torch.dtype:
         return torch.float32 if self._main_grads and is_half(param) else param.dtype
 
-    def _make_bucket(self, params: list[Tensor], layout: FlatBucket, summed: bool) -> Slices:
+    def _make_bucket(self, params: list[Tensor], layout: FlatBucket, summed: bool, owned: bool) -> Slices:
         for param in params:
             if self._main_grads and is_half(param):
                 use_main_grad_(param)
         dtype, exchange = self._grad_dtype(params[0]), self.how.exchange or Exact()
         bucket = Slices(params, layout, self.registry, self.how.axis, summed, dtype, exchange, self.how.gradients)
-        # Where a model is split over the axis, backward may issue collectives of its own, among which ours must not come.
-        early = not summed or not self._model_uses_axis
+        # Others may have other owned parameters; see `during_backward`.
+        early = not summed or not (self._all_late or owned)
         (self._early if early else self._late).append(bucket)
         return bucket
 
@@ -185,10 +186,12 @@ class Shards(Link):
         axis, topology = self.how.axis, self.registry.topology
         specs = [piece_spec(e.spec, axis) if i in chosen else e.spec for i, e in enumerate(entries)]
         mine = {Bucket.of(spec, topology) for spec in specs}
-        uses_axis = not only_splits_the_batch(axis) or any(axis in entry.spec.named_axes for entry in entries)
-        reports = gather_objects((mine, [entries[index].name for index in sorted(chosen)], uses_axis), self.registry)
-        self._model_uses_axis |= any(uses for _, _, uses in reports)
-        for rank, (_, names, _) in enumerate(reports):
+        sizes = [entries[index].numel for index in sorted(chosen) if not entries[index].spec.owned]
+        meets = model_meets_over_data(entries, axis, topology)
+        names = [entries[index].name for index in sorted(chosen)]
+        reports = gather_objects((mine, names, sizes, meets), self.registry)
+        self._all_late |= any(meets for *_, meets in reports) or stages_differ([r[2] for r in reports], topology)
+        for rank, (_, names, *_) in enumerate(reports):
             first = topology.peers(rank, axis)[0]
             if names != reports[first][1]:
                 differ = sorted({*names} ^ {*reports[first][1]})
@@ -196,7 +199,7 @@ class Shards(Link):
                     f"ranks {first} and {rank} would shard different parameters over {axis!r}, {', '.join(differ[:5])} on "
                     "only one of them: freeze the same parameters on all ranks before making the optimizer"
                 )
-        self._norm_buckets.update(*(buckets for buckets, _, _ in reports))
+        self._norm_buckets.update(*(buckets for buckets, *_ in reports))
 
     def derive(self, plan: ReductionPlan, held: Sequence[Held], tensors: Sequence[Tensor]) -> ReductionPlan:
         """The plan of the pieces: its buckets are summed over the axis too."""

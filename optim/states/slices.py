@@ -49,14 +49,14 @@ class Slices:
     ) -> None:
         self.params, self.layout, self.summed, self.grad_dtype = list(params), layout, summed, grad_dtype
         self.release = release
-        self._rank, self._group, self._numel = registry.rank(axis), registry.group(axis), layout.slice_numel
+        self._rank, self.group, self._numel = registry.rank(axis), registry.group(axis), layout.slice_numel
         average = 1 / registry.size(axis) if axis in registry.topology.data_axes else 1.0
         # Divided before the sum, float16 gradients overflow no earlier than one rank's would; else the slice is less work.
         early = average if grad_dtype == torch.float16 else 1.0
         self._late = 1.0 if grad_dtype == torch.float16 else average
         self._filled = layout.numel
         self._travels_as_it_is = len(self.params) == 1 and self.params[0].numel() == layout.padded_numel
-        self._bucket = GradientBucket(self.params, layout, self._group, exchange, grad_dtype, early)
+        self._bucket = GradientBucket(self.params, layout, self.group, exchange, grad_dtype, early)
         self.segments = layout.segments(self._rank)
         self.pieces: list[Tensor] = [nn.Parameter(self._piece(segment)) for segment in self.segments]
         self.gradients: list[Tensor | None] = [None] * len(self.segments)
@@ -96,7 +96,7 @@ class Slices:
             own = self._own(flat)
             if self.pieces:
                 torch._foreach_copy_([own[s.offset : s.offset + s.numel] for s in self.segments], self.pieces)
-        work: Any = all_gather_flat(flat, self._own(flat), self._group, async_op=True)
+        work: Any = all_gather_flat(flat, self._own(flat), self.group, async_op=True)
 
         @torch.no_grad()
         def finish() -> None:

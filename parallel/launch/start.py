@@ -30,7 +30,7 @@ class Launch:
         rank: This process among all, 0..world_size-1.
         world_size: Number of processes.
         local_rank: This process among those on its machine.
-        device: Where its tensors belong: its CUDA device under NCCL, else the CPU.
+        device: Where its tensors belong: its CUDA device under NCCL, else the CPU. NCCL's groups are bound to it.
         backend: Of the default process group.
         launcher: ``torchrun``, ``openmpi``, ``mpich``, ``mvapich``, ``slurm``, ``none``, or ``other`` when somebody else
             had initialised.
@@ -74,19 +74,28 @@ def init_distributed(
     device = _device(backend, place.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    _join(backend, place, timeout)
+        # Collectives of several groups then begin on the GPU in the order in which they were started, which is one order on
+        # all ranks; on streams of their own they might begin in different ones, and wait for each other in a circle.
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    _join(backend, place, timeout, device if device.type == "cuda" else None)
     return Launch(place.rank, place.world_size, place.local_rank, device, backend, place.launcher)
 
 
-def _join(backend: str, place: LaunchEnvironment, timeout: timedelta | None) -> None:
-    # No device_id: it would bind NCCL's default group to the device, and make a split of the world of each new group.
+def _join(backend: str, place: LaunchEnvironment, timeout: timedelta | None, device: torch.device | None) -> None:
+    # Without device_id torch takes LOCAL_RANK, or the rank modulo the number of devices: under Slurm another process's.
+    # It also makes the communicator here, where all ranks are. (Groups of a registry are no splits of it: `local_group`.)
     if place.world_size == 1:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device)
         return
     # Under torchrun the agent may hold the store already; only torch's own env:// knows how to join that one.
     agent = place.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     url = "env://" if agent else place.url
-    ranks: dict[str, Any] = {"rank": place.rank, "world_size": place.world_size, "timeout": timeout}
+    ranks: dict[str, Any] = {
+        "rank": place.rank,
+        "world_size": place.world_size,
+        "timeout": timeout,
+        "device_id": device,
+    }
     try:
         attempt = _attempt() if agent else ""
         if attempt:
@@ -132,7 +141,10 @@ def _described() -> Launch:
     # Each device type's backend: `get_backend` says "undefined" of a group that was made without naming one.
     config = dist.get_backend_config()
     backend = config if dist.get_backend() == "undefined" else dist.get_backend()
-    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in config else torch.device("cpu")
+    world = dist.group.WORLD
+    bound = None if world is None else world.bound_device_id
+    on_cpu = "nccl" not in config
+    device = torch.device("cpu") if on_cpu else bound or torch.device("cuda", torch.cuda.current_device())
     try:
         place = read_environment(os.environ)
     except RuntimeError:

@@ -8,6 +8,8 @@ No rank ever holds more than its own blocks and two panels of each operand: whil
 broadcast of the next (or the reduction of the last) is under way.
 
 The ranks of one row differ along the axis `col`, so "along the row" is the group over ``col``, and the other way round.
+Collectives of both are under way together, started in one order on all ranks: see "The order of collectives" in the
+README of `parallel`.
 
 Reference: van de Geijn and Watts 1997, "SUMMA: scalable universal matrix multiplication algorithm"; for training: Xu et
 al. 2021 (Optimus), arXiv:2104.05343.

@@ -12,10 +12,13 @@ order that everybody keeps, and ranks that first need different groups have none
 Nor would an agreed order be safe, as a ticket per request in the store would give: to keep it, a rank must first make
 groups that others asked for, and one of their members may be waiting for this rank in a collective elsewhere.
 
-So no meeting is held. The caller gives the name, gloo connects lazily (each pair of ranks at its first message), and
-NCCL is told to make its communicator at the first collective. What is left of the creation is local: it
-takes under a millisecond, and *there is no order in which it could deadlock*. Members meet in their first collective
-on the group, which is a meeting anyway; a member that never comes is an error after the group's timeout there.
+So no meeting is held. The caller gives the name, gloo connects lazily (each pair of ranks at its first message), and NCCL
+is told to make its communicator at the first collective: torch 2.15's would else make it with the group. What is left
+of the creation is local: it takes under a millisecond, and ranks may create groups in any order.
+
+Members meet in their first collective on the group, which is a meeting anyway; a member that never comes is an error
+after the group's timeout there. Those first collectives do need an order: over NCCL a rank is in one bootstrap at a
+time, which also takes memory of the GPU. `ProcessGroupRegistry.meet` holds them early, in one order on all ranks.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -33,7 +37,12 @@ _LAZY_ENVIRONMENT = {"TORCH_GLOO_LAZY_INIT": "1", "TORCH_DIST_INIT_BARRIER": "0"
 
 
 def new_local_group(
-    ranks: Sequence[int], name: str, *, timeout: timedelta | None = None, backend: str | None = None
+    ranks: Sequence[int],
+    name: str,
+    *,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    device: torch.device | None = None,
 ) -> dist.ProcessGroup:
     """A process group of these global ranks, made by this rank alone.
 
@@ -42,11 +51,14 @@ def new_local_group(
         name: The same on every member, and never used before on this default store.
         timeout: For the group's collectives; the default group's otherwise.
         backend: As in `torch.distributed.new_group`; the default group's otherwise.
+        device: Where its tensors will be; it is bound to a CUDA device. torch would take LOCAL_RANK, or the rank modulo the
+            number of devices, which Slurm's cyclic placement makes another process's device.
 
     Collectives: none, and no wait for other ranks. Not thread safe against other threads that make groups.
     """
     timeout = timeout if timeout is not None else _default_timeout()
-    with _lazy(), _named(name), _unbound(dist.group.WORLD):
+    bound = device if device is not None and device.type == "cuda" else None
+    with _environment(bound), _named(name), _unbound(dist.group.WORLD):
         group = dist.new_group(
             list(ranks),
             timeout=timeout,
@@ -57,7 +69,21 @@ def new_local_group(
         )
     if not isinstance(group, dist.ProcessGroup) or group.group_name != name:
         raise RuntimeError(f"this torch doesn't let a process group be named ({group!r} instead of {name!r})")
+    if bound is not None and group.bound_device_id is None:  # as torch before 2.15 leaves it
+        group.bound_device_id = bound
     return group
+
+
+def end_local_group(group: dist.ProcessGroup, *, abort: bool = False) -> None:
+    """Destroy the group; with ``abort`` NCCL's works are given up, for which it would wait. Other backends don't wait."""
+    end = distributed_c10d._abort_process_group if abort and "nccl" in dist.get_backend_config(group) else None
+    (end or dist.destroy_process_group)(group)
+
+
+def cuda_device(world: dist.ProcessGroup | None) -> torch.device:
+    """The CUDA device of this process: the one that the default group is bound to, else the current one."""
+    bound = None if world is None else world.bound_device_id
+    return bound if bound is not None and bound.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
 
 
 def _nccl_options(backend: str | None, timeout: timedelta | None) -> object | None:
@@ -83,9 +109,11 @@ def _default_timeout() -> timedelta | None:
 
 
 @contextmanager
-def _lazy() -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in _LAZY_ENVIRONMENT}
-    os.environ.update(_LAZY_ENVIRONMENT)
+def _environment(device: torch.device | None) -> Iterator[None]:
+    # LOCAL_RANK is where NCCL's group looks for its device. As device_id of new_group it would be connected to at once.
+    wanted = _LAZY_ENVIRONMENT if device is None else {**_LAZY_ENVIRONMENT, "LOCAL_RANK": str(device.index)}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
     try:
         yield
     finally:

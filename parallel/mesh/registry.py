@@ -7,13 +7,12 @@
 
 Only the groups that are asked for exist, on the ranks that ask. A rank makes its handle of a group alone, without a
 word to the others (see `local_group`), so ranks may ask for different groups, in different orders, or not at all, and
-nothing waits. The members of a group meet in its first collective.
+nothing waits. The members of a group meet in its first collective, or before that in `meet`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections import Counter
 from collections.abc import Mapping
 from datetime import timedelta
@@ -23,16 +22,15 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
-from .calls import answer_questions
-from .local_group import new_local_group
+from .calls import answer_questions, in_call
+from .default_group import agreed_name, default_group, is_fake
+from .local_group import cuda_device, end_local_group, new_local_group
 from .topology import Role, Topology
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_fake_registries = itertools.count()
 _alive: WeakSet[ProcessGroupRegistry] = WeakSet()
 
 
@@ -69,23 +67,25 @@ class ProcessGroupRegistry:
         self._closed = False
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by members: all there are
         self._by_axes: dict[tuple[str, ...], dist.ProcessGroup] = {}  # the same, without listing the members again
-        self._made: list[dist.ProcessGroup] = []
+        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}  # those that are destroyed here
+        self._met: set[tuple[int, ...]] = set()
         self.calls: Counter[str] = Counter()  # made with it on this rank, by name
-        self._world = _default_group(topology)
+        self._world = default_group(topology)
         self.global_rank = 0 if self._world is None else dist.get_rank()
         self.coordinate = topology.coordinate(self.global_rank)
-        self._name = _agreed_name(topology, self.global_rank) if topology.world_size > 1 else ""
+        self._name = agreed_name(topology, self.global_rank) if topology.world_size > 1 else ""
         if self._world is not None and not apart and backend in (None, dist.get_backend(self._world)):
             self._groups[tuple(range(topology.world_size))] = self._world
         _alive.add(self)
-        if self._world is not None and topology.world_size > 1 and not _is_fake():
+        if self._world is not None and topology.world_size > 1 and not is_fake():
             answer_questions(self._world)
 
     @property
     def device(self) -> torch.device:
-        """Where tensors must be for this registry's collectives: the current CUDA device for NCCL, else the CPU."""
+        """Where tensors must be for this registry's collectives: for NCCL the CUDA device that the default group is bound
+        to (`init_distributed` binds it), the current one if it is bound to none; else the CPU."""
         backend = self._backend or (dist.get_backend_config(self._world) if self._world is not None else "")
-        return torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
+        return cuda_device(self._world) if "nccl" in backend else torch.device("cpu")
 
     def size(self, *axes: str) -> int:
         """Number of ranks in this rank's group along ``axes``."""
@@ -137,10 +137,46 @@ class ProcessGroupRegistry:
             )
         # A digest, because the name is a prefix of keys in the store and the list can be long.
         digest = hashlib.sha1(repr(members).encode(), usedforsecurity=False).hexdigest()[:16]
-        group = new_local_group(members, f"{self._name}/{digest}", timeout=self._timeout, backend=self._backend)
-        self._made.append(group)
-        self._groups[members] = group
+        group = new_local_group(
+            members, f"{self._name}/{digest}", timeout=self._timeout, backend=self._backend, device=self.device
+        )
+        self._made[members] = self._groups[members] = group
         return group
+
+    def meet(self, *groups: str | tuple[str, ...]) -> None:
+        """Let the members of groups meet now: an all-reduce of one element on each that has not met here before.
+
+            registry.meet("tensor", ("row", "col"))
+
+        Over NCCL this makes the communicators, while there is memory for them and in one order on all ranks; else that
+        happens in each one's first collective. `ParallelOptimizer` does it there, for its own groups and those of the axes
+        that its specs name. With any backend, a rank that can't be reached is an error here, not in the first step.
+
+        Every rank must come, and then none can be left waiting. Only groups that all of their members have asked for meet,
+        in the order of their members, which is one order for all groups: whichever is the first of those that have yet to
+        meet, each of its members has done with all before it, and comes to no other first.
+
+        Args:
+            groups: The axes of groups to make first, the same on every rank. All that have been asked for before meet too.
+        Raises:
+            ValueError: As in `group`.
+            RuntimeError: The registry is closed; a rank did not come within the timeout.
+        Collectives: an object all-gather over the world, then one all-reduce a group. Host reads: yes.
+        """
+        named = [(axes,) if isinstance(axes, str) else axes for axes in groups]
+        for axes in sorted(named, key=lambda axes: self.ranks(*axes)):
+            if self.size(*axes) > 1:
+                self.group(*axes)
+        if self.topology.world_size == 1:
+            return
+        with in_call(self, "meet"):
+            world = self.group(*self.topology.axes)
+            asked: list[set[tuple[int, ...]]] = [set()] * self.topology.world_size
+            dist.all_gather_object(asked, {*self._groups} - self._met, group=world)
+            for members in sorted(asked[self.global_rank]):
+                if all(members in asked[rank] for rank in members):
+                    dist.all_reduce(torch.zeros(1, device=self.device), group=self._groups[members])
+                    self._met.add(members)
 
     def device_mesh(self, *axes: str) -> DeviceMesh:
         """torch's mesh of this rank's sub-grid, its dims named and ordered as ``axes``, on this registry's groups.
@@ -187,13 +223,19 @@ class ProcessGroupRegistry:
             registry._groups.setdefault(registry.ranks(axis), mesh.get_group(axis))
         return registry
 
-    def close(self) -> None:
-        """Destroy the groups made here, never the default one. A second call does nothing."""
+    def close(self, *, abort: bool = False) -> None:
+        """Destroy the groups made here, never the default one: in the order of their members, which is one on all ranks. A
+        second call does nothing.
+
+        Args:
+            abort: Wait for nobody: collectives of NCCL that are under way are given up, where peers may never come to them.
+                So does the end of a ``with`` that an error leaves.
+        """
         if not self._closed and self._world is dist.group.WORLD:
-            for group in self._made:
-                dist.destroy_process_group(group)
+            for _, group in sorted(self._made.items()):
+                end_local_group(group, abort=abort)
         self._closed = True
-        self._made, self._groups, self._by_axes = [], {}, {}
+        self._made, self._groups, self._by_axes = {}, {}, {}
 
     def __copy__(self) -> ProcessGroupRegistry:
         """Itself: groups are shared, never copied."""
@@ -209,7 +251,7 @@ class ProcessGroupRegistry:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(abort=error is not None)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ProcessGroupRegistry:
         # A copied layer stays on the same groups: there is one registry, however many modules refer to it.
@@ -238,56 +280,6 @@ class ProcessGroupRegistry:
                 f"rank {self.global_rank} asks for the group of {members}, to which it doesn't belong; "
                 "only members ask for a group"
             )
-
-
-def _default_group(topology: Topology) -> dist.ProcessGroup | None:
-    if not dist.is_initialized():
-        if topology.world_size == 1:
-            return None
-        raise RuntimeError(
-            f"{topology!r} has {topology.world_size} ranks but torch.distributed isn't initialised; call "
-            "meshstep.parallel.launch.init_distributed() first (and start the ranks, for example with torchrun "
-            f"--nproc-per-node {topology.world_size})"
-        )
-    world_size = dist.get_world_size()
-    if world_size != topology.world_size:
-        raise ValueError(
-            f"{topology!r} has {topology.world_size} ranks but the world has {world_size}; the sizes must multiply to "
-            f"{world_size}{_suggestion(topology, world_size)}"
-        )
-    return dist.group.WORLD
-
-
-def _suggestion(topology: Topology, world_size: int) -> str:
-    fitting = []
-    for axis, size in zip(topology.axes, topology.sizes, strict=True):
-        rest = topology.world_size // size
-        if world_size % rest == 0:
-            fitting.append(f"{axis}={world_size // rest}")
-    if fitting:
-        return f": write {' or '.join(fitting)} instead, or start {topology.world_size} ranks"
-    return f", or start {topology.world_size} ranks"
-
-
-def _agreed_name(topology: Topology, rank: int) -> str:
-    """A name for this registry that is the same on all ranks; an error if another rank has another topology."""
-    if _is_fake():
-        # One process plays one rank of a world that isn't there, on a store that may not even answer.
-        return f"meshstep/fake/{next(_fake_registries)}"
-    store = distributed_c10d._get_default_store()
-    number = store.add(f"meshstep/registries/{rank}", 1)
-    name = f"meshstep/registry/{number}"
-    first = store.compare_set(name, "", repr(topology)).decode()
-    if first != repr(topology):
-        raise ValueError(
-            f"rank {rank} builds registry number {number} with {topology!r}, another rank built its number {number} "
-            f"with {first}; every rank must build the same registries in the same order"
-        )
-    return name
-
-
-def _is_fake() -> bool:
-    return "fake" in dist.get_backend_config()
 
 
 def _of_topology(topology: Topology, timeout: timedelta | None, backend: str | None) -> ProcessGroupRegistry:

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -312,24 +314,77 @@ def test_ranks_that_never_come(environment: Callable[[Mapping[str, str]], None])
         init_distributed(backend="gloo", timeout=timedelta(seconds=1))
 
 
-def test_devices(monkeypatch: pytest.MonkeyPatch, environment: Callable[[Mapping[str, str]], None]) -> None:
-    chosen: list[torch.device] = []
-    joined: list[str] = []
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch, environment: object) -> Callable[[int], list[dict[str, Any]]]:
+    """Says how many there are; returns how the default group was asked for since, with the device that was made current."""
+    joined: list[dict[str, Any]] = []
+    current: list[torch.device] = []
+
+    def init(backend: str, **options: Any) -> None:
+        joined.append({"backend": backend, "current": current[-1] if current else None, **options})
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: joined.append(backend))
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(dist, "init_process_group", init)
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "")  # so that what is set is taken away again
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")
+
+    def there_are(count: int) -> list[dict[str, Any]]:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        return joined
+
+    return there_are
+
+
+def test_devices(gpus: Callable[[int], list[dict[str, Any]]], environment: Callable[[Mapping[str, str]], None]) -> None:
     environment(torchrun(3, 8))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert init_distributed().device == torch.device("cuda", 3)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert init_distributed().device == torch.device("cuda", 0)
-    assert joined == ["nccl", "nccl"]
-    assert chosen == [torch.device("cuda", 3), torch.device("cuda", 0)]
+    for count, device in ((4, torch.device("cuda", 3)), (1, torch.device("cuda", 0))):
+        joined = gpus(count)
+        assert init_distributed().device == device
+        assert [joined[-1][name] for name in ("backend", "current", "device_id")] == ["nccl", device, device]
     assert init_distributed(backend="gloo").device == torch.device("cpu")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert joined[-1]["device_id"] is None
+    gpus(2)
     with pytest.raises(RuntimeError, match=r"local rank 3 has no device.*2 CUDA devices"):
         init_distributed()
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_the_default_group_is_bound_to_the_device_that_was_chosen(
+    gpus: Callable[[int], list[dict[str, Any]]], environment: Callable[[Mapping[str, str]], None], ranks: int
+) -> None:
+    """Rank 5 of eight that Slurm placed on two nodes in turn is the third on its node; torch would take 5 modulo 4."""
+    rank, local = (5, 2) if ranks == 8 else (0, 0)
+    environment({**slurm(rank, ranks), "SLURM_LOCALID": str(local), "MASTER_PORT": "77"})
+    joined = gpus(4)
+    launch = init_distributed()
+    assert launch.device == joined[0]["device_id"] == joined[0]["current"] == torch.device("cuda", local)
+    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
+
+
+def test_what_is_said_of_the_order_of_launches_stays(
+    gpus: Callable[[int], list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0")
+    gpus(1)
+    init_distributed()
+    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "0"
+
+
+def device_of_existing() -> torch.device:
+    world = dist.group.WORLD
+    assert world is not None
+    world.bound_device_id = torch.device("cuda", 2)
+    try:
+        with mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,cuda:nccl"):
+            return init_distributed().device
+    finally:
+        world.bound_device_id = None
+
+
+def test_a_group_that_somebody_else_bound(world: World) -> None:
+    assert world.run(2, device_of_existing) == [torch.device("cuda", 2)] * 2
 
 
 def describe_existing() -> Launch:

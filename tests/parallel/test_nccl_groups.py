@@ -1,14 +1,21 @@
-"""How groups over NCCL are asked for; there is no NCCL here."""
+"""How groups over NCCL are asked for, bound and ended; there is no NCCL here."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
-from meshstep.parallel.mesh.local_group import new_local_group
+from meshstep.parallel import ProcessGroupRegistry, Topology
+from meshstep.parallel.mesh.local_group import cuda_device, end_local_group, new_local_group
+from torch.distributed import distributed_c10d
+from world import World
 
 
 class Options:
@@ -50,3 +57,125 @@ def test_an_older_torch_makes_it_then_of_itself(monkeypatch: pytest.MonkeyPatch)
 
 def test_other_backends_are_asked_for_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked_for(monkeypatch, Options, "gloo") is None
+
+
+# Devices ----------------------------------------------------------------------------------------------------------------
+
+
+def torch_binds(monkeypatch: pytest.MonkeyPatch, rank: int, device: torch.device | None) -> torch.device:
+    """What torch 2.15 binds a group to that ``rank`` makes, on a machine with four GPUs."""
+    found: list[torch.device] = []
+    options = SimpleNamespace(enable_reconfigure=False, process_group=None, global_ranks_in_group=[rank], group_rank=0)
+
+    def new_group(*_: Any, **__: Any) -> None:
+        found.append(distributed_c10d._nccl2_device(options))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    with pytest.raises(RuntimeError, match="doesn't let a process group be named"):
+        new_local_group((rank,), "a group", timeout=timedelta(seconds=7), backend="gloo", device=device)
+    return found[0]
+
+
+@pytest.mark.skipif(not hasattr(distributed_c10d, "_nccl2_device"), reason="an older torch binds no group by itself")
+@pytest.mark.parametrize("local_rank", [None, "2"])
+def test_a_group_is_bound_to_the_device_that_was_chosen(
+    monkeypatch: pytest.MonkeyPatch, local_rank: str | None
+) -> None:
+    """Rank 6 of eight on two nodes, placed in turn, is the fourth on its node."""
+    monkeypatch.setenv("LOCAL_RANK", local_rank or "")
+    if local_rank is None:
+        monkeypatch.delenv("LOCAL_RANK")
+    assert torch_binds(monkeypatch, 6, torch.device("cuda", 3)) == torch.device("cuda", 3)
+    assert os.environ.get("LOCAL_RANK") == local_rank
+    assert torch_binds(monkeypatch, 6, None) == torch.device("cuda", 2)  # what torch does by itself
+
+
+def devices_of_groups() -> tuple[torch.device | None, torch.device, torch.device]:
+    """What a group is bound to; the registry's device, and another one's, of another backend."""
+    world = dist.group.WORLD
+    assert world is not None
+    chosen = torch.device("cuda", 3)
+    world.bound_device_id = chosen
+    try:
+        with (
+            ProcessGroupRegistry(Topology(data=2)) as on_cpu,
+            mock.patch.object(torch.cuda, "current_device", return_value=0),
+        ):
+            over_nccl = ProcessGroupRegistry(Topology(data=2), backend="nccl")
+            group = new_local_group((0, 1), f"bound/{over_nccl._name}", device=over_nccl.device)
+            bound = group.bound_device_id
+            dist.destroy_process_group(group)
+            return bound, over_nccl.device, on_cpu.device
+    finally:
+        world.bound_device_id = None
+
+
+def test_a_registry_has_the_device_that_the_default_group_is_bound_to(world: World) -> None:
+    chosen = torch.device("cuda", 3)
+    assert world.run(2, devices_of_groups) == [(chosen, chosen, torch.device("cpu"))] * 2
+
+
+def test_a_default_group_that_is_bound_to_none_leaves_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert cuda_device(None) == torch.device("cuda", 1)
+
+
+# The end ----------------------------------------------------------------------------------------------------------------
+
+
+def ended(how: str, backend: str) -> list[tuple[str, tuple[int, ...]]]:
+    """How, and in which order, the groups of this rank end."""
+    found: list[tuple[str, tuple[int, ...]]] = []
+
+    def note(name: str, end: Callable[[Any], None]) -> Any:
+        def noted(group: Any) -> None:
+            found.append((name, tuple(dist.get_process_group_ranks(group))))
+            end(group)
+
+        return noted
+
+    axes = ["row", "col", "data"]
+    if dist.get_rank() % 2:
+        axes.reverse()
+    destroy = dist.destroy_process_group
+    with (
+        mock.patch.object(dist, "get_backend_config", lambda *group: backend if group else "gloo"),
+        mock.patch.object(distributed_c10d, "_abort_process_group", note("abort", destroy)),
+        mock.patch.object(dist, "destroy_process_group", note("destroy", destroy)),
+    ):
+        try:
+            with ProcessGroupRegistry(Topology(data=2, row=2, col=2), backend="gloo") as registry:
+                for axis in axes:
+                    registry.group(axis)
+                if how == "an error":
+                    raise ArithmeticError
+        except ArithmeticError:
+            pass
+    return found
+
+
+def test_groups_end_in_one_order_on_all_ranks(world: World) -> None:
+    by_rank = world.run(8, ended, "well", "nccl")
+    for rank, found in enumerate(by_rank):
+        assert found == sorted(found)
+        assert len(found) == 3
+        assert all(how == "destroy" and rank in members for how, members in found)
+
+
+@pytest.mark.parametrize(("backend", "expected"), [("cuda:nccl", "abort"), ("gloo", "destroy")])
+def test_a_rank_that_fails_waits_for_no_peer(world: World, backend: str, expected: str) -> None:
+    for found in world.run(8, ended, "an error", backend):
+        assert [how for how, _ in found] == [expected] * 3
+        assert found == sorted(found)
+
+
+def test_a_group_ends_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "nccl")
+    monkeypatch.setattr(distributed_c10d, "_abort_process_group", lambda group: calls.append("abort"))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: calls.append("destroy"))
+    group: Any = object()
+    end_local_group(group)
+    end_local_group(group, abort=True)
+    assert calls == ["destroy", "abort"]

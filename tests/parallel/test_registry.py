@@ -238,6 +238,67 @@ def test_groups_have_the_timeout_of_the_default_group() -> None:
     hasty.close()
 
 
+def meet_what_was_asked_for(seed: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], int]:
+    """After groups that this rank alone chose, in its own order: those that met, those that it asked for, and how many
+    collectives there are when they meet again."""
+    met: list[tuple[int, ...]] = []
+    all_reduce = dist.all_reduce
+
+    def note(tensor: torch.Tensor, *, group: dist.ProcessGroup) -> None:
+        assert tensor.numel() == 1
+        met.append(tuple(dist.get_process_group_ranks(group)))
+        all_reduce(tensor, group=group)
+
+    every = combinations(CUBE)
+    chosen = random.Random(1000 * seed + dist.get_rank()).sample(every, 4)
+    with ProcessGroupRegistry(CUBE) as registry, mock.patch.object(dist, "all_reduce", note):
+        asked = [registry.ranks(*axes) for axes in chosen if registry.group(*axes) is not None]
+        registry.meet("row", ("row", "col"))
+        first = met.copy()
+        registry.meet()
+        again = len(met) - len(first)
+        for axes in every:  # those that have not met do so in their first collective, as ever
+            assert total(registry, *axes) == sum(registry.ranks(*axes))
+        return first, asked, again
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_all_members_asked_for_meets_in_one_order(world: World, seed: int) -> None:
+    by_rank = world.run(8, meet_what_was_asked_for, seed)
+    whole = tuple(range(8))
+    for rank, (met, asked, again) in enumerate(by_rank):
+        named = {CUBE.peers(rank, "row"), CUBE.peers(rank, "row", "col"), whole}
+        complete = {ranks for ranks in asked if all(ranks in {*by_rank[other][1]} for other in ranks)}
+        others = {ranks for ranks in asked if ranks not in complete and all(ranks in {*by_rank[o][0]} for o in ranks)}
+        assert met == sorted(named | complete | others)
+        assert again == 0
+    assert any({*asked} - {*met} for met, asked, _ in by_rank)  # or nothing has been tried
+
+
+def meet_without_rank_1() -> str:
+    dist.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=2))  # type: ignore[union-attr]
+    registry = ProcessGroupRegistry(Topology(data=2, tensor=2))
+    if registry.global_rank == 1:
+        time.sleep(8.0)  # and answers
+        return ""
+    with pytest.raises(RuntimeError, match=r"waited in vain in meet \(its 1st\)") as error:
+        registry.meet("tensor")
+    return str(error.value)
+
+
+def test_a_rank_that_does_not_come_is_named_when_groups_meet() -> None:
+    alone = World()
+    for message in [found for found in alone.run(4, meet_without_rank_1) if found]:
+        assert "rank 1: in no call of meshstep" in message
+    alone.close()
+
+
+def test_one_rank_meets_nobody() -> None:
+    ProcessGroupRegistry(Topology(data=1)).meet("data")
+    with pytest.raises(ValueError, match="unknown axis 'tensor'"):
+        ProcessGroupRegistry(Topology(data=1)).meet("tensor")
+
+
 def bad_topologies() -> None:
     for topology, message in (
         (Topology(data=2, tensor=4), r"has 8 ranks but the world has 4.*multiply to 4: write data=1 or tensor=2"),

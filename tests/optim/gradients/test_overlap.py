@@ -127,7 +127,7 @@ def test_experts_are_reduced_in_backward_and_what_crosses_their_axis_is_not(worl
 
 
 class Rows(nn.Module):
-    """Row 0 has a bias that row 1 hasn't, so that the ranks of a column have different parameters."""
+    """Row 0 has a bias that row 1 hasn't, and most of a vector, so that the ranks of a column have different parameters."""
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()
@@ -135,8 +135,8 @@ class Rows(nn.Module):
         self.ln, self.linear = nn.LayerNorm(4096), nn.Linear(4096, 8, bias=False)
         if registry.coordinate["row"] == 0:
             self.bias = nn.Parameter(torch.zeros(8))
-            self.wide = nn.Parameter(torch.zeros(4096))
-        declare(self, {"ln.*": P(), "linear.weight": P(), "*": P(owned={"row": 0})})
+        self.wide = nn.Parameter(torch.zeros(8 if registry.coordinate["row"] else 4096))
+        declare(self, {"ln.*": P(), "linear.weight": P(), "wide": P("row"), "*": P(owned={"row": 0})})
 
 
 def train_rows(overlap: bool, mixed: bool) -> Tensor:

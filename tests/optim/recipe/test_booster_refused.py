@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -70,6 +71,66 @@ def other_schedule() -> Any:
 def test_wrong_arguments(kind: type[Exception], changes: Callable[[], dict[str, Any]], message: str) -> None:
     with pytest.raises(kind, match=message):
         boost(**changes())
+
+
+CUDA = torch.device("cuda", 3)
+
+
+def adagrad() -> dict[str, Any]:
+    model = classifier()
+    return {"model": model, "optimizer": torch.optim.Adagrad(model.parameters())}  # which has state from the beginning
+
+
+def without_elements() -> dict[str, Any]:
+    model = classifier().to("meta")
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            adagrad,
+            r"the model is on cpu, and the optimizer has state there already: call model.to\(registry.device\), which ",
+        ),
+        (without_elements, r"0.weight is on the meta device and has no elements: call model.to_empty\(device="),
+    ],
+)
+def test_what_cannot_move_to_the_gpu(changes: Callable[[], dict[str, Any]], message: str) -> None:
+    given = changes()
+    before = [param.device for param in given["model"].parameters()]
+    with mock.patch.object(ProcessGroupRegistry, "device", CUDA), pytest.raises(ValueError, match=message):
+        boost(**given)
+    assert [param.device for param in given["model"].parameters()] == before
+
+
+def test_new_parameters_on_the_gpu_would_not_be_the_optimizers() -> None:
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        with (
+            mock.patch.object(ProcessGroupRegistry, "device", CUDA),
+            pytest.raises(
+                ValueError, match=r"set_overwrite_module_params_on_conversion is set.*call model.to\(registry.dev"
+            ),
+        ):
+            boost()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+def test_a_model_that_is_not_on_the_registrys_gpu_is_moved_there() -> None:
+    class Moved(Exception):
+        pass
+
+    def move(model: nn.Module, device: torch.device) -> None:
+        raise Moved(device)
+
+    with (
+        mock.patch.object(ProcessGroupRegistry, "device", CUDA),
+        mock.patch.object(nn.Module, "to", move),
+        pytest.raises(Moved, match=r"type='cuda', index=3|cuda:3"),
+    ):
+        boost()
 
 
 def test_a_schedule_needs_its_optimizer() -> None:

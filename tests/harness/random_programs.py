@@ -1,0 +1,321 @@
+"""Models and steps drawn at random, on a mesh drawn at random, for the order in which ranks talk: every layer, gradients
+that some ranks lack, whole and sharded states, reduction in the step and while backward runs, norms, checks, checkpoints.
+
+Each pipeline stage has layers of its own and works by itself: what stages send each other is not this library's.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import zlib
+from dataclasses import dataclass
+from math import inf, prod
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from hypothesis import strategies as st
+from meshstep.optim import Bf16Wire, ByGroup, ByNorm, Measure, ParallelOptimizer, Reduce, Sharded, save_checkpoint
+from meshstep.optim.gradients import sync as gradient_sync
+from meshstep.optim.norm.replicas import ReplicaCheck
+from meshstep.parallel import (
+    ColumnParallelLinear,
+    Embedding2D,
+    LayerNorm1D,
+    LayerNorm2D,
+    Linear2D,
+    P,
+    ProcessGroupRegistry,
+    RowParallelLinear,
+    Topology,
+    VocabParallelEmbedding,
+    annotate,
+    copy_to,
+    declare,
+    reduce_from,
+)
+from recorded_ranks import Program, programs_of
+from torch import Tensor, nn
+from zero_models import small_buckets
+
+WIDTH, BATCH = 12, 2
+MOST_RANKS = 24
+_ROLES: dict[str, Any] = {"expert": "data"}
+_SIZES = {"pipe": (2, 3), "data": (2, 3, 4), "replica": (2,), "expert": (2, 3), "tensor": (2, 3, 4)}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A mesh, and all else by a seed.
+
+    Args:
+        axes: Names and sizes, in order.
+        asks: Whether ranks ask for groups on their own, each for some in an order of its own; or all meet first.
+        meets: Whether groups meet when the optimizer has been made, as over NCCL.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    seed: int
+    asks: bool
+    meets: bool
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(
+            roles={axis: role for axis, role in _ROLES.items() if axis in dict(self.axes)}, **dict(self.axes)
+        )
+
+    @property
+    def saves(self) -> bool:
+        """Whether there is a checkpoint, which can't have pieces of unequal sizes."""
+        return self.rng("saved").random() < 0.1
+
+    @property
+    def one_at_a_time(self) -> bool:
+        """Whether a device that runs one collective at a time is enough. With `Reduce(overlap=True)` gradients travel while
+        the model still meets, and nothing waits for them: that takes two, where ranks that meet lack other gradients, or
+        have buckets of other sizes.
+        """
+        return "data_parallel" not in options_of(self) or not ("expert" in dict(self.axes) or self.is_uneven)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether there may be pieces of unequal sizes."""
+        return "tensor" in dict(self.axes) and not self.saves
+
+    def rng(self, *key: object) -> random.Random:
+        """Numbers that are the same on all ranks that give the same key."""
+        return random.Random(zlib.crc32(repr((self.seed, *key)).encode()))
+
+
+def drawn_of(number: int) -> Drawn:
+    rng = random.Random(number)
+    while True:
+        kinds = rng.sample([*_SIZES, "grid"], rng.randint(1, 4))
+        axes = [(kind, rng.choice(_SIZES[kind])) for kind in kinds if kind != "grid"]
+        if "grid" in kinds:
+            axes += [("row", 2), ("col", 2)]
+        rng.shuffle(axes)
+        if len(axes) <= 4 and prod(size for _, size in axes) <= MOST_RANKS:
+            return Drawn(tuple(axes), number, asks=rng.random() < 0.5, meets=rng.random() < 0.5)
+
+
+DRAWN = st.integers(0, 2**32 - 1).map(drawn_of)
+
+# The model --------------------------------------------------------------------------------------------------------------
+
+
+class Split1D(nn.Module):
+    """[.., WIDTH] -> [.., WIDTH], through a column and a row layer, and a norm whose gradient is a term of a sum."""
+
+    def __init__(self, registry: ProcessGroupRegistry, sequence: bool) -> None:
+        super().__init__()
+        self.norm = LayerNorm1D(WIDTH, sequence_parallel=sequence)
+        self.up = ColumnParallelLinear(WIDTH, 2 * WIDTH, registry, sequence_parallel=sequence)
+        self.down = RowParallelLinear(2 * WIDTH, WIDTH, registry, sequence_parallel=sequence)
+
+    def forward(self, scale: Tensor) -> Tensor:
+        out: Tensor = self.down(self.up(self.norm(scale * torch.ones(BATCH, 2, WIDTH))))
+        return out.sum()
+
+
+class Words1D(nn.Module):
+    """Some words' vectors, from a table that is split by words."""
+
+    def __init__(self, registry: ProcessGroupRegistry) -> None:
+        super().__init__()
+        self.table = VocabParallelEmbedding(WIDTH, 4, registry)
+
+    def forward(self, scale: Tensor) -> Tensor:
+        out: Tensor = self.table(torch.arange(3)[None])
+        return (out * scale).sum()
+
+
+class Split2D(nn.Module):
+    """A block of [BATCH, WIDTH], through two layers of a grid and a norm."""
+
+    def __init__(self, registry: ProcessGroupRegistry, biases: list[Any]) -> None:
+        super().__init__()
+        self.norm = LayerNorm2D(WIDTH, registry)
+        self.up, self.down = (Linear2D(WIDTH, WIDTH, registry, bias=bias) for bias in biases)
+
+    def forward(self, scale: Tensor) -> Tensor:
+        out: Tensor = self.down(self.up(self.norm(scale * torch.ones(1, 2, WIDTH // 2))))
+        return out.sum()
+
+
+class Words2D(nn.Module):
+    def __init__(self, registry: ProcessGroupRegistry) -> None:
+        super().__init__()
+        self.table = Embedding2D(WIDTH, WIDTH, registry)
+
+    def forward(self, scale: Tensor) -> Tensor:
+        out: Tensor = self.table(torch.arange(2)[None])
+        return (out * scale).sum()
+
+
+class Vector(nn.Module):
+    """A parameter as its spec says, in no layer."""
+
+    def __init__(self, registry: ProcessGroupRegistry, spec: P, numel: int) -> None:
+        super().__init__()
+        if spec.holds(registry.coordinate, registry.topology):
+            self.weight = nn.Parameter(torch.ones(numel))
+            annotate(self.weight, spec)
+
+    def forward(self, scale: Tensor) -> Tensor:
+        weight = getattr(self, "weight", None)
+        return scale if weight is None else (weight * scale).sum()
+
+
+class Experts(nn.Module):
+    """One on each rank of an axis, which all meet before and after; it has nothing to do where ``tokens`` says so."""
+
+    def __init__(self, registry: ProcessGroupRegistry) -> None:
+        super().__init__()
+        self.registry, self.tokens = registry, True
+        self.weight = nn.Parameter(torch.ones(6))
+        annotate(self.weight, P("expert"))
+
+    def forward(self, scale: Tensor) -> Tensor:
+        taken = copy_to(scale, self.registry, "expert")
+        return reduce_from((taken * self.weight).sum() if self.tokens else taken, self.registry, "expert")
+
+
+def layers_of(drawn: Drawn, registry: ProcessGroupRegistry) -> dict[str, nn.Module]:
+    """Of this rank's stage; by names, one order of which all ranks of the stage have."""
+    topology, stage = registry.topology, registry.coordinate.get("pipe")
+    rng, made = drawn.rng("layers", stage), dict[str, nn.Module]()
+    kinds = ["plain", "plain", "vector", *("owned" for axis in topology.model_axes)]
+    kinds += ["1d", "1d", "words 1d", "terms"] if "tensor" in topology.axes else []
+    kinds += ["uneven"] if drawn.is_uneven else []
+    kinds += ["2d", "2d", "words 2d"] if "row" in topology.axes else []
+    kinds += ["experts", "experts"] if "expert" in topology.axes else []
+    for index, kind in enumerate(rng.choices(kinds, k=rng.randint(1, 5))):
+        made[f"{stage} {index} {kind}"] = _layer(kind, registry, rng)
+    if stage is not None and drawn.rng("tied").random() < 0.5:
+        tied = P(tied={"pipe": (0, -1)})
+        if tied.holds(registry.coordinate, topology):
+            made["tied"] = Vector(registry, tied, 7)
+    return made
+
+
+def _layer(kind: str, registry: ProcessGroupRegistry, rng: random.Random) -> nn.Module:
+    topology = registry.topology
+    if kind == "1d":
+        return Split1D(registry, sequence=topology.size("tensor") == 2 and rng.random() < 0.5)
+    if kind == "words 1d":
+        return Words1D(registry)
+    if kind == "2d":
+        return Split2D(registry, rng.choices(["column", "all", "row0", None], k=2))
+    if kind == "words 2d":
+        return Words2D(registry)
+    if kind == "experts":
+        return Experts(registry)
+    if kind == "uneven":  # without a last piece, where there are more pieces than elements
+        numel, of = rng.choice([3, 50]), topology.size("tensor")
+        return Vector(registry, P("tensor"), numel // of + (registry.rank("tensor") < numel % of))
+    if kind == "terms":
+        return Vector(registry, P(partial="tensor"), 5)
+    if kind == "owned":
+        axis = rng.choice(topology.model_axes)
+        return Vector(registry, P(owned={axis: rng.randrange(topology.size(axis))}), 9)
+    if kind == "vector":
+        return Vector(registry, P(), rng.choice([3, 40]))
+    plain = nn.Sequential(nn.Linear(4, rng.choice([1, 8])))
+    declare(plain, {"*": P()})
+    return _Plain(plain)
+
+
+class _Plain(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, scale: Tensor) -> Tensor:
+        out: Tensor = self.layer(scale * torch.ones(BATCH, 4))
+        return out.sum()
+
+
+# The run ----------------------------------------------------------------------------------------------------------------
+
+
+def options_of(drawn: Drawn) -> dict[str, Any]:
+    rng, topology = drawn.rng("options"), drawn.topology
+    norm_type = rng.choice([1.0, 2.0, 2.0, inf])
+    options: dict[str, Any] = {
+        "max_norm": rng.choice([None, ByNorm(0.5), ByGroup((0.5,))]),
+        "measure": Measure(
+            norm_type=norm_type,
+            reduction=rng.choice(["packed", "per_group"]),
+            per_parameter=rng.random() < 0.3,
+            check_replicas=rng.choice([True, False]),
+        ),
+    }
+    exchange = rng.choice([None, Bf16Wire()])
+    states = rng.choice(["whole", "overlap", "overlap", "zero1", "zero2", "zero2"])
+    sharded_over = [axis for axis in topology.axes if axis not in topology.pipe_axes]
+    if states == "overlap":
+        options["data_parallel"] = Reduce(overlap=True, exchange=exchange)
+    elif states != "whole" and sharded_over:
+        axis = rng.choice(sharded_over)
+        options["states"] = Sharded(axis, gradients=states == "zero2", exchange=exchange)
+    return options
+
+
+def run(drawn: Drawn, directory: str) -> None:
+    """On one rank: a few steps, and the end."""
+    registry = ProcessGroupRegistry(drawn.topology)
+    topology, rank = registry.topology, registry.global_rank
+    wanted = [
+        tuple(drawn.rng("wanted", index).sample(topology.axes, 1 + index % len(topology.axes))) for index in range(3)
+    ]
+    if not drawn.asks:
+        registry.meet(*wanted)
+    for axes in drawn.rng("asked", rank).sample(wanted, len(wanted)):  # in an order of its own
+        registry.group(*axes)
+    model = nn.ModuleDict(layers_of(drawn, registry))
+    adamw = torch.optim.AdamW([{"params": [*model.named_parameters()]}], fused=True)
+    micro_batches = drawn.rng("micro").randint(1, 2)
+    optimizer = ParallelOptimizer(adamw, registry, accumulation_steps=micro_batches, **options_of(drawn))
+    if drawn.meets:
+        registry.meet(*optimizer._clipping.plan.groups(optimizer._setup.measure.reduction))
+    for step in range(2):
+        for micro in range(micro_batches):
+            optimizer.backward(_loss(drawn, model, registry, step, micro))
+        stats = optimizer.step()
+        assert stats is not None
+        optimizer.zero_grad()
+    if drawn.saves:
+        save_checkpoint(Path(directory), model, optimizer)
+    registry.close()
+
+
+def _loss(drawn: Drawn, model: nn.ModuleDict, registry: ProcessGroupRegistry, step: int, micro: int) -> Tensor:
+    """Through some of the layers; the same ones on all ranks that meet in them."""
+    loss = torch.ones((), requires_grad=True)
+
+    def is_used(name: str, *axes: str) -> bool:
+        where = [registry.coordinate[axis] for axis in axes]
+        return not (step or micro) or drawn.rng("used", name, step, micro, where).random() < 0.8
+
+    data = registry.topology.data_axes
+    for name, layer in model.items():
+        if isinstance(layer, Experts):
+            layer.tokens = is_used(f"{name}'s weight", *data)
+        if is_used(name, *(axis for axis in data if axis != "expert" or not isinstance(layer, Experts))):
+            loss = layer(loss * 0.5 + 1.0)
+    return loss
+
+
+def recorded(drawn: Drawn) -> list[Program]:
+    """What each rank does."""
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        small_buckets(100),
+        mock.patch.object(gradient_sync, "BUCKET_BYTES", 100),
+        mock.patch.object(ReplicaCheck, "mismatches", return_value=[]),  # sums that nobody made
+    ):
+        return programs_of(drawn.topology.world_size, lambda: run(drawn, directory))

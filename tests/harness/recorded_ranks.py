@@ -1,0 +1,233 @@
+"""All ranks of a world as threads of one process, over a backend that sends nothing and keeps a record.
+
+What a rank does to its process groups is recorded where torch asks the backend for it, whoever asked torch: groups made,
+collectives, groups destroyed. Objects that ranks gather do travel, or ranks could not agree on anything. Tensors don't: a
+rank sees its own in the others' place, which is enough where no collective depends on what is in one.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from meshstep.parallel.mesh import local_group
+from meshstep.parallel.mesh import registry as registry_module
+from torch import Tensor
+from torch._C import _distributed_c10d
+from torch.distributed import distributed_c10d
+from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
+from torch.utils._pytree import tree_leaves
+
+BACKEND = "recording"
+PATIENCE = 20.0  # of a rank that waits for others' objects, in seconds
+_GATHERS = ("allgather", "all_gather_single", "_allgather_base")
+_SCATTERS = ("reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base")
+_COLLECTIVES = (
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "barrier", "alltoall", "all_to_all_single"),
+    *("gather", "scatter", *_GATHERS, *_SCATTERS),
+)
+Kind = Literal["make", "collective", "wait", "destroy"]
+
+
+class Event(NamedTuple):
+    """What a rank asks a backend for.
+
+    Args:
+        group: Its name, the same on all members.
+        members: Their global ranks.
+        what: The collective and its numbers of elements, which must be the same on all members.
+        number: Of the collective among this rank's, which a "wait" is for.
+    """
+
+    kind: Kind
+    group: str
+    members: tuple[int, ...]
+    what: str = ""
+    number: int = -1
+
+
+Program = list[Event]
+
+
+@dataclass
+class _Exchange:
+    """Objects on their way between threads."""
+
+    arrived: threading.Condition = field(default_factory=threading.Condition)
+    said: dict[tuple[str, int], dict[int, Any]] = field(default_factory=dict)
+    failed: bool = False
+
+    def gather(self, key: tuple[str, int], rank: int, value: Any, size: int) -> list[Any]:
+        """What all of ``size`` ranks say, by rank."""
+        with self.arrived:
+            said = self.said.setdefault(key, {})
+            said[rank] = value
+            self.arrived.notify_all()
+            if not self.arrived.wait_for(lambda: self.failed or len(said) == size, PATIENCE) or self.failed:
+                raise RuntimeError(f"rank {rank} waits for what others say in vain; {sorted(said)} of {size} came")
+            return [said[other] for other in range(size)]
+
+
+class _OfThread(threading.local):
+    program: Program
+    exchange: _Exchange
+    started = 0
+
+
+_thread = _OfThread()
+_one_at_a_time = threading.Lock()  # to make a group changes torch, and the environment of the process, for a moment
+
+
+class _Group(dist.ProcessGroup):
+    """A process group of one rank's thread."""
+
+    def __init__(self, rank: int, size: int, name: str, members: tuple[int, ...]) -> None:
+        super().__init__(rank, size)
+        self.own_rank, self.own_size, self.of, self.members, self.gathers = rank, size, name, members, 0
+
+    def note(self, kind: Kind, what: str = "", number: int = -1) -> None:
+        _thread.program.append(Event(kind, self.of, self.members, what, number))
+
+    def start(self, what: str) -> _Work:
+        """A collective."""
+        _thread.started += 1
+        self.note("collective", what, _thread.started)
+        return _Work(self, _thread.started)
+
+    def rank(self) -> int:
+        return self.own_rank
+
+    def size(self) -> int:
+        return self.own_size
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self.of
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def shutdown(self) -> None:
+        self.note("destroy")
+
+
+class _Work(dist.Work):
+    """Of a collective; it has been done."""
+
+    def __init__(self, group: _Group, number: int) -> None:
+        super().__init__()
+        self.group, self.number = group, number
+
+    def wait(self, *_: object) -> bool:
+        self.group.note("wait", number=self.number)
+        return True
+
+
+def _recorded(name: str) -> Callable[..., Any]:
+    def collective(self: _Group, *args: Any, **_: Any) -> Any:
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        work = self.start(f"{name} of {[tensor.numel() for tensor in tensors]}")
+        if name in _GATHERS:
+            *parts, own = tensors
+            for part in parts:
+                part.view(-1, own.numel()).copy_(own.flatten().expand(part.numel() // own.numel(), -1))
+        elif name in _SCATTERS:
+            own, *parts = tensors
+            own.copy_(parts[0].flatten()[: own.numel()].view_as(own))
+        return work
+
+    return collective
+
+
+for _name in _COLLECTIVES:
+    setattr(_Group, _name, _recorded(_name))
+
+
+def _make(options: Any, _: object) -> _Group:
+    members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    group = _Group(options.group_rank, options.group_size, options.group_id, members)
+    group.note("make")
+    return group
+
+
+def _gather_objects(values: list[Any], value: Any, group: Any = None) -> None:
+    """`torch.distributed.all_gather_object`."""
+    found: Any = dist.group.WORLD if group is None else group
+    found.gathers += 1
+    for what in ("sizes", "objects"):
+        found.start(what).wait()
+    key = (found.of, found.gathers)
+    values[:] = _thread.exchange.gather(key, found.own_rank, value, found.own_size)
+
+
+@contextmanager
+def _threads_are_ranks() -> Iterator[None]:
+    make_group = local_group.new_local_group
+
+    def make_alone(*args: Any, **kwargs: Any) -> dist.ProcessGroup:
+        with _one_at_a_time:
+            return make_group(*args, **kwargs)
+
+    if BACKEND.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu"])
+    hook, interval = sys.excepthook, sys.getswitchinterval()
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(distributed_c10d, "_world", ThreadLocalWorld()))
+        stack.enter_context(mock.patch.object(dist, "all_gather_object", _gather_objects))
+        stack.enter_context(mock.patch.object(registry_module, "new_local_group", make_alone))
+        stack.enter_context(mock.patch.object(registry_module, "answer_questions"))
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        _distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
+        sys.setswitchinterval(0.05)  # a thread goes on until it waits: nothing is gained by turns
+        try:
+            yield
+        finally:
+            sys.setswitchinterval(interval)
+            _distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
+            sys.excepthook = hook  # of which each rank put one on top
+
+
+def programs_of(world_size: int, run: Callable[[], object]) -> list[Program]:
+    """By rank, what ``run()`` makes it do from its own default process group on.
+
+    Raises:
+        AssertionError: It raised on some rank; the message has the first one's error, which is the cause.
+    """
+    store, exchange = _distributed_c10d.HashStore(), _Exchange()
+    programs: list[Program] = [[] for _ in range(world_size)]
+    errors: list[BaseException] = []
+
+    def rank_of(rank: int) -> None:
+        _thread.program, _thread.exchange = programs[rank], exchange
+        try:
+            with _one_at_a_time:
+                dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
+            run()
+            dist.destroy_process_group()
+        except BaseException as error:
+            errors.append(error)
+            with exchange.arrived:
+                exchange.failed = True
+                exchange.arrived.notify_all()
+
+    with _threads_are_ranks():
+        threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise AssertionError(f"a rank raised {errors[0]!r}") from errors[0]
+    return programs
+
+
+def of_kind(programs: Sequence[Program], *kinds: Kind) -> list[Program]:
+    """What is of these kinds."""
+    return [[event for event in program if event.kind in kinds] for program in programs]

@@ -1,0 +1,164 @@
+"""No order in which ranks make groups, and talk in them, is one in which they could wait for each other for ever.
+
+Whole steps on random meshes, recorded on all ranks and then run on backends that are stricter than NCCL; see `deadlocks`.
+Random cases, as many as the profile says: MESHSTEP_TEST_PROFILE=many runs about a thousand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from deadlocks import eager, lazy, of_kind, serial, stuck, two_at_a_time
+from hypothesis import given, settings
+from meshstep.optim import Measure, ParallelOptimizer, Sharded
+from meshstep.optim.gradients.bucket import reduce_all
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, copy_to, reduce_from
+from properties import WITHOUT_SHRINKING, number_of_cases
+from random_programs import DRAWN, Drawn, drawn_of, recorded
+from recorded_ranks import Event, Program
+from torch import nn
+from world import World
+from zero_models import small_buckets
+
+CASES = 60
+
+
+@settings(max_examples=number_of_cases(CASES), phases=WITHOUT_SHRINKING)
+@given(DRAWN)
+def test_no_order_can_deadlock(drawn: Drawn) -> None:
+    programs = recorded(drawn)
+    strict = [serial, *([] if drawn.asks else [eager])] if drawn.one_at_a_time else []
+    for backend in (lazy, two_at_a_time, *strict):
+        assert backend(programs) is None, f"{backend.__name__}: {backend(programs)}"
+
+
+def step_with_gaps(gaps: str) -> list[float]:
+    """In backward the gradients come before two ranks meet in the model; in the second step some lack these, some those."""
+    axis, roles = ("expert", {"expert": "data"}) if gaps == "experts" else ("tensor", {})
+    topology = Topology(roles=roles, data=2, **{axis: 2})  # type: ignore[arg-type]
+    with ProcessGroupRegistry(topology, timeout=timedelta(seconds=10)) as registry, small_buckets(16):
+        data, model = registry.coordinate["data"], registry.coordinate[axis]
+        if gaps == "uneven pieces":  # after copies, and used where those are not
+            specs, sizes = [P()] * 4 + [P("tensor")] * 4, [4] * 4 + [0 if model else 4] * 4
+            used = [index // 4 == data for index in range(8)]
+        else:
+            specs, sizes = [P(owned={axis: model}) if gaps == "owners" else P()] * 4, [4] * 4
+            used = [data == model] * 4
+        params = [nn.Parameter(torch.ones(size)) for size in sizes]
+        for index, (param, spec) in enumerate(zip(params, specs, strict=True)):
+            annotate(param, spec, f"{index} of {model if spec.owned else 'all'}")
+        sgd = torch.optim.SGD([{"params": params}], lr=0.5, fused=True)
+        optimizer = ParallelOptimizer(sgd, registry, states=Sharded("data", gradients=True))
+        for uses in ([True] * len(params), used):
+            met = reduce_from(copy_to(torch.ones((), requires_grad=True), registry, axis), registry, axis)
+            terms = [(met * param).sum() for param, use in zip(params, uses, strict=True) if use]
+            optimizer.backward(met + sum(terms))
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param[0].item() for param in params if param.numel()]
+
+
+@pytest.mark.parametrize("gaps", ["experts", "owners", "uneven pieces"])
+def test_gradients_that_come_on_some_ranks_only_stop_nobody(world: World, gaps: str) -> None:
+    """Of experts that see other samples, of parameters that peers don't have, and of those of which peers have more."""
+    # The gradient is 2, and then, with zeros of those that lack it, 1.
+    for found in world.run(4, step_with_gaps, gaps):
+        assert found == [1.0 - 0.5 * 2.0 - 0.5 * 1.0] * len(found)
+
+
+# What the order rests on ----------------------------------------------------------------------------------------------
+
+
+class Noted:
+    """A bucket of nothing, which writes down what becomes of it."""
+
+    def __init__(self, name: str, group: Any, log: list[str]) -> None:
+        self.name, self.group, self.log = name, group, log
+        self.params: list[torch.Tensor] = []
+
+    def start(self) -> Callable[[], None]:
+        self.log.append(f"start {self.name}")
+        return lambda: self.log.append(f"finish {self.name}")
+
+
+def test_sums_over_one_group_are_finished_before_those_over_the_next_begin() -> None:
+    log: list[str] = []
+    one, other = object(), object()
+    reduce_all([Noted("a", one, log), Noted("b", one, log), Noted("c", other, log), Noted("d", None, log)])
+    assert log == [f"{what} {name}" for names in ("ab", "c", "d") for what in ("start", "finish") for name in names]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, (("tensor",),)), ({"measure": Measure(reduction="per_group")}, (("data", "tensor"), ("tensor",)))],
+)
+def test_groups_of_an_optimizer_meet_when_it_is_made_over_nccl(
+    world: World, options: dict[str, Any], expected: tuple[object, ...]
+) -> None:
+    assert world.run(4, met_by_optimizer, options, True) == [[expected]] * 4
+    assert world.run(4, met_by_optimizer, options, False) == [[]] * 4
+
+
+def met_by_optimizer(options: dict[str, Any], over_nccl: bool) -> list[tuple[object, ...]]:
+    met: list[tuple[object, ...]] = []
+    with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
+        params = [nn.Parameter(torch.ones(4)) for _ in range(3)]
+        for param, spec in zip(params, (P(), P("tensor"), P(("data", "tensor"))), strict=True):
+            annotate(param, spec)
+        device = torch.device("cuda", 0) if over_nccl else torch.device("cpu")
+        with (
+            mock.patch.object(ProcessGroupRegistry, "device", device),
+            mock.patch.object(ProcessGroupRegistry, "meet", lambda _, *groups: met.append(groups)),
+        ):
+            ParallelOptimizer(torch.optim.SGD(params), registry, **options)
+    return met
+
+
+# Negative controls ------------------------------------------------------------------------------------------------------
+
+
+def test_groups_made_in_the_order_of_first_use_would_deadlock_if_making_them_were_a_meeting() -> None:
+    """What torch 2.15 does over NCCL unless it is told not to; `meet` is safe there too."""
+    ask = [replace(drawn_of(number), asks=True) for number in range(8)]
+    made = [[of_kind(program, "make") for program in recorded(drawn)] for drawn in ask]
+    assert sum(stuck(programs) is not None for programs in made) >= 3
+    for drawn in ask:
+        assert eager(recorded(replace(drawn, asks=False))) is None
+
+
+def of_pair(*groups: str) -> Program:
+    return [Event("collective", group, (0, 1), "allreduce") for group in groups]
+
+
+def test_two_groups_in_opposite_orders_deadlock_where_one_collective_runs_at_a_time() -> None:
+    opposite = [of_pair("a", "b"), of_pair("b", "a")]
+    assert serial(opposite) == f"[0] in {opposite[0][0]}; [1] in {opposite[1][0]}"
+    assert lazy(opposite) is not None
+    assert serial([of_pair("a", "b")] * 2) is None
+
+
+def test_a_wait_in_the_middle_deadlocks_though_two_run_at_a_time() -> None:
+    """One starts `beside`, and waits for it before the collective that the other comes to first."""
+
+    def program(*events: tuple[str, str]) -> Program:
+        numbers = {"beside": 1, "course": 2}
+        return [Event(kind, group, (0, 1), number=numbers[group]) for kind, group in events]  # type: ignore[arg-type]
+
+    course = [("collective", "course"), ("wait", "course")]
+    early = program(("collective", "beside"), *course, ("wait", "beside"))
+    waiting = program(("collective", "beside"), ("wait", "beside"), *course)
+    late = program(*course, ("collective", "beside"), ("wait", "beside"))
+    assert two_at_a_time([early, late]) is None
+    assert serial([early, late]) is not None
+    assert two_at_a_time([waiting, late]) is not None
+
+
+def test_members_in_different_collectives_are_seen() -> None:
+    with pytest.raises(AssertionError, match="members of a meet in"):
+        serial([of_pair("a"), [Event("collective", "a", (0, 1), "broadcast")]])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from ...parallel.layout.pieces import Region
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..gradients.in_place import is_complete, mark_complete, scale_gradients
+from ..norm.constants import Constants
 from ..norm.global_norm import GlobalNorm, Level, Norms
 from ..norm.measure import Measure
 from ..norm.plan import ReductionPlan
@@ -99,6 +101,7 @@ class Clipping:
         self.thresholds, self.optimizer = thresholds, optimizer
         self._regions, self._checks = list(regions), list(checks)
         self._measurers: dict[Needs, GlobalNorm] = {}
+        self._constants = Constants()
 
     def replan(self, plan: ReductionPlan) -> None:
         """The same plan, of which more is known now."""
@@ -124,23 +127,21 @@ class Clipping:
         inverse = divisor.inverse(norms.extra)
         if inverse is not None:
             inverse = inverse.to(norms.total)
-            norms = norms._replace(
-                total=norms.total * inverse,
-                groups=norms.groups * inverse,
-                parameters=norms.parameters * inverse,
-                units=norms.units * inverse,
-            )
-        finite, one, past = norms.total.isfinite(), torch.ones_like(norms.total), None
+            norms = norms.times(inverse)
+        finite, past = norms.total < inf, None  # not where it is NaN
         if divisor.is_missing is not None:
             past = divisor.is_missing(norms.extra) & (norms.total != 0)  # states are also made by gradients of zeros
             finite = finite & ~past
         factors = None if clip is None else clip.factors(norms)
-        coef, factor = one, inverse
-        level: Level = "total"
-        if clip is not None and factors is not None:
-            coef = torch.where(finite, clip.shown(factors, norms), one)
-            factors = torch.where(finite, factors, one)
-            factor, level = factors if inverse is None else factors * inverse, clip.level
+        factor, level = inverse, Needs.level
+        if clip is None or factors is None:
+            coef = torch.ones_like(norms.total)
+        else:
+            one, shown = self._one(norms.total), clip.shown(factors, norms)
+            coef = safe = torch.where(finite, factors, one)
+            if shown is not factors:
+                coef = torch.where(finite, shown, one)
+            factor, level = safe if inverse is None else safe * inverse, clip.level
         if factor is not None and (now or level != "total" or (clip is not None and clip.in_place)):
             self._multiply_(needs, level, factor)
             factor = None
@@ -150,12 +151,15 @@ class Clipping:
         stats = GradStats(
             total_norm=norms.total,
             clip_coef=coef,
-            found_inf=finite.logical_not().float(),
+            found_inf=torch.logical_not(finite, out=torch.empty((), dtype=torch.float32, device=finite.device)),
             group_norms=norms.groups,
             loss_scale=None if divisor.loss_scale is None else divisor.loss_scale.clone(),
             parameter_norms=dict(zip(names, norms.parameters.unbind(), strict=True)) if names else {},
         )
         return Verdict(stats, factor, past)
+
+    def _one(self, like: Tensor) -> Tensor:
+        return self._constants("one", lambda: [1.0], like.dtype, like.device)[0]
 
     def _with_thresholds(self, clip: Clip | None, norm_type: float, slots: Tensor) -> Clip | None:
         """The rule, with the thresholds of single param groups in it."""

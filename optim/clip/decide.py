@@ -187,10 +187,13 @@ class Clipping:
         slots = [check.slots(None if index else gradients) for index, check in enumerate(self._checks)]
         norms = self._measurers[needs](gradients, torch.cat([extra, *slots]), weights)
         extra, *totals = norms.extra.split([len(extra), *(check.numel for check in self._checks)])
-        found = [check.mismatches(total) for check, total in zip(self._checks, totals, strict=True)]
+        total, *totals = (
+            torch.cat([norms.total.view(1), *totals]).cpu().split([1, *map(len, totals)])
+        )  # one read of all
         # A step that is skipped says nothing of copies yet: an overflow may be in one of them alone.
         first = self.measure.check_replicas == "first"
-        if not first or bool(norms.total.isfinite()):
+        if not first or bool(total.isfinite()):
+            found = (check.mismatches(sums) for check, sums in zip(self._checks, totals, strict=True))
             if mismatches := [mismatch for of_check in found for mismatch in of_check]:
                 raise ReplicaMismatchError(mismatches)
             self._checks = [] if first else self._checks

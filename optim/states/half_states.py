@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ...amp.optimizer_state import is_half_kept
-from ...amp.stochastic_rounding import BUCKET_NUMEL, stochastic_round_
+from ...amp.rounding import stochastic_round_
+from ...amp.stochastic_rounding import BUCKET_NUMEL
 from ...parallel.layout.annotation import Annotation, annotation_of
 from ...parallel.layout.spec import P
 from .elementwise import check_each_alone

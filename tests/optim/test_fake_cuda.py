@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import product
 from math import inf
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,10 +26,13 @@ from meshstep.optim import (
     Monitor,
     Offloaded,
     ParallelOptimizer,
+    ParameterEntry,
     PerParameter,
     Reduce,
+    ReductionPlan,
     Sharded,
 )
+from meshstep.optim.norm.replicas import ReplicaCheck
 from meshstep.optim.step.update import LAG, SkipMonitor
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from torch import nn
@@ -182,6 +187,58 @@ def test_a_step_that_is_captured_waits_for_no_event(monkeypatch: pytest.MonkeyPa
                     param.grad = torch.ones_like(param)
             optimizer.step()
         assert optimizer._skips._step == 3 * LAG
+
+
+def test_comparing_copies_in_every_step_is_one_wait_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of parameters and gradients, whole ones and pieces."""
+    looked_at: list[str] = []
+
+    def nonzero(tensor: torch.Tensor) -> SimpleNamespace:
+        looked_at.append(tensor.device.type)
+        return SimpleNamespace(tolist=list[Any])  # there are no elements
+
+    monkeypatch.setattr(torch.Tensor, "nonzero", nonzero)
+    options = {"measure": Measure(check_replicas=True), "max_norm": 0.5, "states": Sharded("data")}
+    for _, _, log in [steps(Topology(data=2, tensor=2), "bf16", options, count=count) for count in (1, 20)]:
+        assert len(log.waits) == 1
+        assert "optim/clip/decide.py" in log.waits[0]
+    assert set(looked_at) == {"cpu"}
+
+
+def test_hashes_of_copies_elsewhere_travel_together() -> None:
+    with fake_cuda(collectives_on=CPU) as logging:
+        on_cpu, on_gpu = ([torch.ones(5, device=device) for _ in range(10)] for device in (CPU, CUDA))
+        entries = [ParameterEntry(f"weight {index}", P(), (5,)) for index in range(20)]
+        plan = replace(
+            ReductionPlan.of(entries, Topology(data=2), 0),
+            parameter_names=tuple(entry.name for entry in entries),
+            parameter_slots=tuple(range(20)),
+        )
+        check = ReplicaCheck(plan, on_cpu + on_gpu, CUDA)
+        check.slots()
+        with logging() as log:
+            check.slots()
+        assert len(log.waits) == 1
+
+
+def test_gradients_that_come_and_go_and_have_several_dtypes_wait_for_nothing() -> None:
+    with fake_cuda(collectives_on=CPU) as logging:
+        dtypes = (torch.float32, torch.bfloat16, torch.float64)
+        params = [nn.Parameter(torch.ones(4, 3, device="cuda", dtype=dtypes[index % 3])) for index in range(9)]
+        groups: list[dict[str, Any]] = [{"params": params[:4]}, {"params": params[4:], "max_norm": 0.3}]
+        optimizer = ParallelOptimizer(
+            torch.optim.AdamW(groups, fused=True),
+            ProcessGroupRegistry(Topology()),
+            measure=Measure(check_replicas=False, per_parameter=True),
+        )
+        for step in range(1, 70):
+            with optimizer.window():
+                for index, param in enumerate(params):
+                    param.grad = torch.ones_like(param) if step & (1 << index) else None
+            with logging() as log:
+                optimizer.step()
+            optimizer.zero_grad()
+            assert step == 1 or log.waits == []
 
 
 def test_parameters_on_two_devices_are_an_error() -> None:

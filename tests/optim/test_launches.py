@@ -98,6 +98,14 @@ def test_what_is_decided_takes_few_kernels(mode: str, precision: Any, dtype: tor
     assert len(few.launches) <= decisions
 
 
+def test_to_round_stochastically_launches_a_draw_a_parameter_and_a_few_kernels_for_all() -> None:
+    """One generator a parameter, so that copies draw alike; everything else is done to all of them at once."""
+    few, many = (ours(count, Bf16(stochastic_rounding=True), torch.bfloat16).launches for count in (4, 100))
+    drawn = [name for name in many if "random" in name]
+    assert len(drawn) == 100
+    assert [name for name in few if "random" not in name] == [name for name in many if "random" not in name]
+
+
 if __name__ == "__main__":
     for count in (4, 100, 1000):
         found = {

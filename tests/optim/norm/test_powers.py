@@ -60,7 +60,7 @@ def test_a_gpu_sums_powers_in_float64(p: float, dtype: torch.dtype) -> None:
 
     with fake_cuda():
         grads = [torch.ones(shape, device="cuda", dtype=dtype) for shape in ((300, 500), (7,), (0, 2))]
-        with Sums():
+        with Sums():  # type: ignore[no-untyped-call]
             assert local_powers(grads, p).dtype == torch.float64
     assert set(sums) == {torch.float64}
 

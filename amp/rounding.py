@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .copies import copy_each_
+
+CACHED = 2**16  # elements that a CPU rounds at a time: what it works on stays in its cache
 
 
 @torch.no_grad()
@@ -33,21 +36,57 @@ def stochastic_round_(target: Tensor, source: Tensor, generator: torch.Generator
             f"rounding {tuple(source.shape)} {source.dtype} into {tuple(target.shape)} {target.dtype}; give a float32 "
             "source and a bfloat16 target of one shape"
         )
-    noise = draws([source], 1, iter([generator]))[0]
-    round_each_([target], [source], noise)
+    noise = _draws([source], 1, iter([generator]))[0]
+    _round_each_([target], [source], noise)
     return target
 
 
-def runs(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
-    """Parts of the list of at most so many elements, or one tensor."""
-    run: list[Tensor] = []
+class Drawn(NamedTuple):
+    """Tensors that draw from one generator, one after another.
+
+    Args:
+        generator: Seeds it; called when its turn has come.
+        pairs: (bfloat16 target, source) each, of one device.
+    """
+
+    generator: Callable[[], torch.Generator]
+    pairs: Sequence[tuple[Tensor, Tensor]]
+
+
+@torch.no_grad()
+def round_all_(everything: Iterable[Drawn], numel_at_once: int) -> None:
+    """`stochastic_round_` for all pairs: the same bits, and on a GPU one draw for each generator and a few kernels for all.
+
+    Args:
+        numel_at_once: Elements that are rounded together, at most, or one tensor. Temporary memory: 12 bytes of each, and 2
+            more for every pair of a generator.
+    """
+    together: dict[tuple[torch.device, int], list[Drawn]] = {}
+    for drawn in everything:
+        if len({source.shape for _, source in drawn.pairs}) == 1:
+            together.setdefault((drawn.pairs[0][0].device, len(drawn.pairs)), []).append(drawn)
+            continue
+        generator = drawn.generator()
+        for target, source in drawn.pairs:
+            stochastic_round_(target, source.float(), generator)
+    for (device, rounds), alike in together.items():
+        for run in _runs(alike, min(numel_at_once, CACHED) if device.type == "cpu" else numel_at_once):
+            noise = _draws([drawn.pairs[0][1] for drawn in run], rounds, (drawn.generator() for drawn in run))
+            for index, of_round in enumerate(noise):
+                targets, sources = zip(*(drawn.pairs[index] for drawn in run), strict=True)
+                _round_each_(targets, [source.float() for source in sources], of_round)
+
+
+def _runs(everything: Sequence[Drawn], numel_at_once: int) -> Iterator[list[Drawn]]:
+    run: list[Drawn] = []
     numel = 0
-    for tensor in tensors:
-        if run and numel + tensor.numel() > most:
+    for drawn in everything:
+        more = drawn.pairs[0][0].numel()
+        if run and numel + more > numel_at_once:
             yield run
             run, numel = [], 0
-        run.append(tensor)
-        numel += tensor.numel()
+        run.append(drawn)
+        numel += more
     if run:
         yield run
 
@@ -57,7 +96,7 @@ def _starts(tensors: Sequence[Tensor]) -> list[int]:
     return list(accumulate((-(-tensor.numel() // 64) * 64 for tensor in tensors), initial=0))
 
 
-def draws(tensors: Sequence[Tensor], rounds: int, generators: Iterator[torch.Generator | None]) -> Tensor:
+def _draws(tensors: Sequence[Tensor], rounds: int, generators: Iterator[torch.Generator | None]) -> Tensor:
     """[rounds, elements of the flat buffer] int16, uniform in [-2^15, 2^15): noise for so many lists of such tensors.
 
     Each tensor's generator, asked for when its turn has come, gives the noise of all rounds, one after another.
@@ -71,7 +110,7 @@ def draws(tensors: Sequence[Tensor], rounds: int, generators: Iterator[torch.Gen
     return drawn.view(torch.int16)
 
 
-def round_each_(targets: Sequence[Tensor], sources: Sequence[Tensor], noise: Tensor) -> None:
+def _round_each_(targets: Sequence[Tensor], sources: Sequence[Tensor], noise: Tensor) -> None:
     """Round float32 sources into bfloat16 targets, a few kernels for all.
 
     Args:

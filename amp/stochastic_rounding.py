@@ -9,6 +9,7 @@ Reference: Gupta et al. 2015, "Deep learning with limited numerical precision", 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -20,10 +21,9 @@ from ..parallel.layout.annotation import annotation_of, copy_annotation
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .copies import float32_of
 from .optimizer_state import is_half_kept, load_shared_numbers_exactly
-from .rounding import draws, round_each_, runs, stochastic_round_
+from .rounding import Drawn, round_all_
 
 BUCKET_NUMEL = 2**22
-CACHED = 2**16  # elements that a CPU rounds at a time: what it works on stays in its cache
 
 
 class StochasticRounding:
@@ -188,40 +188,22 @@ class StochasticRounding:
         return copies
 
     def _round_back(self, copies: Mapping[Tensor, Tensor]) -> None:
-        """All of one device together whose states have the same names and the parameters' shapes."""
-        together: dict[tuple[torch.device, tuple[str, ...]], list[Tensor]] = {}
-        for param, copy in copies.items():
-            kept = self._keep_states(param, copy)
-            if all(self.optimizer.state[param][key].shape == param.shape for key in kept):
-                together.setdefault((param.device, kept), []).append(param)
-                continue
-            generator = self._seeded_generator(param)
-            stochastic_round_(param, copy, generator)
-            for key in kept:
-                stochastic_round_(self.optimizer.state[param][key], self.optimizer.state[copy][key].float(), generator)
-        for (device, kept), params in together.items():
-            for part in runs(
-                params, min(self.bucket_numel // 4, CACHED if device.type == "cpu" else self.bucket_numel)
-            ):
-                generators = (self._seeded_generator(param) for param in part)
-                noise = draws(part, 1 + len(kept), generators)
-                round_each_(part, [copies[param] for param in part], noise[0])
-                for key, of_key in zip(kept, noise[1:], strict=True):
-                    values = [self.optimizer.state[copies[param]][key].float() for param in part]
-                    round_each_([self.optimizer.state[param][key] for param in part], values, of_key)
+        everything = [Drawn(partial(self._seeded_generator, p), self._pairs(p, copy)) for p, copy in copies.items()]
+        round_all_(everything, self.bucket_numel // 4)
 
-    def _keep_states(self, param: Tensor, copy: Tensor) -> tuple[str, ...]:
-        """Give ``param`` the states of its copy; those that are still to be rounded, by name."""
-        kept, state = [], self.optimizer.state.get(copy, {})
+    def _pairs(self, param: Tensor, copy: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """What is to be rounded: the parameter and its states, which ``param`` gets from its copy here."""
+        pairs, state = [(param, copy)], self.optimizer.state.get(copy, {})
         for key in sorted(state):  # replicas may have made theirs in different orders
             value = state[key]
             if is_half_kept(key, value, param):
-                kept.append(key)
-                before = self.optimizer.state[param].get(key)
-                half = before is not None and before.dtype == torch.bfloat16
-                value = before if half else torch.empty_like(value, dtype=torch.bfloat16)
+                kept = self.optimizer.state[param].get(key)
+                if kept is None or kept.dtype != torch.bfloat16:
+                    kept = torch.empty_like(value, dtype=torch.bfloat16)
+                pairs.append((kept, value))
+                value = kept
             self.optimizer.state[param][key] = value
-        return tuple(kept)
+        return pairs
 
     def _seeded_generator(self, param: Tensor) -> torch.Generator:
         if param.device not in self._generators:

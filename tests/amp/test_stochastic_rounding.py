@@ -143,11 +143,12 @@ def test_many_at_once_get_the_bits_of_one_after_another(bucket_numel: int) -> No
     shapes = ((5, 7), (64, 64), (3,), (), (0, 2), (2, 3, 5, 5), (1000,))
     params = [nn.Parameter(torch.randn(shape, generator=seeded(4)).to(BF16)) for shape in shapes]
     params[5].data = params[5].data.to(memory_format=torch.channels_last)
-    groups = [{"params": params[:3]}, {"params": params[3:], "amsgrad": True}]
+    groups: list[dict[str, Any]] = [{"params": params[:3]}, {"params": params[3:], "amsgrad": True}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
     rounding = StochasticRounding(optimizer, seed=3, bucket_numel=bucket_numel)
     copies = [nn.Parameter(param.detach().float()) for param in params]
-    plain = torch.optim.AdamW([{"params": copies[:3]}, {"params": copies[3:], "amsgrad": True}], lr=1e-2)
+    plain_groups: list[dict[str, Any]] = [{"params": copies[:3]}, {"params": copies[3:], "amsgrad": True}]
+    plain = torch.optim.AdamW(plain_groups, lr=1e-2)
     for step in range(3):
         for param, copy in zip(params, copies, strict=True):
             param.grad = torch.randn(param.shape, generator=seeded(step)).to(BF16)

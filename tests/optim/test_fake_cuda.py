@@ -189,6 +189,19 @@ def test_a_step_that_is_captured_waits_for_no_event(monkeypatch: pytest.MonkeyPa
         assert optimizer._skips._step == 3 * LAG
 
 
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "bf16, rounded"])
+@pytest.mark.parametrize("placed", [placed for placed in PLACED if placed != "half states"])
+def test_gradients_travel_in_few_kernels_however_many_there_are(placed: str, mode: str) -> None:
+    """Scaled, cast, packed into buckets and brought back."""
+    few, many = (
+        steps(Topology(data=2, tensor=2), mode, {**PLACED[placed], "max_norm": 1.0}, count=count)[-1]
+        for count in (2, 20)
+    )
+    planted = "aten.ones_like.default"  # a gradient
+    assert [name for name in few.launches if name != planted] == [name for name in many.launches if name != planted]
+    assert len(few.launches) < len(many.launches)
+
+
 def test_comparing_copies_in_every_step_is_one_wait_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of parameters and gradients, whole ones and pieces."""
     looked_at: list[str] = []
@@ -221,7 +234,9 @@ def test_hashes_of_copies_elsewhere_travel_together() -> None:
         assert len(log.waits) == 1
 
 
-def test_gradients_that_come_and_go_and_have_several_dtypes_wait_for_nothing() -> None:
+def test_gradients_that_come_and_go_and_have_several_dtypes_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In more steps than there are constants kept."""
+    monkeypatch.setattr(SkipMonitor, "_before", lambda monitor: (0, 0))  # it would read memory that is not there
     with fake_cuda(collectives_on=CPU) as logging:
         dtypes = (torch.float32, torch.bfloat16, torch.float64)
         params = [nn.Parameter(torch.ones(4, 3, device="cuda", dtype=dtypes[index % 3])) for index in range(9)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fake_cuda import Log, fake_cuda
 from meshstep.amp import Bf16, NaiveFp16
-from meshstep.optim import ByNorm, ByValue, Measure, ParallelOptimizer
+from meshstep.optim import ByNorm, ByValue, HalfStates, Measure, ParallelOptimizer
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from torch import nn
 
@@ -98,9 +98,16 @@ def test_what_is_decided_takes_few_kernels(mode: str, precision: Any, dtype: tor
     assert len(few.launches) <= decisions
 
 
-def test_to_round_stochastically_launches_a_draw_a_parameter_and_a_few_kernels_for_all() -> None:
+@pytest.mark.parametrize(
+    ("precision", "dtype", "options"),
+    [(Bf16(stochastic_rounding=True), torch.bfloat16, {}), ("fp32", torch.float32, {"states": HalfStates()})],
+    ids=["bf16", "half states"],
+)
+def test_to_round_stochastically_launches_a_draw_a_parameter_and_a_few_kernels_for_all(
+    precision: Any, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
     """One generator a parameter, so that copies draw alike; everything else is done to all of them at once."""
-    few, many = (ours(count, Bf16(stochastic_rounding=True), torch.bfloat16).launches for count in (4, 100))
+    few, many = (ours(count, precision, dtype, **options).launches for count in (4, 100))
     drawn = [name for name in many if "random" in name]
     assert len(drawn) == 100
     assert [name for name in few if "random" not in name] == [name for name in many if "random" not in name]

@@ -10,13 +10,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from properties import each_value_once, is_sample
+from properties import is_sample, sample
 from world import World
 
 torch.set_num_threads(1)
 
 # "oldest" is for a second run of the suite, on the oldest torch: what it looks for shows in any case, not in a rare one.
-# A fifth of the random cases, and of the listed ones what `properties.each_value_once` and `repetitions` leave. "many",
+# A fifth of the random cases, and of the listed ones what `properties.sample` and `repetitions` leave. "many",
 # seventeen times the cases, for one file: MESHSTEP_TEST_PROFILE=many pytest tests/optim/test_any_configuration.py
 for profile, examples in (("default", 100), ("oldest", 20), ("many", 1700)):
     settings.register_profile(
@@ -62,7 +62,7 @@ def world() -> Iterator[World]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest files first, the examples' (they train models), or one process works at the end while the other waits."""
     if is_sample():
-        chosen = set(each_value_once(items))
+        chosen = set(sample(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
     items.sort(key=lambda item: "examples" not in item.path.parts)

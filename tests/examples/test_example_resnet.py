@@ -34,7 +34,7 @@ def alone(world: World, folder: Path) -> torch.Tensor:
 
 def exact_curve(world: World, folder: Path, topology: str, *more: str) -> torch.Tensor:
     path = folder / "curve.csv"
-    flags = ["--sample", "--data", str(folder), "--float64", "--steps", "10", "--batch-size", "16", *more]
+    flags = ["--sample", "--data", str(folder), "--float64", "--steps", "10", "--batch-size", "8", *more]
     ranks = Topology.parse(topology).world_size
     world.run(ranks, train_example, "clip_resnet34", [*flags, "--curve", str(path)], topology)
     curve = read_curve(path)

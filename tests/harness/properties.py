@@ -32,6 +32,7 @@ from world import World
 C = TypeVar("C")
 Item = TypeVar("Item", bound=pytest.Item)
 WITHOUT_SHRINKING: Sequence[Phase] = (Phase.explicit, Phase.reuse, Phase.generate)
+CASES_OF_A_TEST = 4  # in a sample
 FAILURES = Path(__file__).parents[2] / ".hypothesis" / "cases"
 
 
@@ -91,11 +92,12 @@ def repetitions(values: Sequence[C], *key: object) -> Sequence[C]:
     return [values[zlib.crc32(repr(key).encode()) % len(values)]] if is_sample() else values
 
 
-def each_value_once(items: Sequence[Item]) -> list[Item]:
-    """Of each parametrised test so many cases that every value of every argument is in one; the other tests whole.
+def sample(items: Sequence[Item]) -> list[Item]:
+    """Of each parametrised test a few cases; the other tests whole.
 
-    Of a test with one argument that is all of them, of a product of several a few. Late ones are preferred: tests list
-    one process first and the layouts of many ranks last.
+    First so many that every value of every argument is in one: of a product of arguments a few. Late ones are preferred:
+    tests list one process first and the layouts of many ranks last. Of these `CASES_OF_A_TEST`, taken by a hash of their
+    names.
     """
     by_test: dict[str, list[tuple[Item, set[tuple[str, str]]]]] = {}
     for item in items:
@@ -105,8 +107,10 @@ def each_value_once(items: Sequence[Item]) -> list[Item]:
     chosen = []
     for cases in by_test.values():
         missing = {value for _, values in cases for value in values}
+        covering = []
         while missing:
             item, values = max(reversed(cases), key=lambda case: len(case[1] & missing))
-            chosen.append(item)
+            covering.append(item)
             missing -= values
+        chosen += sorted(covering, key=lambda item: zlib.crc32(item.nodeid.encode()))[:CASES_OF_A_TEST]
     return chosen

@@ -11,7 +11,7 @@ import properties
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from properties import each_value_once, number_of_cases, random_cases, repetitions
+from properties import CASES_OF_A_TEST, number_of_cases, random_cases, repetitions, sample
 from world import World, WorldError
 
 NUMBERS = st.lists(st.integers(0, 1000), max_size=4)
@@ -94,17 +94,26 @@ def item(test: str, **arguments: object) -> Any:
     return SimpleNamespace(nodeid=f"{test}[{arguments}]", callspec=SimpleNamespace(params=arguments))
 
 
-def test_a_sample_has_every_test_and_each_value_of_each_argument() -> None:
-    grid = [item("grid", layout=layout, mode=mode) for layout, mode in product("abc", range(4))]
-    line = [item("line", mode=mode) for mode in range(4)]
+def test_a_sample_has_every_test_and_each_value_of_each_argument_of_a_small_one() -> None:
+    grid = [item("grid", layout=layout, mode=mode) for layout, mode in product("abc", range(CASES_OF_A_TEST))]
+    line = [item("line", mode=mode) for mode in range(CASES_OF_A_TEST)]
     alone = item("alone")
-    chosen = each_value_once([*grid, *line, alone])
+    chosen = sample([*grid, *line, alone])
     assert alone in chosen
     assert all(case in chosen for case in line)
     of_grid = [case.callspec.params for case in chosen if case in grid]
-    assert len(of_grid) == 4
+    assert len(of_grid) == CASES_OF_A_TEST
     assert {case["layout"] for case in of_grid} == set("abc")
-    assert {case["mode"] for case in of_grid} == set(range(4))
+    assert {case["mode"] for case in of_grid} == set(range(CASES_OF_A_TEST))
+
+
+def test_a_sample_has_a_few_cases_of_a_large_test_the_same_in_every_process() -> None:
+    tests = [[item(f"test {index}", mode=mode) for mode in range(20)] for index in range(20)]
+    every = [case for cases in tests for case in cases]
+    chosen = sample(every)
+    assert [sum(case in chosen for case in cases) for cases in tests] == [CASES_OF_A_TEST] * len(tests)
+    assert {case.callspec.params["mode"] for case in chosen} == set(range(20)), "of another test, others"
+    assert sample(every) == chosen
 
 
 def test_repetitions_are_left_out_of_a_sample_only(monkeypatch: pytest.MonkeyPatch) -> None:

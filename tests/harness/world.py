@@ -13,12 +13,16 @@ import multiprocessing as mp
 import os
 import pickle
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
 from typing import Any, TypeVar
+
+from torch.distributed import TCPStore
 
 T = TypeVar("T")
 
@@ -59,24 +63,28 @@ def _worker(connection: Connection) -> None:
     torch.set_num_threads(1)
     # What was loaded before the fork lives as long as the worker: to look through it for garbage would also copy its pages.
     gc.freeze()
-    joined: tuple[int, int, str] | None = None
+    _destroy_in_a_thread()
+    joined: tuple[int, str] | None = None
+    store: Any = None
     while True:
         try:
             message = connection.recv_bytes()
         except EOFError:
             return
-        rank, world_size, store_path, log_path, payload = pickle.loads(message)
+        rank, world_size, group, port, log_path, payload = pickle.loads(message)
         with open(log_path, "w") as log:
             faulthandler.dump_traceback_later(RUN_TIMEOUT - 10, file=log)
             try:
-                if joined != (rank, world_size, store_path):
+                if joined != (rank, group):
                     if dist.is_initialized():
                         dist.destroy_process_group()
-                    store = dist.FileStore(store_path, world_size)  # type: ignore[attr-defined]
+                    if store is None:
+                        store = dist.TCPStore("localhost", port)  # type: ignore[attr-defined]
+                    of_group = dist.PrefixStore(group, store)  # type: ignore[attr-defined]
                     dist.init_process_group(
-                        "gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
+                        "gloo", store=of_group, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
                     )
-                    joined = (rank, world_size, store_path)
+                    joined = (rank, group)
                 function, args = pickle.loads(payload)
                 torch.manual_seed(0)
                 reply: tuple[bool, Any] = (True, function(*args))
@@ -86,6 +94,31 @@ def _worker(connection: Connection) -> None:
             finally:
                 faulthandler.cancel_dump_traceback_later()
         connection.send_bytes(data)
+
+
+def _destroy_in_a_thread() -> None:
+    """To end a group takes up to 10 ms, until gloo's threads know that they are done; meanwhile nobody does anything."""
+    import torch.distributed as dist
+
+    ended: SimpleQueue[object] = SimpleQueue()
+
+    def end() -> None:
+        while True:
+            groups = [ended.get()]
+            time.sleep(0.05)  # until whoever destroyed it has let go of it: it ends where the last reference does
+            while not ended.empty():
+                groups.append(ended.get())
+            while groups:
+                groups.pop()
+
+    threading.Thread(target=end, name="ends groups", daemon=True).start()
+    destroy = dist.destroy_process_group
+
+    def destroyed(group: dist.ProcessGroup | None = None) -> None:
+        ended.put(group or dist.group.WORLD)
+        destroy(group)
+
+    setattr(dist, "destroy_process_group", destroyed)  # noqa: B010 (mypy)
 
 
 def _each(function: Callable[..., T], cases: Sequence[tuple[Any, ...]]) -> list[T]:
@@ -123,21 +156,21 @@ class World:
         self._workers: list[tuple[Any, Connection]] = []
         self._dir = tempfile.mkdtemp(prefix="meshstep-world-")
         self._size: int | None = None
-        self._store = ""
+        self._groups = 0
+        # In this process. One in a file is looked at a hundred times a second: most of what a group costs would be waiting.
+        self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
     def run(self, world_size: int, function: Callable[..., T], *args: Any) -> list[T]:
         """Results of ``function(*args)`` by rank; raises `WorldError` when a rank raises, dies or hangs."""
         while len(self._workers) < world_size:
             self._start_worker()
         if self._size != world_size:
-            fd, self._store = tempfile.mkstemp(dir=self._dir)
-            os.close(fd)
-            os.unlink(self._store)
             self._size = world_size
+            self._groups += 1
         payload = pickle.dumps((function, args))
         ranks = range(world_size)
         for rank in ranks:
-            message = (rank, world_size, self._store, self._log(rank), payload)
+            message = (rank, world_size, f"group {self._groups}", self._store.port, self._log(rank), payload)
             self._workers[rank][1].send_bytes(pickle.dumps(message))
         replies = self._collect({self._workers[rank][1]: rank for rank in ranks})
         failures = [f"rank {rank}: {replies[rank][1]}" for rank in ranks if not replies[rank][0]]

@@ -161,12 +161,16 @@ class Slices:
         return part.to(self.grad_dtype, copy=self.release)
 
     def _add(self, parts: Sequence[Tensor | None]) -> None:
+        sums, terms = [], []
         for index, part in enumerate(parts):
             present = self.gradients[index]
             if present is None:
                 self.gradients[index] = part
             elif part is not None:
-                present.add_(part)
+                sums.append(present)
+                terms.append(part)
+        if sums:
+            torch._foreach_add_(sums, terms)
 
 
 def reference_slice(

@@ -52,7 +52,8 @@ def weight_slots(
     of a number are made once.
     """
     place = _place_of(registry)
-    if not isinstance(weight, Tensor):
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()  # no copies from the host in a graph
+    if not isinstance(weight, Tensor) and not capturing:
         own = [0.0] * place.stages
         own[place.stage] = weight / place.sharers
         values = own if vote is None else [*own, vote]

@@ -39,14 +39,14 @@ needs_cuda_build = pytest.mark.skipif(
 )
 
 
-def kernels_of_copies(change: Callable[[list[Tensor]], None]) -> int:
+def kernels_of_copies(change: Callable[[list[Tensor]], None], copy: Callable[..., None] = copy_each_) -> int:
     """What a copy of a hundred tensors does, of which ``change`` makes the sources others."""
     with fake_cuda() as logging:
         targets = [torch.ones(8, 4, 3, 3, device="cuda") for _ in range(100)]
         sources = [torch.ones(8, 4, 3, 3, device="cuda", dtype=torch.float32) for _ in range(100)]
         change(sources)
         with logging() as log:
-            copy_each_(targets, sources)
+            copy(targets, sources)
         return int(log.kernels)
 
 
@@ -58,9 +58,11 @@ def test_one_of_other_strides_or_dtype_is_one_kernel_and_not_one_for_each() -> N
     def with_half(tensors: list[Tensor]) -> None:
         tensors[3] = tensors[3].half()
 
-    assert kernels_of_copies(lambda tensors: None) == 2
+    assert kernels_of_copies(lambda tensors: None) == kernels_of_copies(lambda tensors: None, torch._foreach_copy_) == 2
     assert kernels_of_copies(with_last) == 3
     assert kernels_of_copies(with_half) == 3
+    for change in (with_last, with_half):
+        assert kernels_of_copies(change, torch._foreach_copy_) == 100  # the control
 
 
 @needs_cuda_build

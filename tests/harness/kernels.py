@@ -7,6 +7,7 @@ equal dtypes, sizes and strides; else it is one kernel a tensor. All else is one
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 from torch import Tensor
@@ -22,18 +23,21 @@ def kernels_of(name: str, args: Sequence[Any]) -> int:
     if name.startswith(("aten.stack.", "aten.cat.")):
         return _up(len(lists[0]), JOINED) if lists else 1
     if name.startswith("aten._fused_"):
-        return _launches(lists[0], 5 if "amsgrad" in name else 4)
+        return _launches(lists[0], len(lists) - ("sgd" not in name))  # the counts of steps lie apart
     if name.startswith("aten._foreach_"):
-        return _of_foreach(name, lists, [arg for arg in args if isinstance(arg, Tensor)])
+        return _of_foreach(name, lists, [arg for arg in args if isinstance(arg, Tensor)], *args[1:2])
     return 1
 
 
-def _of_foreach(name: str, lists: Sequence[Sequence[Tensor]], others: list[Tensor]) -> int:
-    copies = name.startswith("aten._foreach_copy_")
-    same = copies or len({tensor.dtype for tensors in lists for tensor in (*tensors, *others)}) == 1
+def _of_foreach(name: str, lists: Sequence[Sequence[Tensor]], others: list[Tensor], second: Any = 2) -> int:
+    dtypes = [{tensor.dtype for tensor in tensors} for tensors in (*lists, others) if tensors]
+    casts = name.startswith("aten._foreach_copy_")
+    same = all(len(of_list) == 1 for of_list in dtypes) and (casts or len(set().union(*dtypes)) == 1)
     if not same or not _strided_alike(lists):
         return len(lists[0])
-    if name.startswith(("aten._foreach_norm", "aten._foreach_powsum", "aten._foreach_max.")):
+    if name.startswith("aten._foreach_norm"):
+        if second not in (1, 2, inf):
+            return len(lists[0])
         return 1 + _launches(lists[0], 1) + _up(len(lists[0]), RESULTS)
     in_place = name.split(".")[1].endswith("_")
     return _launches(lists[0], len(lists) + (not in_place))

@@ -192,11 +192,9 @@ def test_a_step_that_is_captured_waits_for_no_event(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "bf16, rounded"])
 @pytest.mark.parametrize("placed", [placed for placed in PLACED if placed != "half states"])
 def test_gradients_travel_in_few_kernels_however_many_there_are(placed: str, mode: str) -> None:
-    """Scaled, cast, packed into buckets and brought back."""
-    few, many = (
-        steps(Topology(data=2, tensor=2), mode, {**PLACED[placed], "max_norm": 1.0}, count=count)[-1]
-        for count in (2, 20)
-    )
+    """Scaled, cast, packed into buckets, brought back, and added to those of the micro-batch before."""
+    options = {**PLACED[placed], "max_norm": 1.0, "accumulation_steps": 2}
+    few, many = (steps(Topology(data=2, tensor=2), mode, options, count=count)[-1] for count in (2, 20))
     planted = "aten.ones_like.default"  # a gradient
     assert [name for name in few.launches if name != planted] == [name for name in many.launches if name != planted]
     assert len(few.launches) < len(many.launches)

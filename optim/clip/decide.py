@@ -225,6 +225,8 @@ class Clipping:
                     units.multiply_(index, param.grad, factors)
         else:
             slots = [entry.group for entry in self.plan.entries] if level == "groups" else self.plan.parameter_slots
+            if torch.float64 not in {param.grad.dtype for param in self.params if param.grad is not None}:
+                factors = factors.float()  # once, and not for each
             together: dict[int, list[Tensor]] = {}
             for slot, param in zip(slots, self.params, strict=True):
                 together.setdefault(slot, []).append(param)

@@ -39,7 +39,7 @@ needs_cuda_build = pytest.mark.skipif(
 )
 
 
-def kernels_of_copies(change: Callable[[list[Tensor]], None], copy: Callable[..., None] = copy_each_) -> int:
+def kernels_of_copies(change: Callable[[list[Tensor]], None], copy: Callable[..., object] = copy_each_) -> int:
     """What a copy of a hundred tensors does, of which ``change`` makes the sources others."""
     with fake_cuda() as logging:
         targets = [torch.ones(8, 4, 3, 3, device="cuda") for _ in range(100)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fake_cuda import Log, fake_cuda
 from meshstep.amp import Bf16, NaiveFp16
-from meshstep.optim import ByNorm, ByValue, HalfStates, Measure, ParallelOptimizer
+from meshstep.optim import ByNorm, ByValue, HalfStates, Measure, ParallelOptimizer, PerParameter
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from torch import nn
 
@@ -81,6 +81,12 @@ def test_a_step_of_a_thousand_parameters_launches_no_more_kernels_than_torch() -
 )
 def test_no_kernel_is_launched_for_a_single_parameter(options: dict[str, Any]) -> None:
     assert ours(4, **options).launches == ours(100, **options).launches
+
+
+def test_to_clip_each_parameter_by_itself_is_one_kernel_for_each() -> None:
+    few, many = (ours(count, max_norm=PerParameter(1.0)).launches for count in (4, 100))
+    assert many.count("aten._foreach_mul_.Tensor") == 100
+    assert len(many) - len(few) == 96
 
 
 @pytest.mark.parametrize(

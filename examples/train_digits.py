@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from command_line import (
     main,
     precision_asked,
 )
+from cuda_graph import GraphedStep
 from einops import rearrange
 from meshstep.optim import Booster, newest_checkpoint
 from meshstep.parallel import P, ProcessGroupRegistry, reduce_from, shard
@@ -111,7 +112,9 @@ class Trainer:
         # Without masters Adam's second moments are float16: most squares underflow to 0, and 1e-8 does not hold them up.
         eps = 1e-3 if options.precision == "O3" else 1e-8
         model = DigitsTransformer(self.layers)
-        adamw = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.05, eps=eps, fused=True)
+        # A graph reads the rate from where it is; the schedule writes it there.
+        lr = torch.tensor(options.lr, device=registry.device) if options.cuda_graph else options.lr
+        adamw = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05, eps=eps, fused=True)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             adamw, options.lr, total_steps=options.steps, cycle_momentum=False
         )
@@ -125,6 +128,7 @@ class Trainer:
         self.model, self.optimizer, self.loss, _, self.schedule = self.booster.boost(
             model, adamw, self.layers.loss, lr_scheduler=schedule
         )
+        self.train: Callable[..., Sequence[Tensor]] = GraphedStep(self.update) if options.cuda_graph else self.update
         self.reference = DenseReference() if options.verify else None
         self.history: list[Tensor] = []  # of each step: loss, accuracy, gradient norm, clip coefficient
         self.differences: list[float] = []
@@ -140,6 +144,7 @@ class Trainer:
             self.step(batch_at(step, self.train_samples, self.options.batch_size, self.options.seed))
             if step % 10 == 9 or step == self.options.steps - 1:  # reading numbers waits for the device
                 loss, accuracy, norm, _ = self.history[-1].tolist()
+                self.optimizer.poll()
                 steps.set_postfix_str(f"loss {loss:.4f}, gradient norm {norm:.3f}, accuracy {accuracy:.0%}")
             if self.options.resume is not None and (step + 1) % self.options.save_every == 0:
                 record = {"history": torch.stack(self.history)}
@@ -147,21 +152,25 @@ class Trainer:
 
     def step(self, batch: Samples) -> None:
         """One training step on a full batch."""
+        expected = self.dense_norm(batch) if self.reference is not None else None
+        means, norm, clip_coef = self.train(*batch)
+        self.schedule.step()
+        self.history.append(torch.cat([means.to(norm), torch.stack([norm, clip_coef])]))
+        if expected is not None:
+            self.differences.append(abs(float(norm) / expected - 1))
+
+    def update(self, patches: Tensor, labels: Tensor) -> Sequence[Tensor]:
+        """All micro-batches of a full batch, and the step: mean loss and accuracy, gradient norm, clip coefficient."""
         self.optimizer.zero_grad()
         count = self.options.accumulate
         measured = []
-        for patches, labels in zip(batch.patches.chunk(count), batch.labels.chunk(count), strict=True):
-            loss, accuracy = self.forward(Samples(patches, labels))
+        for part in zip(patches.chunk(count), labels.chunk(count), strict=True):
+            loss, accuracy = self.forward(Samples(*part))
             self.booster.backward(loss, self.optimizer)
             measured.append(torch.stack([loss.detach(), accuracy]))
-        expected = self.dense_norm(batch) if self.reference is not None else None
         stats = self.optimizer.step()
         assert stats is not None  # all micro-batches of the window have come
-        self.schedule.step()
-        means = self.split.mean(torch.stack(measured).mean(0)).to(stats.total_norm)
-        self.history.append(torch.cat([means, torch.stack([stats.total_norm, stats.clip_coef])]))
-        if expected is not None:
-            self.differences.append(abs(float(stats.total_norm) / expected - 1))
+        return self.split.mean(torch.stack(measured).mean(0)), stats.total_norm, stats.clip_coef
 
     def forward(self, batch: Samples) -> tuple[Tensor, Tensor]:
         """Loss and accuracy of this rank's part of a full batch."""
@@ -227,6 +236,8 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
         help=f"compare the gradient norm of every step with the dense model's in float64, computed beside it; "
         f"exit with 1 if they differ by more than {LARGEST_DIFFERENCE:.0e}, relative",
     )
+    replay = "launch the kernels of a step once, and replay them from the fourth step on; needs a GPU"
+    parser.add_argument("--cuda-graph", action="store_true", help=replay)
     options = parser.read(processes, arguments)
     check_training(options)
     if options.verify and options.precision != "fp32":

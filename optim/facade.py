@@ -17,6 +17,7 @@ from ..amp.precision import Precision
 from ..parallel.mesh.agreement import on_all_ranks
 from ..parallel.mesh.calls import in_call, public_call, public_constructor
 from ..parallel.mesh.registry import ProcessGroupRegistry
+from .capture import checked_where_captured
 from .clip.decide import Clipping, Verdict
 from .clip.policies import ByNorm, Clip, clip_of
 from .clip.thresholds import AgreedThresholds
@@ -30,6 +31,7 @@ from .states.copies import Recipe, rebuilt
 from .states.pieces import Piece, named_params_of
 from .states.saved import Saved
 from .step.data_parallel import Switch
+from .step.stopped import stopped
 from .step.update import OnNonfinite, SkipMonitor
 from .step.window import Window
 
@@ -58,6 +60,7 @@ class OptimizerFacade(torch.optim.Optimizer):
     clip: Clip | None
     last_stats: GradStats | None
     _setup: Setup
+    _device: torch.device
     _groups: list[list[tuple[str | None, Tensor]]]
     _plan: ReductionPlan
     _clipping: Clipping
@@ -69,9 +72,10 @@ class OptimizerFacade(torch.optim.Optimizer):
     _model_params: Sequence[Tensor]
 
     def __init_subclass__(cls) -> None:
-        """A call in which ranks wait for each other says which it is where they wait in vain."""
+        """A call in which ranks wait for each other says which it is where they wait in vain, and what a CUDA graph of it
+        would not do."""
         for name in cls.__dict__.keys() & {"step", "clip_grad_by_norm", "clip_grad_by_value"}:
-            setattr(cls, name, public_call(cls.__dict__[name]))
+            setattr(cls, name, public_call(checked_where_captured(cls.__dict__[name])))
         cls.__init__ = public_constructor(cls.__init__)  # type: ignore[method-assign]
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -212,6 +216,17 @@ class OptimizerFacade(torch.optim.Optimizer):
     def skipped_steps(self) -> int:
         """How many steps were skipped so far. Host reads: one."""
         return self._skips.total()
+
+    @public_call
+    def poll(self) -> None:
+        """Raise what `step` would have raised by now, for steps that a CUDA graph replays, of which nobody hears here.
+        Every rank calls it, at the same replay, every few dozen of them.
+
+        Raises: FloatingPointError, RuntimeError: On every rank, as `step`: too many steps in a row were skipped; gradients
+            came past `backward`. Collectives: where it raises. Host reads: one, which waits for the GPU.
+        """
+        if reason := self._skips.poll(self.on_nonfinite):
+            raise stopped(reason, self._clipping)
 
     @property
     def plan(self) -> ReductionPlan:

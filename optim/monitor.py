@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..amp.capture import is_captured
 from ..parallel.mesh.calls import in_call
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .norm.powers import accumulation_dtype
@@ -144,8 +145,15 @@ class Monitor:
             stats: What `ParallelOptimizer.step` returned; None (in the middle of an accumulation window) is no step.
             loss: 0-dim: the mean over this rank's batch; None on a rank that has none, such as a first pipeline stage.
             count: Samples, or whatever the unit is, in the batch: the same on ranks that share a data coordinate.
+        Raises:
+            RuntimeError: A CUDA graph is made: call it after each replay, with what the captured step returned.
         Collectives, host reads: as the class says; none between reports.
         """
+        if is_captured():
+            raise RuntimeError(
+                "Monitor counts steps on the host, of which replays of a CUDA graph do nothing: call it after each replay, "
+                "with the stats and the loss of the captured step, which then hold the replay's"
+            )
         self._follow(loss if stats is None else stats.found_inf)
         if loss is not None:
             self._window += loss * count

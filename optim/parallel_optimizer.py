@@ -17,7 +17,6 @@ from ..parallel.mesh.registry import ProcessGroupRegistry
 from .clip.decide import Verdict
 from .clip.policies import ByNorm, ByValue, Clip, clip_of
 from .facade import OptimizerFacade
-from .gradients.kinds import nonfinite_names
 from .norm.measure import Measure
 from .norm.stats import GradStats
 from .options import AllOptions, Stats_co, check_optimizer, wrong_arguments
@@ -26,6 +25,7 @@ from .states.link import Placement
 from .states.pieces import named_params_of
 from .step.data_parallel import Reduce
 from .step.first_look import check_window_is_used
+from .step.stopped import stopped
 from .step.update import OnNonfinite, SkipMonitor, apply_update
 from .step.window import Window
 
@@ -249,18 +249,10 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         if self._switch is not None:
             self._switch.expect(self._window)
         if reason is not None:
-            raise self._stopped(reason)  # whoever catches it goes on with a lower loss scale
+            raise stopped(reason, self._clipping)  # whoever catches it goes on with a lower loss scale
         if problem is not None:
             raise problem
         return stats  # type: ignore[return-value]
-
-    def _stopped(self, reason: str) -> FloatingPointError:
-        """The error that ends training, in the place of an update. Collectives, host reads: some."""
-        names = nonfinite_names(self._clipping.params, self._clipping.plan.entries, self.registry)
-        return FloatingPointError(
-            f"{reason}; gradients that are not finite now: {', '.join(names) or 'none (the norm itself overflowed)'}. "
-            "Nothing was stepped: look for a too large learning rate, a division by zero or a too large loss scale"
-        )
 
     # Explicit clipping -----------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...amp.capture import keeps_state_in_place
 from ...parallel.layout.pieces import Region
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..gradients.in_place import is_complete, mark_complete, scale_gradients
@@ -84,6 +85,9 @@ class Clipping:
         thresholds: Those of single param groups.
         optimizer: Its param groups may have them.
         checks: Of copies, in the first measurement or in all; the first one of what is measured, gradients too.
+
+    Attributes:
+        checks: Those that are still to be made.
     """
 
     def __init__(
@@ -99,7 +103,7 @@ class Clipping:
     ) -> None:
         self.params, self.plan, self.registry, self.measure = list(params), plan, registry, measure
         self.thresholds, self.optimizer = thresholds, optimizer
-        self._regions, self._checks = list(regions), list(checks)
+        self._regions, self.checks = list(regions), list(checks)
         self._measurers: dict[Needs, GlobalNorm] = {}
         self._constants = Constants()
 
@@ -132,12 +136,15 @@ class Clipping:
         if divisor.is_missing is not None:
             past = divisor.is_missing(norms.extra) & (norms.total != 0)  # states are also made by gradients of zeros
             finite = finite & ~past
-        factors = None if clip is None else clip.factors(norms)
-        factor, level = inverse, Needs.level
+        factors = None
+        if clip is not None:
+            with keeps_state_in_place(clip):
+                factors = clip.factors(norms)
+        factor, level, one = inverse, Needs.level, self._one(norms.total)
         if clip is None or factors is None:
             coef = torch.ones_like(norms.total)
         else:
-            one, shown = self._one(norms.total), clip.shown(factors, norms)
+            shown = clip.shown(factors, norms)
             coef = safe = torch.where(finite, factors, one)
             if shown is not factors:
                 coef = torch.where(finite, shown, one)
@@ -159,6 +166,7 @@ class Clipping:
         return Verdict(stats, factor, past)
 
     def _one(self, like: Tensor) -> Tensor:
+        """Asked for in every step: one that is captured in a CUDA graph, and clips for the first time, finds it made."""
         return self._constants("one", lambda: [1.0], like.dtype, like.device)[0]
 
     def _with_thresholds(self, clip: Clip | None, norm_type: float, slots: Tensor) -> Clip | None:
@@ -182,21 +190,20 @@ class Clipping:
             self._measurers[needs] = self._measurer(needs)
         gradients = [param.grad for param in self.params]
         weights = self.params if needs.weights else ()
-        if not self._checks:
+        if not self.checks:
             return self._measurers[needs](gradients, extra, weights)
-        slots = [check.slots(None if index else gradients) for index, check in enumerate(self._checks)]
+        slots = [check.slots(None if index else gradients) for index, check in enumerate(self.checks)]
         norms = self._measurers[needs](gradients, torch.cat([extra, *slots]), weights)
-        extra, *totals = norms.extra.split([len(extra), *(check.numel for check in self._checks)])
-        total, *totals = (
-            torch.cat([norms.total.view(1), *totals]).cpu().split([1, *map(len, totals)])
-        )  # one read of all
+        extra, *totals = norms.extra.split([len(extra), *(check.numel for check in self.checks)])
+        # One read of all of it.
+        total, *totals = torch.cat([norms.total.view(1), *totals]).cpu().split([1, *map(len, totals)])
         # A step that is skipped says nothing of copies yet: an overflow may be in one of them alone.
         first = self.measure.check_replicas == "first"
         if not first or bool(total.isfinite()):
-            found = (check.mismatches(sums) for check, sums in zip(self._checks, totals, strict=True))
+            found = (check.mismatches(sums) for check, sums in zip(self.checks, totals, strict=True))
             if mismatches := [mismatch for of_check in found for mismatch in of_check]:
                 raise ReplicaMismatchError(mismatches)
-            self._checks = [] if first else self._checks
+            self.checks = [] if first else self.checks
         return norms._replace(extra=extra)
 
     def _measurer(self, needs: Needs) -> GlobalNorm:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...amp.capture import is_captured
 from ...amp.copies import copy_each_
 from ...parallel.mesh.flat_collectives import reduce_scatter_flat
 from .flat import FlatBucket
@@ -190,6 +191,8 @@ class GradientBucket:
         return flat
 
     def _unpack(self, flat: Tensor) -> None:
+        if is_captured():
+            self._adopt = False  # a graph of another micro-batch adds to the gradients where they lie, from now on
         targets, sources = [], []
         for view, param in zip(self.views(flat), self.params, strict=True):
             if param.grad is None and not param.requires_grad:

@@ -13,7 +13,8 @@ class GradStats:
     """The gradients of one step, measured. All tensors are on the device and the same bits on every rank.
 
     Nothing here has been read by the host; ``float(stats.total_norm)`` reads it, and waits for the device. So does
-    ``str(stats)``, one line for a person: ``norm 0.913, clipped x0.548``.
+    ``str(stats)``, one line for a person: ``norm 0.913, clipped x0.548``. Each step has tensors of its own; those of a step
+    that a CUDA graph captured are written anew by every replay: clone what you want to keep.
 
     Args:
         total_norm: 0-dim float64 (float32 where a device has none): the global p-norm of the unscaled gradients before

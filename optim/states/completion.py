@@ -27,6 +27,9 @@ class Completion:
         buckets: They complete the gradients that have come to the end of the chain.
         early: They complete first those of the model's parameters that can be reduced while backward runs, if that is
             wanted.
+
+    Attributes:
+        looked: The first window has been looked at, by all ranks together.
     """
 
     def __init__(
@@ -35,7 +38,7 @@ class Completion:
         self.chain, self.plan, self.early = chain, plan, early
         self.params = chain.measured()
         self._buckets = list(buckets)
-        self._looked = False
+        self.looked = False
 
     @torch.no_grad()
     def __call__(self, window: AnyWindow, switch: Switch | None) -> TypeError | None:
@@ -56,7 +59,7 @@ class Completion:
         frozen = self._frozen_since()
         if window.scaled and not window.calls:
             window.strays = window.has_strays([param for _, param, _ in self.chain.given])
-        seen = None if self._looked else Seen.of(window, [param for _, param, _ in self.chain.given])
+        seen = None if self.looked else Seen.of(window, [param for _, param, _ in self.chain.given])
         averaged = switch is None or switch.averages(window)
         # Before anybody else takes, or looks at, the gradients of the model's parameters: a rank has the same order of
         # collectives whether it ran a backward or not.
@@ -69,7 +72,7 @@ class Completion:
         if seen is not None:
             on_all_ranks(lambda: check_kinds(self.params, self.plan.entries), self.chain.registry)
             check_gradients_came(seen, window.scaled, self.chain.registry)
-            self._looked = True
+            self.looked = True
         for param in self.params:
             gradient = param.grad
             if gradient is not None and (gradient.layout is not torch.strided or gradient.is_complex()):

@@ -61,6 +61,9 @@ class Halves(Link):
         self.how, self.registry, self.optimizer, self.steps = how, binding.registry, binding.optimizer, 0
         self._keys: dict[Tensor, str] = {}  # by what its bits are drawn, besides the seed and the step
 
+    def not_captured(self) -> str | None:
+        return "HalfStates draws by the number of the step, and replays would round by the same bits"
+
     def install(self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]) -> StandIns:
         for h, tensor in zip(held, tensors, strict=True):
             if tensor.dtype == torch.float32:

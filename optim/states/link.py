@@ -104,6 +104,10 @@ class Link:
         """Whether the gradient stays at ``tensor``, which it was given, to be completed, measured and clipped there."""
         return False
 
+    def not_captured(self) -> str | None:
+        """Why a step can't be captured in a CUDA graph with it: its name, and what it does in Python or on the host."""
+        return None
+
     def install(self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]) -> StandIns:
         """What stands for each of ``tensors``, which the optimizer holds now at the positions ``held``, of those that are
         replaced. Called again for param groups that are added."""

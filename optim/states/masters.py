@@ -111,6 +111,9 @@ class Rounded(Link):
         self._registry = binding.registry
         self._rounding: StochasticRounding | None = None
 
+    def not_captured(self) -> str | None:
+        return "stochastic rounding draws by the number of the step, and replays would round by the same bits"
+
     def install(self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]) -> StandIns:
         """Raises ValueError where on several ranks a parameter has no name."""
         if self._rounding is None:

@@ -82,6 +82,9 @@ class Copies(Link):
     def holds_back(self, tensor: Tensor) -> bool:
         return tensor in self.copies
 
+    def not_captured(self) -> str | None:
+        return "Offloaded waits for the GPU and steps on the CPU" if self.copies else None
+
     @torch.no_grad()
     def install(self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]) -> StandIns:
         trained = [tensor for tensor in tensors if tensor.requires_grad]

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
+from ...amp.capture import is_captured
 from ...amp.casting import is_half
 from ..clip.decide import Verdict
 from ..gradients.in_place import scale_gradients
+from .captured_update import capturable
 from .counted_once import CountedOnce
 from .first_look import SAY_SO
 
@@ -79,7 +81,7 @@ def apply_update(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Te
     fused.found_inf = found_inf
     fused.grad_scale = None if factor is None else torch.reciprocal(factor, out=torch.empty_like(found_inf))
     try:
-        with CountedOnce(optimizer, found_inf) if found_inf.is_cuda else nullcontext():  # a CPU launches nothing
+        with capturable(optimizer), CountedOnce(optimizer, found_inf) if found_inf.is_cuda else nullcontext():
             step_within(optimizer)
     finally:
         del fused.found_inf, fused.grad_scale
@@ -205,6 +207,13 @@ def checked_nonfinite(on_nonfinite: OnNonfinite) -> OnNonfinite:
     return on_nonfinite
 
 
+def _too_many(in_a_row: int, on_nonfinite: OnNonfinite) -> str | None:
+    most = (on_nonfinite if isinstance(on_nonfinite, Skip) else Skip()).most_in_a_row
+    if in_a_row < most:
+        return None
+    return f"{in_a_row} steps in a row were skipped because the gradient norm was not finite"
+
+
 class SkipMonitor:
     """Counts of skipped steps: in all, in a row, and because gradients came past `backward`.
 
@@ -229,29 +238,37 @@ class SkipMonitor:
         Host reads: one or two with ``"raise"``, else none.
         """
         stats = verdict.stats
-        most = (on_nonfinite if isinstance(on_nonfinite, Skip) else Skip()).most_in_a_row
         in_a_row, past = self._before()
         self._add(stats.found_inf, verdict.past)
         if past or (on_nonfinite == "raise" and verdict.past is not None and bool(verdict.past)):
-            self.counts[2] = self._step = 0
-            since = f"the first one {LAG} steps ago" if past else "this one"
-            raise RuntimeError(
-                "gradients came whose loss was not multiplied by the loss scale that they would be divided by; steps with "
-                f"them were skipped, {since}: {SAY_SO}"
-            )
-        if in_a_row >= most:
-            return f"{in_a_row} steps in a row were skipped because the gradient norm was not finite"
+            raise self._came_past(f", the first one {LAG} steps ago" if past else ", this one")
+        if reason := _too_many(in_a_row, on_nonfinite):
+            return reason
         if on_nonfinite == "raise" and bool(stats.found_inf):
             return f"the gradient norm is {float(stats.total_norm)}"
         return None
+
+    def poll(self, on_nonfinite: OnNonfinite) -> str | None:
+        """As `count`, of all steps so far, those that a CUDA graph replayed among them. Host reads: one."""
+        _, in_a_row, past = map(int, self.counts.tolist())
+        if past:
+            raise self._came_past("")
+        return _too_many(in_a_row, on_nonfinite)
+
+    def _came_past(self, since: str) -> RuntimeError:
+        self.counts[2] = self._step = 0
+        return RuntimeError(
+            "gradients came whose loss was not multiplied by the loss scale that they would be divided by; steps with "
+            f"them were skipped{since}: {SAY_SO}"
+        )
 
     def _add(self, found_inf: Tensor, past: Tensor | None) -> None:
         self.counts[:2].add_(found_inf)
         self.counts[1].mul_(found_inf)
         if past is not None:
             self.counts[2].add_(past)
-        if self._captured():
-            return
+        if is_captured():
+            return  # the counts go on in the replays, and `poll` looks at them
         slot = self._step % LAG
         self._copies[slot].copy_(self.counts, non_blocking=True)
         if self.counts.is_cuda:
@@ -261,7 +278,7 @@ class SkipMonitor:
 
     def _before(self) -> tuple[int, int]:
         """Steps skipped in a row, and because gradients came past, as of `LAG` steps before this one; 0 at first."""
-        if self._step < LAG or self._captured():
+        if self._step < LAG or is_captured():
             return 0, 0
         slot = self._step % LAG
         event = self._arrived[slot]
@@ -269,10 +286,6 @@ class SkipMonitor:
             event.synchronize()
         _, in_a_row, past = (ctypes.c_double * 3).from_address(self._copies.data_ptr() + slot * 3 * 8)
         return int(in_a_row), int(past)
-
-    def _captured(self) -> bool:
-        """Whether a CUDA graph is being made of the step: the counts go on in its replays, of which nobody is told here."""
-        return self.counts.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def total(self) -> int:
         """Skipped steps in all. Host reads: one."""

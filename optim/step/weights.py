@@ -9,8 +9,49 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from ...amp.capture import is_captured
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..norm.constants import Constants
+from ..norm.powers import accumulation_dtype
+
+
+class Weight:
+    """What one rank's micro-batches of a window weigh together.
+
+    Attributes:
+        value: A number; where any micro-batch's weight is a tensor a 0-dim tensor, the same one for life: CUDA graphs of
+            micro-batches add to it in every replay.
+    """
+
+    def __init__(self) -> None:
+        self.value: float | Tensor = 0.0
+        self._sum: Tensor | None = None
+
+    def clear(self) -> None:
+        """Nothing has come."""
+        self.value = 0.0
+        if self._sum is not None:
+            self._sum.zero_()
+
+    @torch.no_grad()
+    def add(self, weight: float | Tensor) -> None:
+        """Of one more micro-batch; 0-dim."""
+        if isinstance(weight, Tensor) and not isinstance(self.value, Tensor):
+            if self._sum is None or self._sum.device != weight.device:
+                self._sum = torch.zeros((), dtype=accumulation_dtype(weight.device), device=weight.device)
+            self.value = self._sum.add_(self.value) if self.value else self._sum
+        if isinstance(self.value, Tensor):
+            self.value.add_(weight)
+        else:
+            self.value += weight
+
+    def check_captured(self, weight: float | Tensor) -> None:
+        """Raise RuntimeError for a weight that the replays of a CUDA graph would not add, where one is made."""
+        if is_captured() and (self._sum is None or not isinstance(weight, Tensor)):
+            raise RuntimeError(
+                f"weight={weight!r} in a micro-batch that is captured in a CUDA graph, of which every replay would add the "
+                "same: give a 0-dim tensor on the GPU, which you write to, in the windows before that are not captured too"
+            )
 
 
 @dataclass(frozen=True)
@@ -52,8 +93,7 @@ def weight_slots(
     of a number are made once.
     """
     place = _place_of(registry)
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()  # no copies from the host in a graph
-    if not isinstance(weight, Tensor) and not capturing:
+    if not isinstance(weight, Tensor) and not is_captured():  # a graph would copy from the host in every replay
         own = [0.0] * place.stages
         own[place.stage] = weight / place.sharers
         values = own if vote is None else [*own, vote]

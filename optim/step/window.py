@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..clip.decide import Divisor
-from .weights import inverse_weight, weight_slots
+from .weights import Weight, inverse_weight, weight_slots
 
 Phase = Literal["open", "accumulating", "complete", "clipped", "broken"]
 Asked = TypeVar("Asked")
@@ -49,7 +49,6 @@ class Window(Generic[Asked, Verdict]):
     Attributes:
         phase: Where it is.
         micro_batches: How many have come.
-        weight: Of all of them on this rank; a number or a 0-dim tensor.
         calls: Backward calls, and losses scaled for those of others, since the last step.
         strays: At the end of a window with a loss scale, `has_strays`.
         several: The micro-batch may have more backward calls than one.
@@ -67,6 +66,7 @@ class Window(Generic[Asked, Verdict]):
         self.steps, self.scaled = steps, scaled
         self.holds_old = self.left_out = self.several = self.came = False
         self._stepped_with: _Gradient | None = None
+        self._weight = Weight()
         self.close()
 
     def close(self, params: Sequence[Tensor] = ()) -> None:
@@ -81,7 +81,7 @@ class Window(Generic[Asked, Verdict]):
         self.micro_batches = 0
         self.calls = 0
         self.strays = False
-        self.weight: float | Tensor = 0.0
+        self._weight.clear()
         self.reduced = False
         self.asked: Asked | None = None
         self.verdict: Verdict | None = None
@@ -102,6 +102,11 @@ class Window(Generic[Asked, Verdict]):
             return False
         found = _Gradient.last_of(params)
         return found is not None and found != self._stepped_with
+
+    @property
+    def weight(self) -> float | Tensor:
+        """Of all micro-batches so far on this rank; a number or a 0-dim tensor."""
+        return self._weight.value
 
     @property
     def has_weight(self) -> bool:
@@ -226,13 +231,14 @@ class Window(Generic[Asked, Verdict]):
             raise ValueError("give every micro-batch of a window a weight, or none: sums and means don't add up")
         if isinstance(weight, (int, float)) and not 0 <= weight < inf:
             raise ValueError(f"weight={weight}: give a finite number >= 0, such as the number of tokens in the loss")
+        if weight is not None:
+            self._weight.check_captured(weight)
+        if not empty:
+            self._weighted = weight is not None
+            if weight is None:
+                weight = 0.0 if self.steps is None else 1.0
+            self._weight.add(weight)
         self.micro_batches += 1
-        if empty:
-            return
-        self._weighted = weight is not None
-        if weight is None:
-            weight = 0.0 if self.steps is None else 1.0
-        self.weight = self.weight + weight
 
     def complete(self) -> None:
         """The gradients have been reduced. A broken window stays broken."""

@@ -38,7 +38,7 @@ FLOORS: Mapping[str, tuple[frozenset[str], ...]] = {
         frozenset({"clip"}),
         frozenset({"step"}),
         frozenset({"states"}),
-        frozenset({"setup", "options"}),
+        frozenset({"setup", "options", "capture"}),
         frozenset({"facade"}),
         frozenset({"parallel_optimizer"}),
         frozenset({"schedule", "monitor", "checkpoint"}),

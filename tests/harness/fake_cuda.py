@@ -45,11 +45,13 @@ class Log:
         launches: Operators that run on the GPU, by name.
         kernels: How many kernels that would be, about; see `kernels`.
         waits: Those for which the host waits, with the place in meshstep that asks for it.
+        transfers: Copies between host and GPU, waited for or not.
     """
 
     launches: list[str] = field(default_factory=list)
     kernels: int = 0
     waits: list[str] = field(default_factory=list)
+    transfers: list[str] = field(default_factory=list)
 
 
 class _Logging(TorchDispatchMode):
@@ -62,11 +64,15 @@ class _Logging(TorchDispatchMode):
         before = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         if "cuda" in before and name.startswith(_READS):
             self.log.waits.append(f"{name} {_place()}")
-        result = func(*args, **(kwargs or {}))
+        # torch has no fake kernel of an update with a rate that is a tensor; it changes elements, and there are none.
+        update = name.startswith("aten._fused_") and name.endswith(".tensor_lr")
+        result = None if update else func(*args, **(kwargs or {}))
         after = {leaf.device.type for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
         copies = name.startswith(("aten._to_copy", "aten.copy_", "aten.index_put", "aten.index."))
-        if copies and len(before | after) == 2 and not self._without_waiting(args, kwargs or {}):
-            self.log.waits.append(f"{name} between devices {_place()}")
+        if copies and len(before | after) == 2:
+            self.log.transfers.append(f"{name} between devices {_place()}")
+            if not self._without_waiting(args, kwargs or {}):
+                self.log.waits.append(self.log.transfers[-1])
         if "cuda" in before | after and not name.startswith(_NO_LAUNCH):
             self.log.launches.append(name)
             self.log.kernels += kernels_of(name, args)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import product
 from math import inf
@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_graph import capturing
 from fake_cuda import CUDA, Log, fake_cuda
 from meshstep.amp import Bf16, NaiveFp16
 from meshstep.optim import (
@@ -96,9 +97,15 @@ def world(topology: Topology) -> Iterator[None]:
 
 
 def steps(
-    topology: Topology, mode: str, options: dict[str, Any], collectives_on: torch.device = CUDA, count: int = 2
+    topology: Topology,
+    mode: str,
+    options: dict[str, Any],
+    collectives_on: torch.device = CUDA,
+    count: int = 2,
+    graph: bool = False,
 ) -> list[Log]:
-    """What each of some steps does. (To compare copies reads the host in the first step.)"""
+    """What each of some steps does, the last one in a CUDA graph if asked for. (To compare copies reads the host in the
+    first step.)"""
     precision, dtype = MODES[mode]
     options = {"measure": Measure(check_replicas=False), **options}
     with world(topology), fake_cuda(collectives_on=collectives_on) as logging:
@@ -113,9 +120,11 @@ def steps(
             annotate(param, P("tensor") if "split" in name and "tensor" in topology.axes else P(), name)
         adamw = torch.optim.AdamW(model.parameters(), fused=True)
         optimizer = ParallelOptimizer(adamw, ProcessGroupRegistry(topology), precision=precision, **options)
+        if graph:
+            adamw.param_groups[0]["lr"] = torch.tensor(1e-3, device="cuda")
         logs = []
-        for _ in range(3):
-            with logging() as log:
+        for index in range(3):
+            with logging() as log, capturing() if graph and index == 2 else nullcontext():
                 for _ in range(options.get("accumulation_steps", 1)):
                     with optimizer.window():
                         for param in model.values():
@@ -165,28 +174,49 @@ def test_a_monitor_keeps_its_sums_where_the_losses_are() -> None:
         assert log.waits == []
 
 
+CAPTURED = [case for case in CASES if case[0] != "half states" and case[1] != "bf16, rounded"]
+
+
+@pytest.mark.parametrize(("placed", "mode", "rule"), [case for case in CAPTURED if case[0] == "replicated"])
+def test_a_captured_step_on_one_gpu_brings_nothing_from_the_host(placed: str, mode: str, rule: str) -> None:
+    log = steps(Topology(), mode, {**PLACED[placed], **RULES[rule]}, CPU, graph=True)[-1]
+    assert log.launches
+    assert log.waits == log.transfers == []
+
+
+@pytest.mark.parametrize(("placed", "mode", "rule"), CAPTURED)
+def test_a_captured_step_of_one_rank_of_four_brings_nothing_from_the_host(placed: str, mode: str, rule: str) -> None:
+    log = steps(Topology(data=2, tensor=2), mode, {**PLACED[placed], **RULES[rule]}, graph=True)[-1]
+    assert log.waits == log.transfers == []
+
+
 def test_a_step_that_is_captured_waits_for_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
     """After any number of warm-up steps."""
     monitor_of = SkipMonitor.__init__
-    with fake_cuda(collectives_on=CPU):
+    with fake_cuda(collectives_on=CPU) as logging:
 
         def warm(monitor: SkipMonitor, device: torch.device) -> None:
             monitor_of(monitor, device)
-            monitor._step = 3 * LAG
+            monitor._step = LAG - 1
 
         monkeypatch.setattr(SkipMonitor, "__init__", warm)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        monkeypatch.setattr(torch.cuda, "Event", lambda: pytest.fail("an event in a captured step"))
         model = nn.Linear(3, 2, device="cuda")
-        optimizer = ParallelOptimizer(
-            torch.optim.AdamW(model.parameters(), fused=True), ProcessGroupRegistry(Topology())
-        )
-        for _ in range(2):
-            with optimizer.window():
-                for param in model.parameters():
-                    param.grad = torch.ones_like(param)
-            optimizer.step()
-        assert optimizer._skips._step == 3 * LAG
+        adamw = torch.optim.AdamW(model.parameters(), fused=True)
+        optimizer = ParallelOptimizer(adamw, ProcessGroupRegistry(Topology()))
+        adamw.param_groups[0]["lr"] = torch.tensor(1e-3, device="cuda")
+        for captured in (False, True, True):
+            with logging(), capturing() if captured else nullcontext():
+                with optimizer.window():
+                    for param in model.parameters():
+                        param.grad = torch.ones_like(param)
+                optimizer.step()
+            monkeypatch.setattr(torch.cuda, "Event", lambda: pytest.fail("an event in a captured step"))
+        assert optimizer._skips._step == LAG
+
+
+def test_gradients_on_a_gpu_with_collectives_on_the_host_are_not_captured() -> None:
+    with pytest.raises(RuntimeError, match="on cuda:0 and collectives on cpu: join the ranks with the backend 'nccl'"):
+        steps(Topology(data=2), "fp32", {}, CPU, graph=True)
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "bf16, rounded"])

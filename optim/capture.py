@@ -1,0 +1,101 @@
+"""A step in a CUDA graph: what its replays would not do is refused by name, before anything is changed.
+
+A replay runs the kernels of the captured step again, with the numbers that Python gave them, on the memory that they had.
+What Python does, such as to count, to look or to choose, it does once, when the graph is made. So all of it must have been
+settled in the steps before, and what a step reads must be a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from ..amp.capture import is_captured
+from ..parallel.mesh.registry import ProcessGroupRegistry
+from .clip.decide import Clipping
+from .states.chain import Chain
+from .states.completion import Completion
+from .states.link import AnyWindow
+from .step.data_parallel import DataParallelSwitch, Switch
+from .step.update import OnNonfinite, steps_on_device
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Parts(Protocol):
+    """What is asked of an optimizer."""
+
+    optimizer: torch.optim.Optimizer
+    registry: ProcessGroupRegistry
+    on_nonfinite: OnNonfinite
+    _device: torch.device
+    _window: AnyWindow
+    _states: Chain
+    _completion: Completion
+    _clipping: Clipping
+    _switch: Switch | None
+
+
+def checked_where_captured(method: F) -> F:
+    """A method of an optimizer that raises RuntimeError, with all reasons, where it is captured and can't be."""
+
+    @wraps(method)
+    def call(self: Parts, *args: Any, **kwargs: Any) -> Any:
+        if is_captured() and (reasons := [*_reasons(self)]):
+            raise RuntimeError(f"{method.__name__} can't be captured in a CUDA graph here: {'; '.join(reasons)}")
+        return method(self, *args, **kwargs)
+
+    return cast(F, call)
+
+
+def _reasons(parts: Parts) -> Iterator[str]:
+    registry, window, device = parts.registry, parts._window, parts._device
+    if not parts._completion.looked:
+        yield "no step was made before, and the first one looks at what came, on the host: make some steps without a graph"
+    if registry.topology.world_size > 1 and registry.device.type != device.type:
+        yield (
+            f"the gradients are on {device} and collectives on {registry.device}: join the ranks with the backend 'nccl', "
+            "one GPU each"
+        )
+    if isinstance(parts._switch, DataParallelSwitch):
+        module = type(parts._switch.module).__name__
+        yield f"data_parallel={module} averages gradients in Python: leave it out, and the optimizer averages them"
+    if hasattr(parts, "found_inf"):
+        yield "a GradScaler calls it: leave it out, and take a precision with a loss scale of its own, 'fp16' say"
+    if parts.on_nonfinite == "raise":
+        yield "on_nonfinite='raise' reads the norm: leave it out, and call poll() between replays"
+    if parts._clipping.measure.check_replicas is True:
+        yield "Measure(check_replicas=True) reads what it compared: leave it out, copies are compared in the first step"
+    elif parts._clipping.checks:
+        yield "copies have not been compared yet, in a step that was not skipped: make some steps more without a graph"
+    yield from filter(None, (link.not_captured() for link in parts._states.links))
+    yield from _of_window(window, device)
+    yield from _of_optimizer(parts.optimizer, device)
+
+
+def _of_window(window: AnyWindow, device: torch.device) -> Iterator[str]:
+    if not window.is_full:
+        yield (
+            f"{window.micro_batches} of accumulation_steps={window.steps} micro-batches have come, which replays would not "
+            "count: capture a whole window, or leave accumulation_steps out and call step only in the graph of the last one"
+        )
+    if isinstance(window.weight, Tensor) and window.weight.device != device:
+        yield f"the weight of the window is on {window.weight.device}: give tensors on {device}"
+
+
+def _of_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[str]:
+    kind = type(optimizer).__name__
+    if not steps_on_device(optimizer):
+        yield f"{kind} reads whether to skip on the host: give it fused=True, if it has that"
+    for index, group in enumerate(optimizer.param_groups):
+        lr = group.get("lr")
+        if group["params"] and not (isinstance(lr, Tensor) and lr.device == device):
+            yield (
+                f"the lr of param group {index} is {lr}, which replays would keep whatever a schedule does: give "
+                f"lr=torch.tensor({float(lr or 0)}, device={str(device)!r}), which schedules write to"
+            )
+            return

@@ -1,0 +1,76 @@
+"""The tests and the benchmark for a GPU can be started from a plain checkout; without a GPU they say so."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+COPIED = ("parallel", "amp", "optim", "tests/gpu", "tests/harness", "tests/benchmarks", "src/meshstep/__init__.py")
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As git makes one, read-only; and hypothesis and xdist are missing."""
+    root = tmp_path_factory.mktemp("checkout")
+    for name in (*COPIED, "pyproject.toml"):
+        source, target = ROOT / name, root / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, target)
+    (root / "missing").mkdir()
+    for name in ("hypothesis", "xdist"):
+        (root / "missing" / f"{name}.py").write_text("raise ImportError('it is missing')")
+    return root
+
+
+def started(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(checkout / "missing"), "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    for variable in ("PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER"):
+        environment.pop(variable, None)
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_the_suite_starts_without_an_install_and_skips_with_the_reason(checkout: Path) -> None:
+    chosen = "test_gpu_steps and (cuda or (waits and cpu and fp16))"
+    before = sorted(checkout.rglob("*"))
+    done = started(checkout, "-m", "tests.gpu", "-q", "-k", chosen)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "needs a GPU: " in done.stdout
+    assert " passed, " in done.stdout  # the rehearsals
+    assert f"meshstep of {checkout / 'optim'}" in done.stdout
+    assert sorted(checkout.rglob("*")) == before
+
+
+def test_under_torchrun_it_is_the_tests_of_several_gpus(checkout: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.gpu")
+    done = started(checkout, *torchrun, "-q", "-k", "mean_gradient or (fp32 and (same_bits or (leave and replicated)))")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("7 passed") == 2
+
+
+def test_the_benchmark_without_a_gpu_says_so(checkout: Path) -> None:
+    done = started(checkout, "tests/benchmarks/gpu.py")
+    assert done.returncode == 2
+    assert "this needs a GPU, and torch finds none" in done.stderr
+
+
+def test_the_benchmark_is_a_table_in_markdown(checkout: Path) -> None:
+    done = started(checkout, "tests/benchmarks/gpu.py", "--device", "cpu", "--quick")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert f"torch {torch.__version__}" in lines[0]
+    rows = [line for line in lines if line.startswith("|")]
+    assert len(rows) == 4 * (2 + 3)
+    assert {line.count("|") for line in rows} == {7}
+    assert sum(line.startswith("| meshstep |") for line in rows) == 4

@@ -1,0 +1,39 @@
+"""``--cuda-graph`` of the main job: a clear end without a GPU; and with a graph of the CPU in its place, the same curve."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from cpu_graph import CUDA_OF_THE_CPU
+from meshstep.parallel import ProcessGroupRegistry
+from run_example import example, start_example
+
+FLAGS = ["--steps", "8", "--max-norm", "0.95", "--topology", "data=1"]
+
+
+def test_without_a_gpu_it_ends_with_one_line() -> None:
+    with mock.patch.dict("os.environ", CUDA_VISIBLE_DEVICES=""):
+        done = start_example("train_digits", "--cuda-graph", *FLAGS)
+    assert done.returncode == 2
+    assert done.stderr == "train_digits.py: error: --cuda-graph needs a GPU, and this process has none: leave it out\n"
+
+
+def curve(flags: list[str]) -> torch.Tensor:
+    script = example("train_digits")
+    options = script.read_options(1, [*FLAGS, *flags])
+    with ProcessGroupRegistry(options.topology) as registry:
+        trainer = script.Trainer(options, registry)
+        trainer.run()
+        return torch.stack(trainer.history)
+
+
+@pytest.mark.parametrize("flags", [[], ["--precision", "bf16", "--accumulate", "4"], ["--precision", "fp16_naive"]])
+def test_replays_have_the_curve_of_steps(flags: list[str]) -> None:
+    """Up to the rate, which is a float32 tensor there."""
+    expected = curve(flags)
+    with mock.patch.object(example("cuda_graph"), "torch", SimpleNamespace(cuda=CUDA_OF_THE_CPU)):
+        found = curve(["--cuda-graph", *flags])
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)

@@ -1,0 +1,61 @@
+"""Run these tests from a plain checkout: nothing has to be installed but torch, einops and pytest, and nothing is fetched.
+
+python -m tests.gpu                                          on one GPU, with its rehearsals on the CPU
+python -m tests.gpu -k "not cpu"                             without those; arguments go to pytest
+torchrun --standalone --nproc-per-node 4 -m tests.gpu        on several GPUs, over NCCL: other tests
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+GPU = ROOT / "tests" / "gpu"
+
+
+def make_importable(beside: Path) -> None:
+    """Make `meshstep` importable here and in processes that are started from here, as an editable install would, by links
+    in a folder that is empty."""
+    (beside / "meshstep").mkdir()
+    front = ROOT / "src" / "meshstep" / "__init__.py"
+    for source in (front, *(ROOT / package for package in ("parallel", "amp", "optim"))):
+        (beside / "meshstep" / source.name).symlink_to(source, target_is_directory=source.is_dir())
+    paths = [str(beside), str(ROOT / "tests" / "harness")]
+    sys.path[:0] = paths
+    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def what_runs() -> str:
+    """Which sources, on what."""
+    import torch
+    from meshstep import optim
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return f"meshstep of {Path(optim.__path__[0]).resolve()}, torch {torch.__version__}, {gpu}"
+
+
+def main(arguments: list[str]) -> int:
+    """The exit status of pytest."""
+    try:
+        import pytest
+    except ImportError:
+        print("tests.gpu needs pytest: python -m pip install pytest", file=sys.stderr)
+        return 2
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = (
+        "1"  # no plugin is needed, and some would have to import what is missing
+    )
+    under_torchrun = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    chosen = GPU / "test_gpu_torchrun.py" if under_torchrun else GPU
+    with tempfile.TemporaryDirectory() as folder:
+        make_importable(Path(folder))
+        print(what_runs(), flush=True)
+        # Without the suite's conftest.py, which needs hypothesis; and a warning of another torch is no failure here.
+        own = ["--confcutdir", str(GPU), "-o", "addopts=", "-o", "filterwarnings=default", "-p", "no:cacheprovider"]
+        return int(pytest.main([str(chosen), "--rootdir", str(ROOT), *own, "-rs", *arguments]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

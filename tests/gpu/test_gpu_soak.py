@@ -1,0 +1,28 @@
+"""Ten thousand steps: no memory grows, every overflow is counted, nobody waits."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from graph_runs import Run, Setting
+from meshstep.amp import NaiveFp16
+from on_gpu import nobody_waits
+
+
+def test_ten_thousand_steps(device: torch.device) -> None:
+    steps = 10_000 if device.type == "cuda" else 200
+    # It grows between two overflows, and falls at each.
+    run = Run(Setting(NaiveFp16(init_scale=2.0**8, growth_interval=10, hysteresis=1), {"max_norm": 0.5}), device)
+    good, bad = [run.batch(number) for number in range(3, 9)], run.batch(9)
+    kept = []
+    for part in range(10):
+        with nobody_waits(device) if part else nullcontext():  # the first step looks
+            for number in range(part * steps // 10, (part + 1) * steps // 10):
+                run.optimizer.zero_grad()
+                run.optimizer.backward(run.loss(bad if number % 20 == 19 else good[number % 6]))
+                run.optimizer.step()
+        kept.append(torch.cuda.memory_allocated() if device.type == "cuda" else 0)
+    assert run.optimizer.skipped_steps == steps // 20
+    assert all(bool(param.isfinite().all()) for param in run.model.parameters())
+    assert len(set(kept)) == 1

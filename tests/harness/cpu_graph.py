@@ -1,0 +1,124 @@
+"""What a CUDA graph does, on CPU tensors: operators are noted, not run, and a replay runs them on the memory they had.
+
+    graph = CpuGraph()
+    with graph.captured():
+        optimizer.backward(loss_of(static_batch))
+        stats = optimizer.step()
+    graph.replay()
+
+As with a graph Python runs once. What was there before the capture is as before after it, tensors that are made in it hold
+rubbish until the first replay, and to read one is an error. Memory is not reused, so what a graph would read after it was
+freed is not found here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+_READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonzero")
+_WITHOUT_VERSIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _place(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+class _Noting(TorchDispatchMode):
+    """Runs what it notes, for shapes' sake, and keeps what was in the memory that it met."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.before: dict[int, tuple[Any, Any]] = {}
+        self.made: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        assert not str(func).startswith(_READS), f"the host reads in a graph: {func}"
+        for tensor in _tensors((args, kwargs)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.before and storage._cdata not in self.made:
+                self.before[storage._cdata] = storage, storage.clone()
+        result = func(*args, **kwargs)
+        self.made |= {_place(t): t.untyped_storage() for t in _tensors(result) if _place(t) not in self.before}
+        self.calls.append((func, args, kwargs, result))
+        return result
+
+    def forget(self) -> None:
+        """What was run has not happened."""
+        for storage, before in self.before.values():
+            storage.copy_(before)
+        for storage in self.made.values():
+            storage.fill_(255)  # NaN, or -1
+
+
+_wait = dist.Work.wait
+
+
+def _waited(work: Any, *args: Any) -> Any:
+    """gloo copies to where the result belongs when somebody waits: a part of the collective, which is noted already."""
+    with _disable_current_modes():
+        return _wait(work, *args)
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """The current stream says that it is captured."""
+    with (
+        mock.patch.object(torch.cuda, "is_initialized", return_value=True),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+    ):
+        yield
+
+
+class CpuGraph:
+    """One graph."""
+
+    def __init__(self) -> None:
+        self._noted = _Noting()
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """What is done within is captured."""
+        with capturing(), mock.patch.object(dist.Work, "wait", _waited), self._noted:
+            yield
+        self._noted.forget()
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        """Run it again; nothing of Python knows, no version of a tensor changes."""
+        with torch._C._ExcludeDispatchKeyGuard(_WITHOUT_VERSIONS):
+            for func, args, kwargs, result in self._noted.calls:
+                given = {_place(tensor) for tensor in _tensors((args, kwargs))}
+                again = func(*args, **kwargs)
+                for leaf in tree_leaves(again):
+                    if not isinstance(leaf, Tensor) and hasattr(leaf, "wait"):
+                        leaf.wait()
+                for old, new in zip(_tensors(result), _tensors(again), strict=True):
+                    if _place(old) not in given:
+                        old.copy_(new)
+
+
+# What code that makes graphs asks of ``torch.cuda``.
+CUDA_OF_THE_CPU = SimpleNamespace(
+    is_available=lambda: True,
+    CUDAGraph=CpuGraph,
+    graph=lambda graph: graph.captured(),
+    Stream=mock.Mock,
+    current_stream=mock.Mock,
+    stream=lambda _: nullcontext(),
+)

@@ -1,0 +1,241 @@
+"""The same training by steps and by replays of a graph, on any device: what both leave must be the same bits.
+
+A graph is `CpuGraph`, or `CudaGraph` on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from meshstep.amp import ApexFp16, Bf16, Fp32, NaiveFp16, Precision, TorchFp16
+from meshstep.optim import (
+    Adaptive,
+    ByGroup,
+    ByNorm,
+    ByValue,
+    GradStats,
+    Measure,
+    ParallelOptimizer,
+    PerParameter,
+    Reduce,
+    Sharded,
+)
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from precision_modes import snapshot
+from small_models import Mlp
+from torch import Tensor, nn
+
+STEPS = 24
+OVERFLOWS = (2, 9, 10, 11, 17)  # steps in which a gradient is not finite
+
+
+class Graph(Protocol):
+    """What is captured once and replayed often."""
+
+    def captured(self) -> AbstractContextManager[None]: ...
+    def replay(self) -> None: ...
+
+
+class CudaGraph:
+    """A real one."""
+
+    def __init__(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """What is done within is captured."""
+        with torch.cuda.graph(self._graph):
+            yield
+
+    def replay(self) -> None:
+        """Run it again."""
+        self._graph.replay()
+
+
+@contextmanager
+def warm_up(device: torch.device) -> Iterator[None]:
+    """Steps before a capture are made on another stream than the default one, which can't be captured."""
+    if device.type != "cuda":
+        yield
+        return
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        yield
+    torch.cuda.current_stream().wait_stream(side)
+
+
+def _sgd(params: Any, lr: Tensor) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=lr, momentum=0.9, fused=True)
+
+
+def _adamw(params: Any, lr: Tensor) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=lr, fused=True)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a run trains."""
+
+    precision: Precision = field(default_factory=Fp32)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    inner: Callable[[Any, Tensor], torch.optim.Optimizer] = _adamw
+
+
+_NAIVE = NaiveFp16(init_scale=2.0**8, growth_interval=3, hysteresis=2)
+SETTINGS: dict[str, Setting] = {
+    "fp32": Setting(),
+    "fp16": Setting(TorchFp16(init_scale=2.0**8, growth_interval=3), {"max_norm": 0.5}),
+    "bf16": Setting(Bf16(), {"max_norm": 0.5}),
+    "fp16_naive": Setting(_NAIVE, {"max_norm": 0.5}),
+    "O2": Setting(ApexFp16("O2", loss_scale=256.0), {"max_norm": 0.5}),
+    "momentum": Setting(_NAIVE, {"max_norm": 0.5}, _sgd),
+    "by value": Setting(options={"max_norm": ByValue(0.1)}),
+    "by group": Setting(options={"max_norm": ByGroup((0.3,))}),
+    "by parameter": Setting(_NAIVE, {"max_norm": PerParameter(0.2)}),
+    "by unit": Setting(options={"max_norm": Adaptive()}),
+    "largest": Setting(options={"max_norm": ByNorm(0.1, norm_type=float("inf"))}),
+    "p = 3": Setting(options={"measure": Measure(norm_type=3.0, per_parameter=True), "max_norm": 0.3}),
+    "one by one": Setting(options={"measure": Measure(reduction="per_group"), "max_norm": 0.3}),
+}
+PLACED: dict[str, dict[str, Any]] = {
+    "replicated": {},
+    "ZeRO-1": {"states": Sharded("data")},
+    "ZeRO-2": {"states": Sharded("data", gradients=True)},
+    "overlap": {"data_parallel": Reduce(overlap=True)},
+}
+
+
+class Run:
+    """A model and its optimizer."""
+
+    def __init__(self, setting: Setting, device: torch.device, registry: ProcessGroupRegistry | None = None) -> None:
+        registry = registry or ProcessGroupRegistry(Topology())
+        self.device, self.coordinate = device, registry.global_rank
+        torch.manual_seed(0)
+        self.model: nn.Module = setting.precision.prepare(Mlp().to(device), registry)
+        declare(self.model, {"*": P()})
+        self.criterion = setting.precision.prepare_criterion(nn.functional.mse_loss)
+        inner = setting.inner(self.model.named_parameters(), torch.tensor(1e-2, device=device))
+        options: dict[str, Any] = {"precision": setting.precision, **setting.options}
+        self.optimizer: ParallelOptimizer = ParallelOptimizer(inner, registry, **options)
+        self.trace: list[Tensor] = []
+        self.after_step: Callable[[], object] = lambda: None
+
+    def batch(self, step: int, micro: int = 0) -> Tensor:
+        """[6 samples, 6 features], of which the first 3 are also what is to be learnt."""
+        seed = 1000 * step + 10 * micro + self.coordinate
+        drawn = torch.randn(6, 6, generator=torch.Generator().manual_seed(seed))
+        if step in OVERFLOWS and micro == 0:
+            drawn[0, 0] = torch.inf
+        return drawn.to(self.device)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        """The mean of a batch."""
+        found: Tensor = self.criterion(self.model(batch), batch[:, :3].nan_to_num(posinf=1.0))
+        return found
+
+    def note(self, stats: GradStats | None) -> None:
+        """Keep what a step measured, which the next replay overwrites."""
+        assert stats is not None  # windows are as long as the caller makes them
+        numbers = [stats.total_norm, stats.clip_coef, stats.found_inf, *stats.group_norms]
+        numbers += [] if stats.loss_scale is None else [stats.loss_scale]
+        numbers += stats.parameter_norms.values()
+        self.trace.append(torch.stack([number.double().nan_to_num(nan=-1.0) for number in numbers]))
+        self.after_step()
+
+    def left(self) -> dict[str, Tensor]:
+        """All that the run has left, on the CPU."""
+        found = snapshot(self.model, self.optimizer) | {"trace": torch.stack(self.trace)}
+        found["skipped"] = torch.tensor(self.optimizer.skipped_steps)
+        if self.optimizer.loss_scale is not None:
+            found["scale"] = self.optimizer.loss_scale.scale
+        return {name: value.detach().cpu() for name, value in found.items()}
+
+    # A step a batch ---------------------------------------------------------------------------------------------------
+
+    def steps(self, numbers: range) -> None:
+        """By Python."""
+        for number in numbers:
+            self.optimizer.zero_grad()
+            self.optimizer.backward(self.loss(self.batch(number)))
+            self.note(self.optimizer.step())
+
+    def replays(self, numbers: range, graph: Graph) -> None:
+        """By replays of one graph, made now."""
+        static = torch.zeros_like(self.batch(0))
+        self.optimizer.zero_grad()
+        with graph.captured():
+            self.optimizer.backward(self.loss(static))
+            stats = self.optimizer.step()
+        for number in numbers:
+            static.copy_(self.batch(number))
+            graph.replay()
+            self.note(stats)
+        self.optimizer.poll()
+
+    # A step a window, of micro-batches that weigh differently -----------------------------------------------------------
+
+    def _micro_batch(self, batch: Tensor, weight: Tensor, last: bool) -> GradStats | None:
+        with nullcontext() if last else self.optimizer.no_sync():
+            self.optimizer.backward(self.loss(batch) * weight, weight=weight)
+        if not last:
+            return None
+        stats = self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)  # a graph adds to the gradients where they lie
+        return stats
+
+    def _weight(self, micro: int) -> Tensor:
+        return torch.tensor(micro + 1.0, device=self.device)
+
+    def windows(self, numbers: range, count: int) -> None:
+        """By Python."""
+        for number in numbers:
+            for micro in range(count):
+                stats = self._micro_batch(self.batch(number, micro), self._weight(micro), micro == count - 1)
+            self.note(stats)
+
+    def window_replays(self, numbers: range, count: int, make: Callable[[], Graph]) -> None:
+        """By replays of two graphs: of a micro-batch, and of the last one with the step."""
+        static, weight = torch.zeros_like(self.batch(0)), torch.zeros((), device=self.device)
+        graphs, stats = {False: make(), True: make()}, None
+        for last, graph in graphs.items():
+            with graph.captured():
+                stats = self._micro_batch(static, weight, last)
+        for number in numbers:
+            for micro in range(count):
+                static.copy_(self.batch(number, micro))
+                weight.copy_(self._weight(micro))
+                graphs[micro == count - 1].replay()
+            self.note(stats)
+        self.optimizer.poll()
+
+
+def by_steps(run: Run, micro: int = 1, steps: int = STEPS) -> dict[str, Tensor]:
+    """What so many steps, of so many micro-batches, leave."""
+    if micro == 1:
+        run.steps(range(steps))
+    else:
+        run.windows(range(steps), micro)
+    return run.left()
+
+
+def by_replays(
+    run: Run, before: int, make: Callable[[], Graph], micro: int = 1, steps: int = STEPS
+) -> dict[str, Tensor]:
+    """What as many leave, of which all but the first ``before`` are replays."""
+    with warm_up(run.device):
+        if micro == 1:
+            run.steps(range(before))
+        else:
+            run.windows(range(before), micro)
+    if micro == 1:
+        run.replays(range(before, steps), make())
+    else:
+        run.window_replays(range(before, steps), micro, make)
+    return run.left()

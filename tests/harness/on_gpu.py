@@ -1,0 +1,66 @@
+"""What tests on a GPU share: whether there is one, steps in which nobody may wait for it, ranks of their own."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+TIMEOUT = timedelta(minutes=2)
+
+
+def why_no_gpu() -> str:
+    """Why nothing can run on one here; empty where it can."""
+    if not torch.backends.cuda.is_built():
+        return "needs a GPU: this torch is built without CUDA"
+    if not torch.cuda.is_available():
+        return "needs a GPU: torch finds none (python -m tests.gpu, on a machine with one)"
+    return ""
+
+
+@contextmanager
+def nobody_waits(device: torch.device) -> Iterator[None]:
+    """On a GPU it is an error within, if the host waits for it."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it does not see all
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def ranks(backend: str, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """What ``function(*args)`` returns on each of some new processes, which are joined by ``backend``; by rank.
+
+    The workers of `World` are forked, and a process with a GPU can't be. Tensors of the results must be on the CPU.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        spawn(_rank, (backend, world_size, directory, function, args), nprocs=world_size)
+        return [torch.load(Path(directory, str(rank)), weights_only=True) for rank in range(world_size)]
+
+
+def _rank(
+    rank: int, backend: str, world_size: int, directory: str, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    store = dist.FileStore(str(Path(directory, "store")), world_size)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+    try:
+        torch.save(function(*args), Path(directory, str(rank)))
+    finally:
+        dist.destroy_process_group()

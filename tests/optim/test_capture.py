@@ -1,0 +1,124 @@
+"""Steps in a CUDA graph: its replays do what steps do. On the CPU, with `CpuGraph` in the place of a graph."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from cpu_graph import CUDA_OF_THE_CPU, CpuGraph
+from graph_runs import PLACED, SETTINGS, Run, Setting, by_replays, by_steps
+from meshstep.optim import CosineAnnealingLR, HoldOnSkip, ParallelOptimizer
+from meshstep.parallel import ProcessGroupRegistry, Topology
+from precision_modes import differences
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, StepLR
+from world import World
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("before", [3, 20])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_replays_leave_the_bits_that_steps_leave(name: str, before: int) -> None:
+    steps = by_steps(Run(SETTINGS[name], CPU))
+    replays = by_replays(Run(SETTINGS[name], CPU), before, CpuGraph)
+    assert differences(steps, replays) == []
+    assert steps["skipped"] == 5
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp16", "bf16", "fp16_naive"])
+def test_inner_and_last_micro_batches_are_two_graphs(name: str) -> None:
+    """Their weights add up in the replays, and so do the gradients."""
+    steps = by_steps(Run(SETTINGS[name], CPU), micro=3)
+    assert differences(steps, by_replays(Run(SETTINGS[name], CPU), 3, CpuGraph, micro=3)) == []
+
+
+def on_ranks(name: str, placed: str, micro: int, before: int | None) -> dict[str, Tensor]:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        run = Run(Setting(SETTINGS[name].precision, {**PLACED[placed], "max_norm": 0.5}), CPU, registry)
+        return by_steps(run, micro) if before is None else by_replays(run, before, CpuGraph, micro)
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize("placed", PLACED)
+@pytest.mark.parametrize("name", ["fp32", "fp16_naive"])
+def test_replays_on_two_ranks(world: World, name: str, placed: str, micro: int) -> None:
+    steps, replays = (world.run(2, on_ranks, name, placed, micro, before) for before in (None, 3))
+    for of_steps, of_replays in zip(steps, replays, strict=True):
+        assert differences(of_steps, of_replays) == []
+
+
+@pytest.mark.parametrize("make", [lambda o: CosineAnnealingLR(o, 20, 4), lambda o: HoldOnSkip(StepLR(o, 3, 0.5))])
+def test_schedules_move_between_replays_and_hold_on_skipped_ones(
+    make: Callable[[ParallelOptimizer], LRScheduler],
+) -> None:
+    found: list[list[float]] = []
+    for graph in (None, CpuGraph()):
+        run = Run(SETTINGS["fp32"], CPU)
+        schedule = make(run.optimizer)
+        rates: list[float] = []
+        run.after_step = partial(move, schedule, rates)
+        run.steps(range(3))
+        if graph is None:
+            run.steps(range(3, 24))
+        else:
+            run.replays(range(3, 24), graph)
+        found.append(rates)
+    assert found[0] == found[1]
+    assert len(set(found[0])) > 5
+
+
+def move(schedule: LRScheduler, rates: list[float]) -> None:
+    schedule.step()
+    rates += [float(rate) for rate in schedule.get_last_lr()]
+
+
+# The recipes of optim/README.md -----------------------------------------------------------------------------------------
+
+
+def recipes() -> dict[str, Any]:
+    page = (Path(__file__).parents[2] / "optim" / "README.md").read_text()
+    namespace: dict[str, Any] = {"torch": SimpleNamespace(cuda=CUDA_OF_THE_CPU)}
+    for text in re.findall(r"^```python\n(def \w+_by_graph.*?)^```$", page, re.MULTILINE | re.DOTALL):
+        exec(compile(text, "optim/README.md", "exec"), namespace)
+    return namespace
+
+
+def test_the_recipe_trains_as_steps_do() -> None:
+    steps, replays = (Run(SETTINGS["bf16"], CPU) for _ in range(2))
+    batches = [steps.batch(number) for number in range(12, 17)]
+
+    def given() -> Iterator[Tensor]:
+        yield from batches[:4]  # three to warm up, and one for its shape
+        yield from batches
+
+    for batch in (*batches[:3], *batches):
+        steps.optimizer.zero_grad()
+        steps.optimizer.backward(steps.model(batch).square().mean())
+        steps.optimizer.step()
+    recipes()["train_by_graph"](replays.model, replays.optimizer, given())
+    for one, other in zip(steps.model.parameters(), replays.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_recipe_of_windows_trains_as_steps_do() -> None:
+    steps, replays = (Run(SETTINGS["fp16_naive"], CPU) for _ in range(2))
+    steps.windows(range(12, 17), 3)
+    replays.windows(range(12, 14), 3)
+    static, weight = torch.zeros(6, 6), torch.zeros(())
+    inner, last, stats = recipes()["windows_by_graph"](
+        lambda batch: replays.loss(batch) * weight, replays.optimizer, static, weight
+    )
+    for number in range(14, 17):
+        for micro, graph in enumerate((inner, inner, last)):
+            static.copy_(replays.batch(number, micro))
+            weight.fill_(micro + 1.0)
+            graph.replay()
+        replays.note(stats)
+    assert differences(steps.left(), replays.left()) == []

@@ -1,0 +1,244 @@
+"""What a CUDA graph of a step would not do is an error, in words, before anything is changed; and what replays found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cpu_graph import CpuGraph, capturing
+from graph_runs import Run, Setting
+from meshstep.amp import Bf16, Fp32, GradScaler, NaiveFp16
+from meshstep.optim import ByNorm, Clip, GradStats, HalfStates, Measure, Monitor, Norms, Offloaded, Skip
+from meshstep.parallel import ProcessGroupRegistry, Topology
+from precision_modes import differences, snapshot
+from torch import Tensor
+from world import World
+
+CPU = torch.device("cpu")
+
+
+def run_of(steps: int = 3, *, inner: Callable[..., Any] = torch.optim.AdamW, **options: Any) -> Run:
+    """One that has made steps."""
+    precision = options.pop("precision", Fp32())
+    fused = {"fused": True} if inner is torch.optim.AdamW else {}
+    run = Run(Setting(precision, options, lambda params, lr: inner(params, lr=lr, **fused)), CPU)
+    for number in range(steps):
+        micro_batches = options.get("accumulation_steps", 1)
+        for _ in range(micro_batches):
+            run.optimizer.backward(run.loss(run.batch(3 + number)))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    return run
+
+
+def half_a_window() -> Run:
+    return run_of(accumulation_steps=2)
+
+
+def with_a_rate_that_is_a_number() -> Run:
+    run = run_of()
+    run.optimizer.param_groups[0]["lr"] = 0.25
+    return run
+
+
+REFUSED: dict[str, tuple[Callable[[], Run], str]] = {
+    "the first step": (lambda: run_of(0), "no step was made before, and the first one looks at what came"),
+    "copies": (
+        lambda: run_of(measure=Measure(check_replicas=True)),
+        r"Measure\(check_replicas=True\) reads what it compared",
+    ),
+    "raise": (lambda: run_of(on_nonfinite="raise"), "on_nonfinite='raise' reads the norm.*call poll"),
+    "offloaded": (lambda: run_of(states=Offloaded(0.5)), "Offloaded waits for the GPU and steps on the CPU"),
+    "half states": (lambda: run_of(states=HalfStates()), "HalfStates draws by the number of the step"),
+    "rounding": (lambda: run_of(precision=Bf16(stochastic_rounding=True)), "stochastic rounding draws by the number"),
+    "RMSprop": (lambda: run_of(inner=torch.optim.RMSprop), "RMSprop reads whether to skip on the host: give it fused"),
+    "a rate": (with_a_rate_that_is_a_number, r"the lr of param group 0 is 0.25.*lr=torch.tensor\(0.25, device='cpu'\)"),
+    "half a window": (
+        half_a_window,
+        "1 of accumulation_steps=2 micro-batches have come, which replays would not count",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_replays_would_not_do_is_refused_by_name(what: str) -> None:
+    make, message = REFUSED[what]
+    run = make()
+    run.optimizer.backward(run.loss(run.batch(5)))
+    before = snapshot(run.model, run.optimizer)
+    calls: list[Callable[[], object]] = [run.optimizer.step, lambda: run.optimizer.clip_grad_by_norm(1.0)]
+    for call in calls:
+        with capturing(), pytest.raises(RuntimeError, match=rf"can't be captured in a CUDA graph here: .*{message}"):
+            call()
+    assert differences(before, snapshot(run.model, run.optimizer)) == []
+    while run.optimizer.step() is None:  # as if nothing had been
+        run.optimizer.backward(run.loss(run.batch(6)))
+    assert differences(before, snapshot(run.model, run.optimizer)) != []
+
+
+def test_all_reasons_are_told_at_once() -> None:
+    run = run_of(states=Offloaded(1.0), on_nonfinite="raise")
+    with capturing(), pytest.raises(RuntimeError, match=r"on_nonfinite='raise'.*; Offloaded waits"):
+        run.optimizer.step()
+
+
+def test_a_grad_scaler_is_refused() -> None:
+    run = run_of()
+    scaler = GradScaler(ProcessGroupRegistry(Topology()), device="cpu")
+    torch.autograd.backward(scaler.scale(run.loss(run.batch(5))))
+    with capturing(), pytest.raises(RuntimeError, match="a GradScaler calls it: leave it out"):
+        scaler.step(run.optimizer)
+
+
+class ByLast(Clip):
+    """Clip to the norm of the step before."""
+
+    last: Tensor | float = 1.0
+
+    def factors(self, norms: Norms) -> Tensor:
+        before, self.last = self.last, norms.total
+        return (before / norms.total).clamp(max=1.0)
+
+
+def test_a_rule_with_a_state_of_python_is_refused() -> None:
+    run = run_of(max_norm=ByLast())
+    run.optimizer.backward(run.loss(run.batch(5)))
+    with capturing(), pytest.raises(RuntimeError, match=r"ByLast gives last another value.*changed in place"):
+        run.optimizer.step()
+
+
+def test_a_monitor_is_called_between_replays() -> None:
+    run = run_of()
+    assert run.optimizer.last_stats is not None
+    with capturing(), pytest.raises(RuntimeError, match="call it after each replay"):
+        Monitor(ProcessGroupRegistry(Topology()))(run.optimizer.last_stats)
+
+
+@pytest.mark.parametrize("warmed_up", [False, True])
+def test_weights_are_tensors_that_were_given_before_too(warmed_up: bool) -> None:
+    run = run_of()
+    if warmed_up:
+        run.optimizer.backward(run.loss(run.batch(5)), weight=torch.tensor(2.0))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    wrong: list[float | Tensor] = [3, 3.0] if warmed_up else [3, torch.tensor(3.0)]
+    for weight in wrong:
+        with capturing(), pytest.raises(RuntimeError, match=r"in a micro-batch that is captured.*give a 0-dim tensor"):
+            run.optimizer.backward(run.loss(run.batch(5)), weight=weight)
+        assert run.optimizer._window.micro_batches == 0
+    if warmed_up:
+        with capturing():
+            run.optimizer.backward(run.loss(run.batch(5)), weight=torch.tensor(3.0))
+
+
+@pytest.mark.parametrize(
+    ("clip", "message"),
+    [
+        (ByNorm(1.0), "other parameters have gradients in the step that is captured"),
+        (
+            ByNorm(1.0, norm_type=torch.inf),
+            r"a parameter of shape \(3,\) has its first gradient in a step that is captured",
+        ),
+    ],
+)
+def test_every_gradient_has_been_there_before(clip: ByNorm, message: str) -> None:
+    """What a step makes for it would be brought from the host, or made anew in every replay."""
+    run = Run(Setting(Fp32(), {"max_norm": clip}), CPU)
+    for _ in range(2):
+        run.optimizer.backward(run.loss(run.batch(5)))
+        run.model.get_parameter("last.bias").grad = None
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    run.optimizer.backward(run.loss(run.batch(5)))
+    before = snapshot(run.model, run.optimizer)
+    with capturing(), pytest.raises(RuntimeError, match=message):
+        run.optimizer.step()
+    run.optimizer.zero_grad()
+    assert differences(before, snapshot(run.model, run.optimizer)) == []
+    run.steps(range(5, 7))
+
+
+def undecided() -> str:
+    """On two ranks, where all steps so far were skipped, nothing is known of copies."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        run = Run(Setting(NaiveFp16(init_scale=2.0**8), {"max_norm": 0.5}), CPU, registry)
+        run.steps(range(9, 11))
+        run.optimizer.zero_grad()
+        run.optimizer.backward(run.loss(run.batch(12)))
+        with capturing(), pytest.raises(RuntimeError) as caught:
+            run.optimizer.step()
+        run.optimizer.step()  # in which they are
+        run.replays(range(13, 14), CpuGraph())
+        return str(caught.value)
+
+
+def test_copies_are_compared_before(world: World) -> None:
+    for message in world.run(2, undecided):
+        assert "copies have not been compared yet, in a step that was not skipped" in message
+
+
+# poll -------------------------------------------------------------------------------------------------------------------
+
+
+def replayed_overflows(on_nonfinite: Skip, count: int) -> tuple[Run, CpuGraph, GradStats]:
+    run = Run(Setting(Fp32(), {"on_nonfinite": on_nonfinite}), CPU)
+    run.steps(range(3, 5))
+    graph, static = CpuGraph(), run.batch(9)
+    run.optimizer.zero_grad()
+    with graph.captured():
+        run.optimizer.backward(run.loss(static))
+        stats = run.optimizer.step()
+    assert stats is not None
+    for _ in range(count):
+        graph.replay()
+    return run, graph, stats
+
+
+def test_poll_raises_what_steps_would_have_raised() -> None:
+    run, graph, _ = replayed_overflows(Skip(most_in_a_row=5), 4)
+    run.optimizer.poll()
+    graph.replay()
+    with pytest.raises(FloatingPointError, match=r"^5 steps in a row were skipped.*that are not finite now: first"):
+        run.optimizer.poll()
+    assert run.optimizer.skipped_steps == 5
+
+
+def test_stats_are_those_of_the_last_replay() -> None:
+    run, graph, stats = replayed_overflows(Skip(), 1)
+    assert run.optimizer.last_stats is stats
+    assert stats.found_inf == 1
+    assert run.optimizer.grad_norm is not None
+    assert not run.optimizer.grad_norm.isfinite()
+    assert "replay" in (GradStats.__doc__ or "")
+    graph.replay()
+
+
+def test_poll_tells_of_gradients_that_came_past_backward() -> None:
+    run = Run(Setting(NaiveFp16(init_scale=2.0**8)), CPU)
+    run.steps(range(3, 5))
+    run.optimizer.zero_grad()
+    run.loss(run.batch(5)).backward()
+    run.optimizer.step()
+    with pytest.raises(RuntimeError, match=r"steps with them were skipped: write optimizer.backward"):
+        run.optimizer.poll()
+    run.optimizer.poll()  # it has been said
+
+
+def polled(overflows: bool) -> str:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        run = Run(Setting(Fp32(), {"on_nonfinite": Skip(most_in_a_row=2)}), CPU, registry)
+        run.steps(range(9, 11) if overflows else range(12, 14))
+        try:
+            run.optimizer.poll()
+        except FloatingPointError as error:
+            return str(error)
+        return ""
+
+
+def test_poll_says_the_same_on_every_rank(world: World) -> None:
+    assert world.run(2, polled, False) == ["", ""]
+    first, second = world.run(2, polled, True)
+    assert first == second
+    assert first.startswith("2 steps in a row")

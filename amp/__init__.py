@@ -8,7 +8,8 @@ from .loss_scale import ConstantLossScale, DynamicLossScale, LossScale
 from .master_weights import MasterWeights
 from .modes import Bf16, Fp32, NaiveFp16, TorchFp16
 from .precision import Precision
-from .stochastic_rounding import StochasticRounding, stochastic_round_
+from .rounding import stochastic_round_
+from .stochastic_rounding import StochasticRounding
 
 __all__ = [
     "ApexFp16",

@@ -153,16 +153,16 @@ class DynamicLossScale(LossScale):
     def _tolerate(self, found_inf: Tensor, before: Tensor) -> None:
         """Take the back-off of an overflow back that only counts, and count it."""
         overflow = found_inf != 0
-        self._overflows_left.add_(overflow, alpha=-1).clamp_(min=0)
-        self.scale.copy_(torch.where(overflow & (self._overflows_left > 0), before, self.scale))
-        whole_run = ~overflow & (self._good_steps == 0)
+        self._overflows_left.add_(overflow, alpha=-1)  # below 0 none is left either
+        torch.where(overflow & (self._overflows_left > 0), before, self.scale, out=self.scale)
+        whole_run = (self._good_steps | overflow) == 0
         self._overflows_left.masked_fill_(whole_run, self._settings.hysteresis)
 
     def state_dict(self) -> dict[str, float | int]:
         return {
             "scale": self.scale.item(),
             "good_steps": int(self._good_steps.item()),
-            "overflows_left": int(self._overflows_left.item()),
+            "overflows_left": max(int(self._overflows_left.item()), 0),
             **asdict(self._settings),
         }
 

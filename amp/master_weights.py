@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..parallel.layout.annotation import annotation_of, copy_annotation
 from .casting import is_half
+from .copies import copy_each_, float32_of
 
 _COLLECTED = "_meshstep_collected"
 
@@ -133,11 +134,14 @@ class MasterWeights:
                     f"the gradient of {_label(param)} still holds that of an earlier step: the optimizer's zero_grad() "
                     "clears the masters' gradients only; call MasterWeights.zero_grad() instead"
                 )
+        gradients = {param: param.grad for param, _ in self.pairs if param.grad is not None}
+        halves = [param for param, grad in gradients.items() if is_half(grad) and grad.layout is torch.strided]
+        cast = dict(zip(halves, float32_of([gradients[param] for param in halves]), strict=True))
         for param, master in self.pairs:
-            grad = param.grad
+            grad = gradients.get(param)
             if grad is not None:
                 setattr(grad, _COLLECTED, True)
-                master.grad = grad.float()
+                master.grad = cast[param] if param in cast else grad.float()
                 setattr(master.grad, _COLLECTED, True)
             elif hasattr(master.grad, _COLLECTED):  # else somebody gave the master itself one
                 master.grad = None
@@ -161,7 +165,7 @@ class MasterWeights:
         held = self.held()
         if held:
             params, masters = zip(*held, strict=True)
-            torch._foreach_copy_(params, masters)
+            copy_each_(params, masters)
         self._note_versions(held)
 
     @torch.no_grad()
@@ -169,7 +173,7 @@ class MasterWeights:
         """Set the masters to the model's weights, after those were loaded or changed."""
         if self.pairs:
             params, masters = zip(*self.pairs, strict=True)
-            torch._foreach_copy_(masters, params)
+            copy_each_(masters, params)
         self._note_versions(self.pairs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

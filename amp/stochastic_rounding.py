@@ -8,7 +8,8 @@ Reference: Gupta et al. 2015, "Deep learning with limited numerical precision", 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -18,43 +19,11 @@ from torch import Tensor, nn
 from ..parallel.interop.local import spec_of
 from ..parallel.layout.annotation import annotation_of, copy_annotation
 from ..parallel.mesh.registry import ProcessGroupRegistry
+from .copies import float32_of
 from .optimizer_state import is_half_kept, load_shared_numbers_exactly
+from .rounding import Drawn, round_all_
 
 BUCKET_NUMEL = 2**22
-
-
-@torch.no_grad()
-def stochastic_round_(target: Tensor, source: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Write ``source`` into ``target``, each value rounded up or down at random so that the mean is the value.
-
-    Values that bfloat16 holds exactly, infinities and NaN among them, stay what they are. Above bfloat16's largest
-    finite value the upper neighbour is infinity.
-
-    Args:
-        target: bfloat16, of any shape; written in place.
-        source: float32, of the same shape and device.
-        generator: Of that device; torch's default one if None. It gives 16 bits an element.
-    Returns:
-        ``target``.
-    Raises:
-        ValueError: Dtypes or shapes are others.
-    Collectives: none. Host reads: none. Temporary memory: 10 bytes an element.
-    """
-    if (target.dtype, source.dtype) != (torch.bfloat16, torch.float32) or target.shape != source.shape:
-        raise ValueError(
-            f"rounding {tuple(source.shape)} {source.dtype} into {tuple(target.shape)} {target.dtype}; give a float32 "
-            "source and a bfloat16 target of one shape"
-        )
-    # A bfloat16 is the upper half of a float32. The lower half is the remainder in units of 2^-16: adding a uniform
-    # number below 1 carries into the upper half with just that probability, for either sign.
-    draws = torch.empty(-(-source.numel() // 4), dtype=torch.int64, device=source.device)
-    draws.random_(-(2**63), None, generator=generator)  # four elements a draw: on a CPU it is what all of this costs
-    noise = draws.view(torch.int16)[: source.numel()].view(source.shape)  # uniform in [-2^15, 2^15)
-    # A carry would run out of a NaN's bits. (An int32 mask: masks of bools are three times as slow on a CPU.)
-    is_number = torch.eq(source, source, out=torch.empty(source.shape, dtype=torch.int32, device=source.device))
-    bits = noise.to(torch.int32).add_(2**15).mul_(is_number).add_(source.view(torch.int32))
-    target.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
-    return target
 
 
 class StochasticRounding:
@@ -187,40 +156,54 @@ class StochasticRounding:
         return buckets
 
     def _step_bucket(self, bucket: list[list[Tensor]], update: Callable[[], object]) -> None:
-        copies = {param: self._copy(param) for params in bucket for param in params if param in self._keys}
+        halves = [param for params in bucket for param in params if param in self._keys]
+        copies = dict(zip(halves, self._copies(halves), strict=True))
         for group, params in zip(self.optimizer.param_groups, bucket, strict=True):
             group["params"] = [copies.get(param, param) for param in params]
         try:
             update()
-            for param, copy in copies.items():
-                self._round_back(param, copy)
+            for copy in copies.values():
+                copy.grad = None
+            self._round_back(copies)
         finally:
             for copy in copies.values():
                 self.optimizer.state.pop(copy, None)
 
-    def _copy(self, param: Tensor) -> Tensor:
-        copy = nn.Parameter(param.float())
-        copy_annotation(param, copy)
-        copy.grad = None if param.grad is None else param.grad.float()
-        state = self.optimizer.state.get(param)
-        if state:
-            self.optimizer.state[copy] = {
-                key: value.float() if is_half_kept(key, value, param) else value for key, value in state.items()
-            }
-        return copy
+    def _copies(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Float32 parameters with float32 gradients and state."""
+        copies: list[Tensor] = [nn.Parameter(copy) for copy in float32_of(params)]
+        gradients = float32_of([param.grad for param in params if param.grad is not None])  # all in a bucket have one
+        for param, copy, gradient in zip(params, copies, gradients, strict=True):
+            copy_annotation(param, copy)
+            copy.grad = gradient
+        states = [
+            (param, copy, key, value)
+            for param, copy in zip(params, copies, strict=True)
+            for key, value in self.optimizer.state.get(param, {}).items()
+        ]
+        halves = iter(float32_of([value for param, _, key, value in states if is_half_kept(key, value, param)]))
+        for param, copy, key, value in states:
+            lent = next(halves) if is_half_kept(key, value, param) else value
+            self.optimizer.state.setdefault(copy, {})[key] = lent
+        return copies
 
-    def _round_back(self, param: Tensor, copy: Tensor) -> None:
-        generator = self._seeded_generator(param)
-        stochastic_round_(param, copy, generator)
-        state = self.optimizer.state.get(copy, {})
-        for key in sorted(state):  # replicas may have made their states in different orders
+    def _round_back(self, copies: Mapping[Tensor, Tensor]) -> None:
+        everything = [Drawn(partial(self._seeded_generator, p), self._pairs(p, copy)) for p, copy in copies.items()]
+        round_all_(everything, self.bucket_numel // 4)
+
+    def _pairs(self, param: Tensor, copy: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """What is to be rounded: the parameter and its states, which ``param`` gets from its copy here."""
+        pairs, state = [(param, copy)], self.optimizer.state.get(copy, {})
+        for key in sorted(state):  # replicas may have made theirs in different orders
             value = state[key]
             if is_half_kept(key, value, param):
                 kept = self.optimizer.state[param].get(key)
                 if kept is None or kept.dtype != torch.bfloat16:
                     kept = torch.empty_like(value, dtype=torch.bfloat16)
-                value = stochastic_round_(kept, value.float(), generator)
+                pairs.append((kept, value))
+                value = kept
             self.optimizer.state[param][key] = value
+        return pairs
 
     def _seeded_generator(self, param: Tensor) -> torch.Generator:
         if param.device not in self._generators:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from ...amp.capture import keeps_state_in_place
 from ...parallel.layout.pieces import Region
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..gradients.in_place import is_complete, mark_complete, scale_gradients
+from ..norm.constants import Constants
 from ..norm.global_norm import GlobalNorm, Level, Norms
 from ..norm.measure import Measure
 from ..norm.plan import ReductionPlan
@@ -103,6 +105,7 @@ class Clipping:
         self.thresholds, self.optimizer = thresholds, optimizer
         self._regions, self.checks = list(regions), list(checks)
         self._measurers: dict[Needs, GlobalNorm] = {}
+        self._constants = Constants()
 
     def replan(self, plan: ReductionPlan) -> None:
         """The same plan, of which more is known now."""
@@ -128,13 +131,8 @@ class Clipping:
         inverse = divisor.inverse(norms.extra)
         if inverse is not None:
             inverse = inverse.to(norms.total)
-            norms = norms._replace(
-                total=norms.total * inverse,
-                groups=norms.groups * inverse,
-                parameters=norms.parameters * inverse,
-                units=norms.units * inverse,
-            )
-        finite, one, past = norms.total.isfinite(), torch.ones_like(norms.total), None
+            norms = norms.times(inverse)
+        finite, past = norms.total < inf, None  # not where it is NaN
         if divisor.is_missing is not None:
             past = divisor.is_missing(norms.extra) & (norms.total != 0)  # states are also made by gradients of zeros
             finite = finite & ~past
@@ -142,12 +140,15 @@ class Clipping:
         if clip is not None:
             with keeps_state_in_place(clip):
                 factors = clip.factors(norms)
-        coef, factor = one, inverse
-        level: Level = "total"
-        if clip is not None and factors is not None:
-            coef = torch.where(finite, clip.shown(factors, norms), one)
-            factors = torch.where(finite, factors, one)
-            factor, level = factors if inverse is None else factors * inverse, clip.level
+        factor, level, one = inverse, Needs.level, self._one(norms.total)
+        if clip is None or factors is None:
+            coef = torch.ones_like(norms.total)
+        else:
+            shown = clip.shown(factors, norms)
+            coef = safe = torch.where(finite, factors, one)
+            if shown is not factors:
+                coef = torch.where(finite, shown, one)
+            factor, level = safe if inverse is None else safe * inverse, clip.level
         if factor is not None and (now or level != "total" or (clip is not None and clip.in_place)):
             self._multiply_(needs, level, factor)
             factor = None
@@ -157,12 +158,16 @@ class Clipping:
         stats = GradStats(
             total_norm=norms.total,
             clip_coef=coef,
-            found_inf=finite.logical_not().float(),
+            found_inf=torch.logical_not(finite, out=torch.empty((), dtype=torch.float32, device=finite.device)),
             group_norms=norms.groups,
             loss_scale=None if divisor.loss_scale is None else divisor.loss_scale.clone(),
             parameter_norms=dict(zip(names, norms.parameters.unbind(), strict=True)) if names else {},
         )
         return Verdict(stats, factor, past)
+
+    def _one(self, like: Tensor) -> Tensor:
+        """Asked for in every step: one that is captured in a CUDA graph, and clips for the first time, finds it made."""
+        return self._constants("one", lambda: [1.0], like.dtype, like.device)[0]
 
     def _with_thresholds(self, clip: Clip | None, norm_type: float, slots: Tensor) -> Clip | None:
         """The rule, with the thresholds of single param groups in it."""
@@ -190,10 +195,12 @@ class Clipping:
         slots = [check.slots(None if index else gradients) for index, check in enumerate(self.checks)]
         norms = self._measurers[needs](gradients, torch.cat([extra, *slots]), weights)
         extra, *totals = norms.extra.split([len(extra), *(check.numel for check in self.checks)])
-        found = [check.mismatches(total) for check, total in zip(self.checks, totals, strict=True)]
+        # One read of all of it.
+        total, *totals = torch.cat([norms.total.view(1), *totals]).cpu().split([1, *map(len, totals)])
         # A step that is skipped says nothing of copies yet: an overflow may be in one of them alone.
         first = self.measure.check_replicas == "first"
-        if not first or bool(norms.total.isfinite()):
+        if not first or bool(total.isfinite()):
+            found = (check.mismatches(sums) for check, sums in zip(self.checks, totals, strict=True))
             if mismatches := [mismatch for of_check in found for mismatch in of_check]:
                 raise ReplicaMismatchError(mismatches)
             self.checks = [] if first else self.checks
@@ -225,6 +232,8 @@ class Clipping:
                     units.multiply_(index, param.grad, factors)
         else:
             slots = [entry.group for entry in self.plan.entries] if level == "groups" else self.plan.parameter_slots
+            if torch.float64 not in {param.grad.dtype for param in self.params if param.grad is not None}:
+                factors = factors.float()  # once, and not for each
             together: dict[int, list[Tensor]] = {}
             for slot, param in zip(slots, self.params, strict=True):
                 together.setdefault(slot, []).append(param)

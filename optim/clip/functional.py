@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from math import inf
 from weakref import WeakKeyDictionary
 
 import torch
@@ -213,6 +214,6 @@ def _check_gradients(params: list[tuple[str | None, Tensor]], registry: ProcessG
 
 
 def _stats(norms: Norms, clip: ByNorm | None) -> GradStats:
-    coef = torch.ones_like(norms.total) if clip is None else clip.factors(norms)
-    found_inf = norms.total.isfinite().logical_not().float()
-    return GradStats(norms.total, coef, found_inf, norms.groups)
+    finite, one = norms.total < inf, torch.ones_like(norms.total)
+    coef = one if clip is None else torch.where(finite, clip.factors(norms), one)
+    return GradStats(norms.total, coef, finite.logical_not().float(), norms.groups)

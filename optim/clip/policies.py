@@ -51,6 +51,8 @@ class Clip(ABC):
 
     def shown(self, factors: Tensor, norms: Norms) -> Tensor:
         """0-dim: what `GradStats.clip_coef` says; the smallest factor."""
+        if factors.dim() == 0:
+            return factors
         return factors.amin() if factors.numel() else torch.ones_like(norms.total)
 
     def finish_(self, gradients_of: Sequence[Tensor]) -> None:  # noqa: B027 (most rules have nothing to do here)
@@ -201,11 +203,8 @@ class Adaptive(Clip):
 
 
 def clip_coefficient(norm: Tensor, max_norm: float | Tensor | None) -> Tensor:
-    """min(1, max_norm / (norm + 1e-6)), elementwise; 1 where the norm is not finite, never 0 or NaN for that."""
-    if max_norm is None:
-        return torch.ones_like(norm)
-    coef = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    return torch.where(norm.isfinite(), coef, torch.ones_like(coef))
+    """min(1, max_norm / (norm + 1e-6)), elementwise; 0 or NaN where the norm is not finite, and the step is skipped."""
+    return torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def checked_threshold(value: float, name: str) -> float:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...amp.capture import is_captured
+from ...amp.copies import copy_each_
 from ...parallel.mesh.flat_collectives import reduce_scatter_flat
 from .flat import FlatBucket
 from .in_place import mark_complete
@@ -133,8 +134,10 @@ class GradientBucket:
             adopt and not self._pending
         )  # a mark knows a gradient by its version, which views of a buffer share
         self._memory: Memory = {}
-        self._numel, self._padded = layout.numel, layout.padded_numel
+        self._padded = layout.padded_numel
         self._spans = [(at, at + numel) for at, numel in zip(layout.offsets, layout.numels, strict=True)]
+        gaps = (stop for (_, stop), start in zip(self._spans, layout.offsets[1:], strict=False) if stop != start)
+        self._first_gap = next(gaps, layout.end)
 
     def start(self) -> Finish:
         """`all_reduce`, as buckets are reduced while backward runs."""
@@ -177,21 +180,21 @@ class GradientBucket:
     def _packed(self) -> Tensor:
         """[padded_numel]: the gradients times the scale, zeros where there are none."""
         flat = self.params[0].new_empty(self._padded, dtype=self.dtype)
-        flat[self._numel :].zero_()
+        flat[self._first_gap :].zero_()
         views, gradients = [], []
+        at_once = self.scale != 1.0 and flat.is_cpu  # one pass over memory; on a GPU it would be a kernel a gradient
         for view, param in zip(self.views(flat), self.params, strict=True):
             gradient = dense(param.grad)
             if gradient is None:
                 view.zero_()
-            elif self.scale != 1.0 and gradient.dtype == self.dtype:
+            elif at_once and gradient.dtype == self.dtype:
                 torch.mul(gradient, self.scale, out=view)
             else:
                 views.append(view)
                 gradients.append(gradient)
-        if views:
-            torch._foreach_copy_(views, gradients)
-            if self.scale != 1.0:
-                torch._foreach_mul_(views, self.scale)
+        copy_each_(views, gradients)
+        if views and self.scale != 1.0:
+            torch._foreach_mul_(views, self.scale)
         return flat
 
     def _unpack(self, flat: Tensor) -> None:
@@ -208,8 +211,7 @@ class GradientBucket:
                 param.grad = torch.empty_like(param, dtype=self.dtype)
             targets.append(param.grad)
             sources.append(view)
-        if targets:
-            torch._foreach_copy_(targets, sources)
+        copy_each_(targets, sources)
 
     def fits_exactly(self, tensor: Tensor) -> bool:
         """Whether the flattened tensor is the whole buffer: a large parameter that needs no copy to travel."""

@@ -4,8 +4,8 @@
     slices   |        rank 0        |        rank 1        |        rank 2         |
 
 Rank 1 then holds the *segments* 8[9:], 9 and 10[:8]: in each bucket at most one contiguous run of any parameter, so that
-a parameter has at most one segment on a rank. All ranks have slices of one length; what they hold besides padding
-differs by less than ``ALIGNMENT`` elements times the number of slices.
+a parameter has at most one segment on a rank. All ranks have slices of one length. Parameters and slices begin at multiples
+of ``ALIGNMENT`` elements, and so do segments, in their parameter and in their slice; what lies between is padding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import accumulate
 
 ALIGNMENT = 8
-"""Slices are multiples of it: 16 bytes in half precision, which is what collectives on a GPU copy at a time."""
+"""16 bytes in half precision: what kernels and collectives on a GPU load at a time, from addresses that are multiples."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,12 @@ class FlatBucket:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where each parameter starts."""
-        return tuple(accumulate(self.numels[:-1], initial=0))
+        return tuple(accumulate((_aligned(numel) for numel in self.numels[:-1]), initial=0))
+
+    @property
+    def end(self) -> int:
+        """Where the last parameter ends."""
+        return self.offsets[-1] + self.numels[-1]
 
     @property
     def numel(self) -> int:
@@ -51,7 +56,7 @@ class FlatBucket:
     @property
     def slice_numel(self) -> int:
         """Elements of each slice, padding included."""
-        return -(-self.numel // (self.slices * ALIGNMENT)) * ALIGNMENT
+        return _aligned(-(-self.end // self.slices))
 
     @property
     def padded_numel(self) -> int:
@@ -67,6 +72,10 @@ class FlatBucket:
             if first < last:
                 found.append(Segment(position, first - offset, last - first, first - low))
         return found
+
+
+def _aligned(numel: int) -> int:
+    return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
 def flat_buckets(indices: Sequence[int], numels: Sequence[int], slices: int, bucket_numel: int) -> list[FlatBucket]:

@@ -12,6 +12,7 @@ are gathered and put together on every rank, again in one collective.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import inf, isnan
 from typing import Literal, NamedTuple
 
@@ -27,8 +28,6 @@ from .powers import HIGH, accumulation_dtype, local_powers, p_norm
 from .units import Units
 
 Reduction = Literal["packed", "per_group"]
-
-
 Level = Literal["total", "groups", "parameters", "units"]
 
 
@@ -50,6 +49,14 @@ class Norms(NamedTuple):
     extra: Tensor
     units: Tensor
     weights: Tensor
+
+    def times(self, factor: Tensor) -> Norms:
+        """Of the gradients times ``factor``, 0-dim. The weights' stay, and so does what travelled along."""
+        total = self.total * factor
+        groups = total.view(1) if self.groups.numel() == 1 else self.groups * factor
+        # An empty tensor is multiplied by a kernel too.
+        parameters, units = (x * factor if x.numel() else x for x in (self.parameters, self.units))
+        return self._replace(total=total, groups=groups, parameters=parameters, units=units)
 
 
 class GlobalNorm:
@@ -92,6 +99,7 @@ class GlobalNorm:
         self._sizes = [plan.num_groups, parameters, sizes["units"], weights]
         self._slots = sum(self._sizes)
         self._by_norms = self.norm_type >= HIGH  # what travels is norms, not powers
+        self._has_copies = any(weight != 1 for weight in plan.weights)
         self._constants = Constants()
         alone = registry.topology.world_size == 1
         self._world = None if alone else registry.group(*registry.topology.axes)
@@ -117,12 +125,11 @@ class GlobalNorm:
             vector, extra = self._packed(powers, present, extra, self._more(gradients, weights, powers))
         else:
             vector, extra = self._per_group(powers, present, extra)
+        total = self._together(vector[: self.plan.num_groups])
+        if not self._by_norms:
+            vector = vector.pow(1 / self.norm_type)
+            total = vector[0] if self.plan.num_groups == 1 else total.pow(1 / self.norm_type)
         groups, parameters, units, of_weights = vector.split(self._sizes)
-        if self._by_norms:
-            return Norms(p_norm(groups, self.norm_type), groups, parameters, extra, units, of_weights)
-        root = 1 / self.norm_type
-        powered = (x.pow(root) for x in (groups.sum(), groups, parameters, units, of_weights))
-        total, groups, parameters, units, of_weights = powered
         return Norms(total, groups, parameters, extra, units, of_weights)
 
     def _more(self, gradients: Sequence[Tensor | None], weights: Sequence[Tensor], like: Tensor) -> list[Tensor]:
@@ -135,10 +142,12 @@ class GlobalNorm:
         elif self.weights_at is not None:
             everything = list(range(len(weights)))
             powers = self._local_powers([weight.detach() for weight in weights], like.device).to(like)
-            slots = self._fill_slots(self._weighted(powers, everything), everything)
-            groups, parameters = slots.split(self._sizes[:2])
-            whole = self._together(groups)
-            found.append({"total": whole.view(1), "groups": groups, "parameters": parameters}[self.weights_at])
+            powers = self._weighted(powers, everything)
+            if self.weights_at == "parameters":
+                found.append(self._of_parameters(powers, everything))
+            else:
+                groups = self._of_groups(powers, everything)
+                found.append(self._together(groups).view(1) if self.weights_at == "total" else groups)
         return found
 
     def _of_units(self, units: Units, tensors: Sequence[Tensor | None]) -> Tensor:
@@ -147,11 +156,13 @@ class GlobalNorm:
 
     def _together(self, values: Tensor) -> Tensor:
         """0-dim: of several powers, or norms, that of all of them."""
+        if len(values) == 1:
+            return values[0]
         return p_norm(values, self.norm_type) if self._by_norms else values.sum()
 
     def _weighted(self, powers: Tensor, present: list[int]) -> Tensor:
         """Each piece divided by its number of holders; for p = inf copies do no harm."""
-        if self.norm_type == inf:
+        if self.norm_type == inf or not self._has_copies:
             return powers
         weights = self._constant("weights", present, powers)
         return powers * (weights.pow(1 / self.norm_type) if self._by_norms else weights)
@@ -162,26 +173,26 @@ class GlobalNorm:
         kinds = {(gradient.device, gradient.dtype) for gradient in gradients}
         if len(kinds) == 1:
             return local_powers(gradients, self.norm_type)
-        powers, order = torch.zeros(0, dtype=accumulation_dtype(device), device=device), list[int]()
+        if not kinds:
+            return torch.zeros(0, dtype=accumulation_dtype(device), device=device)
+        found, order = list[Tensor](), list[int]()
         for kind in sorted(kinds, key=str):
             indices = [i for i, gradient in enumerate(gradients) if (gradient.device, gradient.dtype) == kind]
             of_kind = local_powers([gradients[i] for i in indices], self.norm_type)
-            powers, order = torch.cat([powers, of_kind.to(powers)]), order + indices
-        place = self._constants(
-            ("place", *order), lambda: sorted(range(len(order)), key=order.__getitem__), *_index(powers)
-        )
-        return powers[place]
+            found, order = [*found, of_kind.to(device, accumulation_dtype(device))], order + indices
+        powers = torch.cat(found)
+        return powers[self._constants(("place", *order), partial(_inverse, order), torch.int64, device)]
 
     def _packed(self, powers: Tensor, present: list[int], extra: Tensor, more: list[Tensor]) -> tuple[Tensor, Tensor]:
-        vector = torch.cat([self._fill_slots(self._weighted(powers, present), present), *more, extra])
-        if self._world is not None:
-            group = self._world
-            if self._by_norms:
-                rows = self._rows(vector, group)
-                norms = p_norm(rows[:, : self._slots], self.norm_type) if self._slots else rows[0, :0]
-                vector = torch.cat([norms, rows[:, self._slots :].sum(0)])
-            else:
-                vector = self._sum(vector, group)
+        slots = [*self._slots_of(self._weighted(powers, present), present), *more]
+        if self._world is None:
+            return slots[0] if len(slots) == 1 else torch.cat(slots), extra
+        vector, group = torch.cat([*slots, extra]), self._world
+        if self._by_norms:
+            rows = self._rows(vector, group)
+            norms = p_norm(rows[:, : self._slots], self.norm_type) if self._slots else rows[0, :0]
+            return norms, rows[:, self._slots :].sum(0)
+        vector = self._sum(vector, group)
         return vector[: self._slots], vector[self._slots :]
 
     def _per_group(self, powers: Tensor, present: list[int], extra: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,8 +202,8 @@ class GlobalNorm:
         for index, bucket in enumerate(plan.buckets):
             counted = bucket.counts(plan.coordinate)
             mine = [k for k, i in enumerate(present) if counted and plan.bucket_indices[i] == index]
-            chosen = self._constants(("mine", index, *present), mine.copy, *_index(powers))
-            vector = self._fill_slots(powers[chosen], [present[k] for k in mine])
+            chosen = self._constants(("mine", index, *present), mine.copy, torch.int64, powers.device)
+            vector = torch.cat(self._slots_of(powers[chosen], [present[k] for k in mine]))
             axes = bucket.axes(plan.topology)
             if axes and self.registry.size(*axes) > 1 and self._by_norms:
                 vector = p_norm(self._rows(vector, self.registry.group(*axes)), self.norm_type)
@@ -204,28 +215,39 @@ class GlobalNorm:
         # A NaN or inf that only one of several replicas has, must reach everybody.
         return torch.where(flags[0] > 0, total + torch.nan, total), flags[1:]
 
-    def _fill_slots(self, powers: Tensor, present: list[int]) -> Tensor:
-        """Combine each param group's powers into its slot, and copy each parameter's into its own."""
-        slots = powers.new_zeros(sum(self._sizes[:2]))
+    def _slots_of(self, powers: Tensor, present: list[int]) -> list[Tensor]:
+        """[param groups], and where they are asked for [parameters]: what this rank adds to the slots."""
+        groups = self._of_groups(powers, present)
+        return [groups, self._of_parameters(powers, present)] if self.per_parameter else [groups]
+
+    def _of_groups(self, powers: Tensor, present: list[int]) -> Tensor:
+        """The powers of each param group together."""
         if not present:
-            return slots
-        start = 0
-        groups = [self.plan.entries[i].group for i in present]
+            return powers.new_zeros(self.plan.num_groups)
+        if self.plan.num_groups == 1:
+            return self._together(powers).view(1)
+        runs: dict[int, Tensor] = {}
+        groups, start = [self.plan.entries[i].group for i in present], 0
         while start < len(groups):  # entries come group by group: each is one run
             stop = start + groups[start:].count(groups[start])
-            run = powers[start:stop]
-            slots[groups[start]] = self._together(run)
+            runs[groups[start]] = self._together(powers[start:stop])
             start = stop
-        if self.per_parameter:
-            slots[self._constant("slots", present, powers)] = powers
-        return slots
+        absent = powers.new_zeros(()) if len(runs) < self.plan.num_groups else powers
+        return torch.stack([runs.get(group, absent) for group in range(self.plan.num_groups)])
 
-    def _constant(self, kind: Literal["weights", "slots"], present: list[int], like: Tensor) -> Tensor:
-        key = (kind, *present)
-        if kind == "weights":
-            return self._constants(key, lambda: [self.plan.weights[i] for i in present], like.dtype, like.device)
-        first = self.plan.num_groups
-        return self._constants(key, lambda: [first + self.plan.parameter_slots[i] for i in present], *_index(like))
+    def _of_parameters(self, powers: Tensor, present: list[int]) -> Tensor:
+        """Each parameter's power at its own slot."""
+        slots, count = [self.plan.parameter_slots[i] for i in present], len(self.plan.parameter_names)
+        if slots == list(range(count)):
+            return powers
+        found = powers.new_zeros(count)
+        found[self._constant("parameter_slots", present, powers)] = powers
+        return found
+
+    def _constant(self, kind: Literal["weights", "parameter_slots"], present: list[int], like: Tensor) -> Tensor:
+        of_entries = getattr(self.plan, kind)
+        dtype = like.dtype if kind == "weights" else torch.int64
+        return self._constants((kind, *present), lambda: [of_entries[i] for i in present], dtype, like.device)
 
     # Collectives: on their own device, where that is another than the gradients' ----------------------------------------
 
@@ -242,9 +264,8 @@ class GlobalNorm:
         return gathered.to(vector.device).view(group.size(), -1)
 
 
-def _index(like: Tensor) -> tuple[torch.dtype, torch.device]:
-    """Of an index into ``like``."""
-    return torch.int64, like.device
+def _inverse(order: list[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
 
 
 def checked_norm_type(norm_type: float) -> float:

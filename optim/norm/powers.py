@@ -45,7 +45,8 @@ def local_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     """[n] float64: the sum of |g|^p of each gradient, its largest |g| for p = inf, its p-norm for `HIGH` <= p < inf.
 
     A NaN or inf in a gradient makes its entry NaN or inf, and finite values don't. Within 1e-12, but for squares of float32
-    gradients on a CPU: 1e-7.
+    gradients on a CPU: 1e-7. On a GPU every element is cast to float64 as it is read, and its power is taken and summed
+    there: the range is that of the CPU path.
 
     Args:
         gradients: Dense real tensors of any float dtype, all on one device.
@@ -55,13 +56,13 @@ def local_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     if not gradients:
         return torch.zeros(0, dtype=torch.float64)
     dtype = accumulation_dtype(gradients[0].device)
+    if inf > norm_type >= HIGH:
+        return torch.stack([_high_norm(g, norm_type).to(dtype) for g in gradients])
+    if not gradients[0].is_cpu:
+        return _powers_at_once(gradients, norm_type, dtype)
     if norm_type == inf:
         return torch.stack([_largest(g) for g in gradients]).to(dtype)
-    if norm_type >= HIGH:
-        return torch.stack([_high_norm(g, norm_type).to(dtype) for g in gradients])
-    if gradients[0].is_cpu:
-        return _powers_on_cpu(gradients, norm_type)
-    return torch.stack(torch._foreach_norm(list(gradients), norm_type, dtype=dtype)).pow(norm_type)
+    return _powers_on_cpu(gradients, norm_type)
 
 
 def p_norm(values: Tensor, norm_type: float, dim: int = 0) -> Tensor:
@@ -71,6 +72,17 @@ def p_norm(values: Tensor, norm_type: float, dim: int = 0) -> Tensor:
         return largest.squeeze(dim)
     unit = torch.where((largest > 0) & largest.isfinite(), largest, torch.ones_like(largest))
     return ((values / unit).pow(norm_type).sum(dim, keepdim=True).pow(1 / norm_type) * unit).squeeze(dim)
+
+
+def _powers_at_once(gradients: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
+    """A few kernels for all gradients where p is 1, 2 or inf, one a gradient for another p; all sums in ``dtype``."""
+    # Those without elements have no largest one, and torch takes them for others where there are more than a hundred.
+    full = [gradient for gradient in gradients if gradient.numel()]
+    norms = iter(torch._foreach_norm(full, norm_type, dtype=dtype) if full else ())
+    powers = torch.stack(
+        [next(norms) if g.numel() else torch.zeros((), dtype=dtype, device=g.device) for g in gradients]
+    )
+    return powers if norm_type in (1, inf) else powers.square_() if norm_type == 2 else powers.pow_(norm_type)
 
 
 def _high_norm(gradient: Tensor, norm_type: float) -> Tensor:

@@ -67,16 +67,31 @@ class ReplicaCheck:
     def slots(self, gradients: Sequence[Tensor | None] | None = None) -> Tensor:
         """[numel] float64: what this rank adds. Reads the parameters, and the gradients if they are given, once more. Host
         reads: none."""
-        values = torch.zeros(self.numel, dtype=torch.float64, device=self.device)
-        values = values.view(len(self.plan.parameter_names), len(self._axes), len(KINDS))
-        entries = zip(self.plan.entries, self.plan.parameter_slots, strict=True)
-        gradients = [None] * len(self.params) if gradients is None else gradients
-        for param, gradient, (entry, slot) in zip(self.params, gradients, entries, strict=True):
-            signs = [self._sign(axis, entry.spec) for axis in self._axes]
-            hashes = [fingerprint(tensor, self.device).to(self.device) for tensor in (param, gradient)]
-            weights = self._constants(tuple(signs), signs.copy, torch.float64, self.device)
-            values[slot] = weights[:, None] * torch.stack(hashes)
+        counts = len(self.plan.parameter_names), len(self._axes), len(KINDS)
+        values = torch.zeros(counts, dtype=torch.float64, device=self.device)
+        if self.params:
+            given = [None] * len(self.params) if gradients is None else gradients
+            tensors = [tensor for pair in zip(self.params, given, strict=True) for tensor in pair]
+            hashes = self._hashes(tensors).view(-1, 1, len(KINDS))
+            where = self._constants("slots", lambda: self.plan.parameter_slots, torch.int64, self.device)
+            signs = self._constants("signs", self._signs, torch.float64, self.device).view(-1, len(self._axes), 1)
+            values[where] = signs * hashes
         return values.view(-1)
+
+    def _hashes(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """[n] on `device`, of tensors of which some may be on another: one transfer for all of those."""
+        none = self._constants("none", lambda: [1.0], torch.float64, self.device)[0]
+        here = [none if tensor is None else fingerprint(tensor) for tensor in tensors]
+        away = [index for index, found in enumerate(here) if found.device != self.device]
+        if away:
+            arrived = torch.stack([here[index] for index in away]).to(self.device)
+            for index, found in zip(away, arrived.unbind(), strict=True):
+                here[index] = found
+        return torch.stack(here)
+
+    def _signs(self) -> list[float]:
+        """Of every entry along every axis."""
+        return [self._sign(axis, entry.spec) for entry in self.plan.entries for axis in self._axes]
 
     def _sign(self, axis: str, spec: P) -> float:
         """Weights that cancel over the copies along ``axis``; 0 where there are no copies."""
@@ -90,16 +105,13 @@ class ReplicaCheck:
         return 1.0 - len(where) if at == where[0] else 1.0
 
     def mismatches(self, totals: Tensor) -> list[Mismatch]:
-        """What the summed slots say. Host reads: one."""
+        """What the summed slots, on the host, say."""
         where = totals.view(len(self.plan.parameter_names), len(self._axes), len(KINDS)).nonzero().tolist()
         return [Mismatch(self.plan.parameter_names[slot], self._axes[axis], KINDS[kind]) for slot, axis, kind in where]
 
 
-def fingerprint(tensor: Tensor | None, device: torch.device | None = None) -> Tensor:
-    """0-dim float64, an integer below 2^31: a hash of the bits of ``tensor``, of all NaNs alike, -0 as 0; None has one, on
-    ``device``."""
-    if tensor is None:
-        return torch.ones((), dtype=torch.float64, device=device)
+def fingerprint(tensor: Tensor) -> Tensor:
+    """0-dim float64, an integer below 2^31: a hash of the bits of ``tensor``, of all NaNs alike, -0 as 0."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     start = 1
     for part in tensor.detach().reshape(-1).split(CHUNK):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ...amp.copies import float32_of
 from ...amp.optimizer_state import is_half_kept
-from ...amp.stochastic_rounding import BUCKET_NUMEL, stochastic_round_
+from ...amp.rounding import Drawn, round_all_
+from ...amp.stochastic_rounding import BUCKET_NUMEL
 from ...parallel.layout.annotation import Annotation, annotation_of
 from ...parallel.layout.spec import P
 from .elementwise import check_each_alone
@@ -79,10 +83,9 @@ class Halves(Link):
             for bucket in _buckets(whole):
                 for group, params in zip(groups, bucket, strict=True):
                     group["params"] = params
-                    self._set(params, lambda generator, value: value.float())
+                self._lend(chain.from_iterable(bucket))
                 update()
-                for params in bucket:
-                    self._set(params, self._rounded)
+                self._round(chain.from_iterable(bucket))
         finally:
             for group, params in zip(groups, whole, strict=True):
                 group["params"] = params
@@ -91,20 +94,34 @@ class Halves(Link):
     @torch.no_grad()
     def publish(self) -> None:
         """Round what was loaded: torch casts it to the parameters' dtype."""
-        self._set(self._keys, self._rounded)
+        self._round(self._keys)
 
-    def _rounded(self, generator: torch.Generator, value: Tensor) -> Tensor:
-        kept = torch.empty_like(value, dtype=self.how.dtype)
-        return value if value.dtype == kept.dtype else stochastic_round_(kept, value.float(), generator)
-
-    def _set(self, params: Iterable[Tensor], change: Callable[[torch.Generator, Tensor], Tensor]) -> None:
+    def _kept(self, params: Iterable[Tensor]) -> Iterator[tuple[Tensor, dict[str, Any], list[str]]]:
+        """Parameter, state, and the names of what is kept in half precision of it."""
         for param in params:
             state = self.optimizer.state.get(param, {}) if param in self._keys else {}
-            digest = blake2b(f"{self.how.seed} {self.steps} {self._keys.get(param)}".encode(), digest_size=8).digest()
-            generator = torch.Generator(param.device).manual_seed(int.from_bytes(digest, "big") >> 1)
-            for key in sorted(state):  # copies may have made their states in different orders
-                if is_half_kept(key, state[key], param):
-                    state[key] = change(generator, state[key])
+            # Copies may have made their states in different orders.
+            if keys := [key for key in sorted(state) if is_half_kept(key, state[key], param)]:
+                yield param, state, keys
+
+    def _lend(self, params: Iterable[Tensor]) -> None:
+        places = [(state, key) for _, state, keys in self._kept(params) for key in keys]
+        for (state, key), value in zip(places, float32_of([state[key] for state, key in places]), strict=True):
+            state[key] = value
+
+    def _round(self, params: Iterable[Tensor]) -> None:
+        everything = []
+        for param, state, keys in self._kept(params):
+            values = {key: state[key] for key in keys if state[key].dtype != self.how.dtype}
+            state.update({key: torch.empty_like(value, dtype=self.how.dtype) for key, value in values.items()})
+            if values:
+                pairs = [(state[key], value) for key, value in values.items()]
+                everything.append(Drawn(partial(self._generator, param), pairs))
+        round_all_(everything, BUCKET_NUMEL // 4)
+
+    def _generator(self, param: Tensor) -> torch.Generator:
+        digest = blake2b(f"{self.how.seed} {self.steps} {self._keys[param]}".encode(), digest_size=8).digest()
+        return torch.Generator(param.device).manual_seed(int.from_bytes(digest, "big") >> 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Under ``"half_states"`` how many steps have drawn."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...amp.copies import copy_each_
 from ...parallel.mesh.flat_collectives import all_gather_flat
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..gradients.bucket import Exchange, Finish, GradientBucket, dense
@@ -54,7 +55,6 @@ class Slices:
         # Divided before the sum, float16 gradients overflow no earlier than one rank's would; else the slice is less work.
         early = average if grad_dtype == torch.float16 else 1.0
         self._late = 1.0 if grad_dtype == torch.float16 else average
-        self._filled = layout.numel
         self._travels_as_it_is = len(self.params) == 1 and self.params[0].numel() == layout.padded_numel
         self._bucket = GradientBucket(self.params, layout, self.group, exchange, grad_dtype, early)
         self.segments = layout.segments(self._rank)
@@ -94,8 +94,7 @@ class Slices:
         else:
             flat = self.params[0].new_empty(self._numel * self.layout.slices)
             own = self._own(flat)
-            if self.pieces:
-                torch._foreach_copy_([own[s.offset : s.offset + s.numel] for s in self.segments], self.pieces)
+            copy_each_([own[s.offset : s.offset + s.numel] for s in self.segments], self.pieces)
         work: Any = all_gather_flat(flat, self._own(flat), self.group, async_op=True)
 
         @torch.no_grad()
@@ -104,10 +103,8 @@ class Slices:
             if flat.data_ptr() == self.params[0].data_ptr():
                 torch.autograd.graph.increment_version(self.params)
             else:
-                parts = flat[: self._filled].split(self.layout.numels)
-                torch._foreach_copy_(
-                    self.params, [part.view(p.shape) for part, p in zip(parts, self.params, strict=True)]
-                )
+                places = zip(self.layout.offsets, self.params, strict=True)
+                copy_each_(self.params, [flat[at : at + p.numel()].view(p.shape) for at, p in places])
             self._seen = self._look()
 
         return finish
@@ -164,12 +161,16 @@ class Slices:
         return part.to(self.grad_dtype, copy=self.release)
 
     def _add(self, parts: Sequence[Tensor | None]) -> None:
+        sums, terms = [], []
         for index, part in enumerate(parts):
             present = self.gradients[index]
             if present is None:
                 self.gradients[index] = part
             elif part is not None:
-                present.add_(part)
+                sums.append(present)
+                terms.append(part)
+        if sums:
+            torch._foreach_add_(sums, terms)
 
 
 def reference_slice(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from inspect import Parameter, signature
@@ -19,6 +19,7 @@ from ...amp.casting import is_half
 from ..clip.decide import Verdict
 from ..gradients.in_place import scale_gradients
 from .captured_update import capturable
+from .counted_once import CountedOnce
 from .first_look import SAY_SO
 
 
@@ -74,9 +75,9 @@ def apply_update(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Te
     _start_momentum(optimizer)
     fused: Any = optimizer
     fused.found_inf = found_inf
-    fused.grad_scale = None if factor is None else factor.reciprocal().float()
+    fused.grad_scale = None if factor is None else torch.reciprocal(factor, out=torch.empty_like(found_inf))
     try:
-        with capturable(optimizer):
+        with capturable(optimizer), CountedOnce(optimizer, found_inf) if found_inf.is_cuda else nullcontext():
             step_within(optimizer)
     finally:
         del fused.found_inf, fused.grad_scale
@@ -218,8 +219,8 @@ class SkipMonitor:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.counts = torch.zeros(3, dtype=torch.int64, device=device)
-        self._copies = torch.zeros(LAG, 3, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.counts = torch.zeros(3, dtype=torch.float64, device=device)  # no integers: found_inf would be cast first
+        self._copies = torch.zeros(LAG, 3, dtype=torch.float64, pin_memory=device.type == "cuda")
         self._arrived: list[torch.cuda.Event | None] = [None] * LAG
         self._step = 0
 
@@ -245,7 +246,7 @@ class SkipMonitor:
 
     def poll(self, on_nonfinite: OnNonfinite) -> str | None:
         """As `count`, of all steps so far, those that a CUDA graph replayed among them. Host reads: one."""
-        _, in_a_row, past = self.counts.tolist()
+        _, in_a_row, past = map(int, self.counts.tolist())
         if past:
             raise self._came_past("")
         return _too_many(in_a_row, on_nonfinite)
@@ -258,9 +259,8 @@ class SkipMonitor:
         )
 
     def _add(self, found_inf: Tensor, past: Tensor | None) -> None:
-        skipped = found_inf.to(torch.int64)
-        self.counts[:2].add_(skipped)
-        self.counts[1].mul_(skipped)
+        self.counts[:2].add_(found_inf)
+        self.counts[1].mul_(found_inf)
         if past is not None:
             self.counts[2].add_(past)
         if is_captured():
@@ -280,8 +280,8 @@ class SkipMonitor:
         event = self._arrived[slot]
         if event is not None:
             event.synchronize()
-        _, in_a_row, past = (ctypes.c_int64 * 3).from_address(self._copies.data_ptr() + slot * 3 * 8)
-        return in_a_row, past
+        _, in_a_row, past = (ctypes.c_double * 3).from_address(self._copies.data_ptr() + slot * 3 * 8)
+        return int(in_a_row), int(past)
 
     def total(self) -> int:
         """Skipped steps in all. Host reads: one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...amp.capture import is_captured
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from ..norm.constants import Constants
 from ..norm.powers import accumulation_dtype
 
 
@@ -61,6 +62,7 @@ class _Place:
     stage: int
     sharers: int
     data_ranks: int
+    constants: Constants = field(default_factory=Constants)
 
     @classmethod
     def of(cls, registry: ProcessGroupRegistry) -> _Place:
@@ -87,9 +89,15 @@ def weight_slots(
     over ranks.
 
     All ranks of a stage that share a data coordinate know the same weight, so each adds its part of it. Stages that know
-    none (only the last one computes a loss) add 0. A ``vote`` travels in a slot after those.
+    none (only the last one computes a loss) add 0. A ``vote`` travels in a slot after those. Not to be written to: those
+    of a number are made once.
     """
     place = _place_of(registry)
+    if not isinstance(weight, Tensor) and not is_captured():  # a graph would copy from the host in every replay
+        own = [0.0] * place.stages
+        own[place.stage] = weight / place.sharers
+        values = own if vote is None else [*own, vote]
+        return place.constants(tuple(values), values.copy, torch.float64, device)
     slots = torch.zeros(place.stages + (vote is not None), dtype=torch.float64, device=device)
     # Not `slots[...] = number`, which in torch 2.11 is a copy from the host.
     slots[place.stage].fill_(weight / place.sharers)
@@ -100,9 +108,10 @@ def weight_slots(
 
 def inverse_weight(totals: Tensor, registry: ProcessGroupRegistry) -> Tensor:
     """0-dim: D / W; 1 where nobody gave a weight (or all gave 0), NaN where W is negative or NaN. Host reads: none."""
-    total = totals.amax()
-    inverse = torch.where(total > 0, _place_of(registry).data_ranks / total, torch.full_like(total, torch.nan))
-    return torch.where(total == 0, torch.ones_like(total), inverse)
+    place, total = _place_of(registry), totals.amax() if len(totals) > 1 else totals[0]
+    one, nan = place.constants("one and NaN", lambda: [1.0, torch.nan], total.dtype, total.device)
+    inverse = torch.where(total > 0, place.data_ranks / total, nan)
+    return torch.where(total == 0, one, inverse)
 
 
 def reference_inverse_weight(weights: Sequence[Sequence[float]]) -> float:

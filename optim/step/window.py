@@ -149,7 +149,8 @@ class Window(Generic[Asked, Verdict]):
         """What gradients, on ``device``, are to be divided by: the loss scale, if there is one, and the weight of the
         window."""
         inverse = partial(self._inverse, scale=scale, registry=registry)
-        if not self.scaled:
+        alone = registry.topology.world_size == 1
+        if not self.scaled or (alone and self.calls):  # this rank knows that there was one; nobody else is to be told
             return Divisor(weight_slots(self.weight, registry, device), inverse, scale)
         vote = _SCALED if self.calls else -1.0 if self.strays else 0.0
         slots = weight_slots(self.weight, registry, device, vote)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import weakref
 from collections.abc import Callable
+from hashlib import blake2b
 from typing import Any
 
 import pytest
@@ -128,6 +129,42 @@ def test_follows_float32_training(make: Callable[[Any], torch.optim.Optimizer]) 
         assert param.dtype == BF16
         error = (param.float() - expected).norm() / (expected - first).norm()
         assert float(error.detach()) < 0.25
+
+
+def plainly_rounded(source: Tensor, generator: torch.Generator) -> Tensor:
+    draws = torch.empty(-(-source.numel() // 4), dtype=torch.int64).random_(-(2**63), None, generator=generator)
+    noise = draws.view(torch.int16)[: source.numel()].view(source.shape).int() + 2**15
+    return (source.contiguous().view(torch.int32) + noise >> 16).to(torch.int16).view(BF16)
+
+
+@pytest.mark.parametrize("bucket_numel", [1, 300, 10**6])
+def test_many_at_once_get_the_bits_of_one_after_another(bucket_numel: int) -> None:
+    """Each parameter has draws of its own, for itself and then for its states by name, whatever its shape and strides."""
+    shapes = ((5, 7), (64, 64), (3,), (), (0, 2), (2, 3, 5, 5), (1000,))
+    params = [nn.Parameter(torch.randn(shape, generator=seeded(4)).to(BF16)) for shape in shapes]
+    params[5].data = params[5].data.to(memory_format=torch.channels_last)
+    groups: list[dict[str, Any]] = [{"params": params[:3]}, {"params": params[3:], "amsgrad": True}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    rounding = StochasticRounding(optimizer, seed=3, bucket_numel=bucket_numel)
+    copies = [nn.Parameter(param.detach().float()) for param in params]
+    plain_groups: list[dict[str, Any]] = [{"params": copies[:3]}, {"params": copies[3:], "amsgrad": True}]
+    plain = torch.optim.AdamW(plain_groups, lr=1e-2)
+    for step in range(3):
+        for param, copy in zip(params, copies, strict=True):
+            param.grad = torch.randn(param.shape, generator=seeded(step)).to(BF16)
+            copy.grad = param.grad.float()
+        rounding.step(optimizer.step)
+        plain.step()
+        for index, (param, copy) in enumerate(zip(params, copies, strict=True)):
+            place = f"0.{index}" if index < 3 else f"1.{index - 3}"
+            seed = int.from_bytes(blake2b(f"3 {step} {place}".encode(), digest_size=8).digest(), "big") >> 1
+            generator, state, kept = seeded(seed), plain.state[copy], optimizer.state[param]
+            copy.data = plainly_rounded(copy.data, generator).float()
+            assert torch.equal(param, copy.to(BF16))
+            for key in sorted(state.keys() - {"step"}):
+                state[key] = plainly_rounded(state[key], generator).float()
+                assert kept[key].dtype == BF16
+                assert torch.equal(kept[key], state[key].to(BF16))
 
 
 @pytest.mark.parametrize("bucket_numel", [1, 70, 10**6])

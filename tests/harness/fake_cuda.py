@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from kernels import kernels_of
 from meshstep.parallel import ProcessGroupRegistry
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -26,7 +27,8 @@ _READS: tuple[str, ...] = tuple(
     f"aten.{name}" for name in ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "unique", "masked_select")
 )
 _VIEWS = (
-    "detach alias view _unsafe_view split select slice unbind expand as_strided squeeze unsqueeze t transpose permute"
+    "detach alias view _unsafe_view split select slice unbind expand as_strided squeeze unsqueeze t transpose permute "
+    "split_with_sizes"
 )
 _NO_LAUNCH: tuple[str, ...] = (
     *(f"aten.{name}." for name in f"{_VIEWS} empty new_empty empty_like empty_strided lift_fresh".split()),
@@ -41,12 +43,14 @@ class Log:
 
     Args:
         launches: Operators that run on the GPU, by name.
+        kernels: How many kernels that would be, about; see `kernels`.
         waits: Those for which the host waits, with the place in meshstep that asks for it.
         transfers: Copies between host and GPU, waited for or not.
         collectives: Those that other ranks take part in, with the device of what travels.
     """
 
     launches: list[str] = field(default_factory=list)
+    kernels: int = 0
     waits: list[str] = field(default_factory=list)
     transfers: list[str] = field(default_factory=list)
     collectives: list[tuple[str, str]] = field(default_factory=list)
@@ -75,6 +79,7 @@ class _Logging(TorchDispatchMode):
                 self.log.waits.append(self.log.transfers[-1])
         if "cuda" in before | after and not name.startswith(_NO_LAUNCH):
             self.log.launches.append(name)
+            self.log.kernels += kernels_of(name, args)
         return result
 
     def _without_waiting(self, args: Any, kwargs: Any) -> bool:

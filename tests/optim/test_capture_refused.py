@@ -10,7 +10,7 @@ import torch
 from cpu_graph import CpuGraph, capturing
 from graph_runs import Run, Setting
 from meshstep.amp import Bf16, Fp32, GradScaler, NaiveFp16
-from meshstep.optim import ByNorm, Clip, GradStats, HalfStates, Measure, Monitor, Norms, Offloaded, Skip
+from meshstep.optim import Clip, GradStats, HalfStates, Measure, Monitor, Norms, Offloaded, Skip
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from precision_modes import differences, snapshot
 from torch import Tensor
@@ -134,18 +134,16 @@ def test_weights_are_tensors_that_were_given_before_too(warmed_up: bool) -> None
 
 
 @pytest.mark.parametrize(
-    ("clip", "message"),
+    ("options", "message"),
     [
-        (ByNorm(1.0), "other parameters have gradients in the step that is captured"),
-        (
-            ByNorm(1.0, norm_type=torch.inf),
-            r"a parameter of shape \(3,\) has its first gradient in a step that is captured",
-        ),
+        ({"measure": Measure(reduction="per_group")}, "other parameters have gradients in the step that is captured"),
+        ({"max_norm": 1.0}, r"a parameter of shape \(3,\) has its first gradient in a step that is captured"),
     ],
+    ids=["constants", "states"],
 )
-def test_every_gradient_has_been_there_before(clip: ByNorm, message: str) -> None:
+def test_every_gradient_has_been_there_before(options: dict[str, Any], message: str) -> None:
     """What a step makes for it would be brought from the host, or made anew in every replay."""
-    run = Run(Setting(Fp32(), {"max_norm": clip}), CPU)
+    run = Run(Setting(Fp32(), options), CPU)
     for _ in range(2):
         run.optimizer.backward(run.loss(run.batch(5)))
         run.model.get_parameter("last.bias").grad = None

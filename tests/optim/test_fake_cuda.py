@@ -5,8 +5,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from itertools import product
 from math import inf
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,12 +29,15 @@ from meshstep.optim import (
     Monitor,
     Offloaded,
     ParallelOptimizer,
+    ParameterEntry,
     PerParameter,
     Reduce,
+    ReductionPlan,
     Sharded,
     align_copies,
 )
 from meshstep.optim.gradients.bucket import BUCKET_BYTES
+from meshstep.optim.norm.replicas import ReplicaCheck
 from meshstep.optim.states import host_bucket, offloaded
 from meshstep.optim.step.update import LAG, SkipMonitor
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
@@ -387,6 +392,71 @@ def test_a_step_that_is_captured_waits_for_no_event(monkeypatch: pytest.MonkeyPa
 def test_gradients_on_a_gpu_with_collectives_on_the_host_are_not_captured() -> None:
     with pytest.raises(RuntimeError, match="on cuda:0 and collectives on cpu: join the ranks with the backend 'nccl'"):
         steps(Topology(data=2), "fp32", {}, CPU, graph=True)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "bf16, rounded"])
+@pytest.mark.parametrize("placed", [placed for placed in PLACED if placed != "half states"])
+def test_gradients_travel_in_few_kernels_however_many_there_are(placed: str, mode: str) -> None:
+    """Scaled, cast, packed into buckets, brought back, and added to those of the micro-batch before."""
+    options = {**PLACED[placed], "max_norm": 1.0, "accumulation_steps": 2}
+    few, many = (steps(Topology(data=2, tensor=2), mode, options, count=count)[-1] for count in (2, 20))
+    planted = "aten.ones_like.default"  # a gradient
+    assert [name for name in few.launches if name != planted] == [name for name in many.launches if name != planted]
+    assert len(few.launches) < len(many.launches)
+
+
+def test_comparing_copies_in_every_step_is_one_wait_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of parameters and gradients, whole ones and pieces."""
+    looked_at: list[str] = []
+
+    def nonzero(tensor: torch.Tensor) -> SimpleNamespace:
+        looked_at.append(tensor.device.type)
+        return SimpleNamespace(tolist=list[Any])  # there are no elements
+
+    monkeypatch.setattr(torch.Tensor, "nonzero", nonzero)
+    options = {"measure": Measure(check_replicas=True), "max_norm": 0.5, "states": Sharded("data")}
+    for _, _, log in [steps(Topology(data=2, tensor=2), "bf16", options, count=count) for count in (1, 20)]:
+        assert len(log.waits) == 1
+        assert "optim/clip/decide.py" in log.waits[0]
+    assert set(looked_at) == {"cpu"}
+
+
+def test_hashes_of_copies_elsewhere_travel_together() -> None:
+    with fake_cuda(collectives_on=CPU) as logging:
+        on_cpu, on_gpu = ([torch.ones(5, device=device) for _ in range(10)] for device in (CPU, CUDA))
+        entries = [ParameterEntry(f"weight {index}", P(), (5,)) for index in range(20)]
+        plan = replace(
+            ReductionPlan.of(entries, Topology(data=2), 0),
+            parameter_names=tuple(entry.name for entry in entries),
+            parameter_slots=tuple(range(20)),
+        )
+        check = ReplicaCheck(plan, on_cpu + on_gpu, CUDA)
+        check.slots()
+        with logging() as log:
+            check.slots()
+        assert len(log.waits) == 1
+
+
+def test_gradients_that_come_and_go_and_have_several_dtypes_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In more steps than there are constants kept."""
+    monkeypatch.setattr(SkipMonitor, "_before", lambda monitor: (0, 0))  # it would read memory that is not there
+    with fake_cuda(collectives_on=CPU) as logging:
+        dtypes = (torch.float32, torch.bfloat16, torch.float64)
+        params = [nn.Parameter(torch.ones(4, 3, device="cuda", dtype=dtypes[index % 3])) for index in range(9)]
+        groups: list[dict[str, Any]] = [{"params": params[:4]}, {"params": params[4:], "max_norm": 0.3}]
+        optimizer = ParallelOptimizer(
+            torch.optim.AdamW(groups, fused=True),
+            ProcessGroupRegistry(Topology()),
+            measure=Measure(check_replicas=False, per_parameter=True),
+        )
+        for step in range(1, 70):
+            with optimizer.window():
+                for index, param in enumerate(params):
+                    param.grad = torch.ones_like(param) if step & (1 << index) else None
+            with logging() as log:
+                optimizer.step()
+            optimizer.zero_grad()
+            assert step == 1 or log.waits == []
 
 
 def test_parameters_on_two_devices_are_an_error() -> None:

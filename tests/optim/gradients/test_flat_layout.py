@@ -29,5 +29,6 @@ def test_slices_hold_every_element_once(numels: list[int], slices: int, bucket_n
                 there = index * bucket.slice_numel + segment.offset
                 assert there == bucket.offsets[segment.position] + segment.start
                 assert segment.offset + segment.numel <= bucket.slice_numel
+                assert segment.start % ALIGNMENT == segment.offset % ALIGNMENT == 0
         assert all(bool((count == 1).all()) for count in seen)
-        assert bucket.padded_numel - bucket.numel < ALIGNMENT * slices
+        assert bucket.padded_numel - bucket.numel < ALIGNMENT * (slices + len(bucket.numels))

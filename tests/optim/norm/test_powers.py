@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from math import inf
+from typing import Any
 
 import pytest
 import torch
+from fake_cuda import fake_cuda
 from meshstep.optim import global_norm
 from meshstep.optim.norm.global_norm import Reduction
-from meshstep.optim.norm.powers import local_powers, reference_powers
+from meshstep.optim.norm.powers import _powers_at_once, local_powers, reference_powers
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from world import World
 
 
@@ -22,6 +26,43 @@ def test_local_powers_equal_the_reference(p: float, shape: tuple[int, ...], dtyp
     grads += [grads[0].reshape(shape).t() if len(shape) == 2 else grads[0], torch.zeros(0, 4, dtype=dtype)]
     rtol = 2e-7 if p == 2 and dtype == torch.float32 else 1e-12
     torch.testing.assert_close(local_powers(grads, p), reference_powers(grads, p), rtol=rtol, atol=0.0)
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, inf])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_what_a_gpu_does_at_once_equals_the_reference(p: float, dtype: torch.dtype) -> None:
+    """The same operators, on a CPU; with gradients that have no elements among them, and values far off the middle."""
+    grads = [
+        torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype) for shape in ((7,), (0, 3), (5, 4))
+    ]
+    grads += [torch.zeros(0, dtype=dtype), torch.tensor(torch.finfo(dtype).tiny * 3, dtype=dtype).view(1)]
+    found = _powers_at_once(grads, p, torch.float64)
+    torch.testing.assert_close(found, reference_powers(grads, p), rtol=1e-12, atol=0.0)
+    for bad in (torch.nan, -torch.inf):
+        grads[2][1, 1] = bad
+        assert _powers_at_once(grads, p, torch.float64).isfinite().tolist() == [True, True, False, True, True]
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this torch is built without CUDA: no fake GPU either")
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, 20.0, inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_gpu_sums_powers_in_float64(p: float, dtype: torch.dtype) -> None:
+    """Told to each operator that sums: its range is then that of the CPU path."""
+    sums = list[torch.dtype]()
+
+    class Sums(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if func.overloadpacket.__name__ in ("_foreach_norm", "linalg_vector_norm", "sum", "amax", "dot"):
+                sums.extend(tensor.dtype for tensor in tree_leaves(result))
+            return result
+
+    with fake_cuda():
+        grads = [torch.ones(shape, device="cuda", dtype=dtype) for shape in ((300, 500), (7,), (0, 2))]
+        with Sums():  # type: ignore[no-untyped-call]
+            assert local_powers(grads, p).dtype == torch.float64
+    assert set(sums) == {torch.float64}
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, inf])

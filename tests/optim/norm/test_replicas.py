@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from meshstep.optim import ReplicaMismatchError
+from meshstep.optim.norm.replicas import CHUNK, fingerprint
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from optimizers import optimizer_for, snapshot
 from scenarios import SCENARIOS, backward, batch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from world import World
 
 
@@ -41,3 +48,28 @@ def test_a_parameter_that_differs_is_named(world: World) -> None:
     for report in world.run(4, disturbed, "parameter"):
         assert report.startswith("norm.weight: the parameter differs along axis 'tensor'")
         assert "stepped" not in report
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor, in bytes, that is made within."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {tensor.untyped_storage().data_ptr() for tensor in tree_leaves(args) if isinstance(tensor, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in before:
+                self.nbytes = max(self.nbytes, tensor.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_hashing_takes_no_more_memory_for_a_larger_tensor(dtype: torch.dtype) -> None:
+    """Eight bytes an element of a part."""
+    tensor = torch.ones(3 * CHUNK + 5, dtype=dtype)
+    with Largest() as memory:
+        fingerprint(tensor)
+    assert memory.nbytes == 8 * CHUNK

@@ -1,0 +1,87 @@
+"""A fused optimizer's counts of steps: one pass over them, and what torch's own two passes would have left."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from meshstep.optim.step.counted_once import CountedOnce
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+OPTIMIZERS: dict[str, Any] = {
+    "adam": lambda params: torch.optim.Adam(params, lr=0.1, fused=True),
+    "adamw, amsgrad": lambda params: torch.optim.AdamW(params, lr=0.1, amsgrad=True, fused=True),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1, fused=True),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
+}
+FOUND = (0.0, 1.0, 0.0, 0.0, 1.0)
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def run(kind: str, ours: bool) -> tuple[list[Tensor], list[str]]:
+    """Parameters and states after some steps, of which some are skipped, and the operators of the last one."""
+    params = [nn.Parameter(torch.full((3,), 1.0 + i)) for i in range(4)]
+    optimizer = OPTIMIZERS[kind]([{"params": params[:1]}, {"params": params[1:], "lr": 0.2}])
+    log = Operators()
+    for found in FOUND:
+        for param in params:
+            param.grad = param.detach() / 7
+        log.names.clear()
+        with log:
+            optimizer.found_inf = torch.tensor(found)
+            with CountedOnce(optimizer, optimizer.found_inf) if ours else nullcontext():
+                optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return [*(param.detach() for param in params), *states], log.names
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_parameters_states_and_counts_are_those_of_torch(kind: str) -> None:
+    (found, names), (expected, torchs) = run(kind, ours=True), run(kind, ours=False)
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+    if kind != "sgd":
+        assert "aten._foreach_sub_.List" in torchs
+    assert "aten._foreach_sub_.List" not in names
+    assert names.count("aten._foreach_add_.Scalar") == 0
+
+
+def test_what_hooks_count_themselves_is_left_alone() -> None:
+    """They see torch's operators, and may add 1 to lists of their own, or take what was found from them."""
+    param, mine = nn.Parameter(torch.ones(2)), [torch.zeros(()), torch.zeros(())]
+    param.grad = torch.ones(2)
+    optimizer, found_inf = torch.optim.Adam([param], fused=True), torch.ones(())
+
+    def hook(*_: object) -> None:
+        torch._foreach_add_(mine, 1)
+        torch._foreach_sub_(mine[:1], [found_inf])
+
+    optimizer.register_step_post_hook(hook)
+    optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+    with CountedOnce(optimizer, found_inf):
+        optimizer.step()
+    assert [float(count) for count in mine] == [0.0, 1.0]
+    assert float(optimizer.state[param]["step"]) == 0.0
+
+
+def test_a_torch_that_counts_in_another_way_is_left_alone() -> None:
+    """One that takes the skipped step back, but has counted it by itself."""
+    param = nn.Parameter(torch.ones(2))
+    optimizer, found_inf = torch.optim.Adam([param], fused=True), torch.ones(())
+    optimizer.state[param]["step"] = torch.tensor(3.0)
+    with CountedOnce(optimizer, found_inf):
+        torch._foreach_add_([optimizer.state[param]["step"]], torch.ones(()))
+        torch._foreach_sub_([optimizer.state[param]["step"]], [found_inf])
+    assert float(optimizer.state[param]["step"]) == 3.0

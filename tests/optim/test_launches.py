@@ -1,0 +1,131 @@
+"""How many kernels a warm step launches on a GPU, counted on fake CUDA tensors: no more than torch's own clip and step."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import Log, fake_cuda
+from meshstep.amp import Bf16, NaiveFp16
+from meshstep.optim import ByNorm, ByValue, HalfStates, Measure, ParallelOptimizer, PerParameter
+from meshstep.parallel import ProcessGroupRegistry, Topology
+from torch import nn
+
+CPU = torch.device("cpu")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor"),
+    pytest.mark.skipif(
+        not torch.backends.cuda.is_built(), reason="this torch is built without CUDA: no fake GPU either"
+    ),
+]
+
+
+def weights(count: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    """Matrices and biases in turn."""
+    return [nn.Parameter(torch.ones((64, 64) if i % 2 else (64,), device="cuda", dtype=dtype)) for i in range(count)]
+
+
+def give_gradients(params: list[nn.Parameter]) -> None:
+    for param in params:
+        param.grad = torch.ones_like(param, dtype=getattr(param, "grad_dtype", None) or param.dtype)
+
+
+def ours(count: int, precision: Any = "fp32", dtype: torch.dtype = torch.float32, **options: Any) -> Log:
+    """What the third step does."""
+    log = Log()
+    with fake_cuda(collectives_on=CPU) as logging:
+        params = weights(count, dtype)
+        optimizer = ParallelOptimizer(
+            torch.optim.AdamW(params, fused=True),
+            ProcessGroupRegistry(Topology()),
+            precision=precision,
+            **{"max_norm": 1.0, "measure": Measure(check_replicas=False), **options},
+        )
+        for _ in range(3):
+            with optimizer.window():
+                give_gradients(params)
+            with logging() as log:
+                optimizer.step()
+            optimizer.zero_grad()
+    return log
+
+
+def torchs(count: int) -> Log:
+    """The same of `torch.nn.utils.clip_grad_norm_` and `AdamW`."""
+    log = Log()
+    with fake_cuda(collectives_on=CPU) as logging:
+        params = weights(count)
+        optimizer = torch.optim.AdamW(params, fused=True)
+        for _ in range(3):
+            give_gradients(params)
+            with logging() as log:
+                torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
+                optimizer.step()
+    return log
+
+
+def test_a_step_of_a_thousand_parameters_launches_no_more_kernels_than_torch() -> None:
+    assert ours(1000).kernels <= torchs(1000).kernels
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_norm": ByNorm(1.0, norm_type=inf)},
+        {"measure": Measure(check_replicas=False, per_parameter=True)},
+        {"max_norm": ByValue(0.5)},
+    ],
+    ids=["p = inf", "per parameter", "by value"],
+)
+def test_no_kernel_is_launched_for_a_single_parameter(options: dict[str, Any]) -> None:
+    assert ours(4, **options).launches == ours(100, **options).launches
+
+
+def test_to_clip_each_parameter_by_itself_is_one_kernel_for_each() -> None:
+    few, many = (ours(count, max_norm=PerParameter(1.0)).launches for count in (4, 100))
+    assert many.count("aten._foreach_mul_.Tensor") == 100
+    assert len(many) - len(few) == 96
+
+
+@pytest.mark.parametrize(
+    ("mode", "precision", "dtype", "decisions"),
+    [
+        ("fp32", "fp32", torch.float32, 19),
+        ("bf16", "bf16", torch.bfloat16, 20),
+        ("fp16", NaiveFp16(), torch.float16, 36),
+    ],
+)
+def test_what_is_decided_takes_few_kernels(mode: str, precision: Any, dtype: torch.dtype, decisions: int) -> None:
+    """However many parameters there are: only the passes over them grow."""
+    few, many = ours(4, precision, dtype), ours(100, precision, dtype)
+    assert few.launches == many.launches
+    assert len(few.launches) <= decisions
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "options"),
+    [(Bf16(stochastic_rounding=True), torch.bfloat16, {}), ("fp32", torch.float32, {"states": HalfStates()})],
+    ids=["bf16", "half states"],
+)
+def test_to_round_stochastically_launches_a_draw_a_parameter_and_a_few_kernels_for_all(
+    precision: Any, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """One generator a parameter, so that copies draw alike; everything else is done to all of them at once."""
+    few, many = (ours(count, precision, dtype, **options).launches for count in (4, 100))
+    drawn = [name for name in many if "random" in name]
+    assert len(drawn) == 100
+    assert [name for name in few if "random" not in name] == [name for name in many if "random" not in name]
+
+
+if __name__ == "__main__":
+    for count in (4, 100, 1000):
+        found = {
+            "torch": torchs(count),
+            "fp32": ours(count),
+            "bf16": ours(count, "bf16", torch.bfloat16),
+            "fp16": ours(count, NaiveFp16(), torch.float16),
+            "rounded": ours(count, Bf16(stochastic_rounding=True), torch.bfloat16),
+        }
+        print(count, {name: (log.kernels, len(log.launches)) for name, log in found.items()})

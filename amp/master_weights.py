@@ -9,7 +9,7 @@ Reference: Micikevicius et al. 2017, "Mixed precision training", arXiv:1710.0374
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -53,7 +53,8 @@ class MasterWeights:
         self.optimizer, self.main_grads = optimizer, main_grads
         self.pairs: list[tuple[Tensor, nn.Parameter]] = []
         self._frozen: list[Tensor] = []
-        self._versions: list[int] = []
+        self._versions: dict[Tensor, int] = {}  # of the parameters, after the last step
+        self._param_of: dict[Tensor, Tensor] = {}  # of each master
         self.refresh()
 
     @torch.no_grad()
@@ -73,7 +74,8 @@ class MasterWeights:
         self.pairs += made.items()
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         self._frozen = [param for param in params if is_half(param)]
-        self._versions += [param._version for param in made]
+        self._param_of |= {master: param for param, master in made.items()}
+        self._note_versions(made.items())
         return len(made)
 
     def _make_master(self, param: Tensor) -> nn.Parameter:
@@ -145,16 +147,22 @@ class MasterWeights:
         update()
         self.publish()
 
+    def held(self) -> list[tuple[Tensor, Tensor]]:
+        """The pairs of those masters that are in the param groups now: someone may step a part of them at a time."""
+        params = (param for group in self.optimizer.param_groups for param in group["params"])
+        return [(self._param_of[param], param) for param in params if param in self._param_of]
+
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the masters into the model's parameters: one multi-tensor copy.
+        """Round the masters that are in the param groups into the model's parameters: one multi-tensor copy.
 
         Nothing changes where a master hasn't, so a skipped step needs no exception from it.
         """
-        if self.pairs:
-            params, masters = zip(*self.pairs, strict=True)
+        held = self.held()
+        if held:
+            params, masters = zip(*held, strict=True)
             torch._foreach_copy_(params, masters)
-        self._note_versions()
+        self._note_versions(held)
 
     @torch.no_grad()
     def reload_from_model(self) -> None:
@@ -162,7 +170,7 @@ class MasterWeights:
         if self.pairs:
             params, masters = zip(*self.pairs, strict=True)
             torch._foreach_copy_(masters, params)
-        self._note_versions()
+        self._note_versions(self.pairs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the optimizer's parameters, the masters and the model parameters they stand for."""
@@ -173,19 +181,19 @@ class MasterWeights:
             elif param.grad is not None:
                 param.grad.zero_()
 
-    def _note_versions(self) -> None:
-        self._versions = [param._version for param, _ in self.pairs]
+    def _note_versions(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        self._versions |= {param: param._version for param, _ in pairs}
 
     def _check_weights(self) -> None:
         """Find weights that were written to by others: a checkpoint that was loaded into the model, say."""
-        for index, (param, master) in enumerate(self.pairs):
-            if param._version != self._versions[index]:
+        for param, master in self.pairs:
+            if param._version != self._versions[param]:
                 if not torch.equal(param, master.to(param.dtype)):
                     raise RuntimeError(
                         f"{_label(param)} was changed since the last step, and the next would put the master's old "
                         "weights back: call reload_from_model() after loading or changing the model's weights"
                     )
-                self._versions[index] = param._version  # the same values were put back
+                self._versions[param] = param._version  # the same values were put back
 
     # Saving ----------------------------------------------------------------------------------------------------------
 

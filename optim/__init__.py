@@ -14,6 +14,7 @@ from .norm.plan import Bucket, ReductionPlan
 from .norm.replicas import ReplicaMismatchError
 from .norm.stats import GradStats
 from .parallel_optimizer import ParallelOptimizer
+from .recipe.align_copies import align_copies
 from .recipe.booster import Booster
 from .recipe.data_parallel import DataParallel, share_weights
 from .schedule import ConstantLR, CosineAnnealingLR, HoldOnSkip, LinearWarmupLR, MultiStepLR, PolynomialLR, WarmupLR
@@ -68,6 +69,7 @@ __all__ = [
     "TensorBoardWriter",
     "TorchStates",
     "WarmupLR",
+    "align_copies",
     "clip_grad_norm_",
     "clip_grad_value_",
     "global_norm",

@@ -51,6 +51,7 @@ class OptimizerFacade(torch.optim.Optimizer):
     """
 
     on_nonfinite: OnNonfinite
+    steps_windows = True  # `step` may come within a window, where weights stay what they are
     _step_supports_amp_scaling = True  # a GradScaler then calls `step` on every rank, overflow or not
 
     registry: ProcessGroupRegistry

@@ -24,9 +24,10 @@ from .setup import Setup
 from .states.link import Placement
 from .states.pieces import named_params_of
 from .step.data_parallel import Reduce
+from .step.decided import Update
 from .step.first_look import check_window_is_used
 from .step.stopped import stopped
-from .step.update import OnNonfinite, SkipMonitor, apply_update
+from .step.update import OnNonfinite, SkipMonitor
 from .step.window import Window
 
 if TYPE_CHECKING:
@@ -238,7 +239,7 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         stats = verdict.stats
         reason = self._skips.count(verdict, self.on_nonfinite)
         if reason is None:
-            update: Callable[[], object] = partial(apply_update, self.optimizer, stats.found_inf, verdict.factor)
+            update: Callable[[], object] = Update(self.optimizer, stats.found_inf, verdict.factor)
             for link in self._states.stepping:
                 update = partial(link.step, update)
             update()

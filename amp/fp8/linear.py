@@ -23,7 +23,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from .tensor import E4M3, E5M2, Quantized, agreed_amax, quantize
+from .tensor import E4M3, E5M2, Quantized, agreed, agreed_amax, amax_of, check_dtypes, quantize
+from .weights import KeptWeight, Rounded, kept
 
 # What tensor cores need of the dims of 8-bit operands.
 MULTIPLE = 16
@@ -51,7 +52,10 @@ class Fp8Matmul:
     Shapes:
         input [..., in], weight [out, in], bias [out] -> [..., out] in the dtype of the input, autocast or not.
         The gradient of the weight is made in float32 and cast to what the weight accumulates (`Tensor.grad_dtype`).
-        For backward the operands are kept in 8 bits.
+        For backward the operands are kept in 8 bits. In a model that `Fp8` has prepared the weight is, until the next
+        step: it is rounded once in a window of micro-batches.
+    Raises:
+        TypeError: The input or the weight is float64.
     Collectives: one all-reduce (MAX) of two numbers over forward_axes in forward, one of one number over backward_axes
     in backward; none over one rank. Host reads: none. Differentiable once.
     """
@@ -63,8 +67,9 @@ class Fp8Matmul:
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not fits(weight):
             return F.linear(input, weight, bias)
+        check_dtypes(input, weight)
         rows = input.reshape(-1, input.size(-1))
-        output: Tensor = _Fp8Linear.apply(rows, weight, self)
+        output: Tensor = _Fp8Linear.apply(rows, weight, self, kept(weight))
         output = output.reshape(*input.shape[:-1], weight.size(0))
         return output if bias is None else output + bias.to(output.dtype)
 
@@ -92,32 +97,43 @@ def fits(weight: Tensor) -> bool:
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, matmul: Fp8Matmul) -> Tensor:
-        amax = agreed_amax((rows, weight), matmul.registry, matmul.forward_axes)
-        x, w = quantize(rows, E4M3, amax[0]), quantize(weight, E4M3, amax[1])
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, matmul: Fp8Matmul, weight_kept: KeptWeight | None) -> Tensor:
+        known = None if weight_kept is None else weight_kept.get(matmul)
+        maxima = [amax_of(rows), amax_of(weight) if known is None else known.amax]
+        amax = agreed(maxima, matmul.registry, matmul.forward_axes)
+        x, w = quantize(rows, E4M3, amax[0]), quantize(weight, E4M3, amax[1]) if known is None else known.quantized
+        if weight_kept is not None and known is None:
+            weight_kept.put(matmul, Rounded(amax[1], w))
         ctx.save_for_backward(*x, *w)
         ctx.matmul, ctx.dtype = matmul, rows.dtype
         return product(x, w, rows.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         saved = ctx.saved_tensors
         x, w = Quantized(*saved[:2]), Quantized(*saved[2:])
         (amax,) = agreed_amax((grad,), ctx.matmul.registry, ctx.matmul.backward_axes)
         g = quantize(grad, E5M2, amax)
         grad_rows = product(g, w.t(), ctx.dtype) if ctx.needs_input_grad[0] else None
         grad_weight = product(g.t(), x.t(), torch.float32) if ctx.needs_input_grad[1] else None
-        return grad_rows, grad_weight, None
+        return grad_rows, grad_weight, None, None
 
 
 def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
-    """``a @ b.T``, [m, k] x [n, k] -> [m, n] in ``dtype``, summed in float32."""
+    """``a @ b.T``, [m, k] x [n, k] -> [m, n] in ``dtype``, summed in float32. Both have one scale, or one for each row."""
+    by_row = a.inverse_scale.dim() > 0
     if a.values.numel() and has_fp8(a.values.device):
-        return scaled_mm(a, b, dtype)
+        if not by_row or scales_rows(a.values.device):
+            return scaled_mm(a, b, dtype)
+        one = torch.ones((), device=a.values.device)
+        total = scaled_mm(Quantized(a.values, one), Quantized(b.values, one), torch.float32)
+        return (total * a.inverse_scale * b.inverse_scale.t()).to(dtype)
     # Autocast would round the sums to half precision; TF32 would not round the operands, which have 4 bits.
     with torch.autocast(a.values.device.type, enabled=False):
         total = a.values.float() @ b.values.float().t()
+    if by_row:
+        return (total * a.inverse_scale * b.inverse_scale.t()).to(dtype)
     return (total * (a.inverse_scale * b.inverse_scale)).to(dtype)
 
 
@@ -126,18 +142,33 @@ def has_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def scales_rows(device: torch.device) -> bool:
+    """Whether the product itself applies a scale for each row, whatever dtype it gives: cuBLAS 12.9 does, on Hopper."""
+    version = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
+    return torch.cuda.get_device_capability(device) == (9, 0) and version >= (12, 9)
+
+
 def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     """`product` by torch._scaled_mm, for n a multiple of 16; k is padded to one with zeros."""
-    padding = -a.values.size(1) % MULTIPLE
-    # As bytes, because padding isn't implemented for 8-bit floats; the byte 0 is 0.0.
-    left, right = (F.pad(each.values.view(torch.uint8), (0, padding)).view(each.values.dtype) for each in (a, b))
     # It wants the first row-major and the second column-major.
     result: Tensor = torch._scaled_mm(
-        left.contiguous(),
-        right.contiguous().t(),
+        row_major(a.values),
+        row_major(b.values).t(),
         scale_a=a.inverse_scale,
-        scale_b=b.inverse_scale,
+        scale_b=b.inverse_scale.t(),
         out_dtype=dtype,
         use_fast_accum=False,
     )
     return result
+
+
+def row_major(values: Tensor) -> Tensor:
+    """The matrix with contiguous rows of a multiple of 16 bytes, the last of them zeros: itself, or one copy."""
+    rows, length = values.shape
+    padding = -length % MULTIPLE
+    if not padding:
+        return values.contiguous()
+    wide = torch.empty(rows, length + padding, dtype=torch.uint8, device=values.device)
+    wide[:, length:].zero_()  # as bytes, of which 0 is 0.0 in both formats
+    wide[:, :length].copy_(values.view(torch.uint8))
+    return wide.view(values.dtype)

@@ -24,6 +24,7 @@ from ..precision import Criterion, Precision
 from .linear import Fp8Linear, Fp8Matmul, fits
 from .rowwise import Fp8RowMatmul
 from .summa import fp8_summa
+from .weights import keep_rounded
 
 Matmul = Callable[..., torch.Tensor]
 _LOGGER = logging.getLogger(__name__)
@@ -41,6 +42,10 @@ class Fp8(Precision):
     this rank's piece, aren't multiples of 16: see `Fp8Matmul`; for `Linear2D` see `fp8_summa`.
 
     `prepare` logs a warning that names these layers, and `fp8_layers` lists what became of every one.
+
+    A weight is rounded once in a window of micro-batches, and anew after every step of a torch optimizer or change of the
+    weight; every time under `fully_shard`, in a CUDA graph, in a compiled model and where no gradients are computed. It is
+    kept for so long: 1 byte an element, 2 with scales by row.
 
     Every tensor has one scale, from the maximum of the logical tensor: it is agreed over the axes that the spec of the
     layer's weight names, as sharded or as partial (the activations are split over those). So a model split over tensor
@@ -109,6 +114,7 @@ class Fp8(Precision):
             if type(module) is nn.Linear:
                 module.__class__ = Fp8Linear
             module.matmul = matmul
+            keep_rounded(_weight(module))
         self._tell(model, registry)
 
     def _leaves_out(self, name: str) -> bool:

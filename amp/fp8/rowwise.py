@@ -10,19 +10,18 @@ operands are kept for backward in the dtype that they have, and rounded there on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from .linear import fits, product
-from .tensor import E4M3, E5M2, Quantized, quantize
+from .tensor import E4M3, E5M2, agreed, amax_of, check_dtypes, quantize
+from .weights import KeptWeight, Rounded, kept
 
 
 @dataclass(frozen=True)
@@ -50,29 +49,31 @@ class Fp8RowMatmul:
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not fits(weight):
             return F.linear(input, weight, bias)
-        output: Tensor = _Fp8RowLinear.apply(input.reshape(-1, input.size(-1)), weight, self)
+        check_dtypes(input, weight)
+        rows = input.reshape(-1, input.size(-1))
+        output: Tensor = _Fp8RowLinear.apply(rows, weight, self, kept(weight))
         output = output.reshape(*input.shape[:-1], weight.size(0))
         return output if bias is None else output + bias.to(output.dtype)
 
 
 class _Fp8RowLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, matmul: Fp8RowMatmul) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, matmul: Fp8RowMatmul, weight_kept: KeptWeight | None) -> Tensor:
         ctx.save_for_backward(rows, weight)
-        ctx.matmul = matmul
-        return _product(rows, weight, E4M3, rows.dtype, matmul.registry, matmul.in_axes)
+        ctx.matmul, ctx.kept = matmul, weight_kept
+        return _product(rows, weight, E4M3, rows.dtype, matmul.registry, matmul.in_axes, weight_kept, "rows")
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         rows, weight = ctx.saved_tensors
         how: Fp8RowMatmul = ctx.matmul
         grad_rows = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_rows = _product(grad, weight.t(), E5M2, rows.dtype, how.registry, how.out_axes)
+            grad_rows = _product(grad, weight.t(), E5M2, rows.dtype, how.registry, how.out_axes, ctx.kept, "columns")
         if ctx.needs_input_grad[1]:
             grad_weight = _product(grad.t(), rows.t(), E5M2, torch.float32, how.registry, how.batch_axes)
-        return grad_rows, grad_weight, None
+        return grad_rows, grad_weight, None, None
 
 
 def _product(
@@ -82,33 +83,20 @@ def _product(
     dtype: torch.dtype,
     registry: ProcessGroupRegistry | None,
     axes: tuple[str, ...],
+    b_kept: KeptWeight | None = None,
+    which: str = "",
 ) -> Tensor:
-    """``a @ b.T``, [m, k] x [n, k] -> [m, n]; ``a`` in the given format, ``b`` in e4m3; k is split over ``axes``."""
-    amax_a, amax_b = agreed_row_amax((a, b), registry, axes)
-    left, right = quantize(a, format, amax_a), quantize(b, E4M3, amax_b)
-    one = torch.ones((), device=a.device)
-    # The scales are applied to float32 sums, not by the kernel, which could then only give bfloat16.
-    total = product(Quantized(left.values, one), Quantized(right.values, one), torch.float32)
-    return (total * left.inverse_scale * right.inverse_scale.t()).to(dtype)
+    """``a @ b.T``, [m, k] x [n, k] -> [m, n]; ``a`` in the given format, ``b`` in e4m3; k is split over ``axes``.
 
-
-def agreed_row_amax(
-    tensors: Sequence[Tensor], registry: ProcessGroupRegistry | None = None, axes: tuple[str, ...] = ()
-) -> tuple[Tensor, ...]:
-    """The largest absolute value of each row of each matrix, over its pieces along ``axes``; 0 for an empty one.
-
-    Returns:
-        [rows, 1] float32 tensors.
-    Collectives: one all-reduce (MAX) of all of them over ``axes``; none if there is one rank. Host reads: none.
+    Args:
+        b_kept, which: Where b may be kept, and as which side of the weight.
     """
-    amax = torch.cat([_row_amax(tensor) for tensor in tensors])
-    if registry is not None and axes and registry.size(*axes) > 1:
-        dist.all_reduce(amax, dist.ReduceOp.MAX, group=registry.group(*axes))
-    return tuple(part.unsqueeze(1) for part in amax.split([tensor.size(0) for tensor in tensors]))
-
-
-def _row_amax(x: Tensor) -> Tensor:
-    if not x.numel():
-        return x.new_zeros(x.size(0), dtype=torch.float32)
-    low, high = torch.aminmax(x.detach(), dim=1)
-    return torch.maximum(-low, high).float()
+    how = which, registry, axes
+    known = None if b_kept is None else b_kept.get(how)
+    maxima = [amax_of(a, by_row=True), amax_of(b, by_row=True) if known is None else known.amax]
+    amax_a, amax_b = agreed(maxima, registry, axes)
+    left = quantize(a, format, amax_a)
+    right = quantize(b, E4M3, amax_b) if known is None else known.quantized
+    if b_kept is not None and known is None:
+        b_kept.put(how, Rounded(amax_b, right))
+    return product(left, right, dtype)

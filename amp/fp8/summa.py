@@ -11,7 +11,8 @@ from torch.autograd.function import once_differentiable
 from ...parallel.layers.summa import Grid, summa
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from .linear import fits
-from .tensor import E4M3, E5M2, agreed_amax, quantize
+from .tensor import E4M3, E5M2, Quantized, agreed, agreed_amax, amax_of, check_dtypes, quantize
+from .weights import Rounded, kept
 
 
 def fp8_summa(a: Tensor, b: Tensor, grid: Grid, *, data_axes: tuple[str, ...] = ()) -> Tensor:
@@ -22,18 +23,29 @@ def fp8_summa(a: Tensor, b: Tensor, grid: Grid, *, data_axes: tuple[str, ...] = 
     dtype; time and traffic are those of the dtype. Where the dims of ``b`` aren't multiples of 16 nothing is rounded.
 
     Args:
-        a, b: Blocks [m, k] and [k, n], both float32 or both bfloat16.
+        a, b: Blocks [m, k] and [k, n], both float32 or both bfloat16. In a model that `Fp8` has prepared ``b``, the
+            weight, is rounded once a step.
         grid: The grid of ranks, over which the maxima of all three tensors are agreed.
         data_axes: Further axes to agree over.
+    Raises:
+        TypeError: a or b is float64.
     Collectives: those of `summa`, and an all-reduce (MAX) of two numbers in forward, of one in backward. Host reads:
         none. Differentiable once.
     """
     if not fits(b):
         return summa(a, b, grid)
+    check_dtypes(a, b)
     scales = _Scales(grid.registry, (grid.row, grid.col, *data_axes))
-    amax_a, amax_b = agreed_amax((a, b), scales.registry, scales.axes)
-    product = summa(_Round.apply(a, amax_a, scales, 0), _Round.apply(b, amax_b, scales, 1), grid)
-    result: Tensor = _Descale.apply(product, scales)
+    b_kept = kept(b)
+    how = "summa", grid.registry, scales.axes
+    known = None if b_kept is None else b_kept.get(how)
+    maxima = [amax_of(a), amax_of(b) if known is None else known.amax]
+    amax_a, amax_b = agreed(maxima, scales.registry, scales.axes)
+    rounded = quantize(b, E4M3, amax_b) if known is None else known.quantized
+    if b_kept is not None and known is None:
+        b_kept.put(how, Rounded(amax_b, rounded))
+    x, w = _Round.apply(a, quantize(a, E4M3, amax_a), scales, 0), _Round.apply(b, rounded, scales, 1)
+    result: Tensor = _Descale.apply(summa(x, w, grid), scales)
     return result
 
 
@@ -50,9 +62,9 @@ class _Round(torch.autograd.Function):
     """An operand's 8-bit values, not descaled, in its dtype."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, amax: Tensor, scales: _Scales, which: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rounded: Quantized, scales: _Scales, which: int) -> Tensor:
         ctx.scales, ctx.which = scales, which
-        values, scales.operands[which] = quantize(x, E4M3, amax)
+        values, scales.operands[which] = rounded
         return values.to(x.dtype)
 
     @staticmethod

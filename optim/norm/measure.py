@@ -20,7 +20,8 @@ class Measure:
             `ReplicaMismatchError` on every rank, before anything is stepped, where they differ. ``"first"``: in the first
             step, and in the first after parameters were added; it finds other seeds on replicas, a forgotten all-reduce, a
             split weight declared ``P()``, other batches on tensor peers. True: before every step, for debugging; it reads
-            everything once more and costs one host read. False: never, where copies may differ by rounding.
+            everything once more and costs one host read. False: never, where copies may differ by rounding (which
+            `align_copies` undoes from time to time).
     """
 
     norm_type: float = 2.0

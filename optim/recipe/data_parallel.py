@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ...amp.fp8.weights import forget_rounded
 from ...parallel.layout.annotation import annotation_of
 from ...parallel.mesh.calls import in_call
 from ...parallel.mesh.registry import ProcessGroupRegistry
@@ -85,6 +86,7 @@ def share_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
         return
     with in_call(registry, "share_weights"):
         _broadcast((*model.parameters(), *model.buffers()), registry)
+        forget_rounded()  # a collective's writes are counted by nobody
 
 
 def _broadcast(tensors: Iterable[Tensor], registry: ProcessGroupRegistry) -> None:

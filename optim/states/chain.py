@@ -62,6 +62,8 @@ class Chain:
         self.held += held
         self.bringing = self._those_with("bring")
         self.stepping = self._those_with("step", "publish")[::-1]
+        for index, link in enumerate(self.stepping):
+            link.in_parts = all(inner.divisible for inner in self.stepping[:index])
 
     def _those_with(self, *methods: str) -> list[Link]:
         """The links that do something there: a step should not pass through the others."""

@@ -99,6 +99,10 @@ class Link:
     """Its stand-ins are what the library calls the model's parameters."""
     differs = False
     """Ranks that hold copies of a tensor may differ in whether it is replaced."""
+    divisible = False
+    """`step` may be called several times for one update, each time with a part of what the param groups hold."""
+    in_parts = False
+    """All links between this one and the optimizer are; the chain says so."""
 
     def holds_back(self, tensor: Tensor) -> bool:
         """Whether the gradient stays at ``tensor``, which it was given, to be completed, measured and clipped there."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...amp.master_weights import MasterWeights
 from ...amp.stochastic_rounding import StochasticRounding
+from ..gradients.in_place import clear_gradients
 from .link import AnyWindow, Binding, Link
 from .pieces import Held, StandIns
 
@@ -56,6 +57,8 @@ class Masters(Link):
         main_grads: Half-precision tensors have float32 gradients, which the masters share.
     """
 
+    divisible = True
+
     def __init__(self, main_grads: bool) -> None:
         self._main_grads = main_grads
         self.masters: MasterWeights | None = None
@@ -85,11 +88,14 @@ class Masters(Link):
 
     def step(self, update: Callable[[], object]) -> None:
         masters = self._made
-        for tensor, master in masters.pairs:
+        late = []
+        for tensor, master in masters.held():
             if master.grad is None and tensor.grad is not None:  # it came only now, to a copy on the CPU
                 master.grad = tensor.grad.float()
+                late.append(master)
         update()
         masters.publish()
+        clear_gradients(late, set_to_none=True)  # the copy's memory gets another before the next step
 
     def publish(self) -> None:
         self._made.publish()

@@ -1,26 +1,37 @@
 """Masters and optimizer states of some parameters in the CPU's memory, which is larger; their step runs there.
 
-    device   parameter, gradient ----------+                        +--> parameter
-    CPU                                    +--> step of the copy ---+
+    device   parameters, gradients ----------+                           +--> parameters
+    CPU                                      +--> step of the copies ----+
 
 The parameters stay on the device, where gradients are completed, measured and clipped as always. A step copies the
 gradients of the offloaded ones to the CPU, steps both sides, each by its own fused kernel, and copies the new weights back
-in the parameters' dtype: 6 bytes an element go over the bus in modes with masters, 8 in float32.
+in the parameters' dtype: 6 bytes an element go over the bus in modes with masters, 8 in float32. They travel in buckets of
+32 MiB of gradients, one copy each way, and while one is stepped on the CPU the next ones come and the last one goes back:
+
+    device      step of the rest
+    down        1 | 2 | 3
+    CPU             step 1 | step 2 | step 3
+    up                       1      | 2      | 3
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...amp.casting import is_half
 from ...amp.master_weights import use_main_grad_
 from ...parallel.layout.annotation import copy_annotation
-from ..gradients.in_place import clear_gradients
+from ..gradients.bucket import BUCKET_BYTES
+from ..gradients.flat import flat_buckets
+from ..gradients.in_place import clear_gradients, gradient_dtype
+from ..step.decided import only, steps_in_parts
+from .host_bucket import HostBucket
 from .link import AnyWindow, Binding, Link, Placement, Position
 from .pieces import Held, StandIns
 
@@ -31,16 +42,19 @@ class Offloaded(Placement):
 
     Memory on the device for each offloaded element: that of the parameter and its gradient; 8 bytes of AdamW's state less,
     and 4 of master. On a machine without a device the copies lie beside the parameters and everything else is the same.
-    What only a GPU shows: the memory it has left, the time of the copies (from and to pinned memory), and that the step
-    waits for it: the CPU must have the gradients, and know whether to skip. So a step with offload can't be captured
-    in a CUDA graph. And where two ranks hold copies of a parameter beside different others (pipeline stages with a tied
-    embedding, owned parameters), one may step it on the CPU and one on the device, whose kernels may round differently;
-    a fraction of 1.0 avoids that.
+    Pinned memory on the CPU besides: a copy of parameters and gradients. What only a GPU shows: the memory it has left,
+    less one flat bucket during a step; the time of the copies; and that the step waits for it: the CPU must have the
+    gradients, and know whether to skip. So a step with offload can't be captured in a CUDA graph. And where two ranks hold
+    copies of a parameter beside different others (pipeline stages with a tied embedding, owned parameters), one may step it
+    on the CPU and one on the device, whose kernels may round differently; a fraction of 1.0 avoids that.
 
     Args:
         fraction: At least this fraction of the elements, counted over parameters that require gradients, is offloaded: as
             many whole parameters stay on the device, the largest first, as fit into the rest.
-    Collectives: none. Host reads: one wait a step where the parameters are on a device.
+    torch's fused optimizers step bucket by bucket. Others, and `HalfStates` and stochastic rounding, whose draws count
+    steps, step once, when all gradients have come; so does an optimizer with step hooks of its own.
+    Collectives: none. Host reads, where the parameters are on a device: a step waits for what was decided, for each bucket
+    of gradients, and when it ends for the last bucket of weights.
     """
 
     position: ClassVar[Position] = Position.DEVICE
@@ -76,7 +90,8 @@ class Copies(Link):
         self.fraction, self.main_grads = fraction, main_grads
         self._optimizer: torch.optim.Optimizer | None = None
         self.copies: dict[Tensor, Tensor] = {}  # on the CPU, of the parameters that are offloaded
-        self._buffers: dict[Tensor, Tensor] = {}  # on the CPU, for their gradients
+        self.buckets: list[HostBucket] = []
+        self._places: dict[Tensor, tuple[int, int]] = {}  # param group and position of each
         self._seen: dict[Tensor, tuple[int, int]] = {}
 
     def holds_back(self, tensor: Tensor) -> bool:
@@ -87,67 +102,94 @@ class Copies(Link):
 
     @torch.no_grad()
     def install(self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]) -> StandIns:
+        self._optimizer = optimizer
         trained = [tensor for tensor in tensors if tensor.requires_grad]
-        new: dict[Tensor, list[tuple[Tensor, int]]] = {}
-        for index in offloaded([tensor.numel() for tensor in trained], self.fraction):
-            tensor = trained[index]
-            self.copies[tensor] = nn.Parameter(_beside(tensor))
-            copy_annotation(tensor, self.copies[tensor])
+        chosen = [trained[index] for index in offloaded([tensor.numel() for tensor in trained], self.fraction)]
+        for tensor in chosen:
             if self.main_grads and is_half(tensor):
                 use_main_grad_(tensor)
-            new[tensor] = [(self.copies[tensor], 0)]
+        new = list(_buckets(chosen))
+        self.buckets += new
+        made = {param: copy for bucket in new for param, copy in zip(bucket.params, bucket.copies, strict=True)}
+        for param, copy in made.items():
+            copy_annotation(param, copy)
+        self.copies |= made
+        for index, group in enumerate(optimizer.param_groups):
+            self._places |= {param: (index, at) for at, param in enumerate(group["params"]) if param in made}
         self._note_versions()
-        return new
+        return {param: [(copy, 0)] for param, copy in made.items()}
 
     # The step --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def bring(self, window: AnyWindow, averaged: bool) -> None:
-        """Nothing for offloaded parameters, but to notice weights that somebody else has changed. Host reads: none."""
+        """Nothing for offloaded parameters, but to notice weights that somebody else has changed. Host reads: only then."""
         self._refresh()
 
     def _refresh(self) -> None:
         """See what was written to the parameters since the last step."""
-        for param, copy in self.copies.items():
-            if self._seen[param] != (param.data_ptr(), param._version):
-                copy.copy_(param)  # in modes with masters they compare, and refuse other values
+        for bucket in self.buckets:
+            written = [i for i, param in enumerate(bucket.params) if self._seen[param] != _look(param)]
+            if written:
+                bucket.load(written)  # in modes with masters they compare, and refuse other values
         self._note_versions()
 
     @torch.no_grad()
     def step(self, update: Callable[[], object]) -> None:
-        """Copy the gradients to the CPU, step both sides, and copy the weights back. Host reads: a wait for the device."""
-        for param, copy in self.copies.items():
-            copy.grad = self._fetch(param)
-        self._wait()
-        update()
-        clear_gradients(list(self.copies.values()), set_to_none=True)
-        self.publish()
+        """Copy the gradients to the CPU, step both sides, and copy the weights back, bucket by bucket where it may.
 
-    def _fetch(self, param: Tensor) -> Tensor | None:
-        """The gradient on the CPU, when the device gets there."""
-        if param.grad is None:
-            return None
-        buffer = self._buffers.get(param)
-        if buffer is None:
-            # In the memory format of the parameter, on which fused kernels rely.
-            buffer = torch.empty_like(param, dtype=param.grad.dtype, device="cpu", pin_memory=param.is_cuda)
-            self._buffers[param] = buffer
-        # A view, because masters mark the gradients that they have seen.
-        return buffer.copy_(param.grad, non_blocking=True).view_as(buffer)
+        Host reads: a wait for the gradients of each bucket, and for the last weights.
+        """
+        optimizer = self._optimizer
+        assert optimizer is not None, "a link is installed before it is used"
+        if self.in_parts and steps_in_parts(optimizer):
+            self._step_in_parts(optimizer, update)
+        else:
+            for bucket in self.buckets:
+                bucket.start()
+            for bucket in self.buckets:
+                bucket.finish()
+            update()
+            self._send(self.buckets)
+        self._arrive()
 
-    def _wait(self) -> None:
-        for device in {param.device for param in self.copies if param.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+    def _step_in_parts(self, optimizer: torch.optim.Optimizer, update: Callable[[], object]) -> None:
+        """What stays on the device first, for nobody waits there."""
+        for bucket in self.buckets[:1]:
+            bucket.start()
+        here = {self._places[param] for param in self.copies}
+        groups = enumerate(optimizer.param_groups)
+        rest = [(index, at) for index, group in groups for at in range(len(group["params"])) if (index, at) not in here]
+        if rest or not self.buckets:
+            with only(optimizer, rest):
+                update()
+        for bucket, following in zip_longest(self.buckets, self.buckets[1:]):
+            if following is not None:
+                following.start()
+            bucket.finish()
+            with only(optimizer, [self._places[param] for param in bucket.params]):
+                update()
+            self._send([bucket])
+
+    def _send(self, buckets: Sequence[HostBucket]) -> None:
+        for bucket in buckets:
+            clear_gradients(bucket.copies, set_to_none=True)
+            bucket.send()
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Copy the weights of the CPU to the device."""
-        for param, copy in self.copies.items():
-            param.copy_(copy, non_blocking=True)
+        """Copy the weights of the CPU to the device. Host reads: a wait for the last of them."""
+        self._send(self.buckets)
+        self._arrive()
+
+    def _arrive(self) -> None:
+        """Others may write to the CPU's weights between steps."""
+        for bucket in self.buckets[-1:]:
+            bucket.wait()  # the others were sent before it
         self._note_versions()
 
     def _note_versions(self) -> None:
-        self._seen = {param: (param.data_ptr(), param._version) for param in self.copies}
+        self._seen = {param: _look(param) for param in self.copies}
 
     def clear(self, set_to_none: bool) -> None:
         """Clear the gradients on both sides."""
@@ -156,8 +198,22 @@ class Copies(Link):
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The model may have been loaded before; masters, if there are any, then have the last word."""
-        self._wait()  # the copies may still be on their way to the device
         self._refresh()
+
+
+def _look(param: Tensor) -> tuple[int, int]:
+    return param.data_ptr(), param._version
+
+
+def _buckets(params: Sequence[Tensor]) -> Iterator[HostBucket]:
+    """Of parameters of one kind, in their order; at least one each, and no more gradients than a bucket's bytes."""
+    kinds: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Tensor]] = {}
+    for param in params:
+        kinds.setdefault((param.device, param.dtype, gradient_dtype(param)), []).append(param)
+    for (_, _, dtype), members in kinds.items():
+        numels = [param.numel() for param in members]
+        for layout in flat_buckets(range(len(members)), numels, 1, BUCKET_BYTES // dtype.itemsize)[::-1]:
+            yield HostBucket([members[index] for index in layout.indices], dtype)
 
 
 def offloaded(numels: Sequence[int], fraction: float) -> list[int]:
@@ -182,8 +238,3 @@ def reference_offloaded_step(
     optimizer.step()
     for param, copy in zip(params, copies, strict=True):
         param.data.copy_(copy)
-
-
-def _beside(tensor: Tensor) -> Tensor:
-    """A copy in the CPU's memory, pinned if the tensor is on a CUDA device."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor.detach())

@@ -58,13 +58,9 @@ def apply_update(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Te
         found_inf: 0-dim float32, 0 or 1.
         factor: 0-dim, or None for 1. A fused optimizer divides by its inverse in float32 (and leaves the scaled gradient in
             ``.grad``); float64 parameters and other optimizers are multiplied in a pass of their own.
-    Collectives: none. Host reads: one, unless `steps_on_device`; one where parameters are on the CPU and the rest is not.
+    Collectives: none. Host reads: one, unless `steps_on_device`.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if found_inf.is_cuda and any(param.is_cpu for param in params):
-        # A fused optimizer copies them to the devices of its parameters without waiting: from a GPU to the CPU, that is,
-        # it would read what has not arrived.
-        found_inf, factor = found_inf.cpu(), None if factor is None else factor.cpu()
     if not steps_on_device(optimizer):
         if bool(found_inf):
             return

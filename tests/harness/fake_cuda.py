@@ -43,11 +43,13 @@ class Log:
         launches: Operators that run on the GPU, by name.
         waits: Those for which the host waits, with the place in meshstep that asks for it.
         transfers: Copies between host and GPU, waited for or not.
+        collectives: Those that other ranks take part in, with the device of what travels.
     """
 
     launches: list[str] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)
     transfers: list[str] = field(default_factory=list)
+    collectives: list[tuple[str, str]] = field(default_factory=list)
 
 
 class _Logging(TorchDispatchMode):
@@ -60,6 +62,8 @@ class _Logging(TorchDispatchMode):
         before = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         if "cuda" in before and name.startswith(_READS):
             self.log.waits.append(f"{name} {_place()}")
+        if name.startswith("c10d."):
+            self.log.collectives += [(name, device) for device in before]
         # torch has no fake kernel of an update with a rate that is a tensor; it changes elements, and there are none.
         update = name.startswith("aten._fused_") and name.endswith(".tensor_lr")
         result = None if update else func(*args, **(kwargs or {}))
@@ -100,11 +104,8 @@ class _Stream:
         self.log.append(f"synchronize {_place()}")
 
 
-class _Event:
-    def record(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
+class _Event(_Stream):
+    def record(self, stream: _Stream | None = None) -> None:
         pass
 
 
@@ -140,9 +141,10 @@ def fake_cuda(*, collectives_on: torch.device = CUDA) -> Iterator[Callable[[], A
 
     with ExitStack() as stack:
         for owner, name, value in (
-            (torch.cuda, "Event", _Event),
+            (torch.cuda, "Event", lambda: _Event(waits)),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "current_device", lambda: 0),
+            (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
             (torch.cuda, "current_stream", lambda *_: _Stream(waits)),
             (torch, "Generator", _Generator),
             *((torch, name, pinning(getattr(torch, name))) for name in ("zeros", "tensor", "empty", "empty_like")),

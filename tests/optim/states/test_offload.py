@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +14,10 @@ from arguments import arguments, link_of
 from hypothesis import given
 from hypothesis import strategies as st
 from meshstep.amp import precision_of
-from meshstep.optim import ParallelOptimizer
+from meshstep.optim import HalfStates, Offloaded, ParallelOptimizer, Placement
+from meshstep.optim.gradients.bucket import BUCKET_BYTES
+from meshstep.optim.states import offloaded as states_offloaded
+from meshstep.optim.states.host_bucket import HostBucket
 from meshstep.optim.states.offloaded import Copies, offloaded
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from precision_modes import MODES
@@ -96,10 +103,57 @@ def assert_same(first: list[Tensor], second: list[Tensor]) -> None:
 def test_offloaded_steps_have_the_same_bits(mode: str, kind: str) -> None:
     plain, optimizer = build(mode, kind, max_norm=0.5)
     norms = steps(plain, optimizer, range(6))
-    for fraction in (0.3, 1.0):
-        model, offloading = build(mode, kind, max_norm=0.5, offload=fraction)
+    for fraction, bucket_bytes in ((0.3, None), (1.0, None), (0.3, 64), (1.0, 64)):
+        with small_buckets(bucket_bytes):
+            model, offloading = build(mode, kind, max_norm=0.5, offload=fraction)
         assert steps(model, offloading, range(6)) == pytest.approx(norms, rel=0, nan_ok=True)
         assert_same(weights(model), weights(plain))
+
+
+@contextmanager
+def small_buckets(nbytes: int | None) -> Iterator[None]:
+    with mock.patch.object(states_offloaded, "BUCKET_BYTES", nbytes or BUCKET_BYTES):
+        yield
+
+
+def order_of_a_step(kind: str, states: tuple[Placement, ...] = ()) -> list[str]:
+    """Of four buckets, and a bias on the device."""
+    with small_buckets(64):
+        model = Small()
+        optimizer = ParallelOptimizer(
+            make(kind, model.parameters()), ProcessGroupRegistry(Topology()), states=(Offloaded(0.98), *states)
+        )
+    buckets = link_of(optimizer, Copies).buckets
+    steps(model, optimizer, range(1))
+    done: list[str] = []
+    optimizer.optimizer.step = lambda: done.append("step")  # type: ignore[method-assign, assignment]
+    for name in ("start", "finish", "send"):
+
+        def noted(bucket: HostBucket, name: str = name) -> None:
+            done.append(f"{name} {buckets.index(bucket)}")
+
+        for bucket in buckets:
+            setattr(bucket, name, partial(noted, bucket))
+    steps(model, optimizer, range(1, 2))
+    return done
+
+
+def test_a_bucket_is_stepped_while_the_next_one_travels() -> None:
+    rest = ["start 0", "step"]  # what is not offloaded is stepped on the device, for which nobody waits
+    first = ["start 1", "finish 0", "step", "send 0"]
+    assert order_of_a_step("adamw") == [
+        *(*rest, *first, "start 2", "finish 1", "step", "send 1"),
+        *("start 3", "finish 2", "step", "send 2", "finish 3", "step", "send 3"),
+    ]
+
+
+@pytest.mark.parametrize(("kind", "states"), [("adamw, not fused", ()), ("adamw", (HalfStates(),))])
+def test_what_counts_its_steps_makes_one(kind: str, states: tuple[Placement, ...]) -> None:
+    done = order_of_a_step(kind, states)
+    assert done == [
+        *(f"{how} {index}" for how in ("start", "finish") for index in range(4)),
+        *("step", "send 0", "send 1", "send 2", "send 3"),
+    ]
 
 
 @pytest.mark.parametrize("how", ["groups", "value", "explicit"])

@@ -1,0 +1,86 @@
+"""What a step has decided, brought to where parameters are stepped: to the CPU too, if some are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ...amp.fp8.weights import forget_rounded
+from .update import apply_update, steps_on_device
+
+
+class Update:
+    """One step's update; to be called for all that the param groups hold, or for one part after another.
+
+    Args:
+        optimizer, found_inf, factor: As for `apply_update`. Where these are on a CUDA device and some parameters are not,
+            they are sent to the CPU at once: a fused optimizer would send them too, but read what has not arrived.
+    Collectives: none. Host reads: those of `apply_update`; and one wait, for these two numbers, before parameters on the
+    CPU are stepped.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
+        self.optimizer, self._decided = optimizer, (found_inf, factor)
+        self._sent: tuple[Tensor, torch.cuda.Event] | None = None
+        self._here: tuple[Tensor, Tensor | None] | None = None
+        if found_inf.is_cuda and self._some_are_on_the_cpu():
+            both = torch.stack([found_inf.double(), found_inf.double() if factor is None else factor.double()])
+            host = torch.empty(2, dtype=torch.float64, pin_memory=True)
+            host.copy_(both, non_blocking=True)
+            self._sent = host, torch.cuda.Event()
+            self._sent[1].record(torch.cuda.current_stream(found_inf.device))
+
+    def _some_are_on_the_cpu(self) -> bool:
+        return any(param.is_cpu for group in self.optimizer.param_groups for param in group["params"])
+
+    def __call__(self) -> None:
+        forget_rounded()
+        if self._sent is None:
+            apply_update(self.optimizer, *self._decided)
+            return
+        groups = enumerate(self.optimizer.param_groups)
+        places = [(index, at, param.is_cpu) for index, group in groups for at, param in enumerate(group["params"])]
+        sides = {on_cpu: [place for *place, here in places if here == on_cpu] for *_, on_cpu in places}
+        if len(sides) == 2 and steps_in_parts(self.optimizer):
+            for on_cpu, of_side in sorted(sides.items()):  # the device first: nobody waits for it
+                with only(self.optimizer, of_side):
+                    self._apply(on_cpu)
+        else:
+            self._apply(True in sides)
+
+    def _apply(self, on_cpu: bool) -> None:
+        apply_update(self.optimizer, *(self._arrived() if on_cpu else self._decided))
+
+    def _arrived(self) -> tuple[Tensor, Tensor | None]:
+        if self._here is None:
+            assert self._sent is not None, "they were sent where some parameters are on the CPU"
+            (host, event), (found_inf, factor) = self._sent, self._decided
+            event.synchronize()
+            self._here = host[0].to(found_inf.dtype), None if factor is None else host[1].to(factor.dtype)
+        return self._here
+
+
+def steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether to step parts of what the param groups hold one after another is the same as to step all of it at once."""
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    late = any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups)
+    return steps_on_device(optimizer) and not hooks and not late
+
+
+@contextmanager
+def only(optimizer: torch.optim.Optimizer, places: Sequence[Sequence[int]]) -> Iterator[None]:
+    """With param groups that hold only these of their parameters, by group and position."""
+    groups = optimizer.param_groups
+    whole = [group["params"] for group in groups]
+    try:
+        for group in groups:
+            group["params"] = []
+        for index, at in places:
+            groups[index]["params"].append(whole[index][at])
+        yield
+    finally:
+        for group, params in zip(groups, whole, strict=True):
+            group["params"] = params

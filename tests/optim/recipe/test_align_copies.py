@@ -1,0 +1,163 @@
+"""Copies that have come apart, as on a GPU whose kernels add in any order, get one rank's bits again."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from meshstep.amp import Bf16
+from meshstep.optim import HalfStates, Measure, Offloaded, ParallelOptimizer, Placement, Sharded, align_copies
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from meshstep.parallel.mesh.agreement import gather_objects
+from optimizers import adamw
+from torch import Tensor, nn
+from world import World
+from zero_models import small_buckets
+
+MODES: dict[str, Any] = {"fp32": "fp32", "bf16": "bf16", "rounded": Bf16(stochastic_rounding=True)}
+STATES: dict[str, tuple[Placement, ...]] = {
+    "whole": (),
+    "sharded": (Sharded("data"),),
+    "offloaded": (Offloaded(0.5),),
+    "sharded, offloaded": (Sharded("data"), Offloaded(0.5)),
+    "half": (HalfStates(),),
+}
+CASES = [(mode, states) for mode in MODES for states in STATES if (mode, states) != ("rounded", "half")]
+Values = dict[tuple[str, str], list[Tensor]]
+
+
+def parameters(registry: ProcessGroupRegistry, dtype: torch.dtype) -> dict[str, nn.Parameter]:
+    kernel = torch.ones(4, 2, 3, 3).to(memory_format=torch.channels_last)
+    given = {"whole": (torch.ones(37), P()), "kernel": (kernel, P()), "split": (torch.ones(5, 4), P("tensor"))}
+    if "pipe" in registry.topology.axes:
+        given["tied"] = torch.ones(6, 3), P(tied={"pipe": (0, -1)})
+    params = {name: nn.Parameter(value.to(dtype)) for name, (value, _) in given.items()}
+    for name, param in params.items():
+        annotate(param, given[name][1], name)
+    return params
+
+
+def values(optimizer: ParallelOptimizer) -> Values:
+    """What is stepped, and its state, by the part of the logical tensor that it is."""
+    found = {}
+    for piece in optimizer.pieces():
+        state = optimizer.state[piece.piece]
+        tensors = [piece.piece, *(state[key] for key in sorted(state) if key != "step")]
+        found[piece.name, str(piece.region)] = [tensor.detach().clone() for tensor in tensors]
+    return found
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def step(optimizer: ParallelOptimizer, params: dict[str, nn.Parameter]) -> None:
+    with optimizer.window():
+        for name, param in params.items():
+            gradient = torch.full_like(param, 0.1 * len(name), dtype=param.grad_dtype or param.dtype)
+            param.grad = gradient
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def apart(axes: dict[str, int], mode: str, states: str, align: bool) -> str:
+    """What is wrong after every rank has moved all that it steps, each by its own noise; "" if nothing is."""
+    with (
+        ProcessGroupRegistry(Topology(roles=None, **axes)) as registry,
+        small_buckets(64),
+        mock.patch("meshstep.optim.recipe.align_copies.BUCKET_BYTES", 64),
+    ):
+        dtype = torch.float32 if mode == "fp32" else torch.bfloat16
+        params = parameters(registry, dtype)
+        optimizer = ParallelOptimizer(
+            adamw(params.values()),
+            registry,
+            precision=MODES[mode],
+            states=STATES[states],
+            measure=Measure(check_replicas=True),
+        )
+        step(optimizer, params)
+        generator = torch.Generator().manual_seed(registry.global_rank)
+        with torch.no_grad():
+            for piece in optimizer.pieces():
+                for key, tensor in {"it": piece.piece, **optimizer.state[piece.piece]}.items():
+                    if key != "step":
+                        tensor.mul_(1 + 0.05 * torch.rand(tensor.shape, generator=generator))
+        before = gather_objects(values(optimizer), registry)
+        if align:
+            align_copies(optimizer)
+        after = gather_objects(values(optimizer), registry)
+        model = gather_objects({name: param.detach().clone() for name, param in params.items()}, registry)
+        if registry.topology.pipe_axes:
+            for rank, of_rank in enumerate(model):  # only what is tied is one parameter on both stages
+                stage = registry.topology.coordinate_of(rank, "pipe")
+                model[rank] = {name if name == "tied" else f"{name} {stage}": param for name, param in of_rank.items()}
+        problem = compared(before, after, registry.topology) or equal_in(model, registry.topology)
+        if not problem:
+            step(optimizer, params)  # compares copies again, and masters with the model
+        return problem
+
+
+def compared(before: list[Values], after: list[Values], topology: Topology) -> str:
+    """Each piece is now what the first rank had that holds it."""
+    for rank, pieces in enumerate(after):
+        for key, tensors in pieces.items():
+            pipe = topology.pipe_axes and key[0] != "tied"
+            first = next(
+                other
+                for other, of_other in enumerate(before)
+                if key in of_other
+                and (not pipe or topology.coordinate_of(other, "pipe") == topology.coordinate_of(rank, "pipe"))
+            )
+            if not same(tensors, before[first][key]):
+                return f"{key} on rank {rank} is not what rank {first} had"
+    return ""
+
+
+def equal_in(model: list[dict[str, Tensor]], topology: Topology) -> str:
+    """The parameters of the model are equal where they are copies."""
+    for rank, params in enumerate(model):
+        for name, param in params.items():
+            along = [axis for axis in topology.axes if axis == "tensor" and name.startswith("split")]
+            for other, others in enumerate(model):
+                copies = all(topology.coordinate_of(rank, a) == topology.coordinate_of(other, a) for a in along)
+                if copies and name in others and not torch.equal(param, others[name]):
+                    return f"{name} differs between ranks {rank} and {other}"
+    return ""
+
+
+@pytest.mark.parametrize(("mode", "states"), CASES)
+def test_copies_along_all_axes_get_the_bits_of_the_first(world: World, mode: str, states: str) -> None:
+    assert world.run(4, apart, {"data": 2, "tensor": 2}, mode, states, True) == [""] * 4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tied_copies_are_copies(world: World, mode: str) -> None:
+    assert world.run(4, apart, {"pipe": 2, "tensor": 2}, mode, "whole", True) == [""] * 4
+
+
+def test_without_it_they_stay_apart(world: World) -> None:
+    """The negative control."""
+    assert all(world.run(4, apart, {"data": 2, "tensor": 2}, "bf16", "whole", False)[1:])
+
+
+def stepped_on_one_rank() -> str:
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        params = parameters(registry, torch.float32)
+        optimizer = ParallelOptimizer(adamw(params.values()), registry)
+        if registry.global_rank == 1:
+            for param in params.values():
+                optimizer.state[param]["exp_avg"] = torch.ones_like(param)
+        before = values(optimizer)
+        with pytest.raises(ValueError, match="copies can't be aligned") as error:
+            align_copies(optimizer)
+        assert all(same(tensors, before[key]) for key, tensors in values(optimizer).items())
+        return str(error.value)
+
+
+def test_copies_with_states_of_different_kinds_are_an_error_on_every_rank(world: World) -> None:
+    first, second = world.run(2, stepped_on_one_rank)
+    assert first == second
+    assert "whole: it (37,) torch.float32, exp_avg (37,) torch.float32 on rank 1, but whole: it (37,)" in first

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_graph import CUDA_OF_THE_CPU, CpuGraph
+from cpu_graph import CUDA_OF_THE_CPU, CpuGraph, capturing
 from graph_runs import PLACED, SETTINGS, Run, Setting, by_replays, by_steps
 from meshstep.optim import CosineAnnealingLR, HoldOnSkip, ParallelOptimizer
+from meshstep.optim.norm.constants import KEPT, Constants
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from precision_modes import differences
 from torch import Tensor
@@ -77,6 +78,18 @@ def test_schedules_move_between_replays_and_hold_on_skipped_ones(
 def move(schedule: LRScheduler, rates: list[float]) -> None:
     schedule.step()
     rates += [float(rate) for rate in schedule.get_last_lr()]
+
+
+def test_numbers_that_a_graph_reads_are_kept_for_it() -> None:
+    """Others go when many came after them, and their memory would be another's."""
+    constants = Constants()
+    read, other = (constants(key, lambda: [1.0, 2.0], torch.float64, CPU) for key in ("read", "other"))
+    with capturing():
+        assert constants("read", list, torch.float64, CPU) is read
+    for key in range(KEPT + 1):
+        constants(key, lambda: [3.0], torch.float64, CPU)
+    assert constants("read", lambda: [1.0, 2.0], torch.float64, CPU) is read
+    assert constants("other", lambda: [1.0, 2.0], torch.float64, CPU) is not other
 
 
 # The recipes of optim/README.md -----------------------------------------------------------------------------------------

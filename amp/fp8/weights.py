@@ -70,7 +70,10 @@ def kept(weight: Tensor) -> KeptWeight | None:
     """Where to look for, and to keep, what this weight is rounded to; None where it is to be rounded every time: it is not
     to be kept, no gradients are computed, or what runs is recorded and will run again with other weights.
     """
-    if torch.compiler.is_compiling() or is_captured() or not torch.is_grad_enabled() or weight not in _KEPT:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or weight not in _KEPT:
+        return None
+    if is_captured():
+        del _KEPT[weight]  # for good: the graph's replays step it without a word to anybody
         return None
     return KeptWeight(weight)
 

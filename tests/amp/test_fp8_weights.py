@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from meshstep.amp import Fp8
-from meshstep.amp.fp8 import linear, rowwise, summa
+from meshstep.amp.fp8 import linear, rowwise, summa, weights
 from meshstep.amp.fp8.tensor import quantize
 from meshstep.optim import ParallelOptimizer, Sharded, share_weights
 from meshstep.parallel import Linear2D, P, ProcessGroupRegistry, Topology, declare
@@ -189,6 +189,19 @@ def test_an_evaluation_rounds_what_it_finds(scales: Scales) -> None:
         assert torch.equal(found, loss_of(model, 0))
     weight.data.copy_(own)
     assert torch.equal(loss_of(model, 0), before)
+
+
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+def test_a_weight_that_a_graph_may_step_is_rounded_every_time(scales: Scales) -> None:
+    """In passes without the graph too: its replays change weights unseen."""
+    model = prepared(scales)
+    loss_of(model, 0).backward()
+    with mock.patch.object(weights, "is_captured", return_value=True):
+        loss_of(model, 0).backward()
+    with counted() as counts:
+        for micro_batch in range(MICRO_BATCHES):
+            loss_of(model, micro_batch).backward()
+        assert counts.of(WEIGHT, TRANSPOSED) == MICRO_BATCHES * (2 if scales == "row" else 1)
 
 
 def test_a_copied_model_keeps_nothing_of_the_other() -> None:

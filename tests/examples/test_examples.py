@@ -57,24 +57,10 @@ def test_a_run_is_resumed_on_another_topology(world: World, one_process: torch.T
 
 
 def options(**changes: Any) -> argparse.Namespace:
-    return argparse.Namespace(
-        **{
-            "steps": 2,
-            "batch_size": 32,
-            "lr": 1e-3,
-            "max_norm": 1.0,
-            "seed": 5,
-            "curve": None,
-            "plot": None,
-            "verify": True,
-            "precision": "fp32",
-            "accumulate": 1,
-            "zero": 0,
-            "resume": None,
-            "save_every": 25,
-            **changes,
-        }
-    )
+    """Those of the command line, with others in the place of some."""
+    given: argparse.Namespace = example("train_digits").read_options(1, [])
+    few = {"steps": 2, "batch_size": 32, "lr": 1e-3, "seed": 5, "verify": True}
+    return argparse.Namespace(**{**vars(given), **few, **changes})
 
 
 def test_verify_notices_a_wrong_norm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -285,6 +285,7 @@ def test_float64_is_refused_in_words(which: str, scales: Scales) -> None:
         model[0].matmul(x, *model[0].parameters())  # type: ignore[index]
 
 
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # torch 2.11's compiler does
 @pytest.mark.parametrize("scales", ["tensor", "row"])
 def test_a_compiled_model_is_one_graph_and_rounds_every_time(scales: Scales) -> None:
     """What the graph would keep is never forgotten."""

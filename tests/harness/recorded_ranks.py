@@ -177,9 +177,12 @@ def _threads_are_ranks() -> Iterator[None]:
 
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu"])
+    world: Any = ThreadLocalWorld()
+    if not hasattr(world, "comms"):
+        world.comms = []  # torch 2.11 looks through it, and has forgotten it there
     hook, interval = sys.excepthook, sys.getswitchinterval()
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(distributed_c10d, "_world", ThreadLocalWorld()))
+        stack.enter_context(mock.patch.object(distributed_c10d, "_world", world))
         stack.enter_context(mock.patch.object(dist, "all_gather_object", _gather_objects))
         stack.enter_context(mock.patch.object(registry_module, "new_local_group", make_alone))
         stack.enter_context(mock.patch.object(registry_module, "answer_questions"))

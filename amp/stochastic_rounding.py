@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..parallel.interop.local import spec_of
 from ..parallel.layout.annotation import annotation_of, copy_annotation
 from ..parallel.mesh.registry import ProcessGroupRegistry
+from .by_bucket import Bucket, step_by_bucket
 from .copies import float32_of
 from .optimizer_state import is_half_kept, load_shared_numbers_exactly
 from .rounding import Drawn, round_all_
@@ -51,8 +52,8 @@ class StochasticRounding:
     differently.
 
     The optimizer is stepped once for each bucket, on param groups that hold only the bucket: right for every optimizer
-    whose state belongs to single parameters, as all of torch's but L-BFGS. Parameters of other dtypes are stepped as
-    they are, once. Not for a CUDA graph: a replay would repeat the captured step's bits.
+    whose state belongs to single parameters, as all of torch's but L-BFGS, or counts in a param group. Parameters of other
+    dtypes are stepped as they are, once. Not for a CUDA graph: a replay would repeat the captured step's bits.
 
     Args:
         optimizer: Its floating-point state for bfloat16 parameters is kept in bfloat16, which is also what torch's
@@ -131,14 +132,8 @@ class StochasticRounding:
             update: Sees param groups that hold the bucket's float32 copies, with float32 gradients and state. It is
                 called at least once, the first time also with the parameters of other dtypes.
         """
-        groups = self.optimizer.param_groups
-        whole = [group["params"] for group in groups]
-        try:
-            for bucket in self._buckets(whole):
-                self._step_bucket(bucket, update)
-        finally:
-            for group, params in zip(groups, whole, strict=True):
-                group["params"] = params
+        buckets = self._buckets([group["params"] for group in self.optimizer.param_groups])
+        step_by_bucket(self.optimizer, buckets, lambda bucket: self._step_bucket(bucket, update))
         self.steps += 1
 
     def _buckets(self, whole: list[list[Tensor]]) -> list[list[list[Tensor]]]:
@@ -155,7 +150,7 @@ class StochasticRounding:
                     numel += param.numel()
         return buckets
 
-    def _step_bucket(self, bucket: list[list[Tensor]], update: Callable[[], object]) -> None:
+    def _step_bucket(self, bucket: Bucket, update: Callable[[], object]) -> None:
         halves = [param for params in bucket for param in params if param in self._keys]
         copies = dict(zip(halves, self._copies(halves), strict=True))
         for group, params in zip(self.optimizer.param_groups, bucket, strict=True):

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ...amp.by_bucket import Bucket, step_by_bucket
 from ...amp.copies import float32_of
 from ...amp.optimizer_state import is_half_kept
 from ...amp.rounding import Drawn, round_all_
@@ -77,18 +78,13 @@ class Halves(Link):
     @torch.no_grad()
     def step(self, update: Callable[[], object]) -> None:
         """Call ``update`` once a bucket. Where it skips nothing changes: what came from bfloat16 is rounded to itself."""
-        groups = self.optimizer.param_groups
-        whole = [group["params"] for group in groups]
-        try:
-            for bucket in _buckets(whole):
-                for group, params in zip(groups, bucket, strict=True):
-                    group["params"] = params
-                self._lend(chain.from_iterable(bucket))
-                update()
-                self._round(chain.from_iterable(bucket))
-        finally:
-            for group, params in zip(groups, whole, strict=True):
-                group["params"] = params
+
+        def step_one(bucket: Bucket) -> None:
+            self._lend(chain.from_iterable(bucket))
+            update()
+            self._round(chain.from_iterable(bucket))
+
+        step_by_bucket(self.optimizer, _buckets([group["params"] for group in self.optimizer.param_groups]), step_one)
         self.steps += 1
 
     @torch.no_grad()

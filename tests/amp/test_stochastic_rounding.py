@@ -12,6 +12,7 @@ import pytest
 import torch
 from meshstep.amp import MasterWeights, StochasticRounding, stochastic_round_
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from optimizers import Counting
 from small_models import Mlp, mlp
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -182,6 +183,17 @@ def test_buckets_do_not_change_the_result(bucket_numel: int) -> None:
         train(model, StochasticRounding(optimizer, bucket_numel=numel), range(4))
         assert [group["params"] for group in optimizer.param_groups] == groups
         results.append(bits(model, optimizer))
+    assert results[0] == results[1]
+
+
+def test_param_groups_count_a_step_once_however_many_buckets_there_are() -> None:
+    results = []
+    for bucket_numel in (1, 10**6):
+        model = mlp(BF16)
+        optimizer = Counting([{"params": model.first.parameters()}, {"params": model.last.parameters()}])
+        train(model, StochasticRounding(optimizer, bucket_numel=bucket_numel), range(4))
+        assert [(group["count"], group["weight_sum"]) for group in optimizer.param_groups] == [(4, 30.0)] * 2
+        results.append([param.tolist() for param in model.parameters()])
     assert results[0] == results[1]
 
 

@@ -71,3 +71,21 @@ def snapshot(model: nn.Module, optimizer: ParallelOptimizer) -> list[Tensor]:
     """Copies of the parameters and of the optimizer's state."""
     state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
     return [value.detach().clone() for value in (*model.parameters(), *state)]
+
+
+class Counting(torch.optim.Optimizer):
+    """Its param groups count the steps, and sum up what they weigh, as schedule-free optimizers' do."""
+
+    elementwise = True
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.5, "count": 0, "weight_sum": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"] += 1
+            group["weight_sum"] += group["count"] ** 2
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"] * group["count"] ** 2 / group["weight_sum"])

@@ -25,6 +25,7 @@ from meshstep.optim import (
 from meshstep.optim.states import half_states
 from meshstep.optim.states.pieces import SCALAR_STATE
 from meshstep.parallel import ProcessGroupRegistry, Topology
+from optimizers import Counting
 from planted import LAYOUTS, Part, Planted, parts, run_step
 from torch import Tensor, nn
 from world import World
@@ -184,6 +185,18 @@ def test_several_buckets_give_the_bits_of_one() -> None:
     with mock.patch.object(half_states, "BUCKET_NUMEL", 40):
         assert wave((HalfStates(),), 20)[0] == one
     assert wave((HalfStates(seed=1),), 20)[0] != one
+
+
+def test_param_groups_count_a_step_once_however_many_buckets_there_are() -> None:
+    with ProcessGroupRegistry(Topology()) as registry, mock.patch.object(half_states, "BUCKET_NUMEL", 3):
+        model = nn.Linear(4, 2)
+        optimizer = ParallelOptimizer(Counting(model.named_parameters()), registry, states=HalfStates())
+        for _ in range(4):
+            optimizer.backward(model(torch.ones(4)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        (group,) = optimizer.param_groups
+        assert (group["count"], group["weight_sum"]) == (4, 30.0)
 
 
 # Saving -----------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,33 @@
+"""An optimizer's step in several calls, each of which sees a bucket of the parameters, and which together are one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Bucket = Sequence[list[Tensor]]
+"""The parameters of each param group that are in it."""
+
+
+def step_by_bucket(
+    optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket], step: Callable[[Bucket], object]
+) -> None:
+    """Call ``step`` for each bucket, with param groups that hold only the bucket.
+
+    What groups count themselves (the steps and sums of weights of schedule-free optimizers) each call finds as it was
+    before the first: so all of them make the same step, and afterwards it is one further. Numbers, that is; a tensor in
+    a group that the optimizer changes in place moves on with every call.
+    """
+    groups = optimizer.param_groups
+    before: list[dict[str, Any]] = [dict(group) for group in groups]
+    try:
+        for bucket in buckets:
+            for group, numbers, params in zip(groups, before, bucket, strict=True):
+                group.update(numbers, params=params)
+            step(bucket)
+    finally:
+        for group, numbers in zip(groups, before, strict=True):
+            group["params"] = numbers["params"]

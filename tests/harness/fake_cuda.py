@@ -17,6 +17,7 @@ import torch
 from kernels import kernels_of
 from meshstep.parallel import ProcessGroupRegistry
 from torch import Tensor
+from torch._dynamo import trace_rules
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -144,6 +145,8 @@ def fake_cuda(*, collectives_on: torch.device = CUDA) -> Iterator[Callable[[], A
             yield log
         log.waits += waits
 
+    # torch's compiler lists torch's functions when it is first asked, for good: not those that are put in their places.
+    trace_rules.get_torch_obj_rule_map()
     with ExitStack() as stack:
         for owner, name, value in (
             (torch.cuda, "Event", lambda: _Event(waits)),

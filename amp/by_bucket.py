@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,11 +24,22 @@ def step_by_bucket(
     """
     groups = optimizer.param_groups
     before: list[dict[str, Any]] = [dict(group) for group in groups]
-    try:
-        for bucket in buckets:
-            for group, numbers, params in zip(groups, before, bucket, strict=True):
-                group.update(numbers, params=params)
-            step(bucket)
-    finally:
+    for bucket in buckets:
         for group, numbers in zip(groups, before, strict=True):
-            group["params"] = numbers["params"]
+            group.update(numbers)
+        with holding(optimizer, bucket):
+            step(bucket)
+
+
+@contextmanager
+def holding(optimizer: torch.optim.Optimizer, bucket: Bucket) -> Iterator[None]:
+    """With param groups that hold only the bucket."""
+    groups = optimizer.param_groups
+    whole = [group["params"] for group in groups]
+    try:
+        for group, params in zip(groups, bucket, strict=True):
+            group["params"] = params
+        yield
+    finally:
+        for group, params in zip(groups, whole, strict=True):
+            group["params"] = params

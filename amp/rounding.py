@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from hashlib import blake2b
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -39,6 +40,12 @@ def stochastic_round_(target: Tensor, source: Tensor, generator: torch.Generator
     noise = _draws([source], 1, iter([generator]))[0]
     _round_each_([target], [source], noise)
     return target
+
+
+def seed_of(seed: int, steps: int, key: str) -> int:
+    """What seeds a parameter's generator in a step: the same wherever these are."""
+    digest = blake2b(f"{seed} {steps} {key}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 class Drawn(NamedTuple):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from ..parallel.mesh.registry import ProcessGroupRegistry
 from .by_bucket import Bucket, step_by_bucket
 from .copies import float32_of
 from .optimizer_state import is_half_kept, load_shared_numbers_exactly
-from .rounding import Drawn, round_all_
+from .rounding import Drawn, round_all_, seed_of
 
 BUCKET_NUMEL = 2**22
 
@@ -203,8 +202,7 @@ class StochasticRounding:
     def _seeded_generator(self, param: Tensor) -> torch.Generator:
         if param.device not in self._generators:
             self._generators[param.device] = torch.Generator(param.device)
-        digest = blake2b(f"{self.seed} {self.steps} {self._keys[param]}".encode(), digest_size=8).digest()
-        return self._generators[param.device].manual_seed(int.from_bytes(digest, "big") >> 1)
+        return self._generators[param.device].manual_seed(seed_of(self.seed, self.steps, self._keys[param]))
 
     def collect(self) -> None:
         """Nothing to do, unlike for `MasterWeights`: the optimizer holds the parameters whose gradients there are."""

@@ -23,8 +23,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from .tensor import E4M3, E5M2, Quantized, agreed, agreed_amax, amax_of, check_dtypes, quantize
-from .weights import KeptWeight, Rounded, kept
+from .tensor import E4M3, E5M2, Quantized, agreed_amax, check_dtypes, quantize
+from .weights import KeptWeight, kept, round_both
 
 # What tensor cores need of the dims of 8-bit operands.
 MULTIPLE = 16
@@ -98,12 +98,7 @@ def fits(weight: Tensor) -> bool:
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, matmul: Fp8Matmul, weight_kept: KeptWeight | None) -> Tensor:
-        known = None if weight_kept is None else weight_kept.get(matmul)
-        maxima = [amax_of(rows), amax_of(weight) if known is None else known.amax]
-        amax = agreed(maxima, matmul.registry, matmul.forward_axes)
-        x, w = quantize(rows, E4M3, amax[0]), quantize(weight, E4M3, amax[1]) if known is None else known.quantized
-        if weight_kept is not None and known is None:
-            weight_kept.put(matmul, Rounded(amax[1], w))
+        x, w = round_both(rows, E4M3, weight, weight_kept, matmul, matmul.registry, matmul.forward_axes)
         ctx.save_for_backward(*x, *w)
         ctx.matmul, ctx.dtype = matmul, rows.dtype
         return product(x, w, rows.dtype)
@@ -122,16 +117,16 @@ class _Fp8Linear(torch.autograd.Function):
 
 def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     """``a @ b.T``, [m, k] x [n, k] -> [m, n] in ``dtype``, summed in float32. Both have one scale, or one for each row."""
-    by_row = a.inverse_scale.dim() > 0
-    if a.values.numel() and has_fp8(a.values.device):
-        if not by_row or scales_rows(a.values.device):
+    by_row, device = a.inverse_scale.dim() > 0, a.values.device
+    if a.values.numel() and has_fp8(device):
+        if not by_row or scales_rows(device):
             return scaled_mm(a, b, dtype)
-        one = torch.ones((), device=a.values.device)
+        one = torch.ones((), device=device)
         total = scaled_mm(Quantized(a.values, one), Quantized(b.values, one), torch.float32)
-        return (total * a.inverse_scale * b.inverse_scale.t()).to(dtype)
-    # Autocast would round the sums to half precision; TF32 would not round the operands, which have 4 bits.
-    with torch.autocast(a.values.device.type, enabled=False):
-        total = a.values.float() @ b.values.float().t()
+    else:
+        # Autocast would round the sums to half precision; TF32 would not round the operands, which have 4 bits.
+        with torch.autocast(device.type, enabled=False):
+            total = a.values.float() @ b.values.float().t()
     if by_row:
         return (total * a.inverse_scale * b.inverse_scale.t()).to(dtype)
     return (total * (a.inverse_scale * b.inverse_scale)).to(dtype)

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from .linear import fits, product
-from .tensor import E4M3, E5M2, agreed, amax_of, check_dtypes, quantize
-from .weights import KeptWeight, Rounded, kept
+from .tensor import E4M3, E5M2, check_dtypes
+from .weights import KeptWeight, kept, round_both
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,4 @@ def _product(
     Args:
         b_kept, which: Where b may be kept, and as which side of the weight.
     """
-    how = which, registry, axes
-    known = None if b_kept is None else b_kept.get(how)
-    maxima = [amax_of(a, by_row=True), amax_of(b, by_row=True) if known is None else known.amax]
-    amax_a, amax_b = agreed(maxima, registry, axes)
-    left = quantize(a, format, amax_a)
-    right = quantize(b, E4M3, amax_b) if known is None else known.quantized
-    if b_kept is not None and known is None:
-        b_kept.put(how, Rounded(amax_b, right))
-    return product(left, right, dtype)
+    return product(*round_both(a, format, b, b_kept, (which, registry, axes), registry, axes, by_row=True), dtype)

@@ -11,8 +11,8 @@ from torch.autograd.function import once_differentiable
 from ...parallel.layers.summa import Grid, summa
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from .linear import fits
-from .tensor import E4M3, E5M2, Quantized, agreed, agreed_amax, amax_of, check_dtypes, quantize
-from .weights import Rounded, kept
+from .tensor import E4M3, E5M2, Quantized, agreed_amax, check_dtypes, quantize
+from .weights import kept, round_both
 
 
 def fp8_summa(a: Tensor, b: Tensor, grid: Grid, *, data_axes: tuple[str, ...] = ()) -> Tensor:
@@ -36,15 +36,9 @@ def fp8_summa(a: Tensor, b: Tensor, grid: Grid, *, data_axes: tuple[str, ...] = 
         return summa(a, b, grid)
     check_dtypes(a, b)
     scales = _Scales(grid.registry, (grid.row, grid.col, *data_axes))
-    b_kept = kept(b)
     how = "summa", grid.registry, scales.axes
-    known = None if b_kept is None else b_kept.get(how)
-    maxima = [amax_of(a), amax_of(b) if known is None else known.amax]
-    amax_a, amax_b = agreed(maxima, scales.registry, scales.axes)
-    rounded = quantize(b, E4M3, amax_b) if known is None else known.quantized
-    if b_kept is not None and known is None:
-        b_kept.put(how, Rounded(amax_b, rounded))
-    x, w = _Round.apply(a, quantize(a, E4M3, amax_a), scales, 0), _Round.apply(b, rounded, scales, 1)
+    rounded = round_both(a, E4M3, b, kept(b), how, scales.registry, scales.axes)
+    x, w = (_Round.apply(each, rounded[which], scales, which) for which, each in enumerate((a, b)))
     result: Tensor = _Descale.apply(summa(x, w, grid), scales)
     return result
 

@@ -19,8 +19,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...parallel.interop.local import has_dtensors
+from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..capture import is_captured
-from .tensor import Quantized
+from .tensor import E4M3, Quantized, agreed, amax_of, quantize
 
 
 class Rounded(NamedTuple):
@@ -76,6 +77,32 @@ def kept(weight: Tensor) -> KeptWeight | None:
         del _KEPT[weight]  # for good: the graph's replays step it without a word to anybody
         return None
     return KeptWeight(weight)
+
+
+def round_both(
+    x: Tensor,
+    format: torch.dtype,
+    weight: Tensor,
+    kept_weight: KeptWeight | None,
+    how: Hashable,
+    registry: ProcessGroupRegistry | None,
+    axes: tuple[str, ...],
+    by_row: bool = False,
+) -> tuple[Quantized, Quantized]:
+    """An operand in ``format``, and a weight in e4m3: as it was rounded in the same way since the last step, if it is kept.
+
+    Args:
+        kept_weight: Where it may be kept; ``how`` is under what.
+        by_row: Each row has a scale of its own.
+    Collectives: one all-reduce (MAX) of both maxima over ``axes``; none if there is one rank. Host reads: none.
+    """
+    known = None if kept_weight is None else kept_weight.get(how)
+    maxima = [amax_of(x, by_row), amax_of(weight, by_row) if known is None else known.amax]
+    amax_x, amax_weight = agreed(maxima, registry, axes)
+    rounded = quantize(weight, E4M3, amax_weight) if known is None else known.quantized
+    if kept_weight is not None and known is None:
+        kept_weight.put(how, Rounded(amax_weight, rounded))
+    return quantize(x, format, amax_x), rounded
 
 
 def forget_rounded() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from hashlib import blake2b
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from ...amp.by_bucket import Bucket, step_by_bucket
 from ...amp.copies import float32_of
 from ...amp.optimizer_state import is_half_kept
-from ...amp.rounding import Drawn, round_all_
+from ...amp.rounding import Drawn, round_all_, seed_of
 from ...amp.stochastic_rounding import BUCKET_NUMEL
 from ...parallel.layout.annotation import Annotation, annotation_of
 from ...parallel.layout.spec import P
@@ -116,8 +115,7 @@ class Halves(Link):
         round_all_(everything, BUCKET_NUMEL // 4)
 
     def _generator(self, param: Tensor) -> torch.Generator:
-        digest = blake2b(f"{self.how.seed} {self.steps} {self._keys[param]}".encode(), digest_size=8).digest()
-        return torch.Generator(param.device).manual_seed(int.from_bytes(digest, "big") >> 1)
+        return torch.Generator(param.device).manual_seed(seed_of(self.how.seed, self.steps, self._keys[param]))
 
     def state_dict(self) -> dict[str, Any]:
         """Under ``"half_states"`` how many steps have drawn."""

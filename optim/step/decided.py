@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
+from ...amp.by_bucket import holding
 from ...amp.fp8.weights import forget_rounded
 from .update import apply_update, steps_on_device
 
@@ -70,17 +71,9 @@ def steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
     return steps_on_device(optimizer) and not hooks and not late
 
 
-@contextmanager
-def only(optimizer: torch.optim.Optimizer, places: Sequence[Sequence[int]]) -> Iterator[None]:
+def only(optimizer: torch.optim.Optimizer, places: Sequence[Sequence[int]]) -> AbstractContextManager[None]:
     """With param groups that hold only these of their parameters, by group and position."""
-    groups = optimizer.param_groups
-    whole = [group["params"] for group in groups]
-    try:
-        for group in groups:
-            group["params"] = []
-        for index, at in places:
-            groups[index]["params"].append(whole[index][at])
-        yield
-    finally:
-        for group, params in zip(groups, whole, strict=True):
-            group["params"] = params
+    bucket: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
+    for index, at in places:
+        bucket[index].append(optimizer.param_groups[index]["params"][at])
+    return holding(optimizer, bucket)

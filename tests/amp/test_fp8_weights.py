@@ -44,7 +44,7 @@ def counted() -> Iterator[Counts]:
     counts = Counts()
     with (
         mock.patch.object(linear, "quantize", counts),
-        mock.patch.object(rowwise, "quantize", counts),
+        mock.patch.object(weights, "quantize", counts),
         mock.patch.object(summa, "quantize", counts),
     ):
         yield counts

@@ -7,6 +7,7 @@ Axes that a spec does not name hold replicas. What the spec can't say by dims it
     P(("col", "row"))                      dim 0 is sharded over both axes, `col` slowest
     P(blocks("tensor", 2))                 dim 0 is two blocks, each of which is sharded over `tensor`
     P("col", owned={"row": 0})             sharded over `col`; only coordinate 0 of `row` holds it at all
+    P("col", owned={"row": "col"})         sharded over `col`; only ranks whose `row` is the same as their `col` hold it
     P(partial="tensor")                    whole on every rank, but its gradient is a pending sum over `tensor`
     P("tensor", None, tied={"pipe": (0, -1)})   one parameter, present on the first and the last stage
     P()                                    replicated, said on purpose
@@ -23,6 +24,8 @@ from .blocks import Blocks, Span, blocks_repr, cut_spans
 
 Axes = str | Blocks
 Entry = Axes | tuple[Axes, ...] | None
+Owned = tuple[tuple[str, int | str], ...]
+"""(axis, coordinate) or (axis, another axis whose coordinate it is) pairs of the only ranks that hold a parameter."""
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -33,7 +36,8 @@ class P:
         entries: For each tensor dim the mesh axis that shards it, a tuple of axes (the first is the slowest), or None.
             Dims past the last entry are not sharded. In place of an axis `blocks` says that it cuts each of several blocks.
         partial: Axis or axes over which the gradient is still a sum to be made when backward ends.
-        owned: ``{axis: coordinate}``: only that coordinate of the axis holds the parameter.
+        owned: ``{axis: coordinate}``: only that coordinate of the axis holds the parameter. ``{axis: other}``, where the
+            other axis shards it: only the coordinate that is the other's too, so that the pieces lie on a diagonal.
         tied: ``{axis: (coordinate, ...)}``: the same logical parameter is held at exactly these coordinates (negative
             ones count from the end), each of which contributes a part of its gradient.
 
@@ -42,20 +46,21 @@ class P:
         blocks: ``(axis, sizes)`` pairs of the axes that cut a dim of several blocks.
 
     Raises:
-        ValueError: An axis is named twice, or an entry is not an axis name, a tuple of names or None.
+        ValueError: An axis is named twice, an entry is not an axis name, a tuple of names or None, or the owner follows an
+            axis that does not shard the parameter.
     """
 
     entries: tuple[tuple[str, ...], ...]
     blocks: tuple[tuple[str, tuple[int, ...]], ...]
     partial: tuple[str, ...]
-    owned: tuple[tuple[str, int], ...]
+    owned: Owned
     tied: tuple[tuple[str, tuple[int, ...]], ...]
 
     def __init__(
         self,
         *entries: Entry,
         partial: str | tuple[str, ...] | None = None,
-        owned: Mapping[str, int] | None = None,
+        owned: Mapping[str, int | str] | None = None,
         tied: Mapping[str, Iterable[int]] | None = None,
     ) -> None:
         dims = [_axes_of(entry) for entry in entries]
@@ -73,6 +78,12 @@ class P:
         twice = sorted({axis for axis in named if named.count(axis) > 1})
         if twice:
             raise ValueError(f"{self}: axis {twice[0]!r} is named twice; an axis can say one thing about a parameter")
+        for axis, at in self.owned:
+            if isinstance(at, str) and at not in self.sharded_axes:
+                raise ValueError(
+                    f"{self}: the owner along {axis!r} is where {at!r} says, which must shard the parameter; give one "
+                    f"coordinate, as owned={{{axis!r}: 0}}, or shard a dim over {at!r}"
+                )
 
     @property
     def sharded_axes(self) -> tuple[str, ...]:
@@ -92,11 +103,16 @@ class P:
         """The sizes, one to another, of the blocks that ``axis`` cuts; (1,) where it cuts the dim as one."""
         return dict(self.blocks).get(axis, (1,))
 
-    def with_dims(self, dims: Iterable[tuple[str, ...]]) -> P:
+    def with_partial(self, axis: str) -> P:
+        """The spec of a parameter whose gradient is a pending sum over ``axis`` too."""
+        return self.with_dims(self.entries, (*self.partial, axis))
+
+    def with_dims(self, dims: Iterable[tuple[str, ...]], partial: tuple[str, ...] | None = None) -> P:
         """The spec with other axes for each dim; those that it cuts in blocks still do."""
         blocks = dict(self.blocks)
         entries = (tuple(Blocks((a,), blocks[a]) if a in blocks else a for a in axes) for axes in dims)
-        return P(*entries, partial=self.partial, owned=dict(self.owned), tied=dict(self.tied))
+        pending = self.partial if partial is None else partial
+        return P(*entries, partial=pending, owned=dict(self.owned), tied=dict(self.tied))
 
     def spans(self, dim: int, length: int, topology: Topology, coordinate: Mapping[str, int]) -> tuple[Span, ...]:
         """Which elements of dim ``dim``, of ``length`` in the full tensor, the rank at ``coordinate`` holds, in its order.
@@ -121,7 +137,7 @@ class P:
 
     def holds(self, coordinate: Mapping[str, int], topology: Topology) -> bool:
         """Whether the rank at ``coordinate`` (axis -> index) holds this parameter."""
-        return all(coordinate[axis] == index for axis, index in self.owned) and all(
+        return owns(self.owned, coordinate) and all(
             coordinate[axis] in self.tied_coordinates(axis, topology) for axis, _ in self.tied
         )
 
@@ -154,9 +170,16 @@ class P:
         for axis in self.named_axes:
             if axis not in topology.axes:
                 raise ValueError(f"{name}: {self} names axis {axis!r}, but the axes are {', '.join(topology.axes)}")
-        held = [(axis, index) for axis, index in self.owned] + [(axis, i) for axis, where in self.tied for i in where]
+        held = [*self.owned, *((axis, index) for axis, where in self.tied for index in where)]
         for axis, index in held:
             size = topology.size(axis)
+            if isinstance(index, str):
+                if topology.size(index) > size:
+                    raise ValueError(
+                        f"{name}: {self} has a piece for each of the {topology.size(index)} coordinates of {index!r}, but "
+                        f"{axis!r}, along which the owner has the same one, has size {size}"
+                    )
+                continue
             if not -size <= index < size or (index < 0 and axis in dict(self.owned)):
                 raise ValueError(f"{name}: {self} names coordinate {index} of {axis!r}, which has size {size}")
 
@@ -169,6 +192,16 @@ class P:
         if self.tied:
             parts.append(f"tied={dict(self.tied)}")
         return f"P({', '.join(parts)})"
+
+
+def owner_of(owned: Owned, coordinate: Mapping[str, int]) -> dict[str, int]:
+    """Of the ranks that are elsewhere along the owned axes only, the owner's coordinates along them."""
+    return {axis: coordinate[at] if isinstance(at, str) else at for axis, at in owned}
+
+
+def owns(owned: Owned, coordinate: Mapping[str, int]) -> bool:
+    """Whether the rank at ``coordinate`` is the owner."""
+    return all(coordinate[axis] == at for axis, at in owner_of(owned, coordinate).items())
 
 
 def _parts_of(entry: Entry) -> tuple[Axes, ...]:

@@ -18,7 +18,8 @@ The backward is made of the same maps, so it can be differentiated again. Over a
 tensor itself comes back, and torch.distributed need not be initialised. Dtypes pass through unchanged, under autocast
 too: a sum is made in the dtype of the tensor. With several axes, pieces are in group order: row-major over the axes in
 the order of the topology. None reads the host. Every rank of the group must call with equal shapes, and with a tensor
-that requires grad on all of them or on none.
+that requires grad on all of them or on none. Only where a dim is said to be ``uneven``, or how long it is as a whole
+(``length``), its pieces are those of `torch.chunk`, over one axis.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from .flat_collectives import all_gather_flat, reduce_scatter_flat
 from .registry import ProcessGroupRegistry
@@ -169,40 +171,93 @@ def reduce_from(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str) -> T
     return _apply(tensor, all_reduce, identity, Over(registry, axes))
 
 
-def gather_from(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, dim: int) -> Tensor:
+def _joined(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over, length: int | None) -> Tensor:
+    """Pieces are joined; uneven ones as equal ones, the padding of which comes last."""
+    if length is None:
+        return _apply(tensor, forward_map, backward_map, over)
+    chunk, piece = _chunk(length, over)
+    if tensor.size(over.dim) != piece:
+        raise ValueError(
+            f"dim {over.dim} of a tensor of shape {tuple(tensor.shape)} is no piece of length={length} over "
+            f"{over.axes[0]}={over.size}: this rank's has {piece}"
+        )
+    return _apply(_padded(tensor, over, chunk), forward_map, backward_map, over).narrow(over.dim, 0, length)
+
+
+def _cut(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over, uneven: bool) -> Tensor:
+    if not uneven:
+        return _apply(tensor, forward_map, backward_map, over)
+    chunk, piece = _chunk(tensor.size(over.dim), over)
+    padded = _padded(tensor, over, chunk * over.size)
+    return _apply(padded, forward_map, backward_map, over).narrow(over.dim, 0, piece)
+
+
+def _chunk(length: int, over: Over) -> tuple[int, int]:
+    """The length of all pieces but late ones, and of this rank's."""
+    if len(over.axes) != 1:
+        raise ValueError(
+            f"uneven pieces over {' x '.join(over.axes)}: they are those of one axis; call once for each, the slowest "
+            "axis first where a tensor is cut, and last where pieces are joined"
+        )
+    chunk = -(-length // over.size)
+    return chunk, max(min(chunk, length - over.rank * chunk), 0)
+
+
+def _padded(tensor: Tensor, over: Over, length: int) -> Tensor:
+    missing = length - tensor.size(over.dim)
+    if not missing:
+        return tensor
+    return F.pad(tensor, (*(0, 0) * (tensor.dim() - 1 - over.dim), 0, missing))
+
+
+def gather_from(
+    tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, dim: int, length: int | None = None
+) -> Tensor:
     """The pieces over ``axes`` joined along ``dim``, for work that every rank does alike.
 
+    Args:
+        length: Of the joined dim, where its pieces over one axis are uneven.
     Collectives: one all-gather in forward, none in backward.
     """
-    return _apply(tensor, all_gather, own_slice, _along(tensor, registry, axes, dim))
+    return _joined(tensor, all_gather, own_slice, _along(tensor, registry, axes, dim), length)
 
 
-def scatter_to(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, dim: int) -> Tensor:
+def scatter_to(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, dim: int, uneven: bool = False) -> Tensor:
     """This rank's piece along ``dim`` of a tensor that is replicated over ``axes``.
 
+    Args:
+        uneven: The dim need not divide over the one axis. For features; a batch has unequal means then.
     Raises:
-        ValueError: The dim doesn't divide over the axes.
+        ValueError: The dim doesn't divide over the axes, and ``uneven`` isn't said.
     Collectives: none in forward, one all-gather in backward.
     """
-    return _apply(tensor, own_slice, all_gather, _along(tensor, registry, axes, dim))
+    return _cut(tensor, own_slice, all_gather, _along(tensor, registry, axes, dim), uneven)
 
 
-def all_gather_to(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, dim: int) -> Tensor:
+def all_gather_to(
+    tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, dim: int, length: int | None = None
+) -> Tensor:
     """The pieces over ``axes`` joined along ``dim``, for work that is different on every rank.
 
+    Args:
+        length: As in `gather_from`.
     Collectives: one all-gather in forward, one reduce-scatter in backward.
     """
-    return _apply(tensor, all_gather, reduce_scatter, _along(tensor, registry, axes, dim))
+    return _joined(tensor, all_gather, reduce_scatter, _along(tensor, registry, axes, dim), length)
 
 
-def reduce_scatter_to(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, dim: int) -> Tensor:
+def reduce_scatter_to(
+    tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, dim: int, uneven: bool = False
+) -> Tensor:
     """This rank's piece along ``dim`` of the sum of every rank's ``tensor`` over ``axes``.
 
+    Args:
+        uneven: As in `scatter_to`.
     Raises:
-        ValueError: The dim doesn't divide over the axes.
+        ValueError: The dim doesn't divide over the axes, and ``uneven`` isn't said.
     Collectives: one reduce-scatter in forward, one all-gather in backward.
     """
-    return _apply(tensor, reduce_scatter, all_gather, _along(tensor, registry, axes, dim))
+    return _cut(tensor, reduce_scatter, all_gather, _along(tensor, registry, axes, dim), uneven)
 
 
 def broadcast_from(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, root: int = 0) -> Tensor:

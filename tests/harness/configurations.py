@@ -88,6 +88,13 @@ LAYOUTS = {
     "row=2,col=2": Layout(
         Topology(row=2, col=2), {**_GRID, "bias": P("col", owned={"row": 0}), "terms": P(partial="row")}
     ),
+    "row=2,col=2, diagonal": Layout(
+        Topology(row=2, col=2),
+        {**_GRID, "bias": P("col", owned={"row": "col"}), "experts": P(None, "row", owned={"col": "row"})},
+    ),
+    "row=3,col=2, diagonal": Layout(
+        Topology(row=3, col=2), {"bias": P("col", owned={"row": "col"}), "split": P("row", partial="col")}
+    ),
     "experts, data=2": Layout(Topology(roles={"expert": "data"}, data=2, expert=2), _over("expert")),
     "experts, other samples": Layout(Topology(roles={"expert": "data"}, expert=3), _over("expert")),
     "experts, same samples": Layout(Topology(roles={"expert": "model"}, expert=2), _over("expert")),
@@ -235,7 +242,14 @@ DIFFERING = {
 
 # Drawn more often than others: where a piece's gradients are summed with nobody's, and pieces so differ in what they have
 # seen; and where ranks with copies of a parameter have others in their buckets.
-_OFTEN = ["tensor=3", "row=2,col=2", "experts, other samples", "experts, same samples", "data=3,row=2"]
+_OFTEN = [
+    "tensor=3",
+    "row=2,col=2",
+    "row=2,col=2, diagonal",
+    "experts, other samples",
+    "experts, same samples",
+    "data=3,row=2",
+]
 
 
 def setting_of(rng: random.Random) -> Setting:

@@ -67,6 +67,46 @@ def test_values(world: World, dtype: torch.dtype) -> None:
     assert second["broadcast_from"] == [11, 12, 13, 14]
 
 
+UNEVEN: dict[str, Callable[[Tensor, ProcessGroupRegistry], Tensor]] = {
+    "scatter_to": lambda x, r: scatter_to(x, r, "tensor", dim=1, uneven=True),
+    "reduce_scatter_to": lambda x, r: reduce_scatter_to(x, r, "tensor", dim=1, uneven=True),
+    "gather_from": lambda x, r: gather_from(x[:, : 2 - r.rank("tensor")], r, "tensor", dim=1, length=3),
+    "all_gather_to": lambda x, r: all_gather_to(x[:, : 2 - r.rank("tensor")], r, "tensor", dim=1, length=3),
+}
+
+
+def uneven_values() -> dict[str, tuple[list[float], list[float]]]:
+    """Of each map values, and gradients where the ones of its output are 1, 2, 3 on rank 0 and ten times that on rank 1."""
+    results = {}
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        for name, function in UNEVEN.items():
+            mine = (torch.tensor([[1.0, 2.0, 3.0]]) + 10 * registry.rank("tensor")).requires_grad_()
+            output = function(mine, registry)
+            given = torch.arange(1.0, 1 + output.numel()).view_as(output) * 10 ** registry.rank("tensor")
+            (grad,) = torch.autograd.grad(output, mine, given)
+            results[name] = output.flatten().tolist(), grad.flatten().tolist()
+        with pytest.raises(ValueError, match=r"no piece of length=7 over tensor=2: this rank's has [34]"):
+            gather_from(torch.zeros(2), registry, "tensor", dim=0, length=7)
+    with (
+        ProcessGroupRegistry(Topology(row=1, col=2)) as registry,
+        pytest.raises(ValueError, match="uneven pieces over row x col: they are those of one axis; call once for each"),
+    ):
+        scatter_to(torch.zeros(3), registry, "row", "col", dim=0, uneven=True)
+    return results
+
+
+def test_values_of_uneven_pieces(world: World) -> None:
+    first, second = world.run(2, uneven_values)
+    assert first["scatter_to"] == ([1, 2], [1, 2, 10])  # pieces of 2 and 1
+    assert second["scatter_to"] == ([13], [1, 2, 10])
+    assert first["reduce_scatter_to"] == ([12, 14], [1, 2, 10])
+    assert second["reduce_scatter_to"] == ([16], [1, 2, 10])
+    assert first["gather_from"] == ([1, 2, 11], [1, 2, 0])
+    assert second["gather_from"] == ([1, 2, 11], [30, 0, 0])
+    assert first["all_gather_to"] == ([1, 2, 11], [11, 22, 0])
+    assert second["all_gather_to"] == ([1, 2, 11], [33, 0, 0])
+
+
 def adjoints(differentiate_again: bool) -> None:
     """Over all ranks, <f(x), y> = <x, f*(y)>, where f* is what backward computes; and f** = f."""
     with ProcessGroupRegistry(Topology(tensor=dist.get_world_size())) as registry:

@@ -136,9 +136,10 @@ class Trainer:
     def local(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's part of a data coordinate's batch, as the layers want it, in patches."""
         patches = rearrange(images, "n c (row p) (col q) -> n (row col) (p q c)", p=PATCH, q=PATCH)
-        rows, columns = self.layers.batch_axes, self.layers.feature_axes
+        rows, columns = self.layers.input_axes
         patches = shard(patches, P(rows, None, columns), self.registry)
-        return patches.to(self.registry.device), shard(labels, P(rows), self.registry).to(self.registry.device)
+        local_labels = shard(labels, P(self.layers.batch_axes), self.registry)
+        return patches.to(self.registry.device), local_labels.to(self.registry.device)
 
     @torch.no_grad()
     def test(self) -> tuple[float, float]:

@@ -32,6 +32,9 @@ T = TypeVar("T")
 
 # Flags ------------------------------------------------------------------------------------------------------------------
 
+# Axes of layers in two dimensions or more that split the batch as well.
+SPLIT_THE_BATCH = ("row", "depth", "input", "weight", "output")
+
 
 class CommandLine(argparse.ArgumentParser):
     """The flags of a script: ``--topology``, those of `add_training_flags` where it trains, and its own.
@@ -117,7 +120,7 @@ def check_training(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--zero shards over the axis data, which {topology!r} does not have; add data=1 or more to it"
         )
-    rows = [axis for axis in topology.axes if axis == "row"]  # of 2-D layers: they split the batch as well
+    rows = [axis for axis in topology.axes if axis in SPLIT_THE_BATCH]
     parts = options.accumulate * topology.size(*topology.data_axes, *rows)
     if options.batch_size % parts:
         over = " x ".join(["--accumulate", *topology.data_axes, *rows])

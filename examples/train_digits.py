@@ -4,6 +4,8 @@
     torchrun --standalone --nproc-per-node 4 examples/train_digits.py --topology row=2,col=2 --verify
     torchrun --standalone --nproc-per-node 4 examples/train_digits.py --topology tensor=4
     torchrun --standalone --nproc-per-node 4 examples/train_digits.py --topology data=2,tensor=2
+    torchrun --standalone --nproc-per-node 8 examples/train_digits.py --topology depth=2,row=2,col=2
+    torchrun --standalone --nproc-per-node 8 examples/train_digits.py --topology input=2,weight=2,output=2
     torchrun --standalone --nproc-per-node 2 examples/train_digits.py --topology tensor=2 --precision bf16 --accumulate 4
 
 The seed decides the full weights and the batches; the topology only decides who holds which part of them. So the same
@@ -75,7 +77,8 @@ class Split:
     def __init__(self, layers: DenseLayers, registry: ProcessGroupRegistry) -> None:
         self.registry = registry
         self.batch_axes = (*registry.topology.data_axes, *layers.batch_axes)
-        self.patch_spec = P(self.batch_axes, None, layers.feature_axes)
+        batch_axes, feature_axes = layers.input_axes
+        self.patch_spec = P((*registry.topology.data_axes, *batch_axes), None, feature_axes)
         self.label_spec = P(self.batch_axes)
         parts = registry.topology.size(*self.batch_axes)
         if TEST_SAMPLES % parts:
@@ -227,7 +230,8 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     """
     parser = CommandLine(
         __doc__,
-        "data: every coordinate trains on its part of the batch; tensor: 1-D layers; row and col, equally large: 2-D",
+        "data: every coordinate trains on its part of the batch; tensor: 1-D layers; row and col: 2-D; depth, row and col: "
+        "2.5-D; input, weight and output: 3-D",
     )
     add_training_flags(parser, batch_size=64, lr=3e-3, steps=200)
     parser.add_argument(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
-from meshstep.parallel import Linear2D, ProcessGroupRegistry, spec_of, unshard
+from meshstep.parallel import Linear2D, Linear3D, P, ProcessGroupRegistry, gather_objects, spec_of, unshard
 from torch import Tensor, nn
 
 from .layers import DenseLayers
@@ -24,9 +24,13 @@ class DigitsTransformer(PatchTransformer):
 
 def full_parameters(model: nn.Module, registry: ProcessGroupRegistry) -> dict[str, Tensor]:
     """The full parameters on every rank, by name and as the dense model has them. All ranks must call."""
-    full = {name: unshard(param, spec_of(param), registry) for name, param in model.named_parameters()}
+    held = dict(model.named_parameters())
+    specs: dict[str, P] = {}
+    for found in gather_objects({name: spec_of(param) for name, param in held.items()}, registry):
+        specs |= found  # a rank may lack parameters that others own
+    full = {name: unshard(held.get(name), spec, registry) for name, spec in specs.items()}
     for name, module in model.named_modules():
-        if isinstance(module, Linear2D):  # its weight is [in, out], that of `nn.Linear` is [out, in]
+        if isinstance(module, Linear2D | Linear3D):  # their weight is [in, out], that of `nn.Linear` is [out, in]
             full[f"{name}.weight"] = full[f"{name}.weight"].t()
     return full
 

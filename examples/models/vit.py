@@ -1,4 +1,4 @@
-"""A small vision transformer, written once, over three families of layers: see layers.py."""
+"""A small vision transformer, written once, over several families of layers: see layers.py."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PatchTransformer(nn.Module):
         self.positions = layers.positions(0.5 * torch.randn(tokens, width))
         self.blocks = nn.ModuleList(Block(width, heads, layers) for _ in range(depth))
         self.norm = layers.norm(width)
-        self.head = layers.linear(width, classes)
+        self.head = layers.classifier(width, classes)
         declare(self, layers.rules)
 
     def forward(self, patches: Tensor) -> Tensor:

@@ -1,0 +1,192 @@
+"""Models of layers on grids and cubes are stepped as the dense model is; a table on a diagonal is one parameter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from arguments import arguments
+from grid_models import Lm, full_parameters, ids_of
+from meshstep.optim import ParallelOptimizer, ReplicaMismatchError, load_checkpoint, save_checkpoint, share_weights
+from meshstep.optim.checkpoint.logical_parameters import LogicalParameters
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare, spec_of
+from world import World
+
+MAX_NORM, RATE, DECAY = 0.4, 1e-2, 0.1
+CUBE, HALF = Topology(input=2, weight=2, output=2), Topology(input=2, weight=1, output=2)
+GRIDS = Topology(depth=2, row=1, col=2)
+
+
+def optimizer_of(model: Lm, registry: ProcessGroupRegistry, **options: Any) -> ParallelOptimizer:
+    declare(model)
+    given = {"max_norm": MAX_NORM, "check_replicas": True, **options}
+    adamw = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY)
+    return ParallelOptimizer(adamw, registry, **arguments(**given))
+
+
+def dense_run(steps: int, width: int, tied: bool) -> tuple[Lm, list[float]]:
+    """The dense model after some steps, and the norm of each step's gradient."""
+    model = Lm(None, None, width, tied)
+    adamw = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY)
+    norms = []
+    for step in range(steps):
+        adamw.zero_grad()
+        torch.autograd.backward(model(ids_of(step)))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        adamw.step()
+    return model, norms
+
+
+def run(model: Lm, optimizer: ParallelOptimizer, steps: range) -> list[float]:
+    norms = []
+    data = optimizer.registry.topology.data_axes
+    for step in steps:
+        optimizer.zero_grad()
+        ids = ids_of(step)
+        if data:
+            ids = ids.chunk(optimizer.registry.size(*data))[optimizer.registry.rank(*data)]
+        optimizer.backward(model(ids))
+        stats = optimizer.step()
+        assert stats is not None
+        norms.append(float(stats.total_norm))
+    return norms
+
+
+def assert_is_dense(model: Lm, dense: Lm) -> None:
+    found, expected = full_parameters(model), dict(dense.named_parameters())
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name].detach(), rtol=1e-9, atol=1e-10, msg=name)
+
+
+def stepped(kind: str, topology: Topology, width: int, tied: bool, options: dict[str, Any]) -> None:
+    dense, expected = dense_run(3, width, tied)
+    assert min(expected) < MAX_NORM * 2
+    assert max(expected) > MAX_NORM
+    with ProcessGroupRegistry(topology) as registry:
+        model = Lm(kind, registry, width, tied)
+        optimizer = optimizer_of(model, registry, **options)
+        norms = run(model, optimizer, range(3))
+        torch.testing.assert_close(norms, expected, rtol=1e-6, atol=0)
+        if "shard_states" not in options:
+            optimizer.plan.check_numel(sum(param.numel() for param in dense.parameters()))
+        assert_is_dense(model, dense)
+
+
+@pytest.mark.parametrize("reduction", ["packed", "per_group"])
+@pytest.mark.parametrize(
+    ("kind", "topology", "width", "tied"),
+    [
+        ("2-D", Topology(row=1, col=3), 7, True),
+        ("2-D", Topology(data=2, row=2, col=1), 6, False),
+        ("2.5-D", GRIDS, 7, False),
+        ("2.5-D", Topology(depth=2, row=2, col=1), 6, True),
+        ("3-D", HALF, 7, False),
+        ("3-D", HALF, 6, True),
+        ("3-D", Topology(data=2, input=2, weight=1, output=1), 6, True),
+        ("3-D", CUBE, 8, False),
+    ],
+)
+def test_a_model_is_stepped_as_the_dense_one(
+    world: World, kind: str, topology: Topology, width: int, tied: bool, reduction: str
+) -> None:
+    world.run(topology.world_size, stepped, kind, topology, width, tied, {"reduction": reduction})
+
+
+@pytest.mark.parametrize(
+    ("kind", "topology", "axis"),
+    [
+        ("2.5-D", GRIDS, "depth"),
+        ("3-D", CUBE, "weight"),
+        ("3-D", Topology(data=2, input=2, output=2, weight=1), "data"),
+    ],
+)
+@pytest.mark.parametrize("gradients", [False, True])
+def test_states_are_sharded_over_copies(
+    world: World, kind: str, topology: Topology, axis: str, gradients: bool
+) -> None:
+    options = {"shard_states": axis, "shard_gradients": gradients}
+    world.run(topology.world_size, stepped, kind, topology, 8, True, options)
+
+
+def one_parameter() -> tuple[tuple[str, ...], str, int]:
+    """All names, where this rank's part of the table lies in it, and how many tensors of it the optimizer steps here."""
+    with ProcessGroupRegistry(HALF) as registry:
+        model = Lm("3-D", registry, 6, False)
+        optimizer = optimizer_of(model, registry)
+        pieces = [str(piece.region) for piece in optimizer.pieces() if piece.name == "head.weight"]
+        return LogicalParameters(model, registry).names, "".join(pieces), len(pieces)
+
+
+def test_a_table_on_a_diagonal_is_one_parameter(world: World) -> None:
+    dense = Lm(None, None, 6, False)
+    names, places, counts = zip(*world.run(4, one_parameter), strict=True)
+    assert all(set(found) == dict(dense.named_parameters()).keys() for found in names)
+    assert places == ("0,0+9,3", "", "", "0,3+9,3")
+    assert counts == (1, 0, 0, 1)
+
+
+def saves(path: Path) -> None:
+    with ProcessGroupRegistry(HALF) as registry:
+        model = Lm("3-D", registry, 6, True)
+        optimizer = optimizer_of(model, registry)
+        run(model, optimizer, range(2))
+        save_checkpoint(path, model, optimizer)
+
+
+def goes_on(path: Path, kind: str, topology: Topology, steps: range, options: dict[str, Any]) -> None:
+    with ProcessGroupRegistry(topology) as registry:
+        model = Lm(kind, registry, 6, True)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(-1)
+        optimizer = optimizer_of(model, registry, **options)
+        load_checkpoint(path, model, optimizer)
+        run(model, optimizer, steps)
+        assert_is_dense(model, dense_run(steps.stop, 6, True)[0])
+        save_checkpoint(path, model, optimizer)
+
+
+def test_a_checkpoint_goes_on_in_another_family_and_back(world: World, tmp_path: Path) -> None:
+    world.run(4, saves, tmp_path)
+    world.run(4, goes_on, tmp_path, "2.5-D", GRIDS, range(2, 4), {"shard_states": "depth"})
+    world.run(1, goes_on, tmp_path, "2-D", Topology(row=1, col=1), range(4, 5), {})
+    world.run(8, goes_on, tmp_path, "3-D", CUBE, range(5, 6), {"shard_states": "weight"})
+
+
+def copies_differ() -> tuple[str, bool]:
+    with ProcessGroupRegistry(CUBE) as registry:
+        model = Lm("3-D", registry, 8, False)
+        optimizer = optimizer_of(model, registry)
+        head = model.head.weight
+        if head is not None and registry.coordinate["weight"] == 1:
+            with torch.no_grad():
+                head[0, 0] += 1e-9
+        with pytest.raises(ReplicaMismatchError) as error:
+            run(model, optimizer, range(1))
+        share_weights(model, registry)
+        run(model, optimizer, range(1))
+        return str(error.value.mismatches[0]), head is None or spec_of(head) == P(
+            None, "output", owned={"input": "output"}
+        )
+
+
+def test_copies_of_a_table_on_a_diagonal_that_differ_are_found_and_mended(world: World) -> None:
+    assert world.run(8, copies_differ) == [("head.weight: the parameter differs along axis 'weight'", True)] * 8
+
+
+def wrongly_held() -> str:
+    with ProcessGroupRegistry(HALF) as registry:
+        param = torch.nn.Parameter(torch.zeros(9, 3))
+        model = torch.nn.ParameterDict({"head": param})
+        declare(model, {"head": P(None, "output", owned={"input": "output"})})
+        with pytest.raises(ValueError, match=r"head: P.* does not hold it, but it was given here") as error:
+            ParallelOptimizer(torch.optim.SGD([param]), registry)
+        return str(error.value)
+
+
+def test_a_rank_off_the_diagonal_that_has_the_table_is_an_error_on_every_rank(world: World) -> None:
+    messages = world.run(4, wrongly_held)
+    assert all("P(None, 'output', owned={'input': 'output'}) says that rank" in message for message in messages)

@@ -84,6 +84,8 @@ def entries_of(
 
 def logical_shape(param: Tensor, annotation: Annotation, topology: Topology) -> tuple[int, ...]:
     """Of the logical tensor; a DTensor knows its length along the axes of its mesh."""
+    if annotation.full_shape is not None:
+        return annotation.full_shape
     spec, known = annotation.spec, annotation.mesh_axes
     return tuple(
         length * topology.size(*(axis for axis in spec.dim_axes(dim) if axis in topology.axes and axis not in known))

@@ -58,7 +58,7 @@ def kept_piece(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> nn.Para
     """
     _check_pieces(full, spec, registry.topology)
     param = nn.Parameter(shard(full, spec, registry, uneven=True))
-    annotate(param, spec)
+    annotate(param, spec, full_shape=tuple(full.shape))
     return param
 
 

@@ -24,12 +24,14 @@ class Annotation:
         name: What errors call it.
         mesh_axes: Of a DTensor's local tensor, the axes of its device mesh: torch has reduced the gradient over them.
         declared: False where only a DTensor's placements say the spec, which speak for ``mesh_axes`` alone.
+        full_shape: Of the logical tensor, where it is known; where pieces are uneven, no rank's own tells it.
     """
 
     spec: P
     name: str | None = None
     mesh_axes: tuple[str, ...] = ()
     declared: bool = True
+    full_shape: tuple[int, ...] | None = None
 
     def silent_axes(self, topology: Topology) -> tuple[str, ...]:
         """The model axes larger than 1 of which nobody has said whether they shard the parameter."""
@@ -37,12 +39,14 @@ class Annotation:
         return tuple(axis for axis in silent if topology.size(axis) > 1)
 
 
-def annotate(param: Tensor, spec: P, name: str | None = None) -> None:
+def annotate(param: Tensor, spec: P, name: str | None = None, *, full_shape: tuple[int, ...] | None = None) -> None:
     """Attach ``spec`` to one parameter; a layer calls it for its own parameters.
 
     The annotation is an attribute of the tensor: ``copy.deepcopy`` and wrappers that make new parameters drop it, and
     the parameter then counts as undeclared, which is an error where the spec is needed. Use `declare` again on the copy.
 
+    Args:
+        full_shape: Of the logical tensor. A checkpoint needs it where a dim doesn't divide.
     Raises:
         ValueError: The spec has more entries than the parameter has dims.
     """
@@ -52,7 +56,7 @@ def annotate(param: Tensor, spec: P, name: str | None = None) -> None:
             f"{label}: {spec} has {len(spec.entries)} entries but the tensor has {param.dim()} dims; "
             "give one entry a dim"
         )
-    setattr(param, _ATTRIBUTE, Annotation(spec, name))
+    setattr(param, _ATTRIBUTE, Annotation(spec, name, full_shape=full_shape))
 
 
 def attach(param: Tensor, annotation: Annotation) -> None:
@@ -100,7 +104,8 @@ def declare(module: nn.Module, rules: Mapping[str, P] | None = None) -> None:
                 f"{name}: {spec} has {len(spec.entries)} entries but the parameter has shape {tuple(param.shape)}; "
                 "give one entry a dim"
             )
-        decided[name] = Annotation(spec, name)
+        full_shape = existing.full_shape if existing is not None and existing.spec == spec else None
+        decided[name] = Annotation(spec, name, full_shape=full_shape)
     if missing:
         raise ValueError(
             f"no rule says how {_some(missing)} is laid out; add a rule for it, P() meaning replicated on purpose"

@@ -9,7 +9,14 @@ import pytest
 import torch
 from arguments import arguments
 from grid_models import Lm, full_parameters, ids_of
-from meshstep.optim import ParallelOptimizer, ReplicaMismatchError, load_checkpoint, save_checkpoint, share_weights
+from meshstep.optim import (
+    ParallelOptimizer,
+    ReplicaMismatchError,
+    TorchStates,
+    load_checkpoint,
+    save_checkpoint,
+    share_weights,
+)
 from meshstep.optim.checkpoint.logical_parameters import LogicalParameters
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare, spec_of
 from world import World
@@ -176,6 +183,22 @@ def copies_differ() -> tuple[str, bool]:
 
 def test_copies_of_a_table_on_a_diagonal_that_differ_are_found_and_mended(world: World) -> None:
     assert world.run(8, copies_differ) == [("head.weight: the parameter differs along axis 'weight'", True)] * 8
+
+
+def states_for_torch() -> str:
+    with ProcessGroupRegistry(HALF) as registry:
+        model = Lm("3-D", registry, 6, False)
+        optimizer = optimizer_of(model, registry)
+        run(model, optimizer, range(1))
+        with pytest.raises(
+            ValueError, match=r"table.weight: a DTensor can't say that pieces lie on a diagonal"
+        ) as error:
+            TorchStates(optimizer).state_dict()
+        return str(error.value)
+
+
+def test_states_on_a_diagonal_are_no_dtensors_and_that_is_an_error_on_every_rank(world: World) -> None:
+    assert all("use save_checkpoint" in message for message in world.run(4, states_for_torch))
 
 
 def wrongly_held() -> str:

@@ -103,7 +103,13 @@ class Pipeline:
         """The same without backward."""
         self._check_even([*args, *kwargs.values(), target])
         with _forward_only(self.schedule):
-            return self._run(self.schedule.eval, args, target, kwargs)
+            loss = self._run(self.schedule.eval, args, target, kwargs)
+        for module in (part for stage in self.modules for part in stage.modules()):
+            if hasattr(
+                module, "reshard"
+            ):  # fully_shard leaves its root's weights whole for a backward that does not come
+                module.reshard()  # type: ignore[operator]
+        return loss
 
     def _run(self, run: Callable[..., Any], args: Sequence[Any], target: Any, kwargs: dict[str, Any]) -> Tensor | None:
         losses: list[Tensor] = []

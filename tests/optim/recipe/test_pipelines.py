@@ -162,8 +162,8 @@ def train_by_hand(case: Case) -> Result:
         chunks = [stage.submod for stage in getattr(schedule, "_stages", None) or [schedule._stage]]
         shared = {part.table} if case.tied and len({0, piped.stages - 1} & {*part.own}) == 2 else set()
         mesh = registry.device_mesh("data")
-        with keep_specs(part):
-            for chunk in chunks:
+        for chunk in chunks:
+            with keep_specs(chunk):
                 for module in (*chunk.blocks, chunk):
                     fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=shared)
         params = list(dict.fromkeys(param for chunk in chunks for param in chunk.parameters()))
@@ -269,7 +269,9 @@ def refusals(case: str) -> str:
         schedule: Any = schedule_of(piped, part, registry, **({"loss_fn": None} if case == "no loss" else {}))
         if case == "group":
             chunk = Chunk(part, registry.coordinate["pipe"], 2)
-            stage = PipelineStage(chunk, registry.coordinate["pipe"], 2, torch.device("cpu"))
+            stage = PipelineStage(
+                chunk, registry.coordinate["pipe"], 2, torch.device("cpu"), group=registry.group("data")
+            )
             schedule = SCHEDULES["1f1b"](stage, MICRO_BATCHES, loss_fn=cross_entropy)
         if case == "ddp":
             for stage in schedule._stages:
@@ -292,7 +294,7 @@ def refusals(case: str) -> str:
     [
         ("no loss", "has no loss_fn"),
         ("group", r"give PipelineStage(..., group=registry.group('pipe'))"),
-        ("ddp", "is data parallel already"),
+        ("ddp", "which would never average them"),
         ("by name", "take None, 'zero1', 'zero2' or 'fsdp'"),
         ("uneven", "can't be cut into 4 equal micro-batches"),
         ("no schedule", "give one of torch.distributed.pipelining"),

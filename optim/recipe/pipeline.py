@@ -88,11 +88,17 @@ class Pipeline:
             On ranks of the last stage the mean of the losses, or, with ``scale_grads=False``, their sum: 0-dim, detached,
             as the loss function gave them. None on others.
         Raises:
-            ValueError: A tensor can't be cut into equal micro-batches. Else as `ParallelOptimizer.window`.
+            ValueError: A tensor can't be cut into equal micro-batches; a weight is given for losses that are means. Else as
+                `ParallelOptimizer.window`.
         Collectives: the schedule's; those of the model's and data_parallel's backward, of `Sharded` and `Reduce`. Host
             reads: none.
         """
         self._check_even([*args, *kwargs.values(), target])
+        if weight is not None and self._loss.is_mean:
+            raise ValueError(
+                "weight= is what a sum is divided by, and this schedule's loss_fn gives means: let it sum, and make the "
+                "schedule with scale_grads=False"
+            )
         if isinstance(self.optimizer._switch, DataParallelSwitch):
             self.optimizer.window_ends()
         with self.optimizer.window(weight=weight):
@@ -100,14 +106,12 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor | None:
-        """The same without backward."""
+        """The loss without backward: returned, and taken apart, as there. Every rank calls it. Collectives: the schedule's."""
         self._check_even([*args, *kwargs.values(), target])
         with _forward_only(self.schedule):
             loss = self._run(self.schedule.eval, args, target, kwargs)
         for module in (part for stage in self.modules for part in stage.modules()):
-            if hasattr(
-                module, "reshard"
-            ):  # fully_shard leaves its root's weights whole for a backward that does not come
+            if hasattr(module, "reshard"):  # fully_shard leaves weights whole for a backward, which does not come
                 module.reshard()  # type: ignore[operator]
         return loss
 
@@ -115,7 +119,9 @@ class Pipeline:
         losses: list[Tensor] = []
         self._loss.given.clear()
         run(*(args if self._is_first else ()), target=target if self._is_last else None, losses=losses, **kwargs)
-        return self._loss.total(losses) if self._is_last else None
+        total = self._loss.total(losses) if self._is_last else None
+        self._loss.given.clear()
+        return total
 
     def _check_even(self, values: Sequence[Any]) -> None:
         """Micro-batches of other sizes would have other weights in the mean, and don't fit the schedule's buffers."""

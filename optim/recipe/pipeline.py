@@ -106,7 +106,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor | None:
-        """The loss without backward: returned, and taken apart, as there. Every rank calls it. Collectives: the schedule's."""
+        """The loss alone: given and returned as in `backward`. Every rank calls it. Collectives: the schedule's."""
         self._check_even([*args, *kwargs.values(), target])
         with _forward_only(self.schedule):
             loss = self._run(self.schedule.eval, args, target, kwargs)

@@ -155,7 +155,7 @@ def dense_gradient_norm(
             head=heads,
             part=3,
         )
-        y = F.scaled_dot_product_attention(*qkv, is_causal=True)
+        y = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
         y = rearrange(y, "batch head token feature -> batch token (head feature)")
         x = x + F.linear(y, b["attention.out.weight"], b["attention.out.bias"])
         y = F.layer_norm(x, x.shape[-1:], b["norm2.weight"], b["norm2.bias"])
@@ -179,9 +179,11 @@ class Trainer:
         topology = registry.topology
         train, test = Paragraphs(TEST_PARAGRAPHS, options.paragraphs), Paragraphs(0, TEST_PARAGRAPHS)
         size = options.batch_size // topology.size(*topology.data_axes)
-        load = {"collate_fn": collate, "drop_last": True}  # all micro-batches are of one size
-        self.loader = prepare_dataloader(train, registry, size, shuffle=True, seed=options.seed, **load)
-        self.test_loader = prepare_dataloader(test, registry, size, **load)
+        # All micro-batches are of one size.
+        self.loader = prepare_dataloader(
+            train, registry, size, shuffle=True, drop_last=True, seed=options.seed, collate_fn=collate
+        )
+        self.test_loader = prepare_dataloader(test, registry, size, drop_last=True, collate_fn=collate)
         stages = STAGES_A_RANK[options.schedule] * registry.size("pipe")
         self.part = Part(registry, own_stages(options.schedule, registry), stages, options)
         made = [

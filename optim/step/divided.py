@@ -7,20 +7,26 @@ number of micro-batches when the schedule is through: right where each is of thi
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 
+class Window(Protocol):
+    """What a window is told, and of which micro-batch."""
+
+    micro_batches: int
+    divided_again: bool
+
+
 @contextmanager
-def watching_stages(params: Sequence[Tensor], is_first: bool, wrong: Callable[[], object]) -> Iterator[None]:
-    """Call ``wrong`` where stages divide what is not theirs to divide; around a schedule's step.
+def watching_stages(window: Window, params: Sequence[Tensor]) -> Iterator[None]:
+    """Around a schedule's step: note in the window where stages divide what was divided already.
 
     Args:
         params: Whose gradients add up.
-        is_first: No earlier micro-batch of the window has left gradients.
     """
     module = sys.modules.get("torch.distributed.pipelining.stage")
     if module is None:
@@ -28,13 +34,13 @@ def watching_stages(params: Sequence[Tensor], is_first: bool, wrong: Callable[[]
         return
     kind: Any = module._PipelineStageBase  # of all stages; nothing public tells when they divide
     divide = kind.scale_grads
-    divided = set() if is_first else {id(param) for param in params if param.grad is not None}
+    before = params if window.micro_batches > 1 else ()
+    divided = {id(param) for param in before if param.grad is not None}
 
     def scale_grads(stage: Any, factor: int) -> None:
         divide(stage, factor)
         own = {id(param) for param in stage.submod.parameters() if param.grad is not None}
-        if factor != 1 and divided & own:
-            wrong()
+        window.divided_again |= factor != 1 and bool(divided & own)
         divided.update(own)
 
     kind.scale_grads = scale_grads

@@ -190,9 +190,7 @@ class Window(Generic[Asked, Verdict]):
         try:
             with ExitStack() as stack:
                 if several:
-                    stack.enter_context(
-                        watching_stages(params, self.micro_batches == 1, lambda: setattr(self, "divided_again", True))
-                    )
+                    stack.enter_context(watching_stages(self, params))
                 for enter in around:
                     stack.enter_context(enter(self))
                 yield

@@ -15,6 +15,7 @@ from meshstep.optim import (
     ParallelOptimizer,
     Placement,
     Sharded,
+    TorchStates,
     load_checkpoint,
     save_checkpoint,
 )
@@ -97,7 +98,7 @@ def test_in_every_precision_two_optimizers_are_to_the_bit_one_with_two_groups(
     where: str, world: World, tmp_path: Path
 ) -> None:
     modes = list(MODES) if where == "whole" else ["fp32", "bf16"] if where == "half states" else ["fp16", "bf16"]
-    cases = [(4, (make, mode, where, None)) for mode in modes for make in (two, one)]
+    cases: list[tuple[int, tuple[Any, ...]]] = [(4, (make, mode, where, None)) for mode in modes for make in (two, one)]
     cases += [(4, (two, mode, where, tmp_path / mode)) for mode in modes]
     found = world.run_each(run, cases)
     for index, mode in enumerate(modes):
@@ -208,10 +209,14 @@ def test_a_copy_and_a_loaded_state_go_on_as_the_original() -> None:
     declare(model3, {"*": P()})
     optimizer3 = optimizer_of(of_two_kinds, model3, max_norm=0.1)
     optimizer3.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for each, of in ((model, optimizer), (model2, optimizer2), (model3, optimizer3)):
+    model4 = copy.deepcopy(model)
+    declare(model4, {"*": P()})
+    optimizer4 = optimizer_of(of_two_kinds, model4, max_norm=0.1)
+    TorchStates(optimizer4).load_state_dict(copy.deepcopy(TorchStates(optimizer).state_dict()))
+    for each, of in ((model, optimizer), (model2, optimizer2), (model3, optimizer3), (model4, optimizer4)):
         for seed in range(2, 4):
             step(each, of, seed)
-    for other in (model2, model3):
+    for other in (model2, model3, model4):
         for mine, its in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.equal(mine, its)
     assert "AdamW" in repr(optimizer)

@@ -190,7 +190,7 @@ def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def test_by_hand_with_sums_and_weights_and_stages_that_shard_again_after_forward(world: World) -> None:
-    cases = [Case(kind, tied, "fp32", "fsdp", "data", 2) for kind in TWO for tied in (False, True)]  # type: ignore[arg-type]
+    cases = [Case(kind, tied, "fp32", "fsdp", "data", 2) for kind in TWO for tied in (False, True)]
     for case, results in zip(cases, world.run_each(train_by_hand, [(4, (case,)) for case in cases]), strict=True):
         assert_is_dense(case, results)
 

@@ -90,6 +90,7 @@ def add_training_flags(
     precision: str = "fp32",
     steps: int | None = None,
     epochs: int | None = None,
+    accumulate: int = 1,
 ) -> None:
     """The flags of a script that trains, with its own defaults; the length is ``steps``, or ``epochs`` over the data."""
     add = parser.add_argument
@@ -103,7 +104,8 @@ def add_training_flags(
     add("--seed", type=int, default=0, help="of everything random (default: %(default)s)")
     modes = "mixed-precision mode, see meshstep.amp; O0 to O3 are those of apex (default: %(default)s)"
     add("--precision", choices=PRECISIONS, default=precision, help=modes)
-    add("--accumulate", type=_count, default=1, metavar="K", help="split each batch into K micro-batches (default: 1)")
+    parts = "split each batch into K micro-batches (default: %(default)s)"
+    add("--accumulate", type=_count, default=accumulate, metavar="K", help=parts)
     shards = "shard optimizer states over the data axis (1), and gradients as well (2) (default: 0)"
     add("--zero", type=int, choices=(0, 1, 2), default=0, help=shards)
     resume = "save checkpoints there, and continue from the newest one, which may be of another topology or --zero"

@@ -35,8 +35,10 @@ from .states.elementwise import check_each_alone, check_whole
 from .states.link import Binding, Placement, Position
 from .states.local_tensors import LocalTensors
 from .states.masters import precision_link
-from .step.data_parallel import DataParallelSwitch, Overlap, Reduce, Switch
-from .step.update import OnNonfinite, check_steps_without_closure, checked_nonfinite
+from .step.data_parallel import DataParallelSwitch, Overlap, Reduce, Switch, modules_in
+from .step.several import kind_of
+from .step.skips import OnNonfinite, checked_nonfinite
+from .step.update import check_steps_without_closure
 from .step.window import Window
 
 NamedGroups = Sequence[Sequence[tuple[str | None, Tensor]]]
@@ -51,7 +53,7 @@ class Setup:
     max_norm: float | Clip | None
     precision: Mode | Precision
     accumulation_steps: int | None
-    data_parallel: nn.Module | Reduce | None
+    data_parallel: nn.Module | Sequence[nn.Module] | Reduce | None
     states: Placement | Sequence[Placement]
     measure: Measure
     on_nonfinite: OnNonfinite
@@ -123,9 +125,8 @@ class Setup:
         }
         stage = [self.registry.coordinate[axis] for axis in topology.pipe_axes]
         where = f" of pipeline stage {stage}" if topology.size(*topology.pipe_axes) > 1 else ""
-        said[f"the optimizer{where}"] = type(self.optimizer).__name__
-        module = self.data_parallel if isinstance(self.data_parallel, nn.Module) else None
-        said[f"data_parallel{where}"] = type(module).__name__
+        said[f"the optimizer{where}"] = kind_of(self.optimizer)
+        said[f"data_parallel{where}"] = [type(module).__name__ for module in modules_in(self.data_parallel)]
         said |= {f"data_parallel: {name}{where}": value for name, value in vars(self.reduce).items()}
         for index, group in enumerate(self.optimizer.param_groups):
             # In which group a parameter is, plans compare; a rank may have none of a group's.
@@ -206,13 +207,13 @@ class Setup:
         if isinstance(self.data_parallel, Reduce):
             return self.data_parallel
         # What fully_shard averages are its DTensors; parameters left out of it are averaged here.
-        by_ddp = self.data_parallel is not None and DataParallelSwitch(self.data_parallel).is_ddp
+        by_ddp = DataParallelSwitch(modules_in(self.data_parallel)).is_ddp
         return Reduce(average_data=not by_ddp)
 
     def binding(self, precision: Precision) -> Binding:
         """What placements are to fit."""
-        module = None if isinstance(self.data_parallel, Reduce) else self.data_parallel
-        switch = None if module is None else DataParallelSwitch(module)
+        modules = modules_in(self.data_parallel)
+        switch = DataParallelSwitch(modules) if modules else None
         reduce = self.reduce
         return Binding(self.optimizer, precision, self.registry, reduce.average_data, switch, reduce.overlap)
 

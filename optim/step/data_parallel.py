@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -128,29 +128,37 @@ class DataParallelSwitch(Switch):
     """Turns the gradient synchronisation of torch's data parallelism on and off.
 
     Args:
-        module: A `DistributedDataParallel`, or a module that `fully_shard` was applied to; or a wrapper of one of these
-            (``torch.compile``, a framework's).
+        modules: Each a `DistributedDataParallel`, or a module that `fully_shard` was applied to; or a wrapper of one of
+            these (``torch.compile``, a framework's). All of one kind; several where a rank has several pipeline stages.
     Raises:
-        TypeError: It is neither.
+        TypeError: One is neither, or some are one and some the other.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        given, module = module, reducing_module(module)
-        self.module = module
-        self.is_ddp = isinstance(module, DistributedDataParallel)
-        if not self.is_ddp and not hasattr(module, "set_requires_gradient_sync"):
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = [reducing_module(module) if isinstance(module, nn.Module) else module for module in modules]
+        by_ddp = {isinstance(module, DistributedDataParallel) for module in self.modules}
+        self.is_ddp = True in by_ddp
+        for given, module in zip(modules, self.modules, strict=True):
+            if not isinstance(module, DistributedDataParallel) and not hasattr(module, "set_requires_gradient_sync"):
+                raise TypeError(
+                    f"data_parallel={type(given).__name__}: give the DistributedDataParallel module, or the root module "
+                    "that fully_shard was applied to (a list of them where a rank has several stages of a pipeline), or "
+                    "Reduce(...)"
+                )
+        if len(by_ddp) > 1:
             raise TypeError(
-                f"data_parallel={type(given).__name__}: give the DistributedDataParallel module, or the root module that "
-                "fully_shard was applied to, or Reduce(...)"
+                "data_parallel= has DistributedDataParallel and fully_shard modules: make all stages of a rank data "
+                "parallel in the same way"
             )
 
     def set(self, on: bool) -> None:
         """Whether the next forward and backward synchronise."""
         self.on = on
-        if isinstance(self.module, DistributedDataParallel):
-            self.module.require_backward_grad_sync = on
-        else:
-            self.module.set_requires_gradient_sync(on)  # type: ignore[operator]
+        for module in self.modules:
+            if isinstance(module, DistributedDataParallel):
+                module.require_backward_grad_sync = on
+            else:
+                module.set_requires_gradient_sync(on)  # type: ignore[operator]
 
     def averages(self, window: Window[Any, Any]) -> bool:
         """Not if DDP left the last micro-batch out, for which `step` can make up: what it averaged before is the same on
@@ -171,6 +179,15 @@ class DataParallelSwitch(Switch):
                 "gradients: finish the window with a micro-batch that it reduces, after window_ends() and outside of "
                 "no_sync(), before zero_grad()"
             )
+
+
+def modules_in(data_parallel: nn.Module | Sequence[nn.Module] | Reduce | None) -> list[nn.Module]:
+    """Those that ``data_parallel=`` names; none where the optimizer averages."""
+    if data_parallel is None or isinstance(data_parallel, Reduce):
+        return []
+    if isinstance(data_parallel, (list, tuple, nn.ModuleList)):
+        return list(data_parallel)
+    return [data_parallel]  # type: ignore[list-item]  # one; what is none, its user refuses
 
 
 def reducing_module(module: nn.Module) -> nn.Module:

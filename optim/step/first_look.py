@@ -27,6 +27,7 @@ class Seen(NamedTuple):
     some_not_zero: bool
     elsewhere: bool  # in .main_grad
     unknown: bool  # a backward raised
+    divided_again: bool  # by a pipeline schedule
 
     @classmethod
     def of(cls, window: Window[Any, Any], params: Sequence[Tensor]) -> Seen:
@@ -39,7 +40,7 @@ class Seen(NamedTuple):
         # Where backward has reduced them they are taken, or sums that every rank has.
         some = window.came if window.reduced else bool(gradients)
         elsewhere = any(getattr(param, "main_grad", None) is not None for param in params)
-        return cls(window.calls, some, not_zero, elsewhere, window.phase == "broken")
+        return cls(window.calls, some, not_zero, elsewhere, window.phase == "broken", window.divided_again)
 
 
 def check_gradients_came(mine: Seen, scaled: bool, registry: ProcessGroupRegistry) -> None:
@@ -48,10 +49,17 @@ def check_gradients_came(mine: Seen, scaled: bool, registry: ProcessGroupRegistr
     Args:
         scaled: There is a loss scale.
     Raises:
-        RuntimeError: On every rank: nobody scaled the loss, though there is a loss scale; or there is no gradient anywhere.
+        RuntimeError: On every rank: nobody scaled the loss, though there is a loss scale; there is no gradient anywhere; or
+            a pipeline schedule divided some twice.
     Collectives: those of `gather_objects`. Host reads: yes.
     """
     seen = gather_objects(mine, registry)
+    if any(rank.divided_again for rank in seen):
+        raise RuntimeError(
+            "a pipeline schedule with scale_grads=True has divided gradients twice: of a parameter that two stages of a "
+            "rank share, or of earlier micro-batches of the window. Run it by meshstep.optim.Pipeline(schedule, "
+            "optimizer), which divides the loss; or give scale_grads=False and divide in its loss function"
+        )
     called = any(rank.calls for rank in seen)
     if scaled and not called and any(rank.some_not_zero for rank in seen):
         raise RuntimeError(

@@ -39,7 +39,7 @@ from meshstep.optim import (
 from meshstep.optim.gradients.bucket import BUCKET_BYTES
 from meshstep.optim.norm.replicas import ReplicaCheck
 from meshstep.optim.states import host_bucket, offloaded
-from meshstep.optim.step.update import LAG, SkipMonitor
+from meshstep.optim.step.skips import LAG, SkipMonitor
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.parallel.interop import dtensor
 from meshstep.parallel.layers.summa import Grid, _Reduction, summa

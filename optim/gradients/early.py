@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from ...parallel.mesh.topology import Topology, only_splits_the_batch
+from ...parallel.mesh.topology import Topology
 from ..norm.entries import ParameterEntry
 from ..norm.plan import ReductionPlan
 from .axes import sync_axes
@@ -24,7 +24,7 @@ def model_meets_over_data(entries: Sequence[ParameterEntry], topology: Topology,
     ranks see other samples, and so may lack other gradients."""
     named = {name for entry in entries for name in entry.spec.named_axes}
     axes = (*axes, *(axis for axis in topology.data_axes if topology.size(axis) > 1))
-    return any(not only_splits_the_batch(axis) or axis in named for axis in axes)
+    return any(not topology.only_splits_the_batch(axis) or axis in named for axis in axes)
 
 
 def stages_differ(sizes: Sequence[Sequence[int]], topology: Topology) -> bool:

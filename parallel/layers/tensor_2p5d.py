@@ -166,7 +166,7 @@ class Classifier2p5D(Classifier2D):
 
 def _sum_over(depth: str, layer: nn.Module, registry: ProcessGroupRegistry) -> None:
     """Say of the layer's parameters that their gradients are pending sums over ``depth``."""
-    registry.topology.check_axes((depth,))
+    registry.topology.atoms(depth)  # or say what is wrong with it
     for param in layer.parameters():
         found = annotation_of(param)
         assert found is not None

@@ -21,8 +21,9 @@ from ..mesh.collectives import Over, all_gather, broadcast
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.topology import Topology
 from .blocks import Span, cut_spans
+from .owned import owner_of, owns
 from .pieces import Region, joined_in_order
-from .spec import P, owner_of, owns
+from .spec import P
 
 
 def local_shape(
@@ -38,6 +39,7 @@ def local_shape(
             unknown axis or has too many entries.
     """
     spec.validate(len(full_shape), topology)
+    spec = spec.on(topology)
     if coordinate is not None:
         spans = (spec.spans(dim, length, topology, coordinate) for dim, length in enumerate(full_shape))
         return tuple(sum(length for _, length in pieces) for pieces in spans)
@@ -100,6 +102,7 @@ def unshard(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Te
     Collectives: two all-gathers over the sharded axes, of shapes and of pieces; where the spec is ``owned``, first a
     broadcast of shape and dtype and one of the piece, over the owned axes. Host reads: yes.
     """
+    spec = spec.on(registry.topology)
     if spec.owned:
         local = _from_owner(local, spec, registry)
     if local is None:
@@ -190,6 +193,6 @@ def _join_uneven(pieces: Sequence[Tensor], spec: P, over: Over) -> Tensor:
 
 def spans_of_pieces(length: int, dim: int, spec: P, topology: Topology) -> Iterator[tuple[Span, ...]]:
     """Which elements of a dim of ``length`` each of its pieces has, in the order of their numbers."""
-    axes = spec.dim_axes(dim)
+    axes = spec.on(topology).dim_axes(dim)
     for where in product(*(range(topology.size(axis)) for axis in axes)):
         yield spec.spans(dim, length, topology, dict(zip(axes, where, strict=True)))

@@ -36,11 +36,18 @@ class Trainer(train_digits.Trainer):
     """That of the digits with another model, and a term in the loss for experts that are chosen unevenly.
 
     Raises:
-        ValueError: As there; the experts don't divide over their axes.
+        ValueError: As there; there is an axis for which no experts are made, or they don't divide.
     """
 
     def __init__(self, options: argparse.Namespace, registry: ProcessGroupRegistry) -> None:
         self.dtype = torch.float64 if options.float64 else torch.float32
+        topology = registry.topology
+        strange = [axis for axis in (*topology.pipe_axes, *topology.model_axes) if axis != "tensor"]
+        if strange:
+            raise ValueError(
+                f"no layers of experts for {', '.join(strange)}: besides data axes and those of --experts, give tensor or "
+                "nothing"
+            )
         self.shape = MixtureShape(options.num_experts, options.top_k, options.capacity)
         super().__init__(options, registry)
 

@@ -4,11 +4,14 @@
     torchrun --standalone --nproc-per-node 4 examples/train_moe.py --topology data=4 --verify
     torchrun --standalone --nproc-per-node 4 examples/train_moe.py --topology data=2,expert=2 --experts expert --verify
     torchrun --standalone --nproc-per-node 4 examples/train_moe.py --topology data=2,tensor=2 --experts data,tensor
+    torchrun --standalone --nproc-per-node 8 examples/train_moe.py \\
+        --topology edp=2,mid=2,tensor=2,data=edp+mid,expert=mid+tensor --experts expert
 
 Attention and the shared experts are copied, or split over `tensor`; the experts are split over the axes of `--experts`,
 and tokens go to them and back in all-to-alls. Ranks of an axis on which experts are split see different samples, as those
 of `data` do; `tensor` is the exception: its ranks share out the tokens that all of them have. Where it is not among the
-axes of `--experts`, it splits each expert.
+axes of `--experts`, it splits each expert. The last line folds two meshes of the same ranks: data=4,tensor=2 for all that
+is dense, and edp=2,expert=4 for the experts.
 
 The same seed gives the same loss curve on every topology. `--float64` shows it: in float32 a rounding may now and then
 choose another expert. The model is in models/moe.py.
@@ -92,7 +95,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     )
     add_training_flags(parser, batch_size=64, lr=3e-3, steps=200)
     add = parser.add_argument
-    axes = "axes over which experts are split (default: all data axes)"
+    axes = "axes, or aliases of --topology, over which experts are split (default: all data axes)"
     add("--experts", type=lambda text: tuple(text.split(",")), metavar="AXIS,...", help=axes)
     add("--num-experts", type=int, default=8, metavar="N", help="experts of a mixture (default: %(default)s)")
     add("--top-k", type=int, default=2, metavar="K", help="experts that a token chooses (default: %(default)s)")
@@ -122,11 +125,10 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
 def set_roles(options: argparse.Namespace) -> None:
     """Make every axis of ``--experts`` but tensor one whose ranks see different samples."""
     topology: Topology = options.topology
-    if options.experts is None:
-        options.experts = topology.data_axes
-    topology.check_axes(options.experts)
+    options.experts = topology.data_axes if options.experts is None else topology.atoms(*options.experts)
     roles: dict[str, Role] = {axis: "data" for axis in options.experts if axis != "tensor"}
-    options.topology = Topology(roles=roles, **dict(zip(topology.axes, topology.sizes, strict=True)))
+    sizes = dict(zip(topology.axes, topology.sizes, strict=True))
+    options.topology = Topology(roles=roles, aliases=topology.aliases, **sizes)
 
 
 if __name__ == "__main__":

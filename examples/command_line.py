@@ -115,17 +115,22 @@ def add_training_flags(
     add("--curve", type=Path, metavar="FILE.csv", help="write their numbers there")
 
 
-def check_training(options: argparse.Namespace) -> None:
-    """Raise ValueError where the flags of `add_training_flags` don't fit together."""
+def check_training(options: argparse.Namespace, batch_axes: tuple[str, ...] | None = None) -> None:
+    """Raise ValueError where the flags of `add_training_flags` don't fit together.
+
+    Args:
+        batch_axes: The data axes that split the batch; by default all of them.
+    """
     topology: Topology = options.topology
+    batch_axes = topology.data_axes if batch_axes is None else batch_axes
     if options.zero and not topology.data_axes:
         raise ValueError(
             f"--zero shards over the axis data, which {topology!r} does not have; add data=1 or more to it"
         )
     rows = [axis for axis in topology.axes if axis in SPLIT_THE_BATCH]
-    parts = options.accumulate * topology.size(*topology.data_axes, *rows)
+    parts = options.accumulate * topology.size(*batch_axes, *rows)
     if options.batch_size % parts:
-        over = " x ".join(["--accumulate", *topology.data_axes, *rows])
+        over = " x ".join(["--accumulate", *batch_axes, *rows])
         raise ValueError(f"--batch-size {options.batch_size} must be a multiple of {parts}, its parts: {over}")
 
 

@@ -20,6 +20,7 @@ from .layout.spec import P
 from .mesh.agreement import gather_objects, on_all_ranks
 from .mesh.collectives import (
     all_gather_to,
+    all_to_all,
     broadcast_from,
     copy_to,
     gather_from,
@@ -58,6 +59,7 @@ __all__ = [
     "Topology",
     "VocabParallelEmbedding",
     "all_gather_to",
+    "all_to_all",
     "annotate",
     "blocks",
     "broadcast_from",

@@ -10,6 +10,7 @@ Every one is a linear map over the ranks of ``registry.group(*axes)``, and its b
     all_gather_to       all-gather                reduce-scatter           pieces enter work that is split otherwise
     reduce_scatter_to   reduce-scatter            all-gather               partial sums become pieces
     broadcast_from      broadcast from one rank   reduce to that rank      one rank holds what all need
+    all_to_all          all-to-all                all-to-all, back         pieces go to the ranks that work on them
 
 `gather_from` and `all_gather_to` differ in what comes after: the same computation on every rank (each then has the
 whole gradient already, and keeps its slice), or a different one (the gradients are terms of a sum).
@@ -17,15 +18,17 @@ whole gradient already, and keeps its slice), or a different one (the gradients 
 The backward is made of the same maps, so it can be differentiated again. Over a group of size 1 nothing happens, the
 tensor itself comes back, and torch.distributed need not be initialised. Dtypes pass through unchanged, under autocast
 too: a sum is made in the dtype of the tensor. With several axes, pieces are in group order: row-major over the axes in
-the order of the topology. None reads the host. Every rank of the group must call with equal shapes, and with a tensor
-that requires grad on all of them or on none. Only where a dim is said to be ``uneven``, or how long it is as a whole
-(``length``), its pieces are those of `torch.chunk`, over one axis.
+the order of the topology. None reads the host. Every rank of the group must call, with equal shapes (`all_to_all` takes
+others), and with a tensor that requires grad on all of them or on none. Only where a dim is said to be ``uneven``, or how
+long it is as a whole (``length``), its pieces are those of `torch.chunk`, over one axis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -67,6 +70,14 @@ class Over:
                 f"over {' x '.join(self.axes)} of size {self.size}; pad it to a multiple of {self.size}"
             )
         return length // self.size
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A dim as pieces, one for each rank of a group, in its order."""
+
+    dim: int
+    sizes: list[int]
 
 
 # The maps themselves: not differentiable, out of place, for groups of more than one rank.
@@ -124,6 +135,19 @@ def reduce_to_root(tensor: Tensor, over: Over) -> Tensor:
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.reduce(total, group_dst=over.root, group=over.group)
     return total if over.rank == over.root else total.zero_()
+
+
+def exchange(tensor: Tensor, over: Over, cut: Cut, joined: Cut) -> Tensor:
+    """Piece i of the tensor, as ``cut`` says, goes to rank i; the pieces that come from all ranks, ``joined``."""
+    sent = tensor.split(cut.sizes, cut.dim)
+    shapes = [list(sent[over.rank].shape) for _ in range(over.size)]
+    for shape, length in zip(shapes, joined.sizes, strict=True):
+        shape[joined.dim] = length
+    numels = [prod(shape) for shape in shapes]
+    received = tensor.new_empty(sum(numels))
+    packed = torch.cat([piece.reshape(-1) for piece in sent])
+    dist.all_to_all_single(received, packed, numels, [piece.numel() for piece in sent], group=over.group)
+    return torch.cat([flat.view(s) for flat, s in zip(received.split(numels), shapes, strict=True)], joined.dim)
 
 
 Map = Callable[[Tensor, Over], Tensor]
@@ -273,3 +297,52 @@ def broadcast_from(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, r
     if not 0 <= root < size:
         raise ValueError(f"root {root} is not in the group over {' x '.join(axes)}; give an index in 0..{size - 1}")
     return _apply(tensor, broadcast, reduce_to_root, Over(registry, axes, root=root))
+
+
+def all_to_all(
+    tensor: Tensor,
+    registry: ProcessGroupRegistry,
+    *axes: str,
+    split_dim: int,
+    concat_dim: int | None = None,
+    split_sizes: Sequence[int] | None = None,
+    concat_sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """Cut along ``split_dim`` into a piece for each rank of the group over ``axes``; the pieces for this rank, from all of
+    them, joined along ``concat_dim``.
+
+        all_to_all(tokens, registry, "expert", split_dim=0, split_sizes=sent, concat_sizes=received)  # to their experts
+        all_to_all(heads, registry, "cp", split_dim=1, concat_dim=2)  # from all heads of some tokens to some of all
+
+    Args:
+        tensor: Any dtype. Ranks may give tensors of different lengths along ``concat_dim``; none at all is a length, too.
+        concat_dim: By default ``split_dim``.
+        split_sizes: Lengths along ``split_dim`` of the pieces, in group order; by default equal ones. Where the two dims
+            differ, every rank gives the same.
+        concat_sizes: Lengths along ``concat_dim`` of the pieces that come, what their senders say; by default all as long
+            as this rank's own. Ranks that don't know them send each other the numbers first.
+
+    Raises:
+        ValueError: Sizes are not one a rank, don't add up to the dim's length, or are missing; the dim doesn't divide.
+    Collectives: one all-to-all in forward, one in backward, with the sizes changed about.
+    """
+    over = _along(tensor, registry, axes, split_dim)
+    target = over.dim if concat_dim is None else _along(tensor, registry, axes, concat_dim).dim
+    sent = [over.piece(tensor)] * over.size if split_sizes is None else list(split_sizes)
+    if concat_sizes is None and split_sizes is not None and target == over.dim:
+        raise ValueError("pieces of other sizes than equal ones: give concat_sizes too, what comes from each rank")
+    own = sent[over.rank] if target == over.dim and len(sent) == over.size else tensor.size(target)
+    received = [own] * over.size if concat_sizes is None else list(concat_sizes)
+    for name, sizes in (("split_sizes", sent), ("concat_sizes", received)):
+        if len(sizes) != over.size or min(sizes) < 0:
+            raise ValueError(f"{name} is {sizes}; give a length >= 0 for each of the {over.size} ranks of the group")
+    if sum(sent) != tensor.size(over.dim):
+        raise ValueError(
+            f"split_sizes {sent} don't add up to dim {over.dim} of a tensor of shape {tuple(tensor.shape)}"
+        )
+    if received[over.rank] != own:
+        raise ValueError(
+            f"concat_sizes says that this rank sends itself {received[over.rank]}, but its piece has {own}"
+        )
+    cut, joined = Cut(over.dim, sent), Cut(target, received)
+    return _apply(tensor, partial(exchange, cut=cut, joined=joined), partial(exchange, cut=joined, joined=cut), over)

@@ -101,7 +101,7 @@ def assert_layer_is_dense(
 
 
 # What they are called in the tests, and in this torch.
-COUNTED = {name: name for name in ("all_reduce", "broadcast", "reduce")} | {
+COUNTED = {name: name for name in ("all_reduce", "all_to_all_single", "broadcast", "reduce")} | {
     "all_gather_single": ALL_GATHER,
     "reduce_scatter_single": REDUCE_SCATTER,
 }

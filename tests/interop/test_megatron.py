@@ -1,0 +1,120 @@
+"""Megatron-core's own GPTModel, stepped by its flags: beside the dense model in float64, and beside its own optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="needs megatron-core, of the extra `interop`")
+
+from megatron_on_cpu import BATCH, gpt, loss_of, megatron, tokens_of
+from meshstep.optim import ParallelOptimizer
+from meshstep.parallel import ProcessGroupRegistry, unshard
+from meshstep.parallel.interop.local import spec_of
+from meshstep.parallel.interop.megatron import declare_by_flags, registry_of
+from torch import Tensor, nn
+from world import World
+
+STEPS, LR, MAX_NORM, EPS = 4, 1e-2, 0.3, 1e-4
+Weights = dict[str, Tensor]
+
+KINDS = {
+    "plain": {},
+    "sequence parallel": {"sequence_parallel": True},
+    "q/k layer norms": {"qk_layernorm": True},
+    "both": {"sequence_parallel": True, "qk_layernorm": True},
+}
+
+
+def gathered(model: nn.Module, registry: ProcessGroupRegistry) -> Weights:
+    return {name: unshard(param.detach(), spec_of(param), registry) for name, param in model.named_parameters()}
+
+
+def stepped_by_us(options: dict[str, Any]) -> tuple[Weights, list[float], Weights]:
+    """The first weights, the norms of four steps, and the last weights; all of the dense model."""
+    with megatron(tensor_model_parallel_size=2), registry_of() as registry:
+        model = gpt(tensor_model_parallel_size=2, **options)
+        declare_by_flags(model, registry)
+        first = gathered(model, registry)
+        adam = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.1, fused=True)
+        optimizer = ParallelOptimizer(adam, registry, max_norm=MAX_NORM)
+        norms = []
+        for step in range(STEPS):
+            optimizer.backward(loss_of(model, 2 * step + registry.rank("data")))
+            norms.append(float(optimizer.step().total_norm))
+            optimizer.zero_grad()
+        return first, norms, gathered(model, registry)
+
+
+def stepped_by_megatron(options: dict[str, Any]) -> tuple[list[float], Weights]:
+    with megatron(tensor_model_parallel_size=2), registry_of() as registry:
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        model = gpt(tensor_model_parallel_size=2, **options)
+        declare_by_flags(model, registry)
+        chunk = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+        config = OptimizerConfig(
+            optimizer="adam", lr=LR, adam_eps=EPS, weight_decay=0.1, clip_grad=MAX_NORM, use_distributed_optimizer=False
+        )
+        optimizer = get_megatron_optimizer(config, [chunk], use_gloo_process_groups=False)
+        for group in optimizer.param_groups:  # it decays no biases and norms
+            group["weight_decay"], group["wd_mult"] = 0.1, 1.0
+        norms = []
+        for step in range(STEPS):
+            chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            loss_of(chunk, 2 * step + registry.rank("data")).backward()
+            finalize_model_grads([chunk])
+            norms.append(float(optimizer.step()[1]))
+        return norms, gathered(model, registry)
+
+
+def dense(first: Weights, options: dict[str, Any]) -> tuple[list[float], Weights]:
+    """The same four steps by one process, in float64."""
+    with megatron():
+        model = gpt(**{**options, "sequence_parallel": False}).double()
+        params = dict(model.named_parameters())
+        with torch.no_grad():
+            for name, param in params.items():
+                param.copy_(first[name])
+        optimizer = torch.optim.AdamW(params.values(), lr=LR, eps=EPS, weight_decay=0.1)
+        norms = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for rank in range(2):
+                tokens, positions, mask = tokens_of(2 * step + rank)
+                logits = model(tokens[:, :-1], positions, mask)  # its own loss is in float32
+                assert logits.dtype == torch.float64
+                loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+                (loss / 2).backward()
+            norm = torch.nn.utils.clip_grad_norm_(params.values(), MAX_NORM)
+            norms.append(float(norm))
+            optimizer.step()
+        return norms, {name: param.detach() for name, param in params.items()}
+
+
+def farthest(found: Weights, expected: Weights) -> float:
+    return max(float((found[name] - weight).abs().max()) for name, weight in expected.items())
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_its_model_is_stepped_as_the_dense_one_in_float64_and_as_by_its_own_optimizer(
+    world: World, options: dict[str, Any]
+) -> None:
+    ours = world.run(4, stepped_by_us, options)
+    first, norms, last = ours[0]
+    expected, weights = world.run(1, dense, first, options)[0]
+    assert all(of_rank[1] == norms for of_rank in ours)
+    assert norms == pytest.approx(expected, rel=1e-6)
+    assert min(expected) > MAX_NORM  # all are clipped
+    theirs = world.run(4, stepped_by_megatron, options)[0]
+    assert theirs[0] == pytest.approx(expected, rel=1e-5)
+    assert farthest(last, theirs[1]) < 2e-6
+    assert farthest(last, weights) < 2e-6

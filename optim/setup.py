@@ -36,7 +36,8 @@ from .states.elementwise import check_each_alone, check_whole
 from .states.link import Binding, Placement, Position
 from .states.local_tensors import LocalTensors
 from .states.masters import precision_link
-from .step.data_parallel import DataParallelSwitch, Overlap, Reduce, Switch
+from .step.data_parallel import Overlap, Reduce, Switch
+from .step.megatron_data_parallel import switch_of
 from .step.update import OnNonfinite, check_steps_without_closure, checked_nonfinite
 from .step.window import Window
 
@@ -207,13 +208,13 @@ class Setup:
         if isinstance(self.data_parallel, Reduce):
             return self.data_parallel
         # What fully_shard averages are its DTensors; parameters left out of it are averaged here.
-        by_ddp = self.data_parallel is not None and DataParallelSwitch(self.data_parallel).is_ddp
+        by_ddp = self.data_parallel is not None and switch_of(self.data_parallel).is_ddp
         return Reduce(average_data=not by_ddp)
 
     def binding(self, precision: Precision) -> Binding:
         """What placements are to fit."""
         module = None if isinstance(self.data_parallel, Reduce) else self.data_parallel
-        switch = None if module is None else DataParallelSwitch(module)
+        switch = None if module is None else switch_of(module)
         reduce = self.reduce
         return Binding(self.optimizer, precision, self.registry, reduce.average_data, switch, reduce.overlap)
 

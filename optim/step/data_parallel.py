@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..gradients.bucket import Exchange
@@ -47,11 +47,13 @@ class Switch(ABC):
 
     Attributes:
         on: Whether the next forward and backward reduce.
-        is_ddp: It is torch's `DistributedDataParallel` that does.
+        is_ddp: It is torch's `DistributedDataParallel` that does, or Megatron's.
+        float32_grads: The gradients of half-precision parameters may be float32.
     """
 
     on = True
     is_ddp = False
+    float32_grads = True
 
     def set(self, on: bool) -> None:
         """Whether the next forward and backward reduce."""
@@ -69,6 +71,12 @@ class Switch(ABC):
         Raises:
             RuntimeError: Something has not been reduced, and nobody can reduce it any more.
         """
+
+    def hand_over(self, params: Sequence[Tensor]) -> None:  # noqa: B027 (most leave them there)
+        """Let ``params`` have their gradients in ``.grad``, at the end of a window."""
+
+    def clear(self) -> None:  # noqa: B027 (most keep none)
+        """Forget the gradients that are kept elsewhere."""
 
     def check_clearing(self, left_out: bool) -> None:  # noqa: B027 (most can be cleared)
         """Raise RuntimeError if gradients are to be cleared that can't be."""
@@ -136,6 +144,7 @@ class DataParallelSwitch(Switch):
         given, module = module, reducing_module(module)
         self.module = module
         self.is_ddp = isinstance(module, DistributedDataParallel)
+        self.float32_grads = not self.is_ddp  # it reduces in the parameters' dtype, and breaks on others
         if not self.is_ddp and not hasattr(module, "set_requires_gradient_sync"):
             raise TypeError(
                 f"data_parallel={type(given).__name__}: give the DistributedDataParallel module, or the root module that "

@@ -49,17 +49,16 @@ _ROLES: Mapping[str, Role] = {"pipe": "pipe", "data": "data", "context": "data",
 def registry_of(groups: object | None = None) -> ProcessGroupRegistry:
     """A registry on Megatron's own groups, which closing it doesn't destroy. On all ranks.
 
-    Its axes are ``pipe``, ``data``, ``context`` and ``tensor``, slowest first as the ranks are. Where the expert mesh cuts one
-    of them, that one becomes two or more, numbered: with tensor=2, data=4 and expert=4 over 8 ranks of which each has
-    whole experts, ``data0=2, data1=2, tensor=2``; the experts are split over ``data1`` and ``tensor``.
+    Its axes are ``pipe``, ``data``, ``context`` and ``tensor``, slowest first as the ranks are. Where the expert mesh cuts
+    one of them, that one becomes two or more, numbered: with tensor=2, data=4 and expert=4 over 8 ranks of which each
+    has whole experts, ``data0=2, data1=2, tensor=2``; the experts are split over ``data1`` and ``tensor``.
 
     Args:
         groups: A ``ProcessGroupCollection`` with at least tp, pp and dp; None: those of ``parallel_state``.
 
     Raises:
         RuntimeError: ``parallel_state`` isn't initialised.
-        ValueError: On every rank: a group's ranks aren't evenly spaced, or meshes cut each other in a way that has no common
-            axes.
+        ValueError: On every rank: a group's ranks aren't evenly spaced, or meshes cut each other so that no axes make both.
     Collectives: object all-gathers over the world. Host reads: yes.
     """
     found = _groups_of(groups, {**_DENSE, **_EXPERT})
@@ -72,7 +71,7 @@ def registry_of(groups: object | None = None) -> ProcessGroupRegistry:
 def declare_by_flags(model: nn.Module, registry: ProcessGroupRegistry, groups: object | None = None) -> None:
     """Annotate every parameter of ``model`` with what its flags and Megatron's rules by name say. On all ranks.
 
-    Where ``model`` is Megatron's own `DistributedDataParallel`, which sums the experts' gradients over all that hold copies,
+    Where ``model`` is Megatron's own `DistributedDataParallel`, which sums experts' gradients over all that hold copies,
     nothing of that is left to be done. A parameter whose gradient is to be averaged over tensor also gets a hook that
     divides it.
 
@@ -224,10 +223,12 @@ def _topology(groups: Mapping[str, Ranks]) -> Topology:
     axes: dict[str, int] = {}
     roles: dict[str, Role] = {}
     for low, high in reversed(list(pairwise(ends))):
-        dense = next((name for name in _DENSE if name in sides and sides[name][0] <= low < high <= sides[name][1]), None)
+        dense = next(
+            (name for name in _DENSE if name in sides and sides[name][0] <= low < high <= sides[name][1]), None
+        )
         if dense is None:
             raise ValueError(
-                f"no group of {', '.join(_DENSE)} goes along the ranks that are {low} apart; their groups are {dict(groups)}"
+                f"no group of {', '.join(_DENSE)} goes along the ranks that are {low} apart; the groups are {dict(groups)}"
             )
         start, stop = sides[dense]
         inner = [end for end in ends if start < end < stop]

@@ -1,7 +1,7 @@
 """Megatron-core as it is, on CPU ranks over gloo: what it asks of CUDA and apex is answered by torch on the CPU.
 
-Replaced, within `megatron`, for this process: the device "cuda" of tensors that are made (its norms and overflow flags), the
-answer to ``torch.cuda.current_device`` and ``Tensor.type`` (it asserts "torch.cuda.FloatTensor"), the states of CUDA's
+Replaced, within `megatron`, for this process: the device "cuda" of tensors that are made (norms, overflow flags), the
+answers of ``torch.cuda.current_device`` and ``Tensor.type`` (it asserts "torch.cuda.FloatTensor"), the states of CUDA's
 random generators, and the kernel of apex that its own `FusedLayerNorm` calls, without which it has no layer norm for
 sequence parallelism. Nothing of layers, flags, gradients, norms or optimizers is.
 """

@@ -9,9 +9,10 @@ import torch
 
 pytest.importorskip("megatron.core", reason="needs megatron-core, of the extra `interop`")
 
-from megatron_on_cpu import BATCH, gpt, loss_of, megatron, tokens_of
+from megatron_on_cpu import gpt, loss_of, megatron, tokens_of
 from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import ProcessGroupRegistry, unshard
+from meshstep.parallel.interop.audit import Audit, audit
 from meshstep.parallel.interop.local import spec_of
 from meshstep.parallel.interop.megatron import declare_by_flags, registry_of
 from torch import Tensor, nn
@@ -32,34 +33,42 @@ def gathered(model: nn.Module, registry: ProcessGroupRegistry) -> Weights:
     return {name: unshard(param.detach(), spec_of(param), registry) for name, param in model.named_parameters()}
 
 
-def stepped_by_us(options: dict[str, Any]) -> tuple[Weights, list[float], Weights]:
-    """The first weights, the norms of four steps, and the last weights; all of the dense model."""
+def in_its_ddp(model: Any, **options: Any) -> Any:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    return DistributedDataParallel(model.config, DistributedDataParallelConfig(**options), model)
+
+
+def stepped_by_us(options: dict[str, Any], kept: dict[str, Any] | None = None) -> tuple[Weights, list[float], Weights]:
+    """The first weights, the norms of four steps, and the last weights; all of the dense model.
+
+    Args:
+        kept: Its `DistributedDataParallel` is kept, with these options.
+    """
     with megatron(tensor_model_parallel_size=2), registry_of() as registry:
-        model = gpt(tensor_model_parallel_size=2, **options)
+        given = gpt(tensor_model_parallel_size=2, **options)
+        model = given if kept is None else in_its_ddp(given, **kept)
         declare_by_flags(model, registry)
-        first = gathered(model, registry)
+        first = gathered(given, registry)
         adam = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.1, fused=True)
-        optimizer = ParallelOptimizer(adam, registry, max_norm=MAX_NORM)
+        averaged_by: Any = {} if kept is None else {"data_parallel": model}
+        optimizer = ParallelOptimizer(adam, registry, max_norm=MAX_NORM, **averaged_by)
         norms = []
         for step in range(STEPS):
             optimizer.backward(loss_of(model, 2 * step + registry.rank("data")))
             norms.append(float(optimizer.step().total_norm))
             optimizer.zero_grad()
-        return first, norms, gathered(model, registry)
+        return first, norms, gathered(given, registry)
 
 
 def stepped_by_megatron(options: dict[str, Any]) -> tuple[list[float], Weights]:
     with megatron(tensor_model_parallel_size=2), registry_of() as registry:
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-            finalize_model_grads,
-        )
+        from megatron.core.distributed import finalize_model_grads
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         model = gpt(tensor_model_parallel_size=2, **options)
         declare_by_flags(model, registry)
-        chunk = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+        chunk = in_its_ddp(model)
         config = OptimizerConfig(
             optimizer="adam", lr=LR, adam_eps=EPS, weight_decay=0.1, clip_grad=MAX_NORM, use_distributed_optimizer=False
         )
@@ -118,3 +127,72 @@ def test_its_model_is_stepped_as_the_dense_one_in_float64_and_as_by_its_own_opti
     assert theirs[0] == pytest.approx(expected, rel=1e-5)
     assert farthest(last, theirs[1]) < 2e-6
     assert farthest(last, weights) < 2e-6
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlapped"])
+def test_where_its_ddp_is_kept_gradients_are_read_from_its_buffers(world: World, overlap: bool) -> None:
+    alone = world.run(4, stepped_by_us, KINDS["both"])[0]
+    kept = world.run(4, stepped_by_us, KINDS["both"], {"overlap_grad_reduce": overlap})
+    for _, norms, last in kept:
+        assert norms == pytest.approx(alone[1], rel=1e-6)
+        assert farthest(last, alone[2]) < 1e-6
+
+
+# The audit ------------------------------------------------------------------------------------------------------------
+
+NORM, COLUMN_BIAS, ROW_BIAS = "input_layernorm.weight", "linear_fc1.bias", "linear_fc2.bias"
+BROKEN = {
+    NORM: ("sequence_parallel", False, "the gradients differ"),
+    COLUMN_BIAS: ("tensor_model_parallel", False, "the gradients differ"),  # zeros
+    "linear_fc1.weight": ("tensor_model_parallel", False, "the values differ"),
+    "embedding.position_embeddings.weight": ("sequence_parallel", True, "the gradients are equal"),
+}
+
+
+def audited(options: dict[str, Any], breaks: bool, kept: bool) -> Audit:
+    with megatron(tensor_model_parallel_size=2), registry_of() as registry:
+        model = gpt(tensor_model_parallel_size=2, **options)
+        for name, param in model.named_parameters() if breaks else ():
+            for end, (flag, value, _) in BROKEN.items():
+                if name.endswith(end):
+                    setattr(param, flag, value)
+        model = in_its_ddp(model) if kept else model
+        declare_by_flags(model, registry)
+        loss_of(model, registry.rank("data")).backward()
+        return audit(model, registry)
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["alone", "in its DDP"])
+def test_the_audit_finds_nothing_in_its_models_and_names_what_flags_get_wrong(world: World, kept: bool) -> None:
+    cases = [(4, (options, False, kept)) for options in KINDS.values()]
+    for found in world.run_each(audited, cases):
+        assert str(found[0]).endswith("parameters are what they are declared to be")
+    found = {
+        d.name.removeprefix("module."): d.found
+        for d in world.run(4, audited, KINDS["both"], True, kept)[0].disagreements
+    }
+    layers = [f"decoder.layers.{layer}." for layer in range(2)]
+    assert found == {
+        **{
+            f"{layer}{where}": BROKEN[end][2]
+            for layer in layers
+            for where, end in (
+                (NORM, NORM),
+                (f"mlp.{COLUMN_BIAS}", COLUMN_BIAS),
+                ("mlp.linear_fc1.weight", "linear_fc1.weight"),
+            )
+        },
+        "embedding.position_embeddings.weight": "the gradients are equal",
+    }
+
+
+# What its own norm makes of wrong flags -------------------------------------------------------------------------------
+
+
+def its_first_norm(options: dict[str, Any], end: str, flag: str, value: bool) -> float:
+    def break_(model: nn.Module) -> None:
+        for name, param in model.named_parameters():
+            if end and name.endswith(end):
+                setattr(param, flag, value)
+
+    return stepped_by_megatron(options, break_)[0][0]

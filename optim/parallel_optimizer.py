@@ -66,10 +66,10 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
             here it says whether there are master weights and a loss scale.
         accumulation_steps: K: manage windows of K micro-batches, each a `backward`; `step` and `zero_grad` do nothing
             before the K-th, and the gradient is the mean over the window. None: gradients add up until you call `step`.
-        data_parallel: The `DistributedDataParallel` or `fully_shard` module that averages gradients over the data axes;
-            it synchronises in the last micro-batch of a window only. A list of them where a rank has several stages of a
-            pipeline. None: `step` averages, in a few collectives, as it does for parameters that were left out of
-            `fully_shard`. `Reduce` says how, or that something else does.
+        data_parallel: The `DistributedDataParallel` (torch's or Megatron's) or `fully_shard` module that averages gradients
+            over the data axes; it synchronises in the last micro-batch of a window only. A list of them where a rank has
+            several stages of a pipeline. None: `step` averages, in a few collectives, as it does for parameters left out
+            of `fully_shard`. `Reduce` says how, or that others do.
         states: Where optimizer states and masters are kept: `Sharded`, `Offloaded`, both, or a `Placement` of your own.
             The param groups then hold what is stepped; see `pieces`.
         measure: What is measured, and how; see `Measure`.
@@ -204,6 +204,7 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
             self._states.clear(set_to_none)
             self._window.clear()
             if self._switch is not None:
+                self._switch.clear()
                 self._switch.expect(self._window)
 
     # The step --------------------------------------------------------------------------------------------------------

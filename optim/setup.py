@@ -35,7 +35,8 @@ from .states.elementwise import check_each_alone, check_whole
 from .states.link import Binding, Placement, Position
 from .states.local_tensors import LocalTensors
 from .states.masters import precision_link
-from .step.data_parallel import DataParallelSwitch, Overlap, Reduce, Switch, modules_in
+from .step.data_parallel import Overlap, Reduce, Switch, modules_in
+from .step.megatron_data_parallel import switch_of
 from .step.several import kind_of
 from .step.skips import OnNonfinite, checked_nonfinite
 from .step.update import check_steps_without_closure
@@ -207,13 +208,12 @@ class Setup:
         if isinstance(self.data_parallel, Reduce):
             return self.data_parallel
         # What fully_shard averages are its DTensors; parameters left out of it are averaged here.
-        by_ddp = DataParallelSwitch(modules_in(self.data_parallel)).is_ddp
-        return Reduce(average_data=not by_ddp)
+        switch = switch_of(modules_in(self.data_parallel))
+        return Reduce(average_data=switch is None or not switch.is_ddp)
 
     def binding(self, precision: Precision) -> Binding:
         """What placements are to fit."""
-        modules = modules_in(self.data_parallel)
-        switch = DataParallelSwitch(modules) if modules else None
+        switch = switch_of(modules_in(self.data_parallel))
         reduce = self.reduce
         return Binding(self.optimizer, precision, self.registry, reduce.average_data, switch, reduce.overlap)
 

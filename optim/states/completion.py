@@ -56,11 +56,13 @@ class Completion:
         """
         if window.phase in ("complete", "clipped"):
             return None
+        averaged = switch is None or switch.averages(window)
+        if switch is not None:
+            switch.hand_over([param for _, param, _ in self.chain.given])
         frozen = self._frozen_since()
         if window.scaled and not window.calls:
             window.strays = window.has_strays([param for _, param, _ in self.chain.given])
         seen = None if self.looked else Seen.of(window, [param for _, param, _ in self.chain.given])
-        averaged = switch is None or switch.averages(window)
         # Before anybody else takes, or looks at, the gradients of the model's parameters: a rank has the same order of
         # collectives whether it ran a backward or not.
         if self.early is not None and not window.reduced:

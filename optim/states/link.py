@@ -68,9 +68,8 @@ class Binding:
 
     @property
     def main_grads(self) -> bool:
-        """Whether half-precision parameters have float32 gradients: DDP reduces in the parameters' dtype, and breaks on
-        others."""
-        return self.precision.masters and not (self.data_parallel is not None and self.data_parallel.is_ddp)
+        """Whether half-precision parameters have float32 gradients."""
+        return self.precision.masters and (self.data_parallel is None or self.data_parallel.float32_grads)
 
 
 class Placement(ABC):

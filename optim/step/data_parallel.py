@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..gradients.bucket import Exchange
@@ -49,11 +49,13 @@ class Switch(ABC):
 
     Attributes:
         on: Whether the next forward and backward reduce.
-        is_ddp: It is torch's `DistributedDataParallel` that does.
+        is_ddp: It is torch's `DistributedDataParallel` that does, or Megatron's.
+        float32_grads: The gradients of half-precision parameters may be float32.
     """
 
     on = True
     is_ddp = False
+    float32_grads = True
 
     def set(self, on: bool) -> None:
         """Whether the next forward and backward reduce."""
@@ -71,6 +73,12 @@ class Switch(ABC):
         Raises:
             RuntimeError: Something has not been reduced, and nobody can reduce it any more.
         """
+
+    def hand_over(self, params: Sequence[Tensor]) -> None:  # noqa: B027 (most leave them there)
+        """Let ``params`` have their gradients in ``.grad``, at the end of a window."""
+
+    def clear(self) -> None:  # noqa: B027 (most keep none)
+        """Forget the gradients that are kept elsewhere."""
 
     def check_clearing(self, left_out: bool) -> None:  # noqa: B027 (most can be cleared)
         """Raise RuntimeError if gradients are to be cleared that can't be."""
@@ -138,6 +146,7 @@ class DataParallelSwitch(Switch):
         self.modules = [reducing_module(module) if isinstance(module, nn.Module) else module for module in modules]
         by_ddp = {isinstance(module, DistributedDataParallel) for module in self.modules}
         self.is_ddp = True in by_ddp
+        self.float32_grads = not self.is_ddp  # it reduces in the parameters' dtype, and breaks on others
         for given, module in zip(modules, self.modules, strict=True):
             if not isinstance(module, DistributedDataParallel) and not hasattr(module, "set_requires_gradient_sync"):
                 raise TypeError(

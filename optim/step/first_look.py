@@ -68,7 +68,8 @@ def check_gradients_came(mine: Seen, scaled: bool, registry: ProcessGroupRegistr
         )
     if called and not any(rank.some or rank.unknown for rank in seen):
         where = (
-            "they are in param.main_grad: set param.grad = param.main_grad before step"
+            "they are in param.main_grad: give the module that keeps them there, Megatron's DistributedDataParallel, as "
+            "data_parallel="
             if any(rank.elsewhere for rank in seen)
             else "make the torch optimizer of model.parameters() after the model was moved, sharded or wrapped, which may "
             "give it other parameters"

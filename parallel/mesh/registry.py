@@ -228,9 +228,13 @@ class ProcessGroupRegistry:
             )
         topology = Topology(roles=roles, **dict(zip(mesh.mesh_dim_names, grid.shape, strict=True)))
         registry = cls(topology)
-        for axis in topology.axes:
-            registry._groups.setdefault(registry.ranks(axis), mesh.get_group(axis))
+        registry.adopt(*(mesh.get_group(axis) for axis in topology.axes))
         return registry
+
+    def adopt(self, *groups: dist.ProcessGroup) -> None:
+        """Use these groups, whose makers destroy them, for their members, where there is none yet."""
+        for group in groups:
+            self._groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
 
     def close(self, *, abort: bool = False) -> None:
         """Destroy the groups made here, never the default one: in the order of their members, which is one on all ranks. A

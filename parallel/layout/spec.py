@@ -92,11 +92,19 @@ class P:
         """The sizes, one to another, of the blocks that ``axis`` cuts; (1,) where it cuts the dim as one."""
         return dict(self.blocks).get(axis, (1,))
 
-    def with_dims(self, dims: Iterable[tuple[str, ...]]) -> P:
-        """The spec with other axes for each dim; those that it cuts in blocks still do."""
-        blocks = dict(self.blocks)
-        entries = (tuple(Blocks((a,), blocks[a]) if a in blocks else a for a in axes) for axes in dims)
-        return P(*entries, partial=self.partial, owned=dict(self.owned), tied=dict(self.tied))
+    def with_dims(
+        self,
+        dims: Iterable[tuple[str, ...]],
+        *,
+        partial: tuple[str, ...] | None = None,
+        blocks: Iterable[tuple[str, tuple[int, ...]]] = (),
+    ) -> P:
+        """The spec with other axes for each dim, and pending sums if they are given; axes that cut a dim in blocks still do,
+        and so do those of ``blocks``."""
+        cut = dict(self.blocks) | dict(blocks)
+        entries = (tuple(Blocks((a,), cut[a]) if a in cut else a for a in axes) for axes in dims)
+        partial = self.partial if partial is None else partial
+        return P(*entries, partial=partial, owned=dict(self.owned), tied=dict(self.tied))
 
     def spans(self, dim: int, length: int, topology: Topology, coordinate: Mapping[str, int]) -> tuple[Span, ...]:
         """Which elements of dim ``dim``, of ``length`` in the full tensor, the rank at ``coordinate`` holds, in its order.

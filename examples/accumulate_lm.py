@@ -165,7 +165,8 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     check_training(options)
     topology: Topology = options.topology
     if "tensor" not in topology.axes:  # the layers want one, if only of size 1
-        options.topology = Topology(roles=None, **dict(zip(topology.axes, topology.sizes, strict=True)), tensor=1)
+        sizes = dict(zip(topology.axes, topology.sizes, strict=True))
+        options.topology = Topology(roles=None, aliases=topology.aliases, **sizes, tensor=1)
     return options
 
 

@@ -16,7 +16,6 @@ from ..amp.stochastic_rounding import check_named
 from ..parallel.interop.local import local_parameter
 from ..parallel.mesh.agreement import check_same, gather_objects, on_all_ranks
 from ..parallel.mesh.registry import ProcessGroupRegistry
-from ..parallel.mesh.topology import only_splits_the_batch
 from .clip.decide import Clipping
 from .clip.policies import Clip, clip_of
 from .clip.thresholds import AgreedThresholds, agreed_thresholds, check_thresholds
@@ -294,4 +293,4 @@ class _Early:
     def _is_free(self, axis: str) -> bool:
         named = {name for b in self.plan.buckets for name in (*b.distinct, *dict(b.owned), *dict(b.tied))}
         named.update(*(entry.spec.partial for entry in self.plan.entries))
-        return only_splits_the_batch(axis) and axis not in named
+        return self.plan.topology.only_splits_the_batch(axis) and axis not in named

@@ -26,7 +26,8 @@ from .mesh.collectives import (
     scatter_to,
 )
 from .mesh.registry import ProcessGroupRegistry
-from .mesh.topology import Role, Topology
+from .mesh.roles import Role
+from .mesh.topology import Topology
 
 __all__ = [
     "BiasLayout",

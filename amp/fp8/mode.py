@@ -175,7 +175,8 @@ class Fp8(Precision):
 
 
 def _split(axes: tuple[str, ...], registry: ProcessGroupRegistry) -> tuple[str, ...]:
-    return tuple(axis for axis in registry.topology.axes if axis in axes and registry.size(axis) > 1)
+    atoms = {atom for axis in axes for atom in registry.topology.atoms(axis)}
+    return tuple(axis for axis in registry.topology.axes if axis in atoms and registry.size(axis) > 1)
 
 
 def _spec_of_linear(name: str, module: nn.Linear, registry: ProcessGroupRegistry | None) -> P:

@@ -160,7 +160,8 @@ class _Run(NamedTuple):
         return content, optimizer_state(self.optimizer, parameters)
 
     def _random_state(self, directory: Path, saved: Topology) -> dict[str, Any] | None:
-        if saved != self.registry.topology or self.optimizer is None:
+        now = self.registry.topology
+        if (saved.axes, saved.sizes, saved.roles) != (now.axes, now.sizes, now.roles) or self.optimizer is None:
             return None
         state: dict[str, Any] = plain_content(directory / rank_file(self.registry.global_rank))
         return state

@@ -26,7 +26,7 @@ class LaidOut:
         param: As the model has it.
         local: This rank's plain tensor of it.
         held: (position in the optimizer, piece) of what is stepped for it here.
-        cut_over: The axis of `Sharded`, if its ranks step pieces of ``local``.
+        cut_over: The axes of `Sharded`, if its ranks step pieces of ``local``.
     """
 
     registry: ProcessGroupRegistry
@@ -34,7 +34,7 @@ class LaidOut:
     local: Tensor
     entry: ParameterEntry
     held: list[tuple[int, Piece]]
-    cut_over: str | None
+    cut_over: tuple[str, ...] | None
 
     def spec_and_region(self) -> tuple[P, Region]:
         """How a state of the parameter is laid out as a DTensor, and what this rank has of it."""
@@ -49,10 +49,10 @@ class LaidOut:
             )
         if self.cut_over is None or not entry.shape:
             return entry.spec, self._region()
-        dims = [entry.spec.dim_axes(dim) for dim in range(len(entry.shape))]
+        dims = [entry.spec.cuts(dim) for dim in range(len(entry.shape))]
         spec = P((*dims[0], self.cut_over), *dims[1:])
-        rows = -(-entry.shape[0] // registry.size(self.cut_over))
-        first = min(registry.coordinate[self.cut_over] * rows, entry.shape[0])
+        rows = -(-entry.shape[0] // registry.size(*self.cut_over))
+        first = min(registry.rank(*self.cut_over) * rows, entry.shape[0])
         shape = (min(rows, entry.shape[0] - first), *entry.shape[1:])
         where = registry.topology, registry.coordinate
         return spec, Region.of_shard(entry.full_shape, shape, spec, *where, entry.name)
@@ -81,10 +81,10 @@ class LaidOut:
             stride=stride,
         )
 
-    def _cut_axes(self, spec: P) -> dict[str, int]:
-        """The axes of the DTensor's mesh, with the dim that each of them cuts."""
-        dims = {axis: dim for dim in range(len(self.entry.shape)) for axis in spec.dim_axes(dim)}
-        return {axis: dims[axis] for axis in spec.sharded_axes if self.registry.size(axis) > 1}
+    def _cut_axes(self, spec: P) -> dict[tuple[str, ...], int]:
+        """The axes of each dim of the DTensor's mesh, with the dim that they cut."""
+        dims = {axes: dim for dim in range(len(self.entry.shape)) for axes in spec.cuts(dim)}
+        return {axes: dim for axes, dim in dims.items() if self.registry.size(*axes) > 1}
 
     def _first_row(self, region: Region) -> int:
         """Of a region within this rank's local tensor."""
@@ -103,8 +103,8 @@ class LaidOut:
         Collectives: an object all-gather and an all-reduce over the axis.
         """
         assert self.cut_over is not None
-        group = self.registry.group(self.cut_over)
-        dtypes: list[Any] = [None] * self.registry.size(self.cut_over)
+        group = self.registry.group(*self.cut_over)
+        dtypes: list[Any] = [None] * self.registry.size(*self.cut_over)
         dist.all_gather_object(dtypes, next((part.dtype for part in parts.values()), None), group=group)
         dtype = next(found for found in dtypes if found is not None)
         flat = torch.zeros(self.local.numel(), dtype=dtype, device=self.registry.device)

@@ -87,7 +87,7 @@ class TorchStates(torch.optim.Optimizer):
 
         def one(param: Tensor) -> LaidOut:
             local = local_parameter(param)
-            cut = next((link.how.axis for link in shards if link.is_cut(local)), None)
+            cut = next((axes for link in shards if (axes := link.cut_over(local))), None)
             return LaidOut(self.registry, param, local, next(entries), held.get(id(local), []), cut)
 
         return ((one(param) for _, param in group) for group in optimizer._groups)

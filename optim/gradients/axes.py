@@ -19,6 +19,7 @@ from ..norm.plan import Bucket
 
 def sync_axes(spec: P, topology: Topology, average_data: bool, averaged: tuple[str, ...] = ()) -> tuple[str, ...]:
     """The axes over which a gradient must be summed before it is whole (a tied axis: over its tied coordinates)."""
+    spec = spec.on(topology)
     done = {*spec.named_axes, *averaged}
     data = [axis for axis in topology.data_axes if axis not in done] if average_data else []
     named = {*data, *spec.partial, *dict(spec.tied)}
@@ -29,6 +30,7 @@ def sync_ranks(
     spec: P, topology: Topology, rank: int, average_data: bool, averaged: tuple[str, ...] = ()
 ) -> tuple[int, ...]:
     """The ranks, ascending, whose gradients are summed into the one that ``rank`` has of a parameter laid out so."""
+    spec = spec.on(topology)
     peers = topology.peers(rank, *sync_axes(spec, topology, average_data, averaged))
     if not spec.tied:
         return peers

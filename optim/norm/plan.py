@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ...parallel.layout.pieces import Region
@@ -41,6 +41,7 @@ class Bucket:
     @classmethod
     def of(cls, spec: P, topology: Topology) -> Bucket:
         """The bucket of a parameter laid out as ``spec``."""
+        spec = spec.on(topology)
         tied = tuple((axis, spec.tied_coordinates(axis, topology)) for axis, _ in spec.tied)
         return cls(spec.distinct_axes(topology), spec.owned, tied)
 
@@ -77,7 +78,7 @@ class ReductionPlan:
         parameter_names: The names of all logical parameters of the model, once agreed with ``names=True``.
         parameter_slots: For each entry the index of its name in `parameter_names`.
         parameter_shapes: Of each of those the logical tensor's shape; None where ranks' pieces are not of equal sizes.
-        cut_over: The axis over which parameters are cut into the pieces that the entries are; pieces may be uneven.
+        cut_over: The axes over which parameters are cut into the pieces that the entries are; pieces may be uneven.
     """
 
     topology: Topology
@@ -89,7 +90,7 @@ class ReductionPlan:
     parameter_names: tuple[str, ...] = ()
     parameter_slots: tuple[int, ...] = ()
     parameter_shapes: tuple[tuple[int, ...] | None, ...] = ()
-    cut_over: str | None = None
+    cut_over: tuple[str, ...] | None = None
 
     @classmethod
     def of(cls, entries: Iterable[ParameterEntry], topology: Topology, rank: int) -> ReductionPlan:
@@ -98,10 +99,11 @@ class ReductionPlan:
         Raises:
             ValueError: A spec does not fit its shape or the topology, or this rank may not hold the parameter.
         """
-        entries = tuple(entries)
-        coordinate = topology.coordinate(rank)
-        for entry in entries:
+        coordinate, given = topology.coordinate(rank), tuple(entries)
+        for entry in given:
             entry.spec.validate(len(entry.shape), topology, entry.name)
+        entries = tuple(replace(entry, spec=entry.spec.on(topology)) for entry in given)
+        for entry in entries:
             if entry.spec.blocks and entry.full_shape is not None:
                 Region.of_shard(entry.full_shape, entry.shape, entry.spec, topology, coordinate, entry.name)
             if not entry.spec.holds(coordinate, topology):
@@ -195,7 +197,7 @@ class ReductionPlan:
             )
         else:
             lines.append(
-                f"pieces of parameters cut over {self.cut_over!r}, counted as if all were as large as this rank's"
+                f"pieces of parameters cut over {' x '.join(self.cut_over)}, counted as if all were as large as this rank's"
             )
         if self.counted is not None:
             lines.append(

@@ -15,6 +15,7 @@ from ...amp.fp8.weights import forget_rounded
 from ...parallel.layout.annotation import annotation_of
 from ...parallel.mesh.calls import in_call
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from ...parallel.mesh.topology import Topology
 from ..states.link import Placement
 from ..states.sharded import Sharded
 
@@ -44,7 +45,7 @@ def check_data_parallel(
             f"data_parallel={mode!r} needs a data axis, and {topology!r} has none: give data_parallel=None, or name an "
             "axis 'data', or say which one it is: Topology(roles={'name': 'data'}, ...)"
         )
-    if mode == "fsdp" and len(topology.data_axes) > 2:
+    if mode == "fsdp" and len(topology.data_axes) > 2 and data_alias(topology) is None:
         raise ValueError(
             f"data_parallel='fsdp' replicates over one data axis and shards over another; {topology!r} has "
             f"{len(topology.data_axes)}: make them two, or take 'zero1' or 'zero2'"
@@ -61,13 +62,18 @@ def check_data_parallel(
 def _check_no_data_spec(mode: str, registry: ProcessGroupRegistry, model: nn.Module) -> None:
     for name, param in model.named_parameters():
         annotation = annotation_of(param)
-        named = annotation.spec.named_axes if annotation is not None else ()
+        named = annotation.spec.on(registry.topology).named_axes if annotation is not None else ()
         if over := [axis for axis in registry.topology.data_axes if axis in named]:
             raise ValueError(
                 f"data_parallel={mode!r} treats all parameters alike over the data axes, but {name} is declared "
                 f"{annotation.spec if annotation else None}, which names {over[0]!r}: take data_parallel=None, 'zero1' or "
                 "'zero2', which go by the specs"
             )
+
+
+def data_alias(topology: Topology) -> str | None:
+    """The alias that stands for all data axes, if there is one."""
+    return next((alias for alias, atoms in topology.aliases.items() if atoms == topology.data_axes), None)
 
 
 def data_size(registry: ProcessGroupRegistry) -> int:
@@ -78,7 +84,7 @@ def data_size(registry: ProcessGroupRegistry) -> int:
 
 @torch.no_grad()
 def share_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
-    """Give all replicas the parameters and buffers of data coordinate 0; not those that the data axes split.
+    """Give all replicas the parameters and buffers of data coordinate 0; of what some data axes split, over the others.
 
     Collectives: one broadcast over the data axes for each of them; none where there is one data coordinate.
     """
@@ -90,13 +96,14 @@ def share_weights(model: nn.Module, registry: ProcessGroupRegistry) -> None:
 
 
 def _broadcast(tensors: Iterable[Tensor], registry: ProcessGroupRegistry) -> None:
-    axes = registry.topology.data_axes
-    group, root = registry.group(*axes), registry.ranks(*axes)[0]
+    topology = registry.topology
     for tensor in tensors:
         annotation = annotation_of(tensor)
-        if annotation is None or not {*annotation.spec.named_axes} & {*axes}:
+        named = () if annotation is None else annotation.spec.on(topology).named_axes
+        axes = tuple(axis for axis in topology.data_axes if axis not in named)
+        if axes and registry.size(*axes) > 1:
             dense = tensor.detach().contiguous()  # the tensor itself, unless its memory is laid out otherwise
-            dist.broadcast(dense, root, group=group)
+            dist.broadcast(dense, registry.ranks(*axes)[0], group=registry.group(*axes))
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.copy_(dense)
 
@@ -128,7 +135,8 @@ def _shard_fully(model: nn.Module, registry: ProcessGroupRegistry) -> None:
 
     from ...parallel.interop.dtensor import keep_specs
 
-    mesh = registry.device_mesh(*registry.topology.data_axes)
+    together = data_alias(registry.topology)
+    mesh = registry.device_mesh(*([together] if together else registry.topology.data_axes))
     with keep_specs(model):
         for part in (*parts_of_other_dtype(model), *repeated_blocks(model)):
             fully_shard(part, mesh=mesh)
@@ -165,7 +173,8 @@ def optimizer_options(
     if data_size(registry) == 1 or mode is None:
         return {}
     if mode in ("zero1", "zero2"):
-        axis = next(axis for axis in reversed(registry.topology.data_axes) if registry.size(axis) > 1)
+        last = next(axis for axis in reversed(registry.topology.data_axes) if registry.size(axis) > 1)
+        axis = data_alias(registry.topology) or last
         given = options.get("states", ())
         placements = [given] if isinstance(given, Placement) else given
         return {"states": (Sharded(axis, gradients=mode == "zero2"), *placements)}

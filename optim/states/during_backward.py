@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...parallel.mesh.topology import Topology, only_splits_the_batch
+from ...parallel.mesh.topology import Topology
 from ..norm.entries import ParameterEntry
 
 
-def model_meets_over_data(entries: Sequence[ParameterEntry], axis: str, topology: Topology) -> bool:
-    """Whether the model may issue collectives over ``axis``, over which gradients are reduced, or over a data axis, whose
+def model_meets_over_data(entries: Sequence[ParameterEntry], axes: Sequence[str], topology: Topology) -> bool:
+    """Whether the model may issue collectives over ``axes``, over which gradients are reduced, or over a data axis, whose
     ranks see other samples, and so may lack other gradients."""
     named = {name for entry in entries for name in entry.spec.named_axes}
-    axes = (axis, *(other for other in topology.data_axes if topology.size(other) > 1))
-    return any(not only_splits_the_batch(other) or other in named for other in axes)
+    axes = (*axes, *(other for other in topology.data_axes if topology.size(other) > 1))
+    return any(not topology.only_splits_the_batch(axis) or axis in named for axis in axes)
 
 
 def stages_differ(sizes: Sequence[Sequence[int]], topology: Topology) -> bool:

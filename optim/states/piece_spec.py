@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...parallel.layout.spec import P
 
 
-def piece_spec(spec: P, axis: str) -> P:
-    """The spec of a piece of a parameter laid out as ``spec``: 1-dim, and sharded over ``axis`` as well."""
-    partial = tuple(name for name in spec.partial if name != axis)
-    return P((*spec.sharded_axes, axis), partial=partial, owned=dict(spec.owned), tied=dict(spec.tied))
+def piece_spec(spec: P, axes: tuple[str, ...]) -> P:
+    """The spec of a piece of a parameter laid out as ``spec``: 1-dim, and sharded over ``axes`` as well."""
+    partial = tuple(name for name in spec.partial if name not in axes)
+    return P((*spec.sharded_axes, *axes), partial=partial, owned=dict(spec.owned), tied=dict(spec.tied))

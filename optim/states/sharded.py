@@ -25,13 +25,13 @@ from ...amp.casting import is_half
 from ...amp.master_weights import use_main_grad_
 from ...parallel.layout.annotation import annotate
 from ...parallel.mesh.agreement import gather_objects
-from ..gradients.axes import sync_axes
 from ..gradients.bucket import BUCKET_BYTES, Exact, Exchange
 from ..gradients.during_backward import BackwardReducer, run_all
 from ..gradients.flat import FlatBucket, flat_buckets
 from ..norm.entries import ParameterEntry, entries_of
 from ..norm.plan import Bucket, ReductionPlan
 from .chain import other_layout
+from .cuts import Cut, check_same_cuts, cut_of
 from .during_backward import model_meets_over_data, stages_differ
 from .elementwise import check_elementwise
 from .link import AnyWindow, Binding, Link, Placement, Position
@@ -52,7 +52,8 @@ class Sharded(Placement):
     are made of pieces. Right for optimizers that treat every element alike, whatever tensor it is in.
 
     Args:
-        axis: Over its ranks, usually ``"data"``.
+        axis: Over its ranks, usually ``"data"``. Of an alias those axes count that a parameter is the same on: experts that
+            ``mid`` splits are sharded over ``edp`` where ``data`` is ``edp x mid``.
         gradients: Every backward reduces gradients into this rank's slice, and all ranks must call `backward` for every
             micro-batch. Bucket by bucket while it runs; of owned parameters, and of all where the model itself uses a data
             axis (a spec names it, or it is none by its name, or ``cp``) or pieces are uneven, only when it has ended.
@@ -69,12 +70,12 @@ class Sharded(Placement):
 
     def check(self, binding: Binding) -> None:
         topology, switch = binding.registry.topology, binding.data_parallel
-        if self.axis not in topology.axes:
-            axes = ", ".join(topology.axes) or "none"
-            raise ValueError(f"Sharded({self.axis!r}): it is no axis of the mesh; its axes are {axes}")
+        if self.axis not in topology.axes and self.axis not in topology.aliases:
+            raise ValueError(f"Sharded({self.axis!r}): it is no axis of the mesh ({topology.named()})")
+        role = topology.role(self.axis)
         if switch is not None and not switch.is_ddp:
             raise ValueError("fully_shard shards optimizer states already: leave Sharded out of states=")
-        if self.gradients and self.axis in topology.data_axes and not binding.averages_data:
+        if self.gradients and role == "data" and not binding.averages_data:
             raise ValueError(
                 "Sharded(gradients=True) needs the optimizer itself to average over the data axes: leave data_parallel "
                 "out, or shard only the states"
@@ -101,30 +102,36 @@ class Shards(Link):
         self._norm_buckets: set[Bucket] = set()
         self._all_late = False
         self._names: dict[Tensor, str] = {}
+        self._cut_over: dict[Tensor, tuple[str, ...]] = {}
         self._cuts: list[tuple[int, int]] = []
         self._reducer: BackwardReducer | None = None
 
-    def is_cut(self, tensor: Tensor) -> bool:
-        """Whether ranks of the axis step pieces of the tensor, which may be none on this one."""
-        return tensor in self._names
+    def cut_over(self, tensor: Tensor) -> tuple[str, ...] | None:
+        """The axes whose ranks step pieces of the tensor, which may be none on this one; None: it is whole."""
+        return self._cut_over.get(tensor)
 
     # Layout ----------------------------------------------------------------------------------------------------------
 
     def install(self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]) -> StandIns:
         """Raises ValueError, on every rank, where two ranks of the axis would shard different parameters."""
+        topology = self.registry.topology
         named: list[Tensor | tuple[str, Tensor]] = [(h.name, tensor) for h, tensor in zip(held, tensors, strict=True)]
-        entries = entries_of([named], self.registry.topology)
-        planned = self._layouts(tensors, entries)
-        chosen = {index for _, layout in planned for index in layout.indices}
-        self._agree(entries, chosen)
-        self._names |= {tensors[index]: entries[index].name for index in chosen}
-        pieces: dict[Tensor, list[tuple[Tensor, int]]] = {tensors[index]: [] for index in chosen}
-        for summed, layout in planned:
+        entries = entries_of([named], topology)
+        cuts = [cut_of(entry, self.how.axis, topology, self._averages_data, self.how.gradients) for entry in entries]
+        planned, over = (
+            self._layouts(tensors, entries, cuts),
+            {index: cut for index, cut in enumerate(cuts) if cut.axes},
+        )
+        self._agree(entries, over)
+        self._cut_over |= {tensors[index]: cut.axes for index, cut in over.items()}
+        self._names |= {tensors[index]: entries[index].name for index in over}
+        pieces: dict[Tensor, list[tuple[Tensor, int]]] = {tensors[index]: [] for index in over}
+        for cut, layout in planned:
             owned = any(entries[index].spec.owned for index in layout.indices)
-            bucket = self._make_bucket([tensors[index] for index in layout.indices], layout, summed, owned)
+            bucket = self._make_bucket([tensors[index] for index in layout.indices], layout, cut, owned)
             for segment, piece in zip(bucket.segments, bucket.pieces, strict=True):
                 index = layout.indices[segment.position]
-                annotate(piece, piece_spec(entries[index].spec, self.how.axis), entries[index].name)
+                annotate(piece, piece_spec(entries[index].spec, over[index].axes), entries[index].name)
                 pieces[tensors[index]].append((piece, segment.start))
         self.buckets = self._early + self._late
         self._cuts += [
@@ -136,80 +143,64 @@ class Shards(Link):
             self._reducer = BackwardReducer(self._names.__getitem__, self._early, self._late)
         return pieces
 
-    def _layouts(self, params: Sequence[Tensor], entries: Sequence[ParameterEntry]) -> list[tuple[bool, FlatBucket]]:
-        """(whether the axis sums the gradients, layout) of each bucket, in the order in which backward fills them.
+    def _layouts(
+        self, params: Sequence[Tensor], entries: Sequence[ParameterEntry], cuts: Sequence[Cut]
+    ) -> list[tuple[Cut, FlatBucket]]:
+        """How each bucket is cut, and its layout, in the order in which backward fills them.
 
         Ranks that hold replicas of a parameter must cut it in the same places, whatever else they hold: so only parameters
         of one kind of layout share a bucket.
         """
-        topology, axis = self.registry.topology, self.how.axis
-        together: dict[tuple[bool, Bucket, torch.dtype, str], list[int]] = {}
-        for index, (param, entry) in enumerate(zip(params, entries, strict=True)):
-            if self._can_shard(param, entry):
-                summed = axis in sync_axes(entry.spec, topology, self._averages_data, entry.averaged)
-                key = (summed, Bucket.of(entry.spec, topology), param.dtype, str(param.device))
+        together: dict[tuple[Cut, Bucket, torch.dtype, str], list[int]] = {}
+        for index, (param, entry, cut) in enumerate(zip(params, entries, cuts, strict=True)):
+            if cut.axes:
+                key = (cut, Bucket.of(entry.spec, self.registry.topology), param.dtype, str(param.device))
                 together.setdefault(key, []).append(index)
         planned = []
-        for (summed, *_), indices in together.items():
+        for (cut, *_), indices in together.items():
             bucket_numel = BUCKET_BYTES // self._grad_dtype(params[indices[0]]).itemsize
-            numels = [params[index].numel() for index in indices]
-            size = self.registry.size(axis)
-            planned += [(summed, layout) for layout in flat_buckets(indices, numels, size, bucket_numel)]
+            numels, size = [params[index].numel() for index in indices], self.registry.size(*cut.axes)
+            planned += [(cut, layout) for layout in flat_buckets(indices, numels, size, bucket_numel)]
         return sorted(planned, key=lambda item: -item[1].indices[-1])
-
-    def _can_shard(self, param: Tensor, entry: ParameterEntry) -> bool:
-        """Whether all ranks of the axis hold, and step, the same parameter.
-
-        The gradients of a DTensor are its own until the step, so they can't be taken from backward.
-        """
-        spec = entry.spec
-        taken = {*spec.distinct_axes(self.registry.topology), *dict(spec.owned), *dict(spec.tied)}
-        reachable = not (self.how.gradients and entry.averaged)
-        return param.requires_grad and param.numel() > 0 and reachable and self.how.axis not in taken
 
     def _grad_dtype(self, param: Tensor) -> torch.dtype:
         return torch.float32 if self._main_grads and is_half(param) else param.dtype
 
-    def _make_bucket(self, params: list[Tensor], layout: FlatBucket, summed: bool, owned: bool) -> Slices:
+    def _make_bucket(self, params: list[Tensor], layout: FlatBucket, cut: Cut, owned: bool) -> Slices:
         for param in params:
             if self._main_grads and is_half(param):
                 use_main_grad_(param)
         dtype, exchange = self._grad_dtype(params[0]), self.how.exchange or Exact()
-        bucket = Slices(params, layout, self.registry, self.how.axis, summed, dtype, exchange, self.how.gradients)
+        bucket = Slices(params, layout, self.registry, cut.axes, cut.summed, dtype, exchange, self.how.gradients)
         # Others may have other owned parameters; see `during_backward`.
-        early = not summed or not (self._all_late or owned)
+        early = not cut.summed or not (self._all_late or owned)
         (self._early if early else self._late).append(bucket)
         return bucket
 
-    def _agree(self, entries: list[ParameterEntry], chosen: set[int]) -> None:
+    def _agree(self, entries: list[ParameterEntry], over: Mapping[int, Cut]) -> None:
         """Add to the buckets of the norm those of all ranks, and compare what the ranks of the axis shard."""
-        axis, topology = self.how.axis, self.registry.topology
-        specs = [piece_spec(e.spec, axis) if i in chosen else e.spec for i, e in enumerate(entries)]
+        topology, cuts = self.registry.topology, dict[tuple[str, ...], list[str]]()
+        for index, cut in over.items():
+            cuts.setdefault(cut.axes, []).append(entries[index].name)
+        specs = [piece_spec(e.spec, over[i].axes) if i in over else e.spec for i, e in enumerate(entries)]
         mine = {Bucket.of(spec, topology) for spec in specs}
-        sizes = [entries[index].numel for index in sorted(chosen) if not entries[index].spec.owned]
-        meets = model_meets_over_data(entries, axis, topology)
-        names = [entries[index].name for index in sorted(chosen)]
-        reports = gather_objects((mine, names, sizes, meets), self.registry)
+        sizes = [entries[index].numel for index in over if not entries[index].spec.owned]
+        meets = model_meets_over_data(entries, topology.atoms(self.how.axis), topology)
+        reports = gather_objects((mine, cuts, sizes, meets), self.registry)
         self._all_late |= any(meets for *_, meets in reports) or stages_differ([r[2] for r in reports], topology)
-        for rank, (_, names, *_) in enumerate(reports):
-            first = topology.peers(rank, axis)[0]
-            if names != reports[first][1]:
-                differ = sorted({*names} ^ {*reports[first][1]})
-                raise ValueError(
-                    f"ranks {first} and {rank} would shard different parameters over {axis!r}, {', '.join(differ[:5])} on "
-                    "only one of them: freeze the same parameters on all ranks before making the optimizer"
-                )
+        check_same_cuts([cuts for _, cuts, *_ in reports], topology)
         self._norm_buckets.update(*(buckets for buckets, *_ in reports))
 
     def derive(self, plan: ReductionPlan, held: Sequence[Held], tensors: Sequence[Tensor]) -> ReductionPlan:
         """The plan of the pieces: its buckets are summed over the axis too."""
-        axis, entries = self.how.axis, []
+        entries = []
         for h, tensor, entry in zip(held, tensors, plan.entries, strict=True):
-            if any(given in self._names for given in h.path):
-                averaged = (*entry.averaged, axis)  # if it is a data axis at all: by the bucket, or by torch before
-                entry = replace(entry, spec=piece_spec(entry.spec, axis), shape=tuple(tensor.shape), averaged=averaged)
+            if axes := next((self._cut_over[given] for given in h.path if given in self._cut_over), None):
+                averaged = (*entry.averaged, *axes)  # if these are data axes at all: by the bucket, or by torch before
+                entry = replace(entry, spec=piece_spec(entry.spec, axes), shape=tuple(tensor.shape), averaged=averaged)
             entries.append(entry)
-        return replace(plan, entries=tuple(entries), buckets=tuple(sorted(self._norm_buckets)), cut_over=axis)
+        over = self.registry.topology.atoms(self.how.axis)
+        return replace(plan, entries=tuple(entries), buckets=tuple(sorted(self._norm_buckets)), cut_over=over)
 
     # The step --------------------------------------------------------------------------------------------------------
 
@@ -246,7 +237,7 @@ class Shards(Link):
         if self._reducer is None:
             for bucket in buckets:
                 bucket.gradients = [None] * len(bucket.pieces)  # the parameters' gradients hold all of the window
-            summed = not averaged and self.how.axis in self.registry.topology.data_axes
+            summed = not averaged and self.registry.topology.role(self.how.axis) == "data"
             run_all([partial(bucket.reduce, summed=summed) for bucket in buckets])
         elif window.micro_batches:
             self._reducer.check_nothing_came()

@@ -23,9 +23,9 @@ class Slices:
         params: The model's; one dtype and device.
         layout: How they lie in the bucket.
         registry: The groups.
-        axis: The slices are its ranks'.
-        summed: Whether gradients are still to be summed over the axis; else all ranks of it have the same. Over a data axis
-            the sum is divided by its size.
+        axes: The slices are their ranks'.
+        summed: Whether gradients are still to be summed over the axes; else all ranks of them have the same. Over data axes
+            the sum is divided by their size.
         grad_dtype: Of the slice of the gradients, and of the collective.
         exchange: How gradients are summed.
         release: Free the parameters' gradients when they have been reduced. Else the slice may share memory with them.
@@ -42,7 +42,7 @@ class Slices:
         params: Sequence[Tensor],
         layout: FlatBucket,
         registry: ProcessGroupRegistry,
-        axis: str,
+        axes: tuple[str, ...],
         summed: bool,
         grad_dtype: torch.dtype,
         exchange: Exchange,
@@ -50,8 +50,8 @@ class Slices:
     ) -> None:
         self.params, self.layout, self.summed, self.grad_dtype = list(params), layout, summed, grad_dtype
         self.release = release
-        self._rank, self.group, self._numel = registry.rank(axis), registry.group(axis), layout.slice_numel
-        average = 1 / registry.size(axis) if axis in registry.topology.data_axes else 1.0
+        self._rank, self.group, self._numel = registry.rank(*axes), registry.group(*axes), layout.slice_numel
+        average = 1 / registry.size(*axes) if {*axes} <= {*registry.topology.data_axes} else 1.0
         # Divided before the sum, float16 gradients overflow no earlier than one rank's would; else the slice is less work.
         early = average if grad_dtype == torch.float16 else 1.0
         self._late = 1.0 if grad_dtype == torch.float16 else average

@@ -114,6 +114,7 @@ def model_parallel_axes(topology: Topology) -> tuple[str, ...]:
 
 def counts_piece(spec: P, coordinate: dict[str, int], topology: Topology) -> bool:
     """Whether, of the ranks of a model-parallel group that hold the same piece, the one at ``coordinate`` is the first."""
+    spec = spec.on(topology)
     copies = [axis for axis in spec.replica_axes(topology) if axis in model_parallel_axes(topology)]
     return all(coordinate[axis] == 0 for axis in copies) and _is_first_of_tied(spec, coordinate, topology)
 
@@ -132,7 +133,7 @@ def mark_model_parallel(params: Iterable[Tensor], registry: ProcessGroupRegistry
     """
     topology, coordinate = registry.topology, registry.coordinate
     params = list(params)
-    specs = [spec_of(param) for param in params]
+    specs = [spec_of(param).on(topology) for param in params]
     for param, spec in zip(params, specs, strict=True):
         over = [axis for axis in topology.data_axes if axis in spec.sharded_axes]
         if over or has_dtensors((param,)):

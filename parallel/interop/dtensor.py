@@ -230,7 +230,7 @@ def _with_sums(annotation: Annotation, axes: tuple[str, ...]) -> Annotation:
     """With the sums over those of ``axes`` that don't split the parameter, of which a spec can say both."""
     spec = annotation.spec
     more = [axis for axis in axes if axis not in spec.named_axes]
-    return replace(annotation, spec=spec.with_dims(spec.entries, partial=(*spec.partial, *more))) if more else annotation
+    return replace(annotation, spec=spec.with_partial((*spec.partial, *more))) if more else annotation
 
 
 def waited(local: Tensor) -> Tensor:

@@ -33,7 +33,8 @@ class Annotation:
 
     def silent_axes(self, topology: Topology) -> tuple[str, ...]:
         """The model axes larger than 1 of which nobody has said whether they shard the parameter."""
-        silent = () if self.declared else (axis for axis in topology.model_axes if axis not in self.mesh_axes)
+        said = topology.atoms(*self.mesh_axes)
+        silent = () if self.declared else (axis for axis in topology.model_axes if axis not in said)
         return tuple(axis for axis in silent if topology.size(axis) > 1)
 
 

@@ -32,6 +32,7 @@ def local_shape(full_shape: Sequence[int], spec: P, topology: Topology) -> tuple
         ValueError: A dim doesn't divide over its axes; the spec names an unknown axis or has too many entries.
     """
     spec.validate(len(full_shape), topology)
+    spec = spec.on(topology)
     shape = []
     for dim, length in enumerate(full_shape):
         axes = spec.dim_axes(dim)
@@ -86,6 +87,7 @@ def unshard(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Te
     Collectives: one all-gather over the sharded axes; where the spec is ``owned``, first a broadcast of shape and dtype
     (which reads the host) and one of the piece, over the owned axes.
     """
+    spec = spec.on(registry.topology)
     if spec.owned:
         local = _from_owner(local, spec, registry)
     if local is None:
@@ -114,7 +116,7 @@ def local_index(index: Tensor, length: int, registry: ProcessGroupRegistry, axis
 
 
 def _owns(spec: P, registry: ProcessGroupRegistry) -> bool:
-    return all(registry.coordinate[axis] == where for axis, where in spec.owned)
+    return all(registry.coordinate[axis] == where for axis, where in spec.on(registry.topology).owned)
 
 
 def _from_owner(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Tensor | None:
@@ -155,6 +157,6 @@ def _join(pieces: Tensor, axes: tuple[str, ...], spec: P, registry: ProcessGroup
 
 def spans_of_pieces(length: int, dim: int, spec: P, topology: Topology) -> Iterator[tuple[Span, ...]]:
     """Which elements of a dim of ``length`` each of its pieces has, in the order of their numbers."""
-    axes = spec.dim_axes(dim)
+    axes = spec.on(topology).dim_axes(dim)
     for where in product(*(range(topology.size(axis)) for axis in axes)):
         yield spec.spans(dim, length, topology, dict(zip(axes, where, strict=True)))

@@ -5,6 +5,7 @@ Axes that a spec does not name hold replicas. What the spec can't say by dims it
 
     P("tensor", None)                      dim 0 is sharded over `tensor`
     P(("col", "row"))                      dim 0 is sharded over both axes, `col` slowest
+    P("data")                              over all axes of the topology's alias `data`, at once
     P(blocks("tensor", 2))                 dim 0 is two blocks, each of which is sharded over `tensor`
     P("col", owned={"row": 0})             sharded over `col`; only coordinate 0 of `row` holds it at all
     P(partial="tensor")                    whole on every rank, but its gradient is a pending sum over `tensor`
@@ -18,11 +19,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
+from ..mesh.aliases import by_axis
 from ..mesh.topology import Topology
 from .blocks import Blocks, Span, blocks_repr, cut_spans
 
-Axes = str | Blocks
-Entry = Axes | tuple[Axes, ...] | None
+Together = tuple[str, ...]
+"""Axes that cut a dim at once, as one axis of the product of their sizes would."""
+Part = str | Blocks | Together
+Entry = str | Blocks | tuple[Part, ...] | None
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -31,14 +35,18 @@ class P:
 
     Args:
         entries: For each tensor dim the mesh axis that shards it, a tuple of axes (the first is the slowest), or None.
-            Dims past the last entry are not sharded. In place of an axis `blocks` says that it cuts each of several blocks.
+            Dims past the last entry are not sharded. In place of an axis `blocks` says that it cuts each of several blocks,
+            and a tuple within the tuple that axes cut at once, which differs where the dim doesn't divide.
         partial: Axis or axes over which the gradient is still a sum to be made when backward ends.
         owned: ``{axis: coordinate}``: only that coordinate of the axis holds the parameter.
         tied: ``{axis: (coordinate, ...)}``: the same logical parameter is held at exactly these coordinates (negative
             ones count from the end), each of which contributes a part of its gradient.
 
+    Wherever an axis is named an alias may be, which stands for its axes (`on`).
+
     Attributes:
         entries: For each tensor dim its axes.
+        together: Those of them that cut at once.
         blocks: ``(axis, sizes)`` pairs of the axes that cut a dim of several blocks.
 
     Raises:
@@ -46,6 +54,7 @@ class P:
     """
 
     entries: tuple[tuple[str, ...], ...]
+    together: tuple[Together, ...]
     blocks: tuple[tuple[str, tuple[int, ...]], ...]
     partial: tuple[str, ...]
     owned: tuple[tuple[str, int], ...]
@@ -62,6 +71,7 @@ class P:
         while dims and not dims[-1]:  # P("tensor", None) and P("tensor") say the same: one spelling, one hash
             dims.pop()
         object.__setattr__(self, "entries", tuple(dims))
+        object.__setattr__(self, "together", tuple(sorted(part for entry in entries for part in _together_of(entry))))
         object.__setattr__(self, "blocks", tuple(sorted(pair for entry in entries for pair in _blocks_of(entry))))
         object.__setattr__(self, "partial", tuple(sorted(_axes_of(partial))))
         object.__setattr__(self, "owned", tuple(sorted((owned or {}).items())))
@@ -92,34 +102,87 @@ class P:
         """The sizes, one to another, of the blocks that ``axis`` cuts; (1,) where it cuts the dim as one."""
         return dict(self.blocks).get(axis, (1,))
 
+    def cuts(self, dim: int) -> tuple[Together, ...]:
+        """The axes that shard tensor dim ``dim``, slowest first, those that cut it at once in one tuple."""
+        found: list[Together] = []
+        for axis in self.dim_axes(dim):
+            together = next((axes for axes in self.together if axis in axes), (axis,))
+            if axis == together[0]:
+                found.append(together)
+        return tuple(found)
+
     def with_dims(
         self,
-        dims: Iterable[tuple[str, ...]],
+        dims: Iterable[Iterable[str | Together]],
         *,
         partial: tuple[str, ...] | None = None,
         blocks: Iterable[tuple[str, tuple[int, ...]]] = (),
     ) -> P:
-        """The spec with other axes for each dim, and pending sums if they are given; axes that cut a dim in blocks still do,
+        """The spec with other `cuts` of each dim, and pending sums if they are given; axes that cut a dim in blocks still do,
         and so do those of ``blocks``."""
         cut = dict(self.blocks) | dict(blocks)
-        entries = (tuple(Blocks((a,), cut[a]) if a in cut else a for a in axes) for axes in dims)
+        entries = (tuple(Blocks((a,), cut[a]) if a in cut else a for a in map(_alone, cuts)) for cuts in dims)
         partial = self.partial if partial is None else partial
         return P(*entries, partial=partial, owned=dict(self.owned), tied=dict(self.tied))
+
+    def with_partial(self, partial: tuple[str, ...]) -> P:
+        """The spec with other pending sums."""
+        return self.with_dims(map(self.cuts, range(len(self.entries))), partial=partial)
+
+    def on(self, topology: Topology) -> P:
+        """The spec in the axes of ``topology``: each alias by what it stands for. Itself, where it names none.
+
+        Raises:
+            ValueError: It names an axis by itself and in an alias, or in two; or an alias is tied at coordinates that are
+                no product of coordinates of its axes.
+        """
+        aliases = topology.aliases
+        if aliases.keys().isdisjoint(self.named_axes):
+            return self
+        self._check_coordinates(topology, "on a mesh")
+        blocks = dict(self.blocks)
+
+        def atoms(*names: str) -> tuple[str, ...]:
+            return tuple(atom for name in names for atom in aliases.get(name, (name,)))
+
+        def part(axes: Together) -> Part:
+            return Blocks(atoms(*axes), blocks[axes[0]]) if axes[0] in blocks else _alone(atoms(*axes))
+
+        def held(held: Iterable[tuple[str, tuple[int, ...]]]) -> Iterator[tuple[str, tuple[int, ...]]]:
+            for axis, where in held:
+                yield from (
+                    by_axis(where, {a: topology.size(a) for a in atoms(axis)}) if axis in aliases else [(axis, where)]
+                )
+
+        try:
+            return P(
+                *(tuple(map(part, self.cuts(dim))) for dim in range(len(self.entries))),
+                partial=atoms(*self.partial),
+                owned={axis: index for axis, (index,) in held((axis, (index,)) for axis, index in self.owned)},
+                tied=dict(held(self.tied)),
+            )
+        except ValueError as problem:
+            raise ValueError(f"{self} on {topology!r}: {problem}") from None
 
     def spans(self, dim: int, length: int, topology: Topology, coordinate: Mapping[str, int]) -> tuple[Span, ...]:
         """Which elements of dim ``dim``, of ``length`` in the full tensor, the rank at ``coordinate`` holds, in its order.
 
-        What doesn't divide is cut as `torch.chunk` does, axis by axis.
+        What doesn't divide is cut as `torch.chunk` does, axis by axis; by all axes of an alias at once.
 
         Raises:
             ValueError: Blocks don't divide.
         """
         spans: tuple[Span, ...] = ((0, length),)
-        for axis in self.dim_axes(dim):
+        spec = self.on(topology)
+        for axes in spec.cuts(dim):
+            index = 0
+            for axis in axes:
+                index = index * topology.size(axis) + coordinate[axis]
             try:
-                spans = cut_spans(spans, topology.size(axis), coordinate[axis], self.block_sizes(axis))
+                spans = cut_spans(spans, topology.size(*axes), index, spec.block_sizes(axes[0]))
             except ValueError as problem:
-                raise ValueError(f"{self} can't cut dim {dim}, of length {length}, over {axis!r}: {problem}") from None
+                over = " x ".join(map(repr, axes))
+                raise ValueError(f"{self} can't cut dim {dim}, of length {length}, over {over}: {problem}") from None
         return spans
 
     def tied_coordinates(self, axis: str, topology: Topology) -> tuple[int, ...]:
@@ -129,25 +192,29 @@ class P:
 
     def holds(self, coordinate: Mapping[str, int], topology: Topology) -> bool:
         """Whether the rank at ``coordinate`` (axis -> index) holds this parameter."""
-        return all(coordinate[axis] == index for axis, index in self.owned) and all(
-            coordinate[axis] in self.tied_coordinates(axis, topology) for axis, _ in self.tied
+        spec = self.on(topology)
+        return all(coordinate[axis] == index for axis, index in spec.owned) and all(
+            coordinate[axis] in spec.tied_coordinates(axis, topology) for axis, _ in spec.tied
         )
 
     def distinct_axes(self, topology: Topology) -> tuple[str, ...]:
         """The axes along which the pieces differ: the sharded ones, and the pipeline's unless it is tied or owned."""
-        along_pipe = [axis for axis in topology.pipe_axes if axis not in self.named_axes]
-        named = {*self.sharded_axes, *along_pipe}
+        spec = self.on(topology)
+        along_pipe = [axis for axis in topology.pipe_axes if axis not in spec.named_axes]
+        named = {*spec.sharded_axes, *along_pipe}
         return tuple(axis for axis in topology.axes if axis in named)
 
     def replica_axes(self, topology: Topology) -> tuple[str, ...]:
         """The axes along which every coordinate holds a copy; a tied axis is not among them."""
-        gone = {*self.distinct_axes(topology), *dict(self.owned), *dict(self.tied)}
+        spec = self.on(topology)
+        gone = {*spec.distinct_axes(topology), *dict(spec.owned), *dict(spec.tied)}
         return tuple(axis for axis in topology.axes if axis not in gone)
 
     def holders(self, topology: Topology) -> int:
         """How many ranks hold a copy of each distinct piece."""
-        copies = prod(topology.size(axis) for axis in self.replica_axes(topology))
-        return copies * prod(len(self.tied_coordinates(axis, topology)) for axis, _ in self.tied)
+        spec = self.on(topology)
+        copies = prod(topology.size(axis) for axis in spec.replica_axes(topology))
+        return copies * prod(len(spec.tied_coordinates(axis, topology)) for axis, _ in spec.tied)
 
     def validate(self, ndim: int, topology: Topology, name: str = "parameter") -> None:
         """Check the spec against a tensor's number of dims and a topology.
@@ -160,8 +227,15 @@ class P:
                 f"{name}: {self} has {len(self.entries)} entries but the tensor has {ndim} dims; give one entry a dim"
             )
         for axis in self.named_axes:
-            if axis not in topology.axes:
-                raise ValueError(f"{name}: {self} names axis {axis!r}, but the axes are {', '.join(topology.axes)}")
+            if axis not in topology.axes and axis not in topology.aliases:
+                there = ", ".join(topology.axes) + (
+                    f" (aliases: {', '.join(topology.aliases)})" if topology.aliases else ""
+                )
+                raise ValueError(f"{name}: {self} names axis {axis!r}, but the axes are {there}{topology.hint(axis)}")
+        self._check_coordinates(topology, name)
+        self.on(topology)
+
+    def _check_coordinates(self, topology: Topology, name: str) -> None:
         held = [(axis, index) for axis, index in self.owned] + [(axis, i) for axis, where in self.tied for i in where]
         for axis, index in held:
             size = topology.size(axis)
@@ -169,34 +243,56 @@ class P:
                 raise ValueError(f"{name}: {self} names coordinate {index} of {axis!r}, which has size {size}")
 
     def __repr__(self) -> str:
-        parts = [_entry_repr(axes, self) for axes in self.entries]
+        parts = [self._entry_repr(dim) for dim in range(len(self.entries))]
         if self.partial:
-            parts.append(f"partial={_entry_repr(self.partial)}")
+            parts.append(f"partial={self.partial[0]!r}" if len(self.partial) == 1 else f"partial={self.partial!r}")
         if self.owned:
             parts.append(f"owned={dict(self.owned)}")
         if self.tied:
             parts.append(f"tied={dict(self.tied)}")
         return f"P({', '.join(parts)})"
 
+    def _entry_repr(self, dim: int) -> str:
+        sizes = dict(self.blocks)
+        found = [
+            repr(axes) if len(axes) > 1 else blocks_repr(axes[0], sizes[axes[0]]) if axes[0] in sizes else repr(axes[0])
+            for axes in self.cuts(dim)
+        ]
+        if len(found) == 1:
+            return f"({found[0]},)" if self.together and len(self.cuts(dim)[0]) > 1 else found[0]
+        return f"({', '.join(found)})" if found else "None"
 
-def _parts_of(entry: Entry) -> tuple[Axes, ...]:
+
+def _parts_of(entry: Entry) -> tuple[Part, ...]:
     parts = () if entry is None else (entry,) if isinstance(entry, str | Blocks) else entry
-    if not isinstance(parts, tuple) or not all(isinstance(part, str | Blocks) and part for part in parts):
+    if not isinstance(parts, tuple) or not all(map(_is_part, parts)):
         raise ValueError(f"{entry!r} is no entry of a spec; give an axis name, a tuple of axis names or None")
     return parts
 
 
+def _is_part(part: object) -> bool:
+    together = isinstance(part, tuple) and all(isinstance(axis, str) and axis for axis in part)
+    return bool(part) and (together or isinstance(part, str | Blocks))
+
+
 def _axes_of(entry: Entry) -> tuple[str, ...]:
-    return tuple(axis for part in _parts_of(entry) for axis in (part.axes if isinstance(part, Blocks) else (part,)))
+    return tuple(axis for part in _parts_of(entry) for axis in _axes_of_part(part))
+
+
+def _axes_of_part(part: Part) -> tuple[str, ...]:
+    return (part,) if isinstance(part, str) else part.axes if isinstance(part, Blocks) else part
+
+
+def _together_of(entry: Entry) -> Iterator[Together]:
+    return (part for part in _parts_of(entry) if isinstance(part, tuple) and len(part) > 1)
+
+
+def _alone(axes: str | Together) -> str | Together:
+    """One axis by its name."""
+    return axes[0] if isinstance(axes, tuple) and len(axes) == 1 else axes
 
 
 def _blocks_of(entry: Entry) -> Iterator[tuple[str, tuple[int, ...]]]:
     for part in _parts_of(entry):
         if isinstance(part, Blocks) and len(part.sizes) > 1:
             yield from ((axis, part.sizes) for axis in part.axes)
-
-
-def _entry_repr(axes: tuple[str, ...], spec: P | None = None) -> str:
-    sizes = {} if spec is None else dict(spec.blocks)
-    found = [blocks_repr(axis, sizes[axis]) if axis in sizes else repr(axis) for axis in axes]
-    return found[0] if len(found) == 1 else f"({', '.join(found)})" if found else "None"

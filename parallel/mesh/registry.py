@@ -26,7 +26,8 @@ import torch.distributed as dist
 from .calls import answer_questions, in_call
 from .default_group import agreed_name, default_group, is_fake
 from .local_group import cuda_device, end_local_group, new_local_group
-from .topology import Role, Topology
+from .roles import Role
+from .topology import Topology
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -100,9 +101,9 @@ class ProcessGroupRegistry:
     def rank(self, *axes: str) -> int:
         """This rank's index in its group along ``axes``: row-major over them in the topology's order."""
         self._check_named(axes)
-        index = 0
+        index, atoms = 0, self.topology.atoms(*axes)
         for axis in self.topology.axes:
-            if axis in axes:
+            if axis in atoms:
                 index = index * self.topology.size(axis) + self.coordinate[axis]
         return index
 
@@ -178,25 +179,33 @@ class ProcessGroupRegistry:
                     dist.all_reduce(torch.zeros(1, device=self.device), group=self._groups[members])
                     self._met.add(members)
 
-    def device_mesh(self, *axes: str) -> DeviceMesh:
+    def device_mesh(self, *axes: str | tuple[str, ...]) -> DeviceMesh:
         """torch's mesh of this rank's sub-grid, its dims named and ordered as ``axes``, on this registry's groups.
 
-        No group is made but the one of each axis, and the mesh is usable while the registry is open.
+        Several axes as a tuple make one dim together, named as torch names it: ``("edp", "mid")`` makes ``"edp_mid"``. No
+        group is made but the one of each dim, and the mesh is usable while the registry is open.
 
         Raises:
             ValueError, RuntimeError: As in `group`.
         """
         from torch.distributed.device_mesh import DeviceMesh
 
-        ranks = self.ranks(*axes)
-        groups = [self.group(axis) for axis in axes]
-        if len(axes) == 1:
-            return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=axes)
-        ordered = [axis for axis in self.topology.axes if axis in axes]
+        dims = [(dim,) if isinstance(dim, str) else dim for dim in axes]
+        names = tuple("_".join(dim) for dim in dims)
+        ranks = self.ranks(*(axis for dim in dims for axis in dim))
+        by_dim = [self.topology.atoms(*dim) for dim in dims]
+        if [[axis for axis in self.topology.axes if axis in dim] for dim in by_dim] != [list(dim) for dim in by_dim]:
+            raise ValueError(f"device_mesh{axes!r} joins axes in another order than theirs ({self.topology.named()})")
+        groups = [self.group(*dim) for dim in dims]
+        if len(dims) == 1:
+            return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=names)
+        atoms = [axis for dim in by_dim for axis in dim]
+        ordered = [axis for axis in self.topology.axes if axis in atoms]
         grid = torch.tensor(ranks, dtype=torch.int).reshape([self.topology.size(axis) for axis in ordered])
         # Contiguous because torch reads the mesh's strides as they lie in memory.
-        grid = grid.permute([ordered.index(axis) for axis in axes]).contiguous()
-        return DeviceMesh.from_group(groups, self.device.type, mesh=grid, mesh_dim_names=axes)
+        grid = grid.permute([ordered.index(axis) for axis in atoms]).contiguous()
+        grid = grid.reshape([self.topology.size(*dim) for dim in by_dim])
+        return DeviceMesh.from_group(groups, self.device.type, mesh=grid, mesh_dim_names=names)
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, *, roles: Mapping[str, Role] | None = None) -> ProcessGroupRegistry:
@@ -264,10 +273,9 @@ class ProcessGroupRegistry:
     def _check_named(self, axes: tuple[str, ...]) -> None:
         if not axes:
             raise ValueError(
-                f"name the axes (of {', '.join(self.topology.axes) or 'none'}); "
-                "the whole world is group(*registry.topology.axes)"
+                f"name the axes ({self.topology.named()}); the whole world is group(*registry.topology.axes)"
             )
-        self.topology.check_axes(axes)
+        self.topology.atoms(*axes)
 
     def _check_members(self, members: tuple[int, ...]) -> None:
         if len(set(members)) != len(members):

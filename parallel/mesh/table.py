@@ -1,4 +1,4 @@
-"""A topology as text for a terminal: the grid of ranks, then the groups along each axis.
+"""A topology as text for a terminal: the grid of ranks, then the groups along each axis and alias.
 
     data 0           data 1
           col 0 1          col 0 1
@@ -31,6 +31,8 @@ class Grid(Protocol):
     def sizes(self) -> tuple[int, ...]: ...
     @property
     def world_size(self) -> int: ...
+    @property
+    def aliases(self) -> dict[str, tuple[str, ...]]: ...
     @property
     def data_axes(self) -> tuple[str, ...]: ...
     @property
@@ -117,13 +119,18 @@ def _block(topology: Grid, where: dict[str, int], rank: int | None, place: dict[
 
 
 def _groups(topology: Grid, rank: int | None) -> list[str]:
-    """A line per axis, then for the sets of axes that gradients are reduced over."""
+    """A line per axis and alias, then for the sets of axes that gradients are reduced over."""
+    sets: dict[tuple[str, ...], str] = {(axis,): axis for axis in topology.axes}
+    sets |= {atoms: f"{alias} = {' x '.join(atoms)}" for alias, atoms in topology.aliases.items() if len(atoms) > 1}
     together = [axes for axes in (topology.data_axes, topology.model_axes) if len(axes) > 1]
     if topology.pipe_axes and topology.model_axes:
         together.append(tuple(axis for axis in topology.axes if axis not in topology.data_axes))
     title = "ranks of each group" if rank is None else f"ranks of the group of rank {rank}"
     table = [("axes", "role", "size", "groups", title)]
-    for axes in [*((axis,) for axis in topology.axes), *together]:
+    for alias, atoms in topology.aliases.items():
+        if len(atoms) == 1:
+            sets[atoms] += f" = {alias}"
+    for axes in dict.fromkeys([*sets, *together]):
         size = topology.size(*axes)
         count = topology.world_size // size
         roles = "+".join(dict.fromkeys(topology.role(axis) for axis in axes))
@@ -132,7 +139,7 @@ def _groups(topology: Grid, rank: int | None) -> list[str]:
             text += f" | {_ELIDED}" if count > _GROUPS else ""
         else:
             text = _members(topology.peers(rank, *axes), rank)
-        table.append((" x ".join(axes), roles, f"{size:,}", f"{count:,}", text))
+        table.append((sets.get(axes, " x ".join(axes)), roles, f"{size:,}", f"{count:,}", text))
     heads = aligned([row[:-1] for row in table], right=(2, 3))
     return [
         f"{head}  {_cut(text, max(_WIDTH - len(head) - 2, 40))}" for head, (*_, text) in zip(heads, table, strict=True)

@@ -148,7 +148,7 @@ def test_no_axes_is_one_rank() -> None:
         (lambda: BIG.filter(cool=1), "did you mean 'col'"),
         (lambda: Topology(row=0), "'row' has size 0"),
         (lambda: Topology(row=True), "size True"),
-        (lambda: Topology(row=2.0), "size 2.0"),  # type: ignore[arg-type]
+        (lambda: Topology(row=2.0), "size 2.0"),  # type: ignore[call-overload]
         (lambda: Topology(roles=None, **{"a-b": 2}), "can't name an axis"),
         (lambda: Topology(row=2, roles={"col": "data"}), "'col', which is no axis"),
         (lambda: Topology(row=2, roles={"row": "dat"}), "'pipe', 'data', 'model'"),  # type: ignore[dict-item]

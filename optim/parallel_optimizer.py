@@ -135,9 +135,9 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         self.last_stats: GradStats | None = None
 
     @classmethod
-    def for_model(cls, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> ParallelOptimizer[GradStats]:
-        """Of a Transformers model that `from_pretrained` has split, with `meshstep.parallel.registry_of(model)`; the model is
-        the ``data_parallel`` where it is fully sharded. Args, raises, collectives: as there and for the constructor."""
+    def for_model(cls, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> ParallelOptimizer[Any]:
+        """Of a Transformers model that `from_pretrained` has split, on its `meshstep.parallel.registry_of`; it is the
+        ``data_parallel`` where it is fully sharded. Args, raises, collectives: as there and for the constructor."""
         options = ({"data_parallel": model} if hasattr(model, "set_requires_gradient_sync") else {}) | options
         return cls(optimizer, registry_of(model), **options)
 

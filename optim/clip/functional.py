@@ -135,7 +135,10 @@ class _Listed:
     def of(cls, params: Params, registry: ProcessGroupRegistry) -> _Listed:
         """Raises ValueError: the layout of a DTensor or of its gradient is none that can be worked with."""
         given = [params] if isinstance(params, Tensor) else list(params)
-        once, names = dict[int, Tensor](), dict[int, str | None]()  # no tuples: a thousand of them wake the garbage collector
+        once, names = (
+            dict[int, Tensor](),
+            dict[int, str | None](),
+        )  # no tuples: a thousand of them wake the garbage collector
         for item in given:
             name, param = item if isinstance(item, tuple) else (None, item)
             once[id(param)], names[id(param)] = param, name
@@ -153,7 +156,9 @@ class _Listed:
     def change(self, change: Callable[[list[Tensor | None]], None]) -> None:
         """Change the gradients in place; sums that have been made stay so."""
         complete = [
-            (self.params[i], self.gradients[i]) for i, _ in self.pending if is_complete(self.params[i], self.gradients[i])
+            (self.params[i], self.gradients[i])
+            for i, _ in self.pending
+            if is_complete(self.params[i], self.gradients[i])
         ]
         change(self.gradients)
         for param, gradient in complete:
@@ -162,11 +167,16 @@ class _Listed:
 
 def _measure(listed: _Listed, registry: ProcessGroupRegistry, norm_type: float, reduction: Reduction) -> Norms:
     state = _STATES.setdefault(registry, _State())
-    sizes = (param.numel() if grad is None else grad.numel() for param, grad in zip(listed.params, listed.gradients, strict=True))
+    sizes = (
+        param.numel() if grad is None else grad.numel()
+        for param, grad in zip(listed.params, listed.gradients, strict=True)
+    )
     key = (checked_norm_type(norm_type), checked_reduction(reduction), *map(id, listed.annotations), *sizes)
 
     def plan() -> ReductionPlan:
-        named = [param if name is None else (name, param) for name, param in zip(listed.names, listed.params, strict=True)]
+        named = [
+            param if name is None else (name, param) for name, param in zip(listed.names, listed.params, strict=True)
+        ]
         return ReductionPlan.of(entries_of([named], registry.topology), registry.topology, registry.global_rank)
 
     def checked_plan() -> ReductionPlan:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..norm.powers import are_alike
 
-
 _COMPLETE = "_meshstep_complete"
 
 

@@ -42,8 +42,8 @@ def entries_of(
     """The entries of param groups, given as parameters or (name, parameter) pairs.
 
     A parameter that nothing declared counts as replicated where no model axis is larger than 1, and is an error elsewhere.
-    The placements of a DTensor declare it for the axes of its mesh. A plain parameter beside it that nothing declared counts
-    as copied over these axes, if copies are compared.
+    The placements of a DTensor declare it for the axes of its mesh. A plain parameter beside it that nothing declared is
+    copied over these axes, if copies are compared.
 
     Args:
         compared: Copies, of parameters and gradients, are compared before anything is stepped.

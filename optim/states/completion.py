@@ -96,8 +96,8 @@ class Completion:
         return problem
 
     def _look(self, window: AnyWindow) -> None:
-        """What all ranks see of the gradients that backward left: whether they came as they should, and which sums are still
-        to be made that nobody declared. Collectives: an object all-gather."""
+        """What all ranks see of the gradients that backward left: whether they came as they should, and what sums are to
+        be made that nobody declared. Collectives: an object all-gather."""
         params = [param for _, param, _ in self.chain.given]
         seen = gather_objects(Seen.of(window, params), self.chain.registry)
         check_gradients_came(seen, window.scaled)

@@ -40,6 +40,9 @@ _LOCAL, _SOURCE, _CHECKED, _VERSION, _SUMS, _RANKS = (
     f"_meshstep_{name}" for name in ("local", "source", "checked", "version", "sums", "ranks")
 )
 
+SEEN = "_meshstep_seen"
+"""What `meshstep.parallel.interop.dtensor_lists` keeps of a DTensor."""
+
 
 @contextmanager
 def keep_specs(module: nn.Module) -> Iterator[None]:
@@ -210,6 +213,7 @@ def _follow_memory(param: DTensor, piece: nn.Parameter | None) -> nn.Parameter:
 def settle_sums(param: DTensor, axes: tuple[str, ...]) -> None:
     """From now on the gradient of ``param`` is summed over ``axes`` of its mesh, though nobody declared that."""
     piece = local_parameter(param)
+    vars(param).pop(SEEN, None)
     setattr(piece, _SUMS, axes)
     attach(piece, _with_sums(annotation_for(param), axes))
 

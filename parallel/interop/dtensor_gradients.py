@@ -39,7 +39,6 @@ from .dtensor import (
 from .local import Sums
 
 
-
 def share_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool = False) -> None:
     """Give ``piece`` the local tensor of the DTensor's gradient: its memory, unless ``piece.grad_dtype`` wants a cast.
 
@@ -66,7 +65,9 @@ def local_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool = False)
     grad: Tensor | None = param.grad
     if not isinstance(grad, DTensor):
         if grad is not None:
-            raise ValueError(f"the gradient of {label(param)} is a {type(grad).__name__}; that of a DTensor is a DTensor")
+            raise ValueError(
+                f"the gradient of {label(param)} is a {type(grad).__name__}; that of a DTensor is a DTensor"
+            )
         return _laid_out(param, piece, grad, to_sum) if to_sum else None
     if grad.placements != param.placements or (to_sum and (_pending(piece) or settled_sums(piece))):
         return _laid_out(param, piece, grad, to_sum)
@@ -110,7 +111,9 @@ def sums_seen(params: Iterable[Tensor]) -> Sums:
             sums = [axis for axis, has, _ in _dims(param, grad) if _is_sum(has) and axis not in declared]
             for axis, has, wanted in _dims(param, grad):
                 _check(param, axis, has, wanted, {*declared, *sums}, declared)
-            _check_slice(param, [axis for axis, has, wanted in _dims(param, grad) if has != wanted and _is_split(wanted)])
+            _check_slice(
+                param, [axis for axis, has, wanted in _dims(param, grad) if has != wanted and _is_split(wanted)]
+            )
             seen[key] = tuple(sums)
     return seen
 

@@ -14,10 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from ..layout.annotation import ATTRIBUTE, Annotation, annotation_of
 from ..mesh.topology import Topology
-from .dtensor import local_parameter
+from .dtensor import SEEN, local_parameter
 from .dtensor_gradients import local_gradient
-
-_SEEN = "_meshstep_seen"
 
 
 def of_each(
@@ -31,7 +29,7 @@ def of_each(
     local_params, gradients, annotations = list[Tensor](), list[Tensor | None](), list[Annotation | None]()
     for param in params:
         grad: Any = param.grad
-        seen = param.__dict__.get(_SEEN)
+        seen = param.__dict__.get(SEEN)
         if seen is not None and grad is not None:
             piece, annotation, local, laid_out, declared, of, alike = seen
             part = grad._local_tensor
@@ -54,7 +52,7 @@ def of_each(
             annotations.append(annotation_of(piece))
             if isinstance(grad, DTensor) and grad.placements == param.placements:
                 known = (param._local_tensor, param._spec, annotation_of(param), topology, grad._spec)
-                setattr(param, _SEEN, (piece, annotation_of(piece), *known))
+                setattr(param, SEEN, (piece, annotation_of(piece), *known))
         else:
             local_params.append(param)
             gradients.append(grad)

@@ -16,7 +16,6 @@ from ..layout.annotation import Annotation, annotation_of
 from ..layout.spec import P
 from ..mesh.topology import Topology
 
-
 Sums = Mapping[tuple[tuple[int, ...], int], tuple[str, ...]]
 """Axes of pending sums, by DTensor: the ranks of its mesh, and which of the mesh's parameters it is."""
 

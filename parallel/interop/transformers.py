@@ -34,10 +34,9 @@ def registry_of(model: nn.Module) -> ProcessGroupRegistry:
     `sync_gradients`) makes: another optimizer would step with parts of them.
 
     Args:
-        model: A Transformers model that is split, before it is compiled or wrapped. Parameters that have been declared keep
-            what was said.
+        model: A Transformers model that is split, before it is compiled or wrapped. What has been declared stays.
     Raises:
-        ValueError: It is not split; its forward is wrapped already where a hook must be taken away. Nothing is changed then.
+        ValueError: It is not split; its forward is wrapped already where a hook must be taken away. Nothing is changed.
     Collectives, host reads: none.
     """
     meshes: Any = getattr(model, "_mesh_manager", None)
@@ -72,8 +71,8 @@ def _summed_modules(model: nn.Module) -> dict[nn.Module, Any]:
             found[module] = None
         elif not getattr(forward, "__qualname__", "").startswith(_HOOK):
             raise ValueError(
-                f"{name} is {_SUMMED!r} in the plan, but its forward is not the one that Transformers has given it: make the "
-                "optimizer before the model is compiled or wrapped"
+                f"{name} is {_SUMMED!r} in the plan, but its forward is not the one that Transformers has given it: make "
+                "the optimizer before the model is compiled or wrapped"
             )
         else:
             found[module] = forward

@@ -118,8 +118,8 @@ class P:
         partial: tuple[str, ...] | None = None,
         blocks: Iterable[tuple[str, tuple[int, ...]]] = (),
     ) -> P:
-        """The spec with other `cuts` of each dim, and pending sums if they are given; axes that cut a dim in blocks still do,
-        and so do those of ``blocks``."""
+        """The spec with other `cuts` of each dim, and pending sums if they are given; axes that cut a dim in blocks still
+        do, and so do those of ``blocks``."""
         cut = dict(self.blocks) | dict(blocks)
         entries = (tuple(Blocks((a,), cut[a]) if a in cut else a for a in map(_alone, cuts)) for cuts in dims)
         partial = self.partial if partial is None else partial

@@ -148,7 +148,7 @@ def check_mesh(tensor: DTensor, topology: Topology) -> None:
     mesh = tensor.device_mesh
     at = mesh.get_coordinate()
     for index, axis in enumerate(mesh_axes(tensor)):
-        if axis not in topology.axes:
+        if axis not in topology.axes and axis not in topology.aliases:
             raise ValueError(
                 f"{label(tensor)} is on a device mesh with dim {axis!r}, but the axes are {', '.join(topology.axes)}; "
                 "give the axes those names, or make the mesh with registry.device_mesh('data')"

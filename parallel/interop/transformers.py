@@ -3,9 +3,11 @@
     model = AutoModelForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(tp_size=2, fsdp_size=2))
     registry = registry_of(model)
 
-The axes are the dims of the model's own meshes (``pp``, ``dp_replicate``, ``fsdp``, ``tp``). What DTensors don't say of its
-parameters the plan does: whatever it does not split over ``tp`` is copied there. A norm in the plan as
-``replicated_with_grad_allreduce`` (q and k of Qwen3) is copied too, but has a gradient of this rank's heads alone.
+The axes are the dims of the model's own meshes: ``pp``, ``dp_replicate``, ``fsdp`` and ``tp``. Where experts are on a mesh
+of their own (``efsdp``, ``ep``), of the same ranks, ``fsdp`` and ``ep`` are aliases of the axes that both consist of.
+
+What DTensors don't say of its parameters the plan does: what it does not split over ``tp`` is copied there. A norm in the
+plan as ``replicated_with_grad_allreduce`` (q and k of Qwen3) is copied too, but has a gradient of this rank's heads alone.
 Transformers sums it in a hook on every backward, the part of earlier micro-batches again and again; here it is a pending
 sum (``P(partial="tp")``) that is made once, at the end of a window, and the hook is taken away.
 """
@@ -22,7 +24,10 @@ from torch import Tensor, nn
 from ..layout.annotation import annotate, annotation_of
 from ..layout.spec import P
 from ..mesh.registry import ProcessGroupRegistry
+from ..mesh.topology import Topology
 
+_DENSE = ("pp", "dp_replicate", "fsdp", "tp")
+_EXPERTS = ("pp", "dp_replicate", "efsdp", "ep")
 _SUMMED = "replicated_with_grad_allreduce"
 _HOOK = "ReplicatedWithGradAllReduce.install_forward.<locals>."
 
@@ -47,7 +52,11 @@ def registry_of(model: nn.Module) -> ProcessGroupRegistry:
             "declare(model, ...)"
         )
     summed = _summed_modules(model)
-    registry = ProcessGroupRegistry.from_device_mesh(meshes.get_mesh(("pp", "dp_replicate", "fsdp", "tp")))
+    dense, experts = meshes.get_mesh(_DENSE), meshes.get_mesh(_EXPERTS)
+    if experts.size(3) == 1:
+        registry = ProcessGroupRegistry.from_device_mesh(dense)
+    else:
+        registry = ProcessGroupRegistry(_folded(*dense.shape, *experts.shape[2:]))
     pending = {id(param) for module in summed for param in module.parameters(recurse=False)}
     for module, forward in summed.items():
         _take_hooks(module, forward)
@@ -55,6 +64,19 @@ def registry_of(model: nn.Module) -> ProcessGroupRegistry:
         if annotation_of(param) is None:
             annotate(param, P(partial="tp") if id(param) in pending else P(), name)
     return registry
+
+
+def _folded(pp: int, dp_replicate: int, fsdp: int, tp: int, efsdp: int, ep: int) -> Topology:
+    """Of two meshes of the same ranks: what ``fsdp`` and ``ep`` have in common is an axis of its own."""
+    return Topology(
+        pp=pp,
+        dp_replicate=dp_replicate,
+        efsdp=efsdp,
+        fsdp_in_ep=fsdp // efsdp,
+        tp=tp,
+        roles={"fsdp_in_ep": "data"},
+        aliases={"fsdp": ("efsdp", "fsdp_in_ep"), "ep": ("fsdp_in_ep", "tp")},
+    )
 
 
 def _summed_modules(model: nn.Module) -> dict[nn.Module, Any]:

@@ -18,6 +18,7 @@ from world import World
 pytest.importorskip("transformers", reason="needs transformers (the extra 'interop')")
 
 Trained = tuple[list[float], dict[str, Tensor]]
+Mesh = tuple[int, ...]
 MESHES = [(1, 2), (2, 2)]
 SMALL = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -30,6 +31,9 @@ def made(kind: str) -> Any:
     import transformers
 
     torch.manual_seed(7)
+    if kind == "qwen3_moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+        return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SMALL, **experts, head_dim=4))
     if kind == "llama":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL, head_dim=4, tie_word_embeddings=True))
@@ -48,14 +52,19 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     return path_of
 
 
-def loaded(path: str, mesh: tuple[int, int] | None, dtype: torch.dtype = torch.float64) -> Any:
-    """The whole model, or the model split over fsdp x tp."""
+def loaded(path: str, mesh: Mesh | None, dtype: torch.dtype = torch.float64) -> Any:
+    """The whole model, or the model split over fsdp x tp, or over these with experts over ep."""
     import transformers
     from transformers.distributed import DistributedConfig
 
     transformers.utils.logging.disable_progress_bar()
-    config = None if mesh is None else DistributedConfig(fsdp_size=mesh[0], tp_size=mesh[1])
-    return transformers.AutoModelForCausalLM.from_pretrained(path, distributed_config=config, dtype=dtype)
+    config = (
+        None
+        if mesh is None
+        else DistributedConfig(**dict(zip(("fsdp_size", "tp_size", "ep_size"), mesh, strict=False)))
+    )
+    options = {"experts_implementation": "eager"} if "moe" in path else {}  # the others have no float64
+    return transformers.AutoModelForCausalLM.from_pretrained(path, distributed_config=config, dtype=dtype, **options)
 
 
 def tokens_of(step: int, rows: int = 4) -> Tensor:
@@ -85,7 +94,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def split_run(
     path: str,
-    mesh: tuple[int, int],
+    mesh: Mesh,
     dtype: torch.dtype = torch.float64,
     make: Any = sgd,
     micro: int = 1,
@@ -94,7 +103,7 @@ def split_run(
     model = loaded(path, mesh, dtype)
     optimizer = ParallelOptimizer.for_model(model, make(model), max_norm=0.8, **options)
     registry, norms = optimizer.registry, []
-    rows = slice(registry.coordinate["fsdp"], None, mesh[0])
+    rows = slice(registry.rank("fsdp"), None, mesh[0])
     for step in range(5):
         stats = None
         for part in tokens_of(step).chunk(micro):
@@ -129,7 +138,7 @@ def assert_equal(found: Trained, expected: Trained, tolerance: float) -> None:
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_a_split_model_is_stepped_as_the_whole_one(
-    world: World, saved: Callable[[str], str], kind: str, mesh: tuple[int, int]
+    world: World, saved: Callable[[str], str], kind: str, mesh: Mesh
 ) -> None:
     path = saved(kind)
     expected = whole_run(path)
@@ -137,7 +146,18 @@ def test_a_split_model_is_stepped_as_the_whole_one(
         assert_equal(found, expected, 1e-12)
 
 
-def in_modes(path: str, mesh: tuple[int, int]) -> list[Trained]:
+@pytest.mark.parametrize("mesh", [(2, 1, 2), (4, 1, 2), (2, 2, 2), (2, 2, 4)])
+def test_experts_on_another_mesh_are_stepped_as_in_the_whole_model(
+    world: World, saved: Callable[[str], str], mesh: Mesh
+) -> None:
+    """fsdp x tp of the dense layers and ep of the experts; experts are fully sharded too in (4, 1, 2) and (2, 2, 2)."""
+    path = saved("qwen3_moe")
+    expected = whole_run(path)
+    for found in world.run(mesh[0] * mesh[1], split_run, path, mesh):
+        assert_equal(found, expected, 1e-12)
+
+
+def in_modes(path: str, mesh: Mesh) -> list[Trained]:
     return [
         split_run(path, mesh, torch.float32),
         split_run(path, mesh, torch.bfloat16, precision="bf16"),
@@ -145,7 +165,7 @@ def in_modes(path: str, mesh: tuple[int, int]) -> list[Trained]:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_float32_and_bfloat16(world: World, saved: Callable[[str], str], mesh: tuple[int, int]) -> None:
+def test_float32_and_bfloat16(world: World, saved: Callable[[str], str], mesh: Mesh) -> None:
     path = saved("qwen3")
     expected = whole_run(path)
     for fp32, bf16 in world.run(mesh[0] * mesh[1], in_modes, path, mesh):
@@ -156,13 +176,13 @@ def test_float32_and_bfloat16(world: World, saved: Callable[[str], str], mesh: t
 # Accumulation ------------------------------------------------------------------------------------------------------------
 
 
-def accumulated(path: str, mesh: tuple[int, int]) -> Trained:
+def accumulated(path: str, mesh: Mesh) -> Trained:
     return split_run(path, mesh, micro=2, accumulation_steps=2)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_gradients_of_norms_that_the_plan_sums_may_accumulate(
-    world: World, saved: Callable[[str], str], mesh: tuple[int, int]
+    world: World, saved: Callable[[str], str], mesh: Mesh
 ) -> None:
     path = saved("qwen3")
     expected = whole_run(path)
@@ -198,7 +218,7 @@ def test_the_hook_that_sums_again_what_it_has_summed_is_gone(world: World, saved
 # Trainer -----------------------------------------------------------------------------------------------------------------
 
 
-def trained(path: str, mesh: tuple[int, int], max_grad_norm: float, directory: str, port: int) -> Trained | str:
+def trained(path: str, mesh: Mesh, max_grad_norm: float, directory: str, port: int) -> Trained | str:
     from transformers import Trainer, TrainingArguments, default_data_collator
 
     rank = torch.distributed.get_rank()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..amp.by_name import Mode, precision_of
 from ..amp.precision import Precision
+from ..parallel.interop.transformers import registry_of
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .clip.decide import Verdict
 from .clip.policies import ByNorm, ByValue, Clip, clip_of
@@ -136,6 +137,13 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         self._bind(thresholds)
         self._skips = SkipMonitor(self._device)
         self.last_stats: GradStats | None = None
+
+    @classmethod
+    def for_model(cls, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> ParallelOptimizer[Any]:
+        """Of a Transformers model that `from_pretrained` has split, on its `meshstep.parallel.registry_of`; it is the
+        ``data_parallel`` where it is fully sharded. Args, raises, collectives: as there and for the constructor."""
+        options = ({"data_parallel": model} if hasattr(model, "set_requires_gradient_sync") else {}) | options
+        return cls(optimizer, registry_of(model), **options)
 
     # The window ------------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from .gradients.during_backward import BackwardReducer
 from .gradients.early import Early
 from .gradients.sync import gradient_buckets
 from .norm.agreement import agree, with_names
-from .norm.entries import entries_of
+from .norm.entries import count_as_copies, entries_of
 from .norm.measure import Measure
 from .norm.plan import ReductionPlan
 from .norm.replicas import ReplicaCheck
@@ -83,7 +83,8 @@ class Setup:
             if precision_of(self.precision).stochastic_rounding and topology.world_size > 1:
                 check_named(pair for group in groups for pair in group)
             named = [[param if name is None else (name, param) for name, param in group] for group in groups]
-            plan = ReductionPlan.of(entries_of(named, topology), topology, self.registry.global_rank)
+            entries = entries_of(named, topology, compared=bool(self.measure.check_replicas))
+            plan = ReductionPlan.of(entries, topology, self.registry.global_rank)
             check_whole(self.optimizer, plan.entries, topology)
             return plan
 
@@ -93,6 +94,8 @@ class Setup:
         plan = agree(plan, self.registry, names=self.measure.per_parameter or bool(self.measure.check_replicas))
         plan.warn_of_experts()
         plan = self.plan_for_clip(plan)
+        if topology.model_axes:
+            count_as_copies(param for group in groups for _, param in group)
         return plan, agreed_thresholds(self.optimizer.param_groups, self.registry)
 
     def _check_prepared(self, plan: ReductionPlan) -> None:
@@ -258,7 +261,7 @@ class Setup:
             early = gradient_buckets(chain.model_params, plan, self.registry, **options)
             only = lambda entry: not can_be_early(entry)  # noqa: E731
         options = {**common, "adopt": adopt, "only": only, "bucket_bytes": reduce.bucket_bytes}
-        return Completion(chain, derived, gradient_buckets(measured, derived, self.registry, **options), early)
+        return Completion(chain, derived, lambda p: gradient_buckets(measured, p, self.registry, **options), early)
 
     def switch(self, completion: Completion, before: Switch | None) -> Switch | None:
         """Who reduces gradients in backward; None: nobody.

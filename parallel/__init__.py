@@ -3,6 +3,7 @@
 from .data import ShardedDataLoader, prepare_dataloader
 from .interop.deepspeed import ModelParallelUnit, mark_model_parallel
 from .interop.local import spec_of
+from .interop.transformers import registry_of
 from .launch import Launch, get_dist_logger, init_distributed
 from .layers.classifier_2d import Classifier2D
 from .layers.cross_entropy import cross_entropy_2d, cross_entropy_3d, vocab_parallel_cross_entropy
@@ -78,6 +79,7 @@ __all__ = [
     "prepare_dataloader",
     "reduce_from",
     "reduce_scatter_to",
+    "registry_of",
     "scatter_to",
     "shard",
     "spec_of",

@@ -130,12 +130,15 @@ class Link:
         """Around the backward of one micro-batch; every rank enters it, whether it has something to compute or not."""
         return nullcontext()
 
-    def bring(self, window: AnyWindow, averaged: bool) -> None:
+    def bring(self, window: AnyWindow, averaged: bool) -> Exception | None:
         """Give the stand-ins the gradients of what they stand for, at the end of a window.
 
         Args:
             averaged: False where torch's data parallelism was to average them over the data axes, but has not.
+        Returns:
+            What is wrong with those of this rank, of which it has put NaN there.
         """
+        return None
 
     def step(self, update: Callable[[], object]) -> None:
         """Call ``update`` and bring the result back; a skipped step changes nothing."""

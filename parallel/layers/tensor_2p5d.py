@@ -170,4 +170,4 @@ def _sum_over(depth: str, layer: nn.Module, registry: ProcessGroupRegistry) -> N
     for param in layer.parameters():
         found = annotation_of(param)
         assert found is not None
-        annotate(param, found.spec.with_partial(depth), full_shape=found.full_shape)
+        annotate(param, found.spec.with_partial((*found.spec.partial, depth)), full_shape=found.full_shape)

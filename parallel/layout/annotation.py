@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..mesh.topology import Topology
 from .spec import P
 
-_ATTRIBUTE = "_meshstep_annotation"
+ATTRIBUTE = "_meshstep_annotation"
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,17 @@ def annotate(param: Tensor, spec: P, name: str | None = None, *, full_shape: tup
             f"{label}: {spec} has {len(spec.entries)} entries but the tensor has {param.dim()} dims; "
             "give one entry a dim"
         )
-    setattr(param, _ATTRIBUTE, Annotation(spec, name, full_shape=full_shape))
+    setattr(param, ATTRIBUTE, Annotation(spec, name, full_shape=full_shape))
 
 
 def attach(param: Tensor, annotation: Annotation) -> None:
     """Let ``param`` carry ``annotation``, as it is."""
-    setattr(param, _ATTRIBUTE, annotation)
+    setattr(param, ATTRIBUTE, annotation)
 
 
 def annotation_of(param: Tensor) -> Annotation | None:
     """The annotation of a parameter, or None where nothing declared it."""
-    found: Any = getattr(param, _ATTRIBUTE, None)
+    found: Any = getattr(param, ATTRIBUTE, None)
     return found if isinstance(found, Annotation) else None
 
 
@@ -112,7 +112,7 @@ def declare(module: nn.Module, rules: Mapping[str, P] | None = None) -> None:
             f"no rule says how {_some(missing)} is laid out; add a rule for it, P() meaning replicated on purpose"
         )
     for name, annotation in decided.items():
-        setattr(params[name], _ATTRIBUTE, annotation)
+        setattr(params[name], ATTRIBUTE, annotation)
 
 
 def _most_specific(name: str, rules: Mapping[str, P]) -> P | None:
@@ -143,4 +143,4 @@ def copy_annotation(source: Tensor, target: Tensor) -> None:
     """Give ``target`` (a master copy, a slice) the annotation of ``source``, if it has one."""
     annotation = annotation_of(source)
     if annotation is not None:
-        setattr(target, _ATTRIBUTE, annotation)
+        setattr(target, ATTRIBUTE, annotation)

@@ -117,16 +117,23 @@ class P:
                 found.append(together)
         return tuple(found)
 
-    def with_partial(self, axis: str) -> P:
-        """The spec of a parameter whose gradient is a pending sum over ``axis`` too."""
-        return self.with_dims(map(self.cuts, range(len(self.entries))), (*self.partial, axis))
+    def with_dims(
+        self,
+        dims: Iterable[Iterable[str | Together]],
+        *,
+        partial: tuple[str, ...] | None = None,
+        blocks: Iterable[tuple[str, tuple[int, ...]]] = (),
+    ) -> P:
+        """The spec with other `cuts` of each dim, and pending sums if they are given; axes that cut a dim in blocks still
+        do, and so do those of ``blocks``."""
+        cut = dict(self.blocks) | dict(blocks)
+        entries = (tuple(Blocks((a,), cut[a]) if a in cut else a for a in map(alone, cuts)) for cuts in dims)
+        partial = self.partial if partial is None else partial
+        return P(*entries, partial=partial, owned=dict(self.owned), tied=dict(self.tied))
 
-    def with_dims(self, dims: Iterable[Iterable[str | Together]], partial: tuple[str, ...] | None = None) -> P:
-        """The spec with other `cuts` of each dim; axes that cut it in blocks still do."""
-        blocks = dict(self.blocks)
-        entries = (tuple(Blocks((a,), blocks[a]) if a in blocks else a for a in map(alone, cuts)) for cuts in dims)
-        pending = self.partial if partial is None else partial
-        return P(*entries, partial=pending, owned=dict(self.owned), tied=dict(self.tied))
+    def with_partial(self, partial: tuple[str, ...]) -> P:
+        """The spec with other pending sums."""
+        return self.with_dims(map(self.cuts, range(len(self.entries))), partial=partial)
 
     def on(self, topology: Topology) -> P:
         """The spec in the axes of ``topology``: each alias by what it stands for. Itself, where it names none.

@@ -77,8 +77,11 @@ _ELSEWHERE = {
 }
 
 
-def wrong_arguments(given: Iterable[str]) -> TypeError | None:
-    """The error for arguments that there are not, with what to write; None where none is given."""
+def wrong_arguments(given: Iterable[str], optimizer: torch.optim.Optimizer, kind: type) -> TypeError | None:
+    """The error for arguments that there are not, with what to write, or for an optimizer of the ``kind`` to be made; None
+    where there is neither."""
+    if isinstance(optimizer, kind):
+        return TypeError(f"the optimizer is a {kind.__name__} already; wrap a plain torch optimizer")
     for name in given:
         return renamed(name) or TypeError(f"ParallelOptimizer has no argument {name}=: {_instead(name)}")
     return None

@@ -67,10 +67,9 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
             here it says whether there are master weights and a loss scale.
         accumulation_steps: K: manage windows of K micro-batches, each a `backward`; `step` and `zero_grad` do nothing
             before the K-th, and the gradient is the mean over the window. None: gradients add up until you call `step`.
-        data_parallel: The `DistributedDataParallel` (torch's or Megatron's) or `fully_shard` module that averages gradients
-            over the data axes; it synchronises in the last micro-batch of a window only. A list of them where a rank has
-            several stages of a pipeline. None: `step` averages, in a few collectives, as it does for parameters left out
-            of `fully_shard`. `Reduce` says how, or that others do.
+        data_parallel: The `DistributedDataParallel` (torch's, Megatron's) or `fully_shard` module that averages gradients in
+            the last micro-batch of a window; a list where a rank has several stages of a pipeline. None: `step` averages,
+            in a few collectives, also what `fully_shard` was not applied to. `Reduce` says how, or that others do.
         states: Where optimizer states and masters are kept: `Sharded`, `Offloaded`, both, or a `Placement` of your own.
             The param groups then hold what is stepped; see `pieces`.
         measure: What is measured, and how; see `Measure`.
@@ -118,13 +117,10 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         **removed: object,
     ) -> None:
         optimizer = as_one(optimizer, registry)
-        wrong = wrong_arguments(removed)
-        if isinstance(optimizer, ParallelOptimizer):
-            wrong = TypeError("the optimizer is a ParallelOptimizer already; wrap a plain torch optimizer")
         super().__init__(optimizer)
         self.registry, self.on_nonfinite = registry, on_nonfinite
-        given = (max_norm, precision, accumulation_steps, data_parallel, states, measure, on_nonfinite)
-        self._setup = Setup(optimizer, registry, *given, wrong)
+        given = (registry, max_norm, precision, accumulation_steps, data_parallel, states, measure, on_nonfinite)
+        self._setup = Setup(optimizer, *given, wrong_arguments(removed, optimizer, ParallelOptimizer))
         self._groups = [named_params_of([group]) for group in self.param_groups]
         with unchanged(optimizer):
             self._plan, thresholds = self._setup.agreed_plan(self._groups)
@@ -140,10 +136,10 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
 
     @classmethod
     def for_model(cls, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> ParallelOptimizer[Any]:
-        """Of a Transformers model that `from_pretrained` has split, on its `meshstep.parallel.registry_of`; it is the
-        ``data_parallel`` where it is fully sharded. Args, raises, collectives: as there and for the constructor."""
-        options = ({"data_parallel": model} if hasattr(model, "set_requires_gradient_sync") else {}) | options
-        return cls(optimizer, registry_of(model), **options)
+        """Of a Transformers model that `from_pretrained` has split: on its `meshstep.parallel.registry_of`, which says the
+        rest, and ``data_parallel=model`` where it is fully sharded."""
+        sharded = {"data_parallel": model} if hasattr(model, "set_requires_gradient_sync") else {}
+        return cls(optimizer, registry_of(model), **sharded | options)
 
     # The window ------------------------------------------------------------------------------------------------------
 

@@ -73,7 +73,7 @@ class MegatronSwitch(DataParallelSwitch):
 
     def set(self, on: bool) -> None:
         self.on = on
-        for group in (*self.module.bucket_groups, *self.module.expert_parallel_bucket_groups):  # type: ignore[misc, operator]
+        for group in (*self.module.bucket_groups, *self.module.expert_parallel_bucket_groups):  # type: ignore[misc]
             group.is_last_microbatch = on
 
     def averages(self, window: Window[Any, Any]) -> bool:

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from ..layout.annotation import annotate
 from ..layout.shard import local_index, shard
 from ..layout.spec import P
-from ..mesh.collectives import Over, all_gather, reduce_from, reduce_scatter_to
+from ..mesh.collectives import reduce_from, reduce_scatter_to
+from ..mesh.linear_maps import Over, all_gather
 from ..mesh.registry import ProcessGroupRegistry
 from .initialization import draw_embedding, kept_piece
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..layout.spec import P
-from ..mesh.collectives import Over, all_gather, all_reduce
+from ..mesh.linear_maps import Over, all_gather, all_reduce
 from ..mesh.registry import ProcessGroupRegistry
 from .initialization import kept_piece
 

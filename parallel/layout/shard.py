@@ -17,7 +17,7 @@ import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor
 
-from ..mesh.collectives import Over, all_gather, broadcast
+from ..mesh.linear_maps import Over, all_gather, broadcast
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.topology import Topology
 from .blocks import Span, cut_spans

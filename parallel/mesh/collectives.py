@@ -25,158 +25,28 @@ long it is as a whole (``length``), its pieces are those of `torch.chunk`, over 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from math import prod
-from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from .flat_collectives import all_gather_flat, reduce_scatter_flat
+from .linear_maps import (
+    Cut,
+    Map,
+    Over,
+    all_gather,
+    all_reduce,
+    along,
+    apply,
+    broadcast,
+    exchange,
+    identity,
+    own_slice,
+    reduce_scatter,
+    reduce_to_root,
+)
 from .registry import ProcessGroupRegistry
-
-
-@dataclass(frozen=True)
-class Over:
-    """Where a map acts: the axes, the tensor dim that is split or joined, and the index in the group of the root."""
-
-    registry: ProcessGroupRegistry
-    axes: tuple[str, ...]
-    dim: int = 0
-    root: int = 0
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        return self.registry.group(*self.axes)
-
-    @property
-    def size(self) -> int:
-        return self.registry.size(*self.axes)
-
-    @property
-    def rank(self) -> int:
-        return self.registry.rank(*self.axes)
-
-    def piece(self, tensor: Tensor) -> int:
-        """The length of one rank's piece of ``tensor`` along the dim."""
-        length = tensor.size(self.dim)
-        if length % self.size:
-            raise ValueError(
-                f"dim {self.dim} of a tensor of shape {tuple(tensor.shape)} has length {length}, which doesn't divide "
-                f"over {' x '.join(self.axes)} of size {self.size}; pad it to a multiple of {self.size}"
-            )
-        return length // self.size
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A dim as pieces, one for each rank of a group, in its order."""
-
-    dim: int
-    sizes: list[int]
-
-
-# The maps themselves: not differentiable, out of place, for groups of more than one rank.
-
-
-def identity(tensor: Tensor, over: Over) -> Tensor:
-    """The tensor, as a view, so that autograd has a tensor of its own to return."""
-    return tensor.view_as(tensor)
-
-
-def all_reduce(tensor: Tensor, over: Over) -> Tensor:
-    """The sum over the group, of the same shape."""
-    total = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=over.group)
-    return total
-
-
-def all_gather(tensor: Tensor, over: Over) -> Tensor:
-    """All pieces, joined along the dim: [..., length, ...] -> [..., size * length, ...]."""
-    pieces = tensor.new_empty((over.size, *tensor.shape))
-    # Flat: gloo refuses buffers with the extra dim.
-    all_gather_flat(pieces.view(-1), tensor.contiguous().view(-1), over.group)
-    return pieces.movedim(0, over.dim).flatten(over.dim, over.dim + 1)
-
-
-def reduce_scatter(tensor: Tensor, over: Over) -> Tensor:
-    """This rank's piece of the sum over the group: [..., size * length, ...] -> [..., length, ...]."""
-    length = over.piece(tensor)
-    before, after = tensor.shape[: over.dim], tensor.shape[over.dim + 1 :]
-    pieces = tensor.reshape(*before, over.size, length, *after).movedim(over.dim, 0).contiguous()
-    own = tensor.new_empty(pieces.shape[1:])
-    reduce_scatter_flat(own.view(-1), pieces.view(-1), over.group)
-    return own
-
-
-def own_slice(tensor: Tensor, over: Over) -> Tensor:
-    """This rank's piece along the dim: [..., size * length, ...] -> [..., length, ...]; no collective."""
-    length = over.piece(tensor)
-    return tensor.narrow(over.dim, over.rank * length, length).contiguous()
-
-
-def broadcast(tensor: Tensor, over: Over) -> Tensor:
-    """What the root has; the others give a tensor of its shape and dtype."""
-    if over.rank == over.root:
-        # Not the tensor itself: torch 2.13 would give its gradient the parameter's grad_dtype, on the root alone.
-        received = tensor.detach().contiguous()
-    else:
-        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    dist.broadcast(received, group_src=over.root, group=over.group)
-    return received
-
-
-def reduce_to_root(tensor: Tensor, over: Over) -> Tensor:
-    """The sum over the group on the root, zeros elsewhere."""
-    total = tensor.clone(memory_format=torch.contiguous_format)
-    dist.reduce(total, group_dst=over.root, group=over.group)
-    return total if over.rank == over.root else total.zero_()
-
-
-def exchange(tensor: Tensor, over: Over, cut: Cut, joined: Cut) -> Tensor:
-    """Piece i of the tensor, as ``cut`` says, goes to rank i; the pieces that come from all ranks, ``joined``."""
-    sent = tensor.split(cut.sizes, cut.dim)
-    shapes = [list(sent[over.rank].shape) for _ in range(over.size)]
-    for shape, length in zip(shapes, joined.sizes, strict=True):
-        shape[joined.dim] = length
-    numels = [prod(shape) for shape in shapes]
-    received = tensor.new_empty(sum(numels))
-    packed = torch.cat([piece.reshape(-1) for piece in sent])
-    dist.all_to_all_single(received, packed, numels, [piece.numel() for piece in sent], group=over.group)
-    return torch.cat([flat.view(s) for flat, s in zip(received.split(numels), shapes, strict=True)], joined.dim)
-
-
-Map = Callable[[Tensor, Over], Tensor]
-
-
-class _LinearMap(torch.autograd.Function):
-    """Applies ``forward_map``; the backward applies ``backward_map``, its adjoint, as another of these."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, forward_map: Map, backward_map: Map, over: Over) -> Tensor:
-        ctx.forward_map, ctx.backward_map, ctx.over = forward_map, backward_map, over
-        return forward_map(tensor, over)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _apply(grad, ctx.backward_map, ctx.forward_map, ctx.over), None, None, None
-
-
-def _apply(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over) -> Tensor:
-    if over.size == 1:
-        return tensor
-    result: Tensor = _LinearMap.apply(tensor, forward_map, backward_map, over)
-    return result
-
-
-def _along(tensor: Tensor, registry: ProcessGroupRegistry, axes: tuple[str, ...], dim: int) -> Over:
-    if not -tensor.dim() <= dim < tensor.dim():
-        raise ValueError(f"dim {dim} is out of range for a tensor of shape {tuple(tensor.shape)}")
-    return Over(registry, axes, dim=dim % tensor.dim())
 
 
 def copy_to(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str) -> Tensor:
@@ -184,7 +54,7 @@ def copy_to(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str) -> Tenso
 
     Collectives: none in forward, one all-reduce in backward.
     """
-    return _apply(tensor, identity, all_reduce, Over(registry, axes))
+    return apply(tensor, identity, all_reduce, Over(registry, axes))
 
 
 def reduce_from(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str) -> Tensor:
@@ -192,28 +62,28 @@ def reduce_from(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str) -> T
 
     Collectives: one all-reduce in forward, none in backward.
     """
-    return _apply(tensor, all_reduce, identity, Over(registry, axes))
+    return apply(tensor, all_reduce, identity, Over(registry, axes))
 
 
 def _joined(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over, length: int | None) -> Tensor:
     """Pieces are joined; uneven ones as equal ones, the padding of which comes last."""
     if length is None:
-        return _apply(tensor, forward_map, backward_map, over)
+        return apply(tensor, forward_map, backward_map, over)
     chunk, piece = _chunk(length, over)
     if tensor.size(over.dim) != piece:
         raise ValueError(
             f"dim {over.dim} of a tensor of shape {tuple(tensor.shape)} is no piece of length={length} over "
             f"{over.axes[0]}={over.size}: this rank's has {piece}"
         )
-    return _apply(_padded(tensor, over, chunk), forward_map, backward_map, over).narrow(over.dim, 0, length)
+    return apply(_padded(tensor, over, chunk), forward_map, backward_map, over).narrow(over.dim, 0, length)
 
 
 def _cut(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over, uneven: bool) -> Tensor:
     if not uneven:
-        return _apply(tensor, forward_map, backward_map, over)
+        return apply(tensor, forward_map, backward_map, over)
     chunk, piece = _chunk(tensor.size(over.dim), over)
     padded = _padded(tensor, over, chunk * over.size)
-    return _apply(padded, forward_map, backward_map, over).narrow(over.dim, 0, piece)
+    return apply(padded, forward_map, backward_map, over).narrow(over.dim, 0, piece)
 
 
 def _chunk(length: int, over: Over) -> tuple[int, int]:
@@ -243,7 +113,7 @@ def gather_from(
         length: Of the joined dim, where its pieces over one axis are uneven.
     Collectives: one all-gather in forward, none in backward.
     """
-    return _joined(tensor, all_gather, own_slice, _along(tensor, registry, axes, dim), length)
+    return _joined(tensor, all_gather, own_slice, along(tensor, registry, axes, dim), length)
 
 
 def scatter_to(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, dim: int, uneven: bool = False) -> Tensor:
@@ -255,7 +125,7 @@ def scatter_to(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, dim: 
         ValueError: The dim doesn't divide over the axes, and ``uneven`` isn't said.
     Collectives: none in forward, one all-gather in backward.
     """
-    return _cut(tensor, own_slice, all_gather, _along(tensor, registry, axes, dim), uneven)
+    return _cut(tensor, own_slice, all_gather, along(tensor, registry, axes, dim), uneven)
 
 
 def all_gather_to(
@@ -267,7 +137,7 @@ def all_gather_to(
         length: As in `gather_from`.
     Collectives: one all-gather in forward, one reduce-scatter in backward.
     """
-    return _joined(tensor, all_gather, reduce_scatter, _along(tensor, registry, axes, dim), length)
+    return _joined(tensor, all_gather, reduce_scatter, along(tensor, registry, axes, dim), length)
 
 
 def reduce_scatter_to(
@@ -281,7 +151,7 @@ def reduce_scatter_to(
         ValueError: The dim doesn't divide over the axes, and ``uneven`` isn't said.
     Collectives: one reduce-scatter in forward, one all-gather in backward.
     """
-    return _cut(tensor, reduce_scatter, all_gather, _along(tensor, registry, axes, dim), uneven)
+    return _cut(tensor, reduce_scatter, all_gather, along(tensor, registry, axes, dim), uneven)
 
 
 def broadcast_from(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, root: int = 0) -> Tensor:
@@ -296,7 +166,7 @@ def broadcast_from(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, r
     size = registry.size(*axes)
     if not 0 <= root < size:
         raise ValueError(f"root {root} is not in the group over {' x '.join(axes)}; give an index in 0..{size - 1}")
-    return _apply(tensor, broadcast, reduce_to_root, Over(registry, axes, root=root))
+    return apply(tensor, broadcast, reduce_to_root, Over(registry, axes, root=root))
 
 
 def all_to_all(
@@ -326,8 +196,8 @@ def all_to_all(
         ValueError: Sizes are not one a rank, don't add up to the dim's length, or are missing; the dim doesn't divide.
     Collectives: one all-to-all in forward, one in backward, with the sizes changed about.
     """
-    over = _along(tensor, registry, axes, split_dim)
-    target = over.dim if concat_dim is None else _along(tensor, registry, axes, concat_dim).dim
+    over = along(tensor, registry, axes, split_dim)
+    target = over.dim if concat_dim is None else along(tensor, registry, axes, concat_dim).dim
     sent = [over.piece(tensor)] * over.size if split_sizes is None else list(split_sizes)
     if concat_sizes is None and split_sizes is not None and target == over.dim:
         raise ValueError("pieces of other sizes than equal ones: give concat_sizes too, what comes from each rank")
@@ -345,4 +215,4 @@ def all_to_all(
             f"concat_sizes says that this rank sends itself {received[over.rank]}, but its piece has {own}"
         )
     cut, joined = Cut(over.dim, sent), Cut(target, received)
-    return _apply(tensor, partial(exchange, cut=cut, joined=joined), partial(exchange, cut=joined, joined=cut), over)
+    return apply(tensor, partial(exchange, cut=cut, joined=joined), partial(exchange, cut=joined, joined=cut), over)

@@ -203,8 +203,11 @@ class ProcessGroupRegistry:
         ordered = [axis for axis in self.topology.axes if axis in atoms]
         grid = torch.tensor(ranks, dtype=torch.int).reshape([self.topology.size(axis) for axis in ordered])
         # Contiguous because torch reads the mesh's strides as they lie in memory.
-        grid = grid.permute([ordered.index(axis) for axis in atoms]).contiguous()
-        grid = grid.reshape([self.topology.size(*dim) for dim in by_dim])
+        grid = (
+            grid.permute([ordered.index(axis) for axis in atoms])
+            .contiguous()
+            .reshape([group.size() for group in groups])
+        )
         return DeviceMesh.from_group(groups, self.device.type, mesh=grid, mesh_dim_names=names)
 
     @classmethod
@@ -276,9 +279,8 @@ class ProcessGroupRegistry:
 
     def _check_named(self, axes: tuple[str, ...]) -> None:
         if not axes:
-            raise ValueError(
-                f"name the axes ({self.topology.named()}); the whole world is group(*registry.topology.axes)"
-            )
+            there = self.topology.named()
+            raise ValueError(f"name the axes ({there}); the whole world is group(*registry.topology.axes)")
         self.topology.atoms(*axes)
 
     def _check_members(self, members: tuple[int, ...]) -> None:

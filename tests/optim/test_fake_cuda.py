@@ -44,7 +44,7 @@ from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.parallel.interop import dtensor
 from meshstep.parallel.layers.summa import Grid, _Reduction, summa
 from meshstep.parallel.mesh import collectives
-from meshstep.parallel.mesh.collectives import Over
+from meshstep.parallel.mesh.linear_maps import Over
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor, Shard

@@ -67,9 +67,9 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
             here it says whether there are master weights and a loss scale.
         accumulation_steps: K: manage windows of K micro-batches, each a `backward`; `step` and `zero_grad` do nothing
             before the K-th, and the gradient is the mean over the window. None: gradients add up until you call `step`.
-        data_parallel: The `DistributedDataParallel` (torch's, Megatron's) or `fully_shard` module that averages gradients in
-            the last micro-batch of a window; a list where a rank has several stages of a pipeline. None: `step` averages,
-            in a few collectives, also what `fully_shard` was not applied to. `Reduce` says how, or that others do.
+        data_parallel: The `DistributedDataParallel` (torch's, Megatron's) or `fully_shard` module that averages gradients,
+            in the last micro-batch of a window; a list where a rank has several pipeline stages. None: `step` averages,
+            in a few collectives, also what `fully_shard` left. `Reduce` says how, or that others do.
         states: Where optimizer states and masters are kept: `Sharded`, `Offloaded`, both, or a `Placement` of your own.
             The param groups then hold what is stepped; see `pieces`.
         measure: What is measured, and how; see `Measure`.

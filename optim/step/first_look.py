@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...parallel.interop.local import Sums, local_tensor, sums_seen
+from ...parallel.interop.local import local_tensor, sums_seen
+from ...parallel.interop.pending_sums import Sums
 from ...parallel.interop.transformers import clips_around
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry

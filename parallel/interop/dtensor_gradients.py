@@ -36,7 +36,7 @@ from .dtensor import (
     settled_sums,
     waited,
 )
-from .local import Sums
+from .pending_sums import Sums
 
 
 def share_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool = False) -> None:

@@ -6,7 +6,7 @@ What is here costs nothing where a neighbour is not used: importing DTensor take
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -15,9 +15,7 @@ from torch import Tensor
 from ..layout.annotation import Annotation, annotation_of
 from ..layout.spec import P
 from ..mesh.topology import Topology
-
-Sums = Mapping[tuple[tuple[int, ...], int], tuple[str, ...]]
-"""Axes of pending sums, by DTensor: the ranks of its mesh, and which of the mesh's parameters it is."""
+from .pending_sums import Sums
 
 
 def has_dtensors(tensors: Iterable[Tensor]) -> bool:

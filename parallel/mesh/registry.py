@@ -27,6 +27,7 @@ from .calls import answer_questions, in_call
 from .default_group import agreed_name, default_group, is_fake
 from .local_group import cuda_device, end_local_group, new_local_group
 from .roles import Role
+from .sub_mesh import sub_mesh
 from .topology import Topology
 
 if TYPE_CHECKING:
@@ -188,27 +189,7 @@ class ProcessGroupRegistry:
         Raises:
             ValueError, RuntimeError: As in `group`.
         """
-        from torch.distributed.device_mesh import DeviceMesh
-
-        dims = [(dim,) if isinstance(dim, str) else dim for dim in axes]
-        names = tuple("_".join(dim) for dim in dims)
-        ranks = self.ranks(*(axis for dim in dims for axis in dim))
-        by_dim = [self.topology.atoms(*dim) for dim in dims]
-        if [[axis for axis in self.topology.axes if axis in dim] for dim in by_dim] != [list(dim) for dim in by_dim]:
-            raise ValueError(f"device_mesh{axes!r} joins axes in another order than theirs ({self.topology.named()})")
-        groups = [self.group(*dim) for dim in dims]
-        if len(dims) == 1:
-            return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=names)
-        atoms = [axis for dim in by_dim for axis in dim]
-        ordered = [axis for axis in self.topology.axes if axis in atoms]
-        grid = torch.tensor(ranks, dtype=torch.int).reshape([self.topology.size(axis) for axis in ordered])
-        # Contiguous because torch reads the mesh's strides as they lie in memory.
-        grid = (
-            grid.permute([ordered.index(axis) for axis in atoms])
-            .contiguous()
-            .reshape([group.size() for group in groups])
-        )
-        return DeviceMesh.from_group(groups, self.device.type, mesh=grid, mesh_dim_names=names)
+        return sub_mesh(self, [(dim,) if isinstance(dim, str) else dim for dim in axes])
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, *, roles: Mapping[str, Role] | None = None) -> ProcessGroupRegistry:

@@ -210,7 +210,7 @@ def warnings_of_fp8() -> Iterator[list[str]]:
 def replicas_are_whole(spec: P, across_data: bool) -> tuple[bool, int]:
     """A linear layer whose batch is split over an axis: whether this rank's output is the whole one's part."""
     axis = "tensor" if spec.partial else "data"
-    with ProcessGroupRegistry(Topology(**{axis: 2})) as registry:  # type: ignore[arg-type]
+    with ProcessGroupRegistry(Topology(roles=None, **{axis: 2})) as registry:
         dense, layer = whole(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN)
         layer.load_state_dict(dense.state_dict())
         declare(layer, {"*": spec})

@@ -132,7 +132,7 @@ class Run(NamedTuple):
 
 
 def by_engine(setting: Setting, marked: bool = True) -> Run:
-    with deepspeed_on_cpu() as package, ProcessGroupRegistry(Topology(**dict(setting.axes))) as registry:
+    with deepspeed_on_cpu() as package, ProcessGroupRegistry(Topology(roles=None, **dict(setting.axes))) as registry:
         model = model_on(registry)
         if marked:
             mark_model_parallel(model.parameters(), registry)
@@ -153,7 +153,7 @@ def by_engine(setting: Setting, marked: bool = True) -> Run:
 
 def replaced(setting: Setting) -> Run:
     """The same run without DeepSpeed."""
-    with ProcessGroupRegistry(Topology(**dict(setting.axes))) as registry:
+    with ProcessGroupRegistry(Topology(roles=None, **dict(setting.axes))) as registry:
         model = model_on(registry)
         precision: Any = {"precision": "bf16"} if setting.bf16 else {}
         if setting.bf16:
@@ -170,7 +170,7 @@ def replaced(setting: Setting) -> Run:
 
 def under_its_engine(setting: Setting) -> Run:
     """The engine averages, and our optimizer does all else."""
-    with deepspeed_on_cpu() as package, ProcessGroupRegistry(Topology(**dict(setting.axes))) as registry:
+    with deepspeed_on_cpu() as package, ProcessGroupRegistry(Topology(roles=None, **dict(setting.axes))) as registry:
         model = model_on(registry)
         if registry.coordinate.get("data", 0):  # the engine gives the weights of data rank 0 to all
             for param in model.parameters():

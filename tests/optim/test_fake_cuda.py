@@ -43,7 +43,7 @@ from meshstep.optim.step.skips import LAG, SkipMonitor
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.parallel.interop import dtensor
 from meshstep.parallel.layers.summa import Grid, _Reduction, summa
-from meshstep.parallel.mesh import collectives
+from meshstep.parallel.mesh import linear_maps
 from meshstep.parallel.mesh.linear_maps import Over
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -227,11 +227,11 @@ def test_several_ranks_on_one_gpu_by_gloo(placed: str, mode: str) -> None:
 
 
 MAPS: dict[str, Callable[[torch.Tensor, Over], torch.Tensor]] = {
-    "all-reduce": collectives.all_reduce,
-    "all-gather": collectives.all_gather,
-    "reduce-scatter": collectives.reduce_scatter,
-    "broadcast": collectives.broadcast,
-    "reduce": collectives.reduce_to_root,
+    "all-reduce": linear_maps.all_reduce,
+    "all-gather": linear_maps.all_gather,
+    "reduce-scatter": linear_maps.reduce_scatter,
+    "broadcast": linear_maps.broadcast,
+    "reduce": linear_maps.reduce_to_root,
 }
 
 
@@ -254,9 +254,9 @@ def test_2d_layers_of_several_ranks_on_one_gpu_by_gloo() -> None:
         a, b = torch.ones(3, 4, device=CUDA), torch.ones(4, 5, device=CUDA)
         with logging() as log:
             summa(a, b, grid)
-            terms = _Reduction(grid, "row")
-            for k in range(2):
-                terms.add(k, torch.ones(3, 5, device=CUDA))
+            terms = _Reduction(0, grid, "row")
+            for part in grid.panels(6)[0]:
+                terms.add(part, torch.ones(part.width, 5, device=CUDA))
             terms.finish()
         assert log.collectives
         assert set(log.collectives) <= {(name, "cuda") for name in GLOO_COPIES}

@@ -70,8 +70,7 @@ def assert_is_dense(model: Lm, dense: Lm) -> None:
 
 def stepped(kind: str, topology: Topology, width: int, tied: bool, options: dict[str, Any]) -> None:
     dense, expected = dense_run(3, width, tied)
-    assert min(expected) < MAX_NORM * 2
-    assert max(expected) > MAX_NORM
+    assert min(expected) > MAX_NORM, "every step should be clipped"
     with ProcessGroupRegistry(topology) as registry:
         model = Lm(kind, registry, width, tied)
         optimizer = optimizer_of(model, registry, **options)

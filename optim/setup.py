@@ -35,7 +35,7 @@ from .states.elementwise import check_each_alone, check_whole
 from .states.link import Binding, Placement, Position
 from .states.local_tensors import LocalTensors
 from .states.masters import precision_link
-from .step.data_parallel import DataParallelSwitch, Overlap, Reduce, Switch
+from .step.data_parallel import DataParallelSwitch, Overlap, Reduce, Switch, check_averaged_alike
 from .step.update import OnNonfinite, check_steps_without_closure, checked_nonfinite
 from .step.window import Window
 
@@ -82,6 +82,8 @@ class Setup:
             named = [[param if name is None else (name, param) for name, param in group] for group in groups]
             plan = ReductionPlan.of(entries_of(named, topology), topology, self.registry.global_rank)
             check_whole(self.optimizer, plan.entries, topology)
+            if self.by_ddp:
+                check_averaged_alike(plan.entries, topology)
             return plan
 
         plan = on_all_ranks(plan_locally, self.registry)
@@ -201,13 +203,18 @@ class Setup:
         return sorted(given, key=lambda placement: getattr(placement, "position", 0))
 
     @property
+    def by_ddp(self) -> bool:
+        """Whether a `DistributedDataParallel` reduces them."""
+        given = self.data_parallel
+        return given is not None and not isinstance(given, Reduce) and DataParallelSwitch(given).is_ddp
+
+    @property
     def reduce(self) -> Reduce:
         """How the optimizer itself reduces gradients."""
         if isinstance(self.data_parallel, Reduce):
             return self.data_parallel
         # What fully_shard averages are its DTensors; parameters left out of it are averaged here.
-        by_ddp = self.data_parallel is not None and DataParallelSwitch(self.data_parallel).is_ddp
-        return Reduce(average_data=not by_ddp)
+        return Reduce(average_data=not self.by_ddp)
 
     def binding(self, precision: Precision) -> Binding:
         """What placements are to fit."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +11,10 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ...parallel.mesh.topology import Topology
 from ..gradients.bucket import Exchange
 from ..gradients.during_backward import BackwardReducer
+from ..norm.entries import ParameterEntry
 from .window import Window
 
 
@@ -120,6 +122,22 @@ class Overlap(Switch):
         """Leave the parameters alone that were reduced so far, and reduce by another one."""
         self._reducer.remove_hooks()
         self._reducer = reducer
+
+
+def check_averaged_alike(entries: Iterable[ParameterEntry], topology: Topology) -> None:
+    """For a `DistributedDataParallel`, which averages whatever it has over its group, and divides nothing that it ignores.
+
+    Raises:
+        ValueError: Ranks that see different samples hold different pieces of a parameter, as of experts.
+    """
+    large = [axis for axis in topology.data_axes if topology.size(axis) > 1]
+    for entry in entries:
+        if entry.trained and any(axis in entry.spec.distinct_axes(topology) for axis in large):
+            raise ValueError(
+                f"{entry.name} is declared {entry.spec}, of different pieces along a data axis, over which "
+                "DistributedDataParallel would average it, or leave it undivided where it ignores it: leave data_parallel "
+                "out, or give Reduce(...) or states=Sharded(...), which go by the specs"
+            )
 
 
 class DataParallelSwitch(Switch):

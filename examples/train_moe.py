@@ -67,11 +67,17 @@ class Trainer(train_digits.Trainer):
     def whole_loss(self, model: nn.Module, patches: Tensor, labels: Tensor) -> Tensor:
         """Of the dense model."""
         assert isinstance(model, MixtureTransformer)
-        return F.cross_entropy(model(patches), labels) + self.options.balance * (model.routing()[0] - 1)
+        loss = F.cross_entropy(model(patches), labels)
+        return loss + self.weighed_imbalance(model)
 
     def forward(self, batch: Samples) -> tuple[Tensor, Tensor]:
         loss, accuracy = super().forward(batch)
-        return loss + self.options.balance * (self.mixtures.routing()[0] - 1).to(loss.dtype), accuracy
+        return loss + self.weighed_imbalance(self.mixtures).to(loss.dtype), accuracy
+
+    def weighed_imbalance(self, model: MixtureTransformer) -> Tensor:
+        """The term of the loss that the last forward adds: 0 where experts were chosen evenly."""
+        weighed: Tensor = self.options.balance * (model.routing()[0] - 1)
+        return weighed
 
     def test(self) -> tuple[float, float]:
         measured = super().test()

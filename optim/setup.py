@@ -86,6 +86,8 @@ class Setup:
             entries = entries_of(named, topology, compared=bool(self.measure.check_replicas))
             plan = ReductionPlan.of(entries, topology, self.registry.global_rank)
             check_whole(self.optimizer, plan.entries, topology)
+            if switch := switch_of(modules_in(self.data_parallel)):
+                switch.check_layouts(plan.entries, topology)
             return plan
 
         plan = on_all_ranks(plan_locally, self.registry)

@@ -96,6 +96,11 @@ class Experts(nn.Module):
         ValueError: They don't divide over the axes.
     """
 
+    up: nn.Parameter
+    up_bias: nn.Parameter
+    down: nn.Parameter
+    down_bias: nn.Parameter
+
     def __init__(
         self, width: int, hidden: int, experts: int, registry: ProcessGroupRegistry | None, axes: tuple[str, ...]
     ) -> None:
@@ -159,7 +164,8 @@ class Mixture(nn.Module):
         self.registry, self.shape = registry, shape
         self.router = Router(width, shape)
         self.experts = Experts(width, 2 * width, shape.experts, registry, axes)
-        self.shared = nn.ModuleList([layers.first_linear(width, 2 * width), layers.second_linear(2 * width, width)])
+        self.shared_up = layers.first_linear(width, 2 * width)
+        self.shared_down = layers.second_linear(2 * width, width)
         # Along these, ranks have the same tokens: each sends its part.
         self.alike = tuple(axis for axis in model_axes(registry) if axis in axes)
         self.imbalance = self.dropped = torch.zeros(())  # of the last forward, of this rank's samples
@@ -167,8 +173,7 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         routing = self.router(x)
         self.imbalance, self.dropped = routing.imbalance, 1 - routing.taken.double().mean()
-        first, second = self.shared
-        y: Tensor = second(F.gelu(first(x)))
+        y: Tensor = self.shared_down(F.gelu(self.shared_up(x)))
         return y + self.routed(x.flatten(0, 1), routing).view_as(x)
 
     def routed(self, tokens: Tensor, routing: Routing) -> Tensor:

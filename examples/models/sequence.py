@@ -29,7 +29,8 @@ class SplitSequence:
 
     def own(self, full: Tensor, dim: int) -> Tensor:
         """This rank's tokens."""
-        return full.split(self.sizes(full.size(dim)), dim)[self.registry.rank(*self.axes) if self.axes else 0]
+        sizes, rank = self.sizes(full.size(dim)), self.registry.rank(*self.axes) if self.axes else 0
+        return full.narrow(dim, sum(sizes[:rank]), sizes[rank])
 
     def whole(self, x: Tensor, tokens: int) -> Tensor:
         """From [..., head, own token, feature] to [..., own head, token, feature]."""

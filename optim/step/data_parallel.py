@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ...parallel.mesh.topology import Topology
 from ..gradients.bucket import Exchange
 from ..gradients.during_backward import BackwardReducer
+from ..norm.entries import ParameterEntry
 from .window import Window
 
 
@@ -159,6 +161,22 @@ class DataParallelSwitch(Switch):
                 "data_parallel= has DistributedDataParallel and fully_shard modules: make all stages of a rank data "
                 "parallel in the same way"
             )
+
+    def check_layouts(self, entries: Iterable[ParameterEntry], topology: Topology) -> None:
+        """`DistributedDataParallel` averages whatever it has over its group, and divides nothing that it ignores.
+
+        Raises:
+            ValueError: It does so though ranks that see different samples hold different pieces of a parameter, as of
+                experts.
+        """
+        large = [axis for axis in topology.data_axes if topology.size(axis) > 1 and self.is_ddp]
+        for entry in entries:
+            if entry.trained and any(axis in entry.spec.distinct_axes(topology) for axis in large):
+                raise ValueError(
+                    f"{entry.name} is declared {entry.spec}, of different pieces along a data axis, over which "
+                    "DistributedDataParallel would average it, or leave it undivided where it ignores it: leave "
+                    "data_parallel out, or give Reduce(...) or states=Sharded(...), which go by the specs"
+                )
 
     def set(self, on: bool) -> None:
         """Whether the next forward and backward synchronise."""

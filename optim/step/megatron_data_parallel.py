@@ -11,12 +11,14 @@ embeddings. ``finalize_model_grads`` would do that as well, so nobody may call i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
+from ...parallel.mesh.topology import Topology
+from ..norm.entries import ParameterEntry
 from .data_parallel import DataParallelSwitch
 from .window import Window
 
@@ -70,6 +72,9 @@ class MegatronSwitch(DataParallelSwitch):
         ]
         if wrong:
             raise ValueError(f"data_parallel={type(module).__name__} of Megatron with {'; '.join(wrong)}")
+
+    def check_layouts(self, entries: Iterable[ParameterEntry], topology: Topology) -> None:
+        """Any: experts have buffers of their own, over their own groups."""
 
     def set(self, on: bool) -> None:
         self.on = on

@@ -54,6 +54,17 @@ def test_experts_over_any_axes_have_the_curve_of_the_dense_model(
     torch.testing.assert_close(read_curve(path, COLUMNS), one_process, rtol=1e-9, atol=0)
 
 
+def test_a_run_is_resumed_with_the_experts_elsewhere(world: World, one_process: torch.Tensor, tmp_path: Path) -> None:
+    path = tmp_path / "curve.csv"
+    flags = ["--resume", str(tmp_path / "checkpoints"), "--save-every", "4", *FLAGS]
+    # Saves after step 4 and 8, and is then as good as lost.
+    world.run(4, printed_by_example, "train_moe", [*flags, "--experts", "data,tensor"], "data=2,tensor=2")
+    flags += ["--experts", "mid", "--zero", "2", "--curve", str(path)]
+    printed, *_ = world.run(4, printed_by_example, "train_moe", flags, "edp=2,mid=2,data=edp+mid")
+    assert "right" in printed
+    torch.testing.assert_close(read_curve(path, COLUMNS), one_process, rtol=1e-9, atol=0)
+
+
 def experts_without_tokens(topology: Topology, axes: tuple[str, ...]) -> list[float]:
     """All tokens choose the first two of 4 experts, and there is room for them."""
     moe, layers = example("models.moe"), example("models.layers")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -257,7 +258,7 @@ def rejected() -> None:
         with pytest.raises(ValueError, match=r"root 2 is not in the group over tensor; give an index in 0\.\.1"):
             broadcast_from(torch.zeros(2), registry, "tensor", root=2)
         rows = torch.zeros(3, 2)
-        for wrong, said in (
+        cases: list[tuple[dict[str, Any], str]] = [
             ({}, "doesn't divide over tensor of size 2"),
             ({"split_sizes": [1, 2]}, "give concat_sizes too"),
             ({"split_sizes": [1, 1], "concat_sizes": [1, 1]}, r"split_sizes \[1, 1\] don't add up to dim 0 .*\(3, 2\)"),
@@ -267,7 +268,8 @@ def rejected() -> None:
             ),
             ({"split_sizes": [4, -1], "concat_sizes": [4, 4]}, "a length >= 0"),
             ({"split_sizes": [1, 2], "concat_sizes": [7, 8]}, "this rank sends itself [78], but its piece has [12]"),
-        ):
+        ]
+        for wrong, said in cases:
             with pytest.raises(ValueError, match=said):
                 all_to_all(rows, registry, "tensor", split_dim=0, **wrong)
 

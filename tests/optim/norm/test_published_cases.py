@@ -319,7 +319,8 @@ def measured(name: str) -> tuple[float, float]:
             params[name] = nn.Parameter(torch.zeros_like(grad))
             annotate(params[name], gradient.spec, name)
         optimizer = ParallelOptimizer(torch.optim.SGD(params.values(), lr=1.0), registry, max_norm=dense_norm(case) / 2)
-        optimizer.backward(sum((param * held[name].local(registry)).sum() for name, param in params.items()))
+        losses = [(param * held[name].local(registry)).sum() for name, param in params.items()]
+        optimizer.backward(torch.stack(losses).sum())
         stats = optimizer.step()
         assert stats is not None
         for name, param in params.items():

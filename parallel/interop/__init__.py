@@ -1,1 +1,1 @@
-"""Neighbours, one file each: `dtensor` (FSDP2, torch's tensor parallelism), `deepspeed` (an mpu)."""
+"""Neighbours, one file each: `dtensor` (FSDP2, torch's tensor parallelism), `transformers`, `deepspeed` (an mpu)."""

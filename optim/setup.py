@@ -96,7 +96,7 @@ class Setup:
         plan = agree(plan, self.registry, names=self.measure.per_parameter or bool(self.measure.check_replicas))
         plan.warn_of_experts()
         plan = self.plan_for_clip(plan)
-        if topology.model_axes:
+        if topology.size(*topology.model_axes) > 1:
             count_as_copies(param for group in groups for _, param in group)
         return plan, agreed_thresholds(self.optimizer.param_groups, self.registry)
 

@@ -11,7 +11,7 @@ from arguments import arguments
 from dtensors import Axes, randn, registry_of
 from meshstep.optim import Measure, ParallelOptimizer, ReplicaMismatchError
 from meshstep.parallel import P
-from test_parallelize_module import GRID, assert_trained, train_block
+from sequence_parallel import GRID, assert_trained, train_block
 from torch import Tensor, nn
 from world import World
 

@@ -264,7 +264,8 @@ def test_experts_on_a_mesh_of_their_own_are_stepped_as_those_of_one_process(
 
 def all_experts_by_megatron() -> tuple[Weights, float, set[str]]:
     """First weights, first norm, and what differs between copies after its own step."""
-    tensor, sizes = EXPERT_MESHES["all experts on each, copies over tensor"]
+    tensor, given = EXPERT_MESHES["all experts on each, copies over tensor"]
+    sizes: dict[str, Any] = {**given}
     with megatron(tensor_model_parallel_size=tensor, **sizes), registry_of() as registry:
         model = gpt(tensor_model_parallel_size=tensor, sequence_parallel=True, **sizes, **MOE)
         declare_by_flags(model, registry)

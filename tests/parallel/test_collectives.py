@@ -98,8 +98,8 @@ def uneven_values() -> dict[str, tuple[list[float], list[float]]]:
         with pytest.raises(ValueError, match=r"no piece of length=7 over tensor=2: this rank's has [34]"):
             gather_from(torch.zeros(2), registry, "tensor", dim=0, length=7)
     with (
-        ProcessGroupRegistry(Topology(row=1, col=2)) as registry,
         pytest.raises(ValueError, match="uneven pieces over row x col: they are those of one axis; call once for each"),
+        ProcessGroupRegistry(Topology(row=1, col=2)) as registry,
     ):
         scatter_to(torch.zeros(3), registry, "row", "col", dim=0, uneven=True)
     return results

@@ -85,7 +85,7 @@ UNEVEN: dict[str, Callable[[Tensor, ProcessGroupRegistry], Tensor]] = {
 }
 
 
-def uneven_values() -> dict[str, tuple[list[float], list[float]]]:
+def uneven_values() -> dict[str, Any]:
     """Of each map values, and gradients where the ones of its output are 1, 2, 3 on rank 0 and ten times that on rank 1."""
     results = {}
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -21,8 +20,8 @@ def refused(topology: Topology, spec: P, ignored: bool) -> None:
         if ignored:
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["experts"])
         ddp = DistributedDataParallel(model)
-        said = f"experts is declared {spec}, of different pieces along a data axis, over which DistributedDataParallel"
-        with pytest.raises(ValueError, match=re.escape(said)):
+        said = r"experts is declared P\(.*, of different pieces along a data axis, over which DistributedDataParallel"
+        with pytest.raises(ValueError, match=said):
             ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), registry, data_parallel=ddp)
 
 

@@ -205,7 +205,7 @@ def _check_gradients(params: list[tuple[str | None, Tensor]], registry: ProcessG
         if param.grad is not None:
             check_dense_real(param.grad, f"the gradient of {name}")
         if annotation is not None and (annotation.spec.partial or annotation.spec.tied) and not is_complete(param):
-            pending = sync_axes(annotation.spec, registry.topology, average_data=False)
+            pending = sync_axes(annotation.spec_on(registry.topology), registry.topology, average_data=False)
             if registry.topology.size(*pending) > 1:
                 raise ValueError(
                     f"the gradient of {name} ({annotation.spec}) is still a pending sum over {', '.join(pending)}: call "

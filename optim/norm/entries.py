@@ -63,11 +63,11 @@ def entries_of(
             entries.append(
                 ParameterEntry(
                     name,
-                    annotation.spec.on(topology),
+                    annotation.spec_on(topology),
                     tuple(param.shape),
                     group,
                     param.dtype,
-                    averaged=topology.atoms(*annotation.mesh_axes),
+                    averaged=annotation.mesh_axes_on(topology),
                     trained=param.requires_grad,
                     full_shape=logical_shape(whole, annotation, topology),
                 )
@@ -84,7 +84,7 @@ def entries_of(
 
 def logical_shape(param: Tensor, annotation: Annotation, topology: Topology) -> tuple[int, ...]:
     """Of the logical tensor; a DTensor knows its length along the axes of its mesh."""
-    spec, known = annotation.spec.on(topology), topology.atoms(*annotation.mesh_axes)
+    spec, known = annotation.spec_on(topology), annotation.mesh_axes_on(topology)
     return tuple(
         length * topology.size(*(axis for axis in spec.dim_axes(dim) if axis in topology.axes and axis not in known))
         for dim, length in enumerate(param.shape)

@@ -22,11 +22,7 @@ from math import prod
 from ..mesh.aliases import by_axis
 from ..mesh.topology import Topology
 from .blocks import Blocks, Span, blocks_repr, cut_spans
-
-Together = tuple[str, ...]
-"""Axes that cut a dim at once, as one axis of the product of their sizes would."""
-Part = str | Blocks | Together
-Entry = str | Blocks | tuple[Part, ...] | None
+from .entries import Entry, Part, Together, alone, axes_of, blocks_of, together_of
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -67,13 +63,13 @@ class P:
         owned: Mapping[str, int] | None = None,
         tied: Mapping[str, Iterable[int]] | None = None,
     ) -> None:
-        dims = [_axes_of(entry) for entry in entries]
+        dims = [axes_of(entry) for entry in entries]
         while dims and not dims[-1]:  # P("tensor", None) and P("tensor") say the same: one spelling, one hash
             dims.pop()
         object.__setattr__(self, "entries", tuple(dims))
-        object.__setattr__(self, "together", tuple(sorted(part for entry in entries for part in _together_of(entry))))
-        object.__setattr__(self, "blocks", tuple(sorted(pair for entry in entries for pair in _blocks_of(entry))))
-        object.__setattr__(self, "partial", tuple(sorted(_axes_of(partial))))
+        object.__setattr__(self, "together", tuple(sorted(part for entry in entries for part in together_of(entry))))
+        object.__setattr__(self, "blocks", tuple(sorted(pair for entry in entries for pair in blocks_of(entry))))
+        object.__setattr__(self, "partial", tuple(sorted(axes_of(partial))))
         object.__setattr__(self, "owned", tuple(sorted((owned or {}).items())))
         object.__setattr__(self, "tied", tuple(sorted((axis, tuple(where)) for axis, where in (tied or {}).items())))
         for axis, where in self.tied:
@@ -121,7 +117,7 @@ class P:
         """The spec with other `cuts` of each dim, and pending sums if they are given; axes that cut a dim in blocks still
         do, and so do those of ``blocks``."""
         cut = dict(self.blocks) | dict(blocks)
-        entries = (tuple(Blocks((a,), cut[a]) if a in cut else a for a in map(_alone, cuts)) for cuts in dims)
+        entries = (tuple(Blocks((a,), cut[a]) if a in cut else a for a in map(alone, cuts)) for cuts in dims)
         partial = self.partial if partial is None else partial
         return P(*entries, partial=partial, owned=dict(self.owned), tied=dict(self.tied))
 
@@ -129,24 +125,45 @@ class P:
         """The spec with other pending sums."""
         return self.with_dims(map(self.cuts, range(len(self.entries))), partial=partial)
 
-    def on(self, topology: Topology) -> P:
+    def renamed(self, names: Mapping[str, str]) -> P:
+        """The spec with other names for axes."""
+        new = {axis: names.get(axis, axis) for axis in self.named_axes}
+        blocks = dict(self.blocks)
+
+        def part(axes: Together) -> Part:
+            return Blocks((new[axes[0]],), blocks[axes[0]]) if axes[0] in blocks else alone(tuple(new[a] for a in axes))
+
+        return P(
+            *(tuple(map(part, self.cuts(dim))) for dim in range(len(self.entries))),
+            partial=tuple(new[axis] for axis in self.partial),
+            owned={new[axis]: index for axis, index in self.owned},
+            tied={new[axis]: where for axis, where in self.tied},
+        )
+
+    def on(self, topology: Topology, dims: Mapping[str, Together] | None = None) -> P:
         """The spec in the axes of ``topology``: each alias by what it stands for. Itself, where it names none.
+
+        Args:
+            dims: What names that are no aliases stand for as well: dims of a device mesh.
 
         Raises:
             ValueError: It names an axis by itself and in an alias, or in two; or an alias is tied at coordinates that are
                 no product of coordinates of its axes.
         """
-        aliases = topology.aliases
+        aliases = {**topology.aliases, **(dims or {})}
         if aliases.keys().isdisjoint(self.named_axes):
             return self
-        self._check_coordinates(topology, "on a mesh")
+        self._check_coordinates(topology, "on a mesh", aliases)
         blocks = dict(self.blocks)
 
         def atoms(*names: str) -> tuple[str, ...]:
             return tuple(atom for name in names for atom in aliases.get(name, (name,)))
 
+        def cuts(axes: Together) -> bool:  # a mesh's dim of size 1 may be no axis
+            return bool(atoms(*axes))
+
         def part(axes: Together) -> Part:
-            return Blocks(atoms(*axes), blocks[axes[0]]) if axes[0] in blocks else _alone(atoms(*axes))
+            return Blocks(atoms(*axes), blocks[axes[0]]) if axes[0] in blocks else alone(atoms(*axes))
 
         def held(held: Iterable[tuple[str, tuple[int, ...]]]) -> Iterator[tuple[str, tuple[int, ...]]]:
             for axis, where in held:
@@ -156,7 +173,7 @@ class P:
 
         try:
             return P(
-                *(tuple(map(part, self.cuts(dim))) for dim in range(len(self.entries))),
+                *(tuple(map(part, filter(cuts, self.cuts(dim)))) for dim in range(len(self.entries))),
                 partial=atoms(*self.partial),
                 owned={axis: index for axis, (index,) in held((axis, (index,)) for axis, index in self.owned)},
                 tied=dict(held(self.tied)),
@@ -232,13 +249,13 @@ class P:
                     f" (aliases: {', '.join(topology.aliases)})" if topology.aliases else ""
                 )
                 raise ValueError(f"{name}: {self} names axis {axis!r}, but the axes are {there}{topology.hint(axis)}")
-        self._check_coordinates(topology, name)
+        self._check_coordinates(topology, name, topology.aliases)
         self.on(topology)
 
-    def _check_coordinates(self, topology: Topology, name: str) -> None:
+    def _check_coordinates(self, topology: Topology, name: str, aliases: Mapping[str, Together]) -> None:
         held = [(axis, index) for axis, index in self.owned] + [(axis, i) for axis, where in self.tied for i in where]
         for axis, index in held:
-            size = topology.size(axis)
+            size = topology.size(*aliases.get(axis, (axis,)))
             if not -size <= index < size or (index < 0 and axis in dict(self.owned)):
                 raise ValueError(f"{name}: {self} names coordinate {index} of {axis!r}, which has size {size}")
 
@@ -261,38 +278,3 @@ class P:
         if len(found) == 1:
             return f"({found[0]},)" if self.together and len(self.cuts(dim)[0]) > 1 else found[0]
         return f"({', '.join(found)})" if found else "None"
-
-
-def _parts_of(entry: Entry) -> tuple[Part, ...]:
-    parts = () if entry is None else (entry,) if isinstance(entry, str | Blocks) else entry
-    if not isinstance(parts, tuple) or not all(map(_is_part, parts)):
-        raise ValueError(f"{entry!r} is no entry of a spec; give an axis name, a tuple of axis names or None")
-    return parts
-
-
-def _is_part(part: object) -> bool:
-    together = isinstance(part, tuple) and all(isinstance(axis, str) and axis for axis in part)
-    return bool(part) and (together or isinstance(part, str | Blocks))
-
-
-def _axes_of(entry: Entry) -> tuple[str, ...]:
-    return tuple(axis for part in _parts_of(entry) for axis in _axes_of_part(part))
-
-
-def _axes_of_part(part: Part) -> tuple[str, ...]:
-    return (part,) if isinstance(part, str) else part.axes if isinstance(part, Blocks) else part
-
-
-def _together_of(entry: Entry) -> Iterator[Together]:
-    return (part for part in _parts_of(entry) if isinstance(part, tuple) and len(part) > 1)
-
-
-def _alone(axes: str | Together) -> str | Together:
-    """One axis by its name."""
-    return axes[0] if isinstance(axes, tuple) and len(axes) == 1 else axes
-
-
-def _blocks_of(entry: Entry) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for part in _parts_of(entry):
-        if isinstance(part, Blocks) and len(part.sizes) > 1:
-            yield from ((axis, part.sizes) for axis in part.axes)

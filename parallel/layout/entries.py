@@ -1,0 +1,47 @@
+"""What an entry of a `P` may be: the axes that shard one dim, in blocks or not, one after the other or at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .blocks import Blocks
+
+Together = tuple[str, ...]
+"""Axes that cut a dim at once, as one axis of the product of their sizes would."""
+Part = str | Blocks | Together
+Entry = str | Blocks | tuple[Part, ...] | None
+
+
+def _parts_of(entry: Entry) -> tuple[Part, ...]:
+    parts = () if entry is None else (entry,) if isinstance(entry, str | Blocks) else entry
+    if not isinstance(parts, tuple) or not all(map(_is_part, parts)):
+        raise ValueError(f"{entry!r} is no entry of a spec; give an axis name, a tuple of axis names or None")
+    return parts
+
+
+def _is_part(part: object) -> bool:
+    together = isinstance(part, tuple) and all(isinstance(axis, str) and axis for axis in part)
+    return bool(part) and (together or isinstance(part, str | Blocks))
+
+
+def axes_of(entry: Entry) -> tuple[str, ...]:
+    return tuple(axis for part in _parts_of(entry) for axis in axes_of_part(part))
+
+
+def axes_of_part(part: Part) -> tuple[str, ...]:
+    return (part,) if isinstance(part, str) else part.axes if isinstance(part, Blocks) else part
+
+
+def together_of(entry: Entry) -> Iterator[Together]:
+    return (part for part in _parts_of(entry) if isinstance(part, tuple) and len(part) > 1)
+
+
+def alone(axes: str | Together) -> str | Together:
+    """One axis by its name."""
+    return axes[0] if isinstance(axes, tuple) and len(axes) == 1 else axes
+
+
+def blocks_of(entry: Entry) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for part in _parts_of(entry):
+        if isinstance(part, Blocks) and len(part.sizes) > 1:
+            yield from ((axis, part.sizes) for axis in part.axes)

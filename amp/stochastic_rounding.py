@@ -102,7 +102,8 @@ class StochasticRounding:
         name = given or (annotation.name if annotation else None)
         if registry is None or registry.topology.world_size == 1:
             return name or place
-        spec, topology = spec_of(param), registry.topology
+        topology = registry.topology
+        spec = spec_of(param, topology)
         if spec.tied:  # the copies may have different names
             name = f"{spec} {tuple(param.shape)}"
         if name is None:

@@ -240,7 +240,7 @@ def _check_gradients(listed: _Listed, registry: ProcessGroupRegistry) -> None:
                 check_dense_real(gradient, f"the gradient of {_name(listed, index)}")
     for index, annotation in listed.pending:
         if not is_complete(listed.params[index], listed.gradients[index]):
-            over = sync_axes(annotation.spec, registry.topology, average_data=False)
+            over = sync_axes(annotation.spec_on(registry.topology), registry.topology, average_data=False)
             if registry.topology.size(*over) > 1:
                 raise ValueError(
                     f"the gradient of {_name(listed, index)} ({annotation.spec}) is still a pending sum over "

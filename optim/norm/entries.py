@@ -68,11 +68,11 @@ def entries_of(
             entries.append(
                 ParameterEntry(
                     name,
-                    annotation.spec.on(topology),
+                    annotation.spec_on(topology),
                     tuple(param.shape),
                     group,
                     param.dtype,
-                    averaged=topology.atoms(*annotation.mesh_axes),
+                    averaged=annotation.mesh_axes_on(topology),
                     trained=param.requires_grad,
                     full_shape=logical_shape(whole, annotation, topology),
                 )
@@ -98,14 +98,14 @@ def _mesh_axes(param_groups: Iterable[Iterable[Tensor | tuple[str, Tensor]]], to
     """The axes of the meshes of all DTensors."""
     params = [item[1] if isinstance(item, tuple) else item for params in param_groups for item in params]
     annotations = (annotation_of(local_parameter(param, topology)) for param in params if has_dtensors((param,)))
-    return {axis for found in annotations if found is not None for axis in topology.atoms(*found.mesh_axes)}
+    return {axis for found in annotations if found is not None for axis in found.mesh_axes_on(topology)}
 
 
 def logical_shape(param: Tensor, annotation: Annotation, topology: Topology) -> tuple[int, ...]:
     """Of the logical tensor; a DTensor knows its length along the axes of its mesh."""
     if annotation.full_shape is not None:
         return annotation.full_shape
-    spec, known = annotation.spec.on(topology), topology.atoms(*annotation.mesh_axes)
+    spec, known = annotation.spec_on(topology), annotation.mesh_axes_on(topology)
     return tuple(
         length * topology.size(*(axis for axis in spec.dim_axes(dim) if axis in topology.axes and axis not in known))
         for dim, length in enumerate(param.shape)

@@ -112,7 +112,7 @@ class Completion:
         entries = []
         for entry, h in zip(plan.entries, self.chain.held, strict=True):
             annotation = annotation_of(h.param)
-            partial = entry.spec.partial if annotation is None else annotation.spec.on(plan.topology).partial
+            partial = entry.spec.partial if annotation is None else annotation.spec_on(plan.topology).partial
             entries.append(replace(entry, spec=entry.spec.with_partial(partial)))
         return replace(plan, entries=tuple(entries))
 

@@ -67,7 +67,7 @@ class Halves(Link):
     def install(self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]) -> StandIns:
         for h, tensor in zip(held, tensors, strict=True):
             if tensor.dtype == torch.float32:
-                spec = (annotation_of(tensor) or Annotation(P())).spec
+                spec = (annotation_of(tensor) or Annotation(P())).spec_on(self.registry.topology)
                 name = f"{spec} {tuple(tensor.shape)}" if spec.tied else h.name  # tied copies may have other names
                 where = [self.registry.coordinate[axis] for axis in spec.distinct_axes(self.registry.topology)]
                 self._keys[tensor] = f"{name} {where}"

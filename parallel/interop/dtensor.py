@@ -1,7 +1,8 @@
 """DTensor parameters: FSDP2's `fully_shard`, `parallelize_module`, `distribute_tensor`.
 
-A DTensor says for each dim of its device mesh what it does with the tensor. Where the mesh's dims are axes of the
-topology (``registry.device_mesh("data")`` makes such a mesh, on the registry's groups) its spec follows:
+A DTensor says for each dim of its device mesh what it does with the tensor. Where the ranks along the mesh's dims are
+those of axes of the topology its spec follows, whatever the dims are called, and whether they are slices of a mesh or
+several dims flattened to one (``registry.device_mesh("data")`` makes a mesh on the registry's groups):
 
     fully_shard over data                              (Shard(0),)                    P("data")
     ... of a plain piece declared P("tensor", None)    (Shard(0),)                    P(("tensor", "data"))
@@ -35,9 +36,12 @@ from torch.distributed.tensor import DTensor as DTensor
 from ..layout.annotation import Annotation, annotation_of, attach
 from ..layout.spec import P
 from ..mesh.topology import Topology
+from .device_mesh import check_mesh as check_mesh
+from .device_mesh import label as label
+from .device_mesh import mesh_axes as mesh_axes
 
-_LOCAL, _SOURCE, _CHECKED, _VERSION, _SUMS, _RANKS = (
-    f"_meshstep_{name}" for name in ("local", "source", "checked", "version", "sums", "ranks")
+_LOCAL, _SOURCE, _MATCHED, _VERSION, _SUMS, _RANKS = (
+    f"_meshstep_{name}" for name in ("local", "source", "matched", "version", "sums", "ranks")
 )
 
 SEEN = "_meshstep_seen"
@@ -112,56 +116,38 @@ def annotation_for(param: DTensor) -> Annotation:
     Raises:
         ValueError: As `placement_spec`; or the declaration contradicts the placements.
     """
-    declared, axes, inner = annotation_of(param), mesh_axes(param), placement_spec(param)
+    declared, axes, inner, (topology, found) = (
+        annotation_of(param),
+        mesh_axes(param),
+        placement_spec(param),
+        _matched(param),
+    )
     if declared is None:
-        return Annotation(inner, None, mesh_axes=axes, declared=False)
+        return Annotation(inner, None, mesh_axes=axes, declared=False, dims=tuple(found.items()))
     spec = declared.spec
-    outer = [tuple(axis for axis in spec.dim_axes(dim) if axis not in axes) for dim in range(param.dim())]
-    dims = [outer[dim] + inner.dim_axes(dim) for dim in range(param.dim())]
-    owned, tied = dict(spec.owned), dict(spec.tied)
-    repeated = {*spec.sharded_axes} & {*axes} and spec.entries != P(*dims).entries
+    if topology is not None and found:
+        there = [axis for axis in spec.named_axes if axis in (*topology.axes, *topology.aliases)]
+        spec = spec.renamed(
+            {axis: dim for axis in there for dim, atoms in found.items() if atoms == topology.atoms(axis)}
+        )
+    outer = [tuple(part for part in spec.cuts(dim) if {*part}.isdisjoint(axes)) for dim in range(param.dim())]
+    dims = [outer[dim] + inner.cuts(dim) for dim in range(param.dim())]
+    owned, tied, merged = dict(spec.owned), dict(spec.tied), P().with_dims(dims)
+    repeated = {*spec.sharded_axes} & {*axes} and spec.entries != merged.entries
     if repeated or {*owned, *tied} & {*axes} or {*spec.partial} & {*inner.sharded_axes}:
         raise ValueError(
-            f"{label(param)} is declared {spec}, but its placements over {', '.join(axes)} make it {P(*dims)}; declare "
-            f"only what the mesh doesn't say: {P(*outer)}"
+            f"{label(param)} is declared {spec}, but its placements over {', '.join(axes)} make it {merged}; declare "
+            f"only what the mesh doesn't say: {P().with_dims(outer)}"
         )
-    return Annotation(spec.with_dims(dims, blocks=inner.blocks), declared.name, mesh_axes=axes)
+    return Annotation(
+        spec.with_dims(dims, blocks=inner.blocks), declared.name, mesh_axes=axes, dims=tuple(found.items())
+    )
 
 
-def mesh_axes(tensor: DTensor) -> tuple[str, ...]:
-    """The names of its mesh's dims.
-
-    Raises:
-        ValueError: They have none.
-    """
-    names = tensor.device_mesh.mesh_dim_names
-    if names is None:
-        raise ValueError(
-            f"{label(tensor)} is on a mesh without dim names, {tensor.device_mesh}; make it with "
-            "registry.device_mesh('data') or init_device_mesh(..., mesh_dim_names=('data',)), whose names are axes"
-        )
-    return names
-
-
-def check_mesh(tensor: DTensor, topology: Topology) -> None:
-    """Raise ValueError if a dim of the mesh is no axis of the topology, or holds other ranks than the axis does."""
-    mesh = tensor.device_mesh
-    at = mesh.get_coordinate()
-    for index, axis in enumerate(mesh_axes(tensor)):
-        if axis not in topology.axes and axis not in topology.aliases:
-            raise ValueError(
-                f"{label(tensor)} is on a device mesh with dim {axis!r}, but the axes are {', '.join(topology.axes)}; "
-                "give the axes those names, or make the mesh with registry.device_mesh('data')"
-            )
-        if at is None:
-            raise ValueError(f"rank {mesh.get_rank()} has {label(tensor)}, but is not in its mesh {mesh}")
-        line = mesh.mesh[tuple(slice(None) if i == index else where for i, where in enumerate(at))]
-        ranks = topology.peers(mesh.get_rank(), axis)
-        if tuple(line.tolist()) != ranks:
-            raise ValueError(
-                f"{label(tensor)} is on a device mesh whose dim {axis!r} holds ranks {tuple(line.tolist())}, but the "
-                f"axis of {topology!r} holds {ranks}; make the mesh with registry.device_mesh({axis!r})"
-            )
+def _matched(param: DTensor) -> tuple[Topology | None, dict[str, tuple[str, ...]]]:
+    """The topology that its mesh was last matched with, and what `check_mesh` said."""
+    found: tuple[Topology | None, dict[str, tuple[str, ...]]] = getattr(param, _MATCHED, (None, {}))
+    return found
 
 
 # Local parameters -------------------------------------------------------------------------------------------------------
@@ -182,14 +168,13 @@ def local_parameter(param: DTensor, topology: Topology | None = None) -> nn.Para
     known = (None, None, None, None) if piece is None else piece.__dict__[_SOURCE]
     if piece is None or known[0] is not local or known[3] != memory:
         piece = _follow_memory(param, piece)
-    if known[1] is not annotation or known[2] is not laid_out:
+    matched = topology is None or (_matched(param)[0] is topology and known[2] is laid_out)
+    if topology is not None and not matched:
+        setattr(param, _MATCHED, (topology, check_mesh(param, topology)))
+    if not matched or known[1] is not annotation or known[2] is not laid_out:
         attach(piece, _with_sums(annotation_for(param), settled_sums(piece)))
-        setattr(piece, _CHECKED, None)
     if known[0] is not local or known[1] is not annotation or known[2] is not laid_out or known[3] != memory:
         setattr(piece, _SOURCE, (local, annotation, laid_out, memory))
-    if topology is not None and piece.__dict__.get(_CHECKED) is not topology:
-        check_mesh(param, topology)
-        setattr(piece, _CHECKED, topology)
     if piece.requires_grad != param.requires_grad:
         piece.requires_grad_(param.requires_grad)
     follow_version(param, piece)
@@ -247,9 +232,3 @@ def follow_version(outer: DTensor, local: Tensor) -> None:
     if outer._version != getattr(outer, _VERSION, 0):
         torch.autograd.graph.increment_version(local)
         setattr(outer, _VERSION, outer._version)
-
-
-def label(tensor: DTensor) -> str:
-    """What errors call it."""
-    annotation = annotation_of(tensor)
-    return (annotation.name if annotation else None) or f"a DTensor parameter of shape {tuple(tensor.shape)}"

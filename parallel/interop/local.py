@@ -47,19 +47,21 @@ def local_parameter(param: Tensor, topology: Topology | None = None) -> Tensor:
     return dtensor.local_parameter(param, topology)
 
 
-def spec_of(param: Tensor) -> P:
+def spec_of(param: Tensor, topology: Topology | None = None) -> P:
     """The declared spec of a parameter; of a DTensor the one of its local tensor, its placements included.
 
+    Args:
+        topology: Say it in its axes, without aliases, and without names that only a DTensor's mesh has for them.
     Raises:
-        ValueError: Nothing declared it; a DTensor's placements contradict what was declared.
+        ValueError: Nothing declared it; a DTensor's placements contradict what was declared, or its mesh the topology.
     """
-    annotation = annotation_of(local_parameter(param))
+    annotation = annotation_of(local_parameter(param, topology))
     if annotation is None:
         raise ValueError(
             f"a parameter of shape {tuple(param.shape)} has no spec; say how it is laid out with declare(model, "
             "{'name or pattern': P(...)}), P() meaning replicated (copy.deepcopy and wrappers drop specs: declare again)"
         )
-    return annotation.spec
+    return annotation.spec if topology is None else annotation.spec_on(topology)
 
 
 class Gradients(NamedTuple):

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from ..layout.annotation import annotate
 from ..layout.blocks import blocks
-from ..layout.entry import Entry
+from ..layout.entries import Entry
 from ..layout.spec import P
 from ..mesh.agreement import on_all_ranks
 from ..mesh.registry import ProcessGroupRegistry

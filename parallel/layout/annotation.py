@@ -22,7 +22,8 @@ class Annotation:
     Args:
         spec: Its layout.
         name: What errors call it.
-        mesh_axes: Of a DTensor's local tensor, the axes of its device mesh: torch has reduced the gradient over them.
+        mesh_axes: Of a DTensor's local tensor, the dims of its device mesh: torch has reduced the gradient over them.
+        dims: The axes of the topology that such dims are, where that has no such name.
         declared: False where only a DTensor's placements say the spec, which speak for ``mesh_axes`` alone.
         full_shape: Of the logical tensor, where it is known; where pieces are uneven, no rank's own tells it.
     """
@@ -32,10 +33,20 @@ class Annotation:
     mesh_axes: tuple[str, ...] = ()
     declared: bool = True
     full_shape: tuple[int, ...] | None = None
+    dims: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    def spec_on(self, topology: Topology) -> P:
+        """The layout in the axes of the topology. Raises ValueError as `P.on`."""
+        return self.spec.on(topology, dict(self.dims))
+
+    def mesh_axes_on(self, topology: Topology) -> tuple[str, ...]:
+        """The axes of the topology that the dims of the device mesh are."""
+        known = dict(self.dims)
+        return tuple(axis for dim in self.mesh_axes for axis in (known[dim] if dim in known else topology.atoms(dim)))
 
     def silent_axes(self, topology: Topology) -> tuple[str, ...]:
         """The model axes larger than 1 of which nobody has said whether they shard the parameter."""
-        said = topology.atoms(*self.mesh_axes)
+        said = self.mesh_axes_on(topology)
         silent = () if self.declared else (axis for axis in topology.model_axes if axis not in said)
         return tuple(axis for axis in silent if topology.size(axis) > 1)
 

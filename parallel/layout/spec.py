@@ -23,7 +23,7 @@ from math import prod
 from ..mesh.aliases import by_axis
 from ..mesh.topology import Topology
 from .blocks import Blocks, Span, blocks_repr, cut_spans
-from .entry import Entry, Part, Together, alone, axes_of, blocks_of, together_of
+from .entries import Entry, Part, Together, alone, axes_of, blocks_of, together_of
 from .owned import Owned, owned_by_axis, owns
 
 
@@ -135,21 +135,42 @@ class P:
         """The spec with other pending sums."""
         return self.with_dims(map(self.cuts, range(len(self.entries))), partial=partial)
 
-    def on(self, topology: Topology) -> P:
+    def renamed(self, names: Mapping[str, str]) -> P:
+        """The spec with other names for axes."""
+        new = {axis: names.get(axis, axis) for axis in self.named_axes}
+        blocks = dict(self.blocks)
+
+        def part(axes: Together) -> Part:
+            return Blocks((new[axes[0]],), blocks[axes[0]]) if axes[0] in blocks else alone(tuple(new[a] for a in axes))
+
+        return P(
+            *(tuple(map(part, self.cuts(dim))) for dim in range(len(self.entries))),
+            partial=tuple(new[axis] for axis in self.partial),
+            owned={new[axis]: new[at] if isinstance(at, str) else at for axis, at in self.owned},
+            tied={new[axis]: where for axis, where in self.tied},
+        )
+
+    def on(self, topology: Topology, dims: Mapping[str, Together] | None = None) -> P:
         """The spec in the axes of ``topology``: each alias by what it stands for. Itself, where it names none.
+
+        Args:
+            dims: What names that are no aliases stand for as well: dims of a device mesh.
 
         Raises:
             ValueError: It names an axis by itself and in an alias, or in two; or an alias is tied at coordinates that are
                 no product of coordinates of its axes.
         """
-        aliases = topology.aliases
+        aliases = {**topology.aliases, **(dims or {})}
         if aliases.keys().isdisjoint(self.named_axes):
             return self
-        self._check_coordinates(topology, "on a mesh")
+        self._check_coordinates(topology, "on a mesh", aliases)
         blocks = dict(self.blocks)
 
         def atoms(*names: str) -> tuple[str, ...]:
             return tuple(atom for name in names for atom in aliases.get(name, (name,)))
+
+        def cuts(axes: Together) -> bool:  # a mesh's dim of size 1 may be no axis
+            return bool(atoms(*axes))
 
         def part(axes: Together) -> Part:
             return Blocks(atoms(*axes), blocks[axes[0]]) if axes[0] in blocks else alone(atoms(*axes))
@@ -161,9 +182,9 @@ class P:
 
         try:
             return P(
-                *(tuple(map(part, self.cuts(dim))) for dim in range(len(self.entries))),
+                *(tuple(map(part, filter(cuts, self.cuts(dim)))) for dim in range(len(self.entries))),
                 partial=atoms(*self.partial),
-                owned=owned_by_axis(self.owned, topology),
+                owned=owned_by_axis(self.owned, topology, aliases),
                 tied=dict(held(self.tied)),
             )
         except ValueError as problem:
@@ -237,17 +258,20 @@ class P:
                     f" (aliases: {', '.join(topology.aliases)})" if topology.aliases else ""
                 )
                 raise ValueError(f"{name}: {self} names axis {axis!r}, but the axes are {there}{topology.hint(axis)}")
-        self._check_coordinates(topology, name)
+        self._check_coordinates(topology, name, topology.aliases)
         self.on(topology)
 
-    def _check_coordinates(self, topology: Topology, name: str) -> None:
+    def _check_coordinates(self, topology: Topology, name: str, aliases: Mapping[str, Together]) -> None:
+        def size_of(axis: str) -> int:
+            return topology.size(*aliases.get(axis, (axis,)))
+
         held = [*self.owned, *((axis, index) for axis, where in self.tied for index in where)]
         for axis, index in held:
-            size = topology.size(axis)
+            size = size_of(axis)
             if isinstance(index, str):
-                if topology.size(index) > size:
+                if size_of(index) > size:
                     raise ValueError(
-                        f"{name}: {self} has a piece for each of the {topology.size(index)} coordinates of {index!r}, but "
+                        f"{name}: {self} has a piece for each of the {size_of(index)} coordinates of {index!r}, but "
                         f"{axis!r}, along which the owner has the same one, has size {size}"
                     )
                 continue

@@ -23,8 +23,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from .aliases import Coordinate, checked_aliases
 from .notation import parsed
+from .refinement import agreed_dims, refined
 from .roles import ByRole, Role, roles_of, said_role
 from .table import render
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _OF_REGISTRIES = frozenset({"topology", "global_rank", "rank", "ranks", "group", "group_of", "device", "device_mesh"})
 
@@ -94,6 +98,24 @@ class Topology(ByRole):
             ValueError: A part is neither ``axis=size`` nor ``alias=axis+axis``, or a name comes twice.
         """
         axes, aliases = parsed(text)
+        return cls(roles=roles, aliases=aliases, **axes)
+
+    @classmethod
+    def of_meshes(cls, *meshes: DeviceMesh, roles: Mapping[str, Role] | None = None) -> Topology:
+        """The topology whose axes are the refinement of these meshes, with aliases for dims that are several axes.
+
+            Topology.of_meshes(dense, experts)      # of (data=4, tensor=2) and (edp=2, expert=4)
+            Topology(edp=2, data_1=2, tensor=2, aliases={"data": ("edp", "data_1"), "expert": ("data_1", "tensor")})
+
+        An axis has the name of the first dim that it is (others are aliases of it too); else that of the first dim it is a
+        part of, and its place in it. All ranks give their meshes in the same order.
+
+        Raises:
+            ValueError: On every rank: a dim's groups are no product of axes; dims don't nest, or have one name; a mesh has
+                no names; the meshes leave ranks out. Or as the constructor.
+        Collectives: an object all-gather over the world.
+        """
+        axes, aliases = refined(agreed_dims(meshes))
         return cls(roles=roles, aliases=aliases, **axes)
 
     if not TYPE_CHECKING:
@@ -246,13 +268,11 @@ class Topology(ByRole):
             raise ValueError(f"unknown axis {name!r}{self.hint(name)} ({self.named()})")
         return atoms
 
-    def hint(self, name: str) -> str:
-        """What an unknown name may have meant, for errors."""
+    def hint(self, name: str) -> str:  # for errors
         close = difflib.get_close_matches(str(name), (*self.axes, *self.aliases), n=1)
         return f"; did you mean {close[0]!r}?" if close else ""
 
-    def named(self) -> str:
-        """The names of axes and aliases, for errors: ``axes: edp, mid; aliases: data``."""
+    def named(self) -> str:  # for errors
         return f"axes: {_listed(self.axes)}" + (f"; aliases: {_listed(self.aliases)}" if self._aliases else "")
 
     def _dim(self, axis: str) -> int:

@@ -51,11 +51,20 @@ UNEVEN = ("uneven", "few")  # their pieces are of unequal sizes, some empty, whi
 
 
 class Layout(NamedTuple):
-    """A mesh, and what is not replicated on it; ``stages``: the only pipeline stage that has a parameter."""
+    """A mesh, and what is not replicated on it.
+
+    Args:
+        specs: In axes.
+        stages: The only pipeline stage that has a parameter.
+        said: What parameters are declared, where that is in aliases.
+        meshes: What is a DTensor: the axes of each dim of its mesh, and the tensor dim that it cuts; None: it has copies.
+    """
 
     topology: Topology
     specs: dict[str, P]
     stages: dict[str, int] = {}  # noqa: RUF012 (a constant)
+    said: dict[str, P] = {}  # noqa: RUF012
+    meshes: dict[str, tuple[tuple[tuple[str, ...], int | None], ...]] = {}  # noqa: RUF012
 
     def spec(self, name: str) -> P:
         return self.specs.get(name, P())
@@ -75,6 +84,29 @@ _TENSOR = {**_over("tensor"), "fused": P(blocks("tensor", 2)), "terms": P(partia
 _STAGES = {"first": 0, "split": 0, "terms": 0, "experts": 0, "second": 1, "vector": 1, "fused": 1, "gain": 1}
 _TIED = {"tied": P(tied={"pipe": (0, -1)}), "bias": P(owned={"pipe": 1})}
 _GRID = {"split": P("row"), "fused": P(("col", "row")), "experts": P("row", "col"), "uneven": P("col"), "few": P("row")}
+_ALIASES = {"data": ("edp", "mid"), "expert": ("mid", "tensor")}
+_FOLDED = {
+    "split": P("tensor"),
+    "fused": P(("mid", "tensor")),
+    "terms": P(partial="tensor"),
+    "bias": P(owned={"mid": 1, "tensor": 0}),
+    "experts": P(None, ("mid", "tensor")),
+    "uneven": P(("mid", "tensor")),
+    "few": P(("edp", "mid")),
+}
+_SAID = {
+    "fused": P("expert"),
+    "bias": P(owned={"expert": 2}),
+    "experts": P(None, "expert"),
+    "uneven": P("expert"),
+    "few": P("data"),
+}
+_MESHES: dict[str, tuple[tuple[tuple[str, ...], int | None], ...]] = {
+    "first": ((("tensor",), None),),
+    "split": ((("tensor",), 0),),
+    "fused": ((("mid", "tensor"), 0),),
+    "experts": ((("mid",), 1), (("tensor",), 1)),
+}
 _UNEVEN_STAGES = {"uneven": 1, "few": 0}
 LAYOUTS = {
     "one": Layout(Topology(), {}),
@@ -98,6 +130,18 @@ LAYOUTS = {
     "experts, data=2": Layout(Topology(roles={"expert": "data"}, data=2, expert=2), _over("expert")),
     "experts, other samples": Layout(Topology(roles={"expert": "data"}, expert=3), _over("expert")),
     "experts, same samples": Layout(Topology(roles={"expert": "model"}, expert=2), _over("expert")),
+    "folded": Layout(Topology(edp=2, mid=2, tensor=2, aliases=_ALIASES), _FOLDED, said=_SAID),
+    "folded, experts over data": Layout(Topology(edp=2, mid=2, tensor=1, aliases=_ALIASES), _FOLDED, said=_SAID),
+    "folded, all experts": Layout(Topology(edp=1, mid=2, tensor=2, aliases=_ALIASES), _FOLDED, said=_SAID),
+    "two meshes of DTensors": Layout(
+        Topology(edp=1, mid=2, tensor=2, aliases=_ALIASES),
+        _FOLDED,
+        said={name: _SAID[name] for name in ("bias", "uneven", "few")},
+        meshes=_MESHES,
+    ),
+    "two meshes of DTensors, and data": Layout(
+        Topology(edp=2, mid=2, tensor=2, aliases=_ALIASES), _FOLDED, said={"bias": _SAID["bias"]}, meshes=_MESHES
+    ),
     "stages": Layout(Topology(pipe=2, data=2), _TIED, {**_STAGES, **_UNEVEN_STAGES}),
     "stages of three": Layout(Topology(pipe=2, data=3), _TIED, {**_STAGES, **_UNEVEN_STAGES}),
 }
@@ -135,6 +179,7 @@ class Setting:
         """Over which states are sharded; not over stages, which have other parameters."""
         topology = self.at.topology
         axes = [axis for axis in topology.axes if axis not in topology.pipe_axes]
+        axes = [*(["data"] if topology.aliases else []), *axes]
         return axes[self.shard_axis % len(axes)] if axes and self.states in ("zero1", "zero2") else None
 
 
@@ -243,6 +288,8 @@ DIFFERING = {
 # Drawn more often than others: where a piece's gradients are summed with nobody's, and pieces so differ in what they have
 # seen; and where ranks with copies of a parameter have others in their buckets.
 _OFTEN = [
+    "folded",
+    "two meshes of DTensors",
     "tensor=3",
     "row=2,col=2",
     "row=2,col=2, diagonal",

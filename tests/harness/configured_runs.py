@@ -13,12 +13,26 @@ from unittest import mock
 import torch
 from arguments import arguments
 from cases import slice_of
-from configurations import DIFFERING, MODEL, PRECISIONS, STEPS, Case, Setting, is_idle, numbers, start_of, weight
+from configurations import (
+    DIFFERING,
+    MODEL,
+    PRECISIONS,
+    STEPS,
+    Case,
+    Layout,
+    Setting,
+    is_idle,
+    numbers,
+    start_of,
+    weight,
+)
 from dense_steps import inner_optimizer
+from dtensors import local
 from meshstep.amp import NaiveFp16
 from meshstep.optim import ParallelOptimizer, Reduce, ReplicaMismatchError, load_checkpoint, save_checkpoint
 from meshstep.optim.gradients import sync as gradient_sync
-from meshstep.parallel import ProcessGroupRegistry, annotate
+from meshstep.parallel import P, ProcessGroupRegistry, annotate
+from meshstep.parallel.interop.local import has_dtensors, local_parameter
 from torch import Tensor, nn
 from zero_models import small_buckets
 
@@ -52,9 +66,10 @@ class Rank:
         for name in case.names:
             spec = setting.at.spec(name)
             if setting.at.holds(name, registry.coordinate):
-                piece = slice_of(start_of(name) + moved, spec, setting.at.topology, registry.global_rank)
-                self.model[name] = nn.Parameter(piece.to(dtype))
-                annotate(self.model[name], spec, name)
+                piece = slice_of(start_of(name) + moved, spec, setting.at.topology, registry.global_rank).to(dtype)
+                meshed = name in setting.at.meshes
+                self.model[name] = nn.Parameter(_as_dtensor(name, piece, setting.at, registry) if meshed else piece)
+                annotate(self.model[name], P() if meshed else setting.at.said.get(name, spec), name)
 
     def inner(self, kind: str) -> torch.optim.Optimizer:
         groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "max_norm": self.case.group_max_norm}]
@@ -90,12 +105,19 @@ class Rank:
             loss = torch.zeros((), requires_grad=True) * 1.0
             for name, param in self.model.items():
                 if not is_idle(case, setting, name, at, number, micro):
-                    loss = loss + (param.float() * numbers(case, setting, name, at, number, micro).float()).sum()
+                    factors = numbers(case, setting, name, at, number, micro).float() / self.averaged(name)
+                    loss = loss + (_with_gradient(param).float() * factors).sum()
             count = weight(case, setting, at, number, micro)
             early = setting.states == "overlap" and not setting.managed and micro < setting.micro - 1
             with optimizer.no_sync() if early else nullcontext():
                 optimizer.backward(loss if count else None, **({"weight": count} if setting.weighted else {}))
         return optimizer.step()
+
+    def averaged(self, name: str) -> int:
+        """Over how many ranks of a DTensor's mesh torch has to average its gradient: it is complete there."""
+        topology = self.setting.at.topology
+        meshed = {axis for axes, _ in self.setting.at.meshes.get(name, ()) for axis in axes}
+        return topology.size(*(axis for axis in topology.data_axes if axis in meshed))
 
     def steps(self, optimizer: ParallelOptimizer[Any], steps: range, report: Report) -> None:
         for number in steps:
@@ -106,10 +128,26 @@ class Rank:
 
     def see(self, optimizer: ParallelOptimizer[Any], report: Report) -> None:
         """What there is at the end."""
-        names = {id(param): name for name, param in self.model.items()}
-        report.params = {name: param.detach().clone() for name, param in self.model.items()}
+        names = {id(local_parameter(param)): name for name, param in self.model.items()}
+        report.params = {name: local(param).clone() for name, param in self.model.items()}
         for piece in optimizer.pieces():
             report.pieces.append((names[id(piece.param)], piece.offset, piece.piece.detach().clone()))
+
+
+def _as_dtensor(name: str, piece: Tensor, at: Layout, registry: ProcessGroupRegistry) -> Tensor:
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh = registry.device_mesh(*(axes for axes, _ in at.meshes[name]))
+    placements = [Replicate() if dim is None else Shard(dim) for _, dim in at.meshes[name]]
+    shape = MODEL[name].shape
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(piece, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def _with_gradient(param: Tensor) -> Tensor:
+    """This rank's part, by which a DTensor's gradient comes."""
+    part: Tensor = param.to_local() if has_dtensors((param,)) else param  # type: ignore[attr-defined]
+    return part
 
 
 @contextmanager
@@ -207,12 +245,12 @@ def _other_weights(rank: Rank, other: bool) -> list[str]:
     if other:
         with torch.no_grad():
             rank.model["vector"][5] += 0.5
-    before = {name: param.detach().clone() for name, param in rank.model.items()}
+    before = {name: local(param).clone() for name, param in rank.model.items()}
     try:
         rank.step(rank.optimizer(), number=STEPS)  # in which nothing overflows
     except ReplicaMismatchError as error:
         problems = [] if "vector: the parameter differs" in str(error) else [f"weights differ, but it said: {error}"]
     else:
         problems = ["nobody saw that the copies of a parameter differ"]
-    same = all(torch.equal(before[name], param.detach()) for name, param in rank.model.items())
+    same = all(torch.equal(before[name], local(param)) for name, param in rank.model.items())
     return problems if same else [*problems, "weights differ, and were stepped"]

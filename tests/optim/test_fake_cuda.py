@@ -119,9 +119,9 @@ def sharded_fully(registry: ProcessGroupRegistry) -> Iterator[Callable[[torch.Te
         mesh = registry.device_mesh("data")
     check = dtensor.check_mesh
 
-    def check_outside(tensor: DTensor, topology: Topology) -> None:
+    def check_outside(tensor: DTensor, topology: Topology) -> dict[str, tuple[str, ...]]:
         with unset_fake_temporarily():
-            check(tensor, topology)
+            return check(tensor, topology)
 
     with mock.patch.object(dtensor, "check_mesh", check_outside):
         yield lambda piece: DTensor.from_local(piece, mesh, (Shard(0),), run_check=False)

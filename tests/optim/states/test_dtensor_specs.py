@@ -111,8 +111,8 @@ def refused(kind: str) -> str:
 
     with registry_of(GRID) as registry:
         mesh = registry.device_mesh("data")
-        if kind == "names":
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        if kind == "no axes":
+            mesh = DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("beside", "dp"))["dp"]
         elif kind == "no names":
             mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
         elif kind == "ranks":
@@ -132,7 +132,10 @@ def refused(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("names", "w is on a device mesh with dim 'dp', but the axes are data, tensor"),
+        (
+            "no axes",
+            "w is on a device mesh with dim 'dp', which holds ranks (0, 3): no axes of Topology(data=2, tensor=2)",
+        ),
         ("no names", "w is on a mesh without dim names"),
         ("ranks", "w is on a device mesh whose dim 'data' holds ranks (0, 1), but the axis of"),
         (

@@ -1,0 +1,126 @@
+"""The topology of several device meshes: the refinement of their dims, which are its axes or aliases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from meshstep.parallel import ProcessGroupRegistry, Topology
+from meshstep.parallel.mesh.along import axes_along
+from meshstep.parallel.mesh.refinement import Dim, refined
+from torch.distributed.device_mesh import init_device_mesh
+from world import World
+
+Grids = Mapping[tuple[str, ...], Any]
+
+
+def row_major(*sizes: int) -> Any:
+    return torch.arange(int(torch.tensor(sizes).prod())).view(sizes).tolist()
+
+
+def views(world: int, grids: Grids) -> list[list[Dim]]:
+    """What each rank sees of meshes that hold ranks as these nested lists do."""
+    found: list[list[Dim]] = [[] for _ in range(world)]
+    for number, (names, ranks) in enumerate(grids.items()):
+        grid = torch.tensor(ranks)
+        for rank, dims in enumerate(found):
+            for at in (grid == rank).nonzero().tolist():
+                for index, name in enumerate(names):
+                    line = grid[tuple(slice(None) if i == index else where for i, where in enumerate(at))]
+                    dims.append(Dim(number, name, tuple(line.tolist())))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "grids", "expected"),
+    [
+        (4, {("data", "tensor"): row_major(2, 2)}, Topology(data=2, tensor=2)),
+        (
+            8,
+            {("data", "tensor"): row_major(4, 2), ("edp", "expert"): row_major(2, 4)},
+            Topology(edp=2, data_1=2, tensor=2, aliases={"data": ("edp", "data_1"), "expert": ("data_1", "tensor")}),
+        ),
+        (
+            8,
+            {
+                ("dp", "cp", "tp"): row_major(2, 2, 2),
+                ("dp_cp", "tp"): row_major(4, 2),
+                ("dp_tp", "cp"): [[0, 2], [1, 3], [4, 6], [5, 7]],
+            },
+            Topology(dp=2, cp=2, tp=2, aliases={"dp_cp": ("dp", "cp"), "dp_tp": ("dp", "tp")}),
+        ),
+        (4, {("a", "b"): [[0, 2], [1, 3]]}, Topology(b=2, a=2)),
+        (4, {("a", "one"): row_major(4, 1), ("dp",): row_major(4)}, Topology(a=4, one=1, aliases={"dp": "a"})),
+    ],
+)
+def test_axes_are_the_refinement(world: int, grids: Grids, expected: Topology) -> None:
+    axes, aliases = refined(views(world, grids))
+    assert Topology(aliases=aliases, **axes) == expected
+
+
+@pytest.mark.parametrize(
+    ("world", "grids", "message"),
+    [
+        (
+            6,
+            {("a", "b"): row_major(3, 2), ("c", "d"): row_major(2, 3)},
+            "the meshes don't nest: 2, .* doesn't divide 3, ",
+        ),
+        (4, {("a",): [0, 3, 1, 2]}, r"ranks \(0, 3, 1, 2\) along 'a' are no grid"),
+        (8, {("a", "b"): row_major(2, 2)}, r"ranks \(0, 4\) are along no dim of the meshes given"),
+        (
+            4,
+            {("dp", "tp"): row_major(2, 2), ("tp", "x"): row_major(2, 2)},
+            "'tp' names dims of two meshes that hold diff",
+        ),
+    ],
+)
+def test_meshes_that_are_no_axes_are_refused_in_words(world: int, grids: Grids, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        refined(views(world, grids))
+
+
+def test_uneven_stages_are_refused_in_words() -> None:
+    """Two tensor ranks on one stage, four on the other."""
+    seen = [[Dim(0, "tp", (0, 1))]] * 2 + [[Dim(0, "tp", (2, 3, 4, 5))]] * 4
+    with pytest.raises(
+        ValueError, match=r"along 'tp' are not alike: ranks \(0, 1\) and \(2, 3, 4, 5\).*no product of axes"
+    ):
+        refined(seen)
+
+
+def test_ranks_are_along_axes_whatever_they_are_called() -> None:
+    topology = Topology(a=2, one=1, b=3, c=2)
+    assert axes_along((0, 2, 4), topology) == ("b",)
+    assert axes_along((1, 3, 5, 7, 9, 11), topology) == ("a", "b")
+    assert axes_along((4, 10, 5, 11), topology) == ("c", "a")
+    assert axes_along((7,), topology) == ()
+    assert axes_along((0, 3), topology) is None
+    assert axes_along((2, 4, 6), topology) is None
+    assert axes_along((2, 0), topology) is None
+
+
+def of_real_meshes() -> list[Topology]:
+    dense = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    experts = init_device_mesh("cpu", (1, 4), mesh_dim_names=("edp", "ep"))
+    flat = dense["dp", "tp"]._flatten("all_ranks")
+    found = [Topology.of_meshes(dense, experts), Topology.of_meshes(dense["dp"], dense["tp"], flat)]
+    with ProcessGroupRegistry(found[0]) as registry:
+        total = torch.tensor(float(registry.global_rank))
+        dist.all_reduce(total, group=registry.group("ep"))
+        assert total == 6
+    unnamed = init_device_mesh("cpu", (4,))
+    with pytest.raises(ValueError, match="has no dim names"):
+        Topology.of_meshes(dense if registry.global_rank else unnamed)
+    return found
+
+
+def test_real_meshes_and_slices_of_them(world: World) -> None:
+    for found in world.run(4, of_real_meshes):
+        assert found == [
+            Topology(dp=2, tp=2, edp=1, aliases={"ep": ("dp", "tp")}),
+            Topology(dp=2, tp=2, aliases={"all_ranks": ("dp", "tp")}),
+        ]

@@ -151,7 +151,7 @@ class Topology(ByRole):
         Raises:
             ValueError: An unknown axis, or the same axis twice.
         """
-        return prod(self.sizes[self._dim(axis)] for axis in self.atoms(*axes))
+        return prod(self.sizes[self.axes.index(axis)] for axis in self.atoms(*axes))
 
     def role(self, axis: str) -> Role:
         """``"pipe"``, ``"data"`` or ``"model"``.
@@ -159,7 +159,7 @@ class Topology(ByRole):
         Raises:
             ValueError: An unknown axis, or an alias whose axes have several roles.
         """
-        found = {atom: self.roles[self._dim(atom)] for atom in self._atoms(axis)}
+        found = {atom: self.roles[self.axes.index(atom)] for atom in self._atoms(axis)}
         if len({*found.values()}) > 1:
             raise ValueError(
                 f"the axes of {axis!r} have several roles, {', '.join(f'{a} {r!r}' for a, r in found.items())}; ask for one"
@@ -275,11 +275,8 @@ class Topology(ByRole):
     def named(self) -> str:  # for errors
         return f"axes: {_listed(self.axes)}" + (f"; aliases: {_listed(self.aliases)}" if self._aliases else "")
 
-    def _dim(self, axis: str) -> int:
-        return self.axes.index(axis)
-
     def _offset(self, coordinate: Mapping[str, int]) -> int:
-        return sum(value * self._strides[self._dim(axis)] for axis, value in coordinate.items())
+        return sum(value * self._strides[self.axes.index(axis)] for axis, value in coordinate.items())
 
     def _offsets(self, axes: tuple[str, ...]) -> Iterator[int]:
         # In axis order, whatever the caller's: then the sums come out ascending.

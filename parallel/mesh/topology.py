@@ -181,7 +181,7 @@ class Topology(ByRole):
         """Coordinate of ``rank`` on one axis; on an alias, that on its axes together, the first the slowest."""
         self._check_rank(rank)
         index = 0
-        for dim in map(self._dim, self._atoms(axis)):
+        for dim in map(self.axes.index, self._atoms(axis)):
             index = index * self.sizes[dim] + rank // self._strides[dim] % self.sizes[dim]
         return index
 

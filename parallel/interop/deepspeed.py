@@ -10,8 +10,8 @@ tensor-parallel group of DeepSpeed's) and *data*. *Model parallel* spans tensor 
 DeepSpeed reads one flag of a parameter, on each rank by itself: ``p.model_parallel``. What it counts in a norm are the
 flagged parameters, and all of those on rank 0 of the group; the sum goes over the model-parallel group. One flag for all
 ranks can't say that a bias is split over one axis of two and copied along the other (on a 2 x 2 grid the norm is 4% too
-small or 10% too large). A flag that says "this rank is the one that counts this piece" makes the same code exact, where it reads flags at
-all:
+small or 10% too large). A flag that says "this rank is the one that counts this piece" makes the same code exact, where
+it reads flags at all:
 
     config                                     optimizer within               reads them
     float32, stage 0                           the one that was given         yes
@@ -153,8 +153,8 @@ def mark_model_parallel(params: Iterable[Tensor], registry: ProcessGroupRegistry
         over = [axis for axis in topology.data_axes if axis in spec.sharded_axes]
         if over or has_dtensors((param,)):
             raise ValueError(
-                f"{_name_of(param)} ({spec}) is {f'split over {over[0]!r}' if over else 'a DTensor'}, which DeepSpeed's norm "
-                "can't count; use meshstep.optim.clip_grad_norm_, or let DeepSpeed shard it"
+                f"{_name_of(param)} ({spec}) is {f'split over {over[0]!r}' if over else 'a DTensor'}, which DeepSpeed's "
+                "norm can't count; use meshstep.optim.clip_grad_norm_, or let DeepSpeed shard it"
             )
         pending = [axis for axis in spec.partial if topology.size(axis) > 1]
         if pending:

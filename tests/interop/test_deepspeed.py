@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
+from importlib.util import find_spec
 from typing import Any, NamedTuple
-
-os.environ["DS_ACCELERATOR"] = "cpu"  # read when it is imported, by the ranks too
 
 import pytest
 import torch
 import torch.distributed as dist
 
-pytest.importorskip("deepspeed", reason="needs deepspeed, of the extra `interop`")
+if find_spec("deepspeed") is None:
+    pytest.skip(reason="needs deepspeed, of the extra `interop`", allow_module_level=True)
 
+from deepspeed_on_cpu import deepspeed_on_cpu
 from meshstep.amp import Bf16
 from meshstep.optim import ParallelOptimizer, Reduce, Sharded
 from meshstep.parallel import (
@@ -118,10 +118,9 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS)
 
 
-def engine_for(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], mpu: object) -> Any:
-    import deepspeed
-
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu, dist_init_required=False)[0]
+def engine_for(package: Any, model: nn.Module, optimizer: torch.optim.Optimizer, config: Any, mpu: object) -> Any:
+    made = package.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu, dist_init_required=False)
+    return made[0]
 
 
 class Run(NamedTuple):
@@ -133,7 +132,7 @@ class Run(NamedTuple):
 
 
 def by_engine(setting: Setting, marked: bool = True) -> Run:
-    with ProcessGroupRegistry(Topology(roles=None, **dict(setting.axes))) as registry:
+    with deepspeed_on_cpu() as package, ProcessGroupRegistry(Topology(**dict(setting.axes))) as registry:
         model = model_on(registry)
         if marked:
             mark_model_parallel(model.parameters(), registry)
@@ -141,7 +140,7 @@ def by_engine(setting: Setting, marked: bool = True) -> Run:
             for param in model.parameters():
                 param.model_parallel = bool(spec_of(param).sharded_axes)  # type: ignore[attr-defined]
         config = {**setting.config, "gradient_clipping": MAX_NORM}
-        engine = engine_for(model, adamw(model), config, ModelParallelUnit(registry))
+        engine = engine_for(package, model, adamw(model), config, ModelParallelUnit(registry))
         check_engine(engine, registry)
         norms, expected = [], []
         for step in range(STEPS):
@@ -154,7 +153,7 @@ def by_engine(setting: Setting, marked: bool = True) -> Run:
 
 def replaced(setting: Setting) -> Run:
     """The same run without DeepSpeed."""
-    with ProcessGroupRegistry(Topology(roles=None, **dict(setting.axes))) as registry:
+    with ProcessGroupRegistry(Topology(**dict(setting.axes))) as registry:
         model = model_on(registry)
         precision: Any = {"precision": "bf16"} if setting.bf16 else {}
         if setting.bf16:
@@ -171,7 +170,7 @@ def replaced(setting: Setting) -> Run:
 
 def under_its_engine(setting: Setting) -> Run:
     """The engine averages, and our optimizer does all else."""
-    with ProcessGroupRegistry(Topology(roles=None, **dict(setting.axes))) as registry:
+    with deepspeed_on_cpu() as package, ProcessGroupRegistry(Topology(**dict(setting.axes))) as registry:
         model = model_on(registry)
         if registry.coordinate.get("data", 0):  # the engine gives the weights of data rank 0 to all
             for param in model.parameters():
@@ -183,7 +182,7 @@ def under_its_engine(setting: Setting) -> Run:
         averaged = Reduce(average_data=False)
         optimizer = ParallelOptimizer(adamw(model), registry, max_norm=MAX_NORM, data_parallel=averaged, **options)
         config = {**setting.config, "bf16": {"enabled": False}, "gradient_clipping": 0.0}
-        engine = engine_for(model, optimizer, config, ModelParallelUnit(registry))
+        engine = engine_for(package, model, optimizer, config, ModelParallelUnit(registry))
         check_engine(engine, registry)
         norms = []
         for step in range(STEPS):
@@ -241,7 +240,7 @@ def test_our_optimizer_steps_under_its_engine_with_the_weights_of_data_rank_0(
 
 
 def refused(what: str) -> str:
-    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+    with deepspeed_on_cpu() as package, ProcessGroupRegistry(Topology(tensor=2)) as registry:
         model = model_on(registry)
         mpu = None if what == "no mpu" else ModelParallelUnit(registry)
         optimizer: Any = adamw(model)
@@ -252,7 +251,7 @@ def refused(what: str) -> str:
             config["zero_optimization"] = {"stage": 3}
         if what == "twice":
             optimizer = ParallelOptimizer(optimizer, registry, max_norm=MAX_NORM)
-        engine = engine_for(model, optimizer, config, mpu)
+        engine = engine_for(package, model, optimizer, config, mpu)
         try:
             check_engine(engine, registry)
         except ValueError as error:
@@ -275,11 +274,11 @@ def test_an_engine_whose_norm_can_not_be_exact_is_refused(world: World, what: st
 
 
 def unfused_norm() -> tuple[float, float]:
-    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+    with deepspeed_on_cpu() as package, ProcessGroupRegistry(Topology(tensor=2)) as registry:
         model = model_on(registry)
         mark_model_parallel(model.parameters(), registry)
         config = {**Setting(ONE, 0, bf16=True).config, "gradient_clipping": MAX_NORM}
-        engine = engine_for(model, adamw(model), config, ModelParallelUnit(registry))
+        engine = engine_for(package, model, adamw(model), config, ModelParallelUnit(registry))
         expected = true_norm(model, 0, registry, False)
         engine.backward(loss_of(engine, 0, registry, torch.bfloat16))
         engine.step()

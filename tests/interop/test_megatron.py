@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +12,8 @@ import torch
 pytest.importorskip("megatron.core", reason="needs megatron-core, of the extra `interop`")
 
 from megatron_on_cpu import gpt, loss_of, megatron, tokens_of
-from meshstep.optim import ParallelOptimizer
-from meshstep.parallel import ProcessGroupRegistry, unshard
+from meshstep.optim import Measure, ParallelOptimizer
+from meshstep.parallel import P, ProcessGroupRegistry, annotate, unshard
 from meshstep.parallel.interop.audit import Audit, audit
 from meshstep.parallel.interop.local import spec_of
 from meshstep.parallel.interop.megatron import declare_by_flags, registry_of
@@ -61,13 +63,19 @@ def stepped_by_us(options: dict[str, Any], kept: dict[str, Any] | None = None) -
         return first, norms, gathered(given, registry)
 
 
-def stepped_by_megatron(options: dict[str, Any]) -> tuple[list[float], Weights]:
+def stepped_by_megatron(options: dict[str, Any], broken: str = "") -> tuple[list[float], Weights]:
+    """Norms and last weights.
+
+    Args:
+        broken: Parameters whose names end so have the other flag (`BROKEN`).
+    """
     with megatron(tensor_model_parallel_size=2), registry_of() as registry:
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         model = gpt(tensor_model_parallel_size=2, **options)
         declare_by_flags(model, registry)
+        break_flags(model, [broken] if broken else [])
         chunk = in_its_ddp(model)
         config = OptimizerConfig(
             optimizer="adam", lr=LR, adam_eps=EPS, weight_decay=0.1, clip_grad=MAX_NORM, use_distributed_optimizer=False
@@ -146,16 +154,23 @@ BROKEN = {
     COLUMN_BIAS: ("tensor_model_parallel", False, "the gradients differ"),  # zeros
     "linear_fc1.weight": ("tensor_model_parallel", False, "the values differ"),
     "embedding.position_embeddings.weight": ("sequence_parallel", True, "the gradients are equal"),
+    "output_layer.weight": ("tensor_model_parallel", False, "the values differ"),
 }
+COPY_AS_PIECE = {ROW_BIAS: ("tensor_model_parallel", True, "the values are equal and so are the gradients")}
+
+
+def break_flags(model: nn.Module, ends: Iterable[str]) -> None:
+    for name, param in model.named_parameters():
+        for end in ends:
+            if name.endswith(end):
+                flag, value, _ = (BROKEN | COPY_AS_PIECE)[end]
+                setattr(param, flag, value)
 
 
 def audited(options: dict[str, Any], breaks: bool, kept: bool) -> Audit:
     with megatron(tensor_model_parallel_size=2), registry_of() as registry:
         model = gpt(tensor_model_parallel_size=2, **options)
-        for name, param in model.named_parameters() if breaks else ():
-            for end, (flag, value, _) in BROKEN.items():
-                if name.endswith(end):
-                    setattr(param, flag, value)
+        break_flags(model, BROKEN if breaks else [])
         model = in_its_ddp(model) if kept else model
         declare_by_flags(model, registry)
         loss_of(model, registry.rank("data")).backward()
@@ -183,16 +198,59 @@ def test_the_audit_finds_nothing_in_its_models_and_names_what_flags_get_wrong(wo
             )
         },
         "embedding.position_embeddings.weight": "the gradients are equal",
+        "output_layer.weight": "the values differ",
     }
 
 
-# What its own norm makes of wrong flags -------------------------------------------------------------------------------
+def by_flags_alone() -> tuple[float, float, list[str]]:
+    """The first norm by flags alone, and by its rules; and which copies differ then."""
+    with megatron(tensor_model_parallel_size=2), registry_of() as registry:
+        model = gpt(tensor_model_parallel_size=2, qk_layernorm=True)
+        norms = []
+        for rules in (False, True):
+            declare_by_flags(model, registry)
+            if not rules:
+                for name, param in model.named_parameters():
+                    if "q_layernorm" in name or "k_layernorm" in name:
+                        annotate(param, P(), name)
+            optimizer = ParallelOptimizer(
+                torch.optim.SGD(model.parameters(), lr=1.0), registry, measure=Measure(check_replicas=False)
+            )
+            optimizer.backward(loss_of(model, registry.rank("data")))
+            if not rules:
+                found = [d.name for d in audit(model, registry).disagreements]
+            norms.append(float(optimizer.clip_grad_by_norm(1e9).total_norm))
+            optimizer.zero_grad()
+        return norms[0], norms[1], found
 
 
-def its_first_norm(options: dict[str, Any], end: str, flag: str, value: bool) -> float:
-    def break_(model: nn.Module) -> None:
-        for name, param in model.named_parameters():
-            if end and name.endswith(end):
-                setattr(param, flag, value)
+def test_no_flag_says_that_gradients_of_q_and_k_norms_are_sums(world: World) -> None:
+    wrong, right, found = world.run(4, by_flags_alone)[0]
+    assert 1e-5 < abs(wrong / right - 1) < 1e-2
+    assert len(found) == 8
+    assert all("q_layernorm" in name or "k_layernorm" in name for name in found)
 
-    return stepped_by_megatron(options, break_)[0][0]
+
+@pytest.mark.parametrize(("end", "less"), [("linear_fc1.weight", True), (ROW_BIAS, False)])
+def test_its_own_norm_is_wrong_where_a_flag_is_wrong(world: World, end: str, less: bool) -> None:
+    first, _, _ = world.run(4, stepped_by_us, {})[0]
+    expected = world.run(1, dense, first, {})[0][0][0]
+    found = world.run(4, stepped_by_megatron, {}, end)[0][0][0]
+    assert (found < 0.99 * expected) if less else (found > 1.001 * expected)
+
+
+def test_the_recipe_of_the_page_runs(world: World) -> None:
+    assert world.run(4, recipe) == world.run(4, recipe)
+
+
+def recipe() -> float:
+    page = (Path(__file__).parents[2] / "MIGRATING.md").read_text()
+    code = page.partition("## From Megatron-core")[2].partition("```python\n")[2].partition("```")[0]
+    with megatron(tensor_model_parallel_size=2):
+        namespace: dict[str, Any] = {"model": gpt(tensor_model_parallel_size=2)}
+        exec(compile(code, "MIGRATING.md", "exec"), namespace)
+        optimizer, registry = namespace["optimizer"], namespace["registry"]
+        with registry:
+            optimizer.backward(loss_of(namespace["model"], registry.rank("data")))
+            assert str(namespace["audit"](namespace["model"], registry)).endswith("declared to be")
+            return float(optimizer.step().total_norm)

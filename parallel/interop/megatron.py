@@ -62,7 +62,8 @@ def registry_of(groups: object | None = None) -> ProcessGroupRegistry:
     Collectives: object all-gathers over the world. Host reads: yes.
     """
     found = _groups_of(groups, {**_DENSE, **_EXPERT})
-    registry = ProcessGroupRegistry(_topology({name: _ranks(group) for name, group in found.items()}))
+    ranks = {name: _ranks(group) for name, group in found.items()}
+    registry = ProcessGroupRegistry(topology_of(ranks, dist.get_world_size()))
     on_all_ranks(lambda: [axes_of(_ranks(group), registry, name) for name, group in found.items()], registry)
     registry.adopt(*found.values())
     return registry
@@ -134,7 +135,9 @@ class Rules:
             first = entries[0] if entries else None
             stacked = self._of("expert", name)
             entries = (*stacked, *_parts(first)), *entries[1:]
-            partial = () if self._reduced else tuple(a for a in self._of("expert_data", name) if self._is_model(a))
+            # Its DDP sums over all copies where a flag says so, which none does where a rank has all experts.
+            summed = self._reduced and not getattr(param, "allreduce", True)
+            partial = () if summed else tuple(a for a in self._of("expert_data", name) if self._is_model(a))
             return P(*entries, partial=partial), 1
         mean = bool(getattr(param, "average_gradients_across_tp_domain", False))
         pending = mean or self._is_summed(name, param)
@@ -211,10 +214,17 @@ def axes_of(ranks: Ranks, registry: ProcessGroupRegistry, name: str = "a group")
     return axes
 
 
-def _topology(groups: Mapping[str, Ranks]) -> Topology:
-    """The axes that the dense and the expert mesh have in common, from the groups of any one rank."""
+def topology_of(groups: Mapping[str, Ranks], world_size: int) -> Topology:
+    """The axes that the dense and the expert mesh have in common, from the groups of any one rank; see `registry_of`.
+
+        >>> topology_of({"data": (0, 2, 4, 6), "tensor": (0, 1), "expert": (0, 1, 2, 3), "expert_data": (0, 4)}, 8)
+        Topology(data0=2, data1=2, tensor=2, pipe=1, context=1, roles={'data0': 'data', 'data1': 'data'})
+
+    Raises:
+        ValueError: As there.
+    """
     sides = {name: _side(name, ranks) for name, ranks in groups.items() if len(ranks) > 1}
-    ends = sorted({1, dist.get_world_size(), *(end for side in sides.values() for end in side)})
+    ends = sorted({1, world_size, *(end for side in sides.values() for end in side)})
     for low, high in pairwise(ends):
         if high % low:
             raise ValueError(

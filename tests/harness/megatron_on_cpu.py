@@ -3,7 +3,8 @@
 Replaced, within `megatron`, for this process: the device "cuda" of tensors that are made (norms, overflow flags), the
 answers of ``torch.cuda.current_device`` and ``Tensor.type`` (it asserts "torch.cuda.FloatTensor"), the states of CUDA's
 random generators, and the kernel of apex that its own `FusedLayerNorm` calls, without which it has no layer norm for
-sequence parallelism. Nothing of layers, flags, gradients, norms or optimizers is.
+sequence parallelism; a name is added that its router looks for where TransformerEngine is missing. Nothing of layers,
+flags, gradients, norms or optimizers is.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def megatron(**sizes: int) -> Iterator[None]:
         from megatron.core.models.gpt import gpt_layer_specs
         from megatron.core.tensor_parallel import random
         from megatron.core.transformer import transformer_block
+        from megatron.core.transformer.moe import moe_utils
 
         with ExitStack() as stack:
             replace = lambda *what: stack.enter_context(mock.patch.object(*what, create=True))  # noqa: E731
@@ -61,6 +63,7 @@ def megatron(**sizes: int) -> Iterator[None]:
                 replace(of, name, fused_layer_norm.FusedLayerNorm)
             replace(fused_layer_norm, "HAVE_FUSED_LAYER_NORM", True)
             replace(fused_layer_norm, "FusedLayerNormAffineFunction", _LayerNormKernel)
+            replace(moe_utils, "te_general_gemm", None)
             replace(random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state())
             replace(random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state))
             replace(torch.cuda, "get_rng_state", lambda *_: torch.get_rng_state())

@@ -22,6 +22,7 @@ from world import World
 
 STEPS, LR, MAX_NORM, EPS = 4, 1e-2, 0.3, 1e-4
 Weights = dict[str, Tensor]
+LARGE = {"init_method_std": 0.3}  # or nearly all of the gradient is the output layer's
 
 KINDS = {
     "plain": {},
@@ -41,7 +42,9 @@ def in_its_ddp(model: Any, **options: Any) -> Any:
     return DistributedDataParallel(model.config, DistributedDataParallelConfig(**options), model)
 
 
-def stepped_by_us(options: dict[str, Any], kept: dict[str, Any] | None = None) -> tuple[Weights, list[float], Weights]:
+def stepped_by_us(
+    options: dict[str, Any], kept: dict[str, Any] | None = None, precision: Any = "fp32", micro_batches: int = 1
+) -> tuple[Weights, list[float], Weights]:
     """The first weights, the norms of four steps, and the last weights; all of the dense model.
 
     Args:
@@ -49,15 +52,19 @@ def stepped_by_us(options: dict[str, Any], kept: dict[str, Any] | None = None) -
     """
     with megatron(tensor_model_parallel_size=2), registry_of() as registry:
         given = gpt(tensor_model_parallel_size=2, **options)
+        if precision == "bf16":
+            given.bfloat16()
         model = given if kept is None else in_its_ddp(given, **kept)
         declare_by_flags(model, registry)
         first = gathered(given, registry)
         adam = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.1, fused=True)
+        how: Any = {"precision": precision, "accumulation_steps": micro_batches if micro_batches > 1 else None}
         averaged_by: Any = {} if kept is None else {"data_parallel": model}
-        optimizer = ParallelOptimizer(adam, registry, max_norm=MAX_NORM, **averaged_by)
+        optimizer = ParallelOptimizer(adam, registry, max_norm=MAX_NORM, **how, **averaged_by)
         norms = []
         for step in range(STEPS):
-            optimizer.backward(loss_of(model, 2 * step + registry.rank("data")))
+            for micro_batch in range(micro_batches):
+                optimizer.backward(loss_of(model, 2 * step + registry.rank("data") + 100 * micro_batch))
             norms.append(float(optimizer.step().total_norm))
             optimizer.zero_grad()
         return first, norms, gathered(given, registry)
@@ -137,11 +144,17 @@ def test_its_model_is_stepped_as_the_dense_one_in_float64_and_as_by_its_own_opti
     assert farthest(last, weights) < 2e-6
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlapped"])
-def test_where_its_ddp_is_kept_gradients_are_read_from_its_buffers(world: World, overlap: bool) -> None:
-    alone = world.run(4, stepped_by_us, KINDS["both"])[0]
-    kept = world.run(4, stepped_by_us, KINDS["both"], {"overlap_grad_reduce": overlap})
-    for _, norms, last in kept:
+def test_where_its_ddp_is_kept_gradients_are_read_from_its_buffers(
+    world: World, overlap: bool, half: bool, micro_batches: int
+) -> None:
+    dtype = {"params_dtype": torch.bfloat16, "bf16": True} if half else {}
+    options, how = {**KINDS["both"], **dtype}, ("bf16" if half else "fp32", micro_batches)
+    alone = world.run(4, stepped_by_us, options, None, *how)[0]
+    its = {"overlap_grad_reduce": overlap, "grad_reduce_in_fp32": half}
+    for _, norms, last in world.run(4, stepped_by_us, options, its, *how):
         assert norms == pytest.approx(alone[1], rel=1e-6)
         assert farthest(last, alone[2]) < 1e-6
 
@@ -205,7 +218,7 @@ def test_the_audit_finds_nothing_in_its_models_and_names_what_flags_get_wrong(wo
 def by_flags_alone() -> tuple[float, float, list[str]]:
     """The first norm by flags alone, and by its rules; and which copies differ then."""
     with megatron(tensor_model_parallel_size=2), registry_of() as registry:
-        model = gpt(tensor_model_parallel_size=2, qk_layernorm=True)
+        model = gpt(tensor_model_parallel_size=2, qk_layernorm=True, **LARGE)
         norms = []
         for rules in (False, True):
             declare_by_flags(model, registry)
@@ -233,9 +246,10 @@ def test_no_flag_says_that_gradients_of_q_and_k_norms_are_sums(world: World) -> 
 
 @pytest.mark.parametrize(("end", "less"), [("linear_fc1.weight", True), (ROW_BIAS, False)])
 def test_its_own_norm_is_wrong_where_a_flag_is_wrong(world: World, end: str, less: bool) -> None:
-    first, _, _ = world.run(4, stepped_by_us, {})[0]
-    expected = world.run(1, dense, first, {})[0][0][0]
-    found = world.run(4, stepped_by_megatron, {}, end)[0][0][0]
+    first, ours, _ = world.run(4, stepped_by_us, LARGE)[0]
+    expected = world.run(1, dense, first, LARGE)[0][0][0]
+    found = world.run(4, stepped_by_megatron, LARGE, end)[0][0][0]
+    assert ours[0] == pytest.approx(expected, rel=1e-6)
     assert (found < 0.99 * expected) if less else (found > 1.001 * expected)
 
 
@@ -254,3 +268,27 @@ def recipe() -> float:
             optimizer.backward(loss_of(namespace["model"], registry.rank("data")))
             assert str(namespace["audit"](namespace["model"], registry)).endswith("declared to be")
             return float(optimizer.step().total_norm)
+
+
+def refused(ddp: dict[str, bool], config: dict[str, bool]) -> str:
+    with megatron(tensor_model_parallel_size=2), registry_of() as registry:
+        model = in_its_ddp(gpt(tensor_model_parallel_size=2, **config), **ddp)
+        declare_by_flags(model, registry)
+        with pytest.raises(ValueError, match="of Megatron with") as error:
+            ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), registry, data_parallel=model)
+        return str(error.value)
+
+
+def test_what_its_ddp_would_do_twice_is_refused(world: World) -> None:
+    assert "states=Sharded('data') in its place" in world.run(4, refused, {"use_distributed_optimizer": True}, {})[3]
+    assert "backward(loss, weight=...)" in world.run(4, refused, {}, {"calculate_per_token_loss": True})[3]
+
+
+def not_initialised() -> str:
+    with pytest.raises(RuntimeError, match="isn't initialised") as error:
+        registry_of()
+    return str(error.value)
+
+
+def test_without_its_parallel_state_the_error_says_what_to_call(world: World) -> None:
+    assert "initialize_model_parallel" in world.run(1, not_initialised)[0]

@@ -64,7 +64,7 @@ class MegatronSwitch(DataParallelSwitch):
 
     def set(self, on: bool) -> None:
         self.on = on
-        for group in (*self.module.bucket_groups, *self.module.expert_parallel_bucket_groups):  # type: ignore[misc, operator]
+        for group in (*self.module.bucket_groups, *self.module.expert_parallel_bucket_groups):  # type: ignore[misc]
             group.is_last_microbatch = on
 
     def averages(self, window: Window[Any, Any]) -> bool:
@@ -82,21 +82,23 @@ class MegatronSwitch(DataParallelSwitch):
         self.module.finish_grad_sync()  # type: ignore[operator]
         for param in params:
             if hasattr(param, "main_grad"):
-                param.grad = param.main_grad
+                param.grad = param.main_grad.detach()  # each time another: masters know by it what they have taken
 
     @contextmanager
     def micro_batch(self, window: Window[Any, Any]) -> Iterator[None]:
-        """What was handed over goes back first, or it would be added to itself."""
-        for param in self.module.parameters():
-            if param.grad is not None and param.grad is getattr(param, "main_grad", None):
-                param.grad = None
+        """What was handed over is taken away first, or it would be added to itself."""
+        self._take_away()
         with super().micro_batch(window):
             yield
 
     def clear(self) -> None:
-        for param in self.module.parameters():
-            param.grad = None
+        self._take_away()
         self.module.zero_grad_buffer()  # type: ignore[operator]
+
+    def _take_away(self) -> None:
+        for param in self.module.parameters():
+            if hasattr(param, "main_grad"):
+                param.grad = None
 
     def check_clearing(self, left_out: bool) -> None:
         """All of it can be cleared."""

@@ -167,7 +167,8 @@ def _problem(kind: Kind, seen: Sequence[Seen], other_samples: bool) -> tuple[str
             instead = "a copy" if same_gradients else "a copy, whose gradient may be a sum to be made,"
             return (
                 "the values are equal" + (f" and {what}" if what else ""),
-                f"it is {instead} that would count {n} times; take the flag away (tensor_model_parallel, or its P(...))",
+                f"it is {instead} that would count {n} times, and its flag must go (tensor_model_parallel, or P(axis)); "
+                "or pieces were initialised alike",
             )
         return None
     if not same_values:

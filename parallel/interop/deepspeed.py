@@ -22,7 +22,8 @@ it reads flags at all:
 
 `check_engine` refuses the last two. `meshstep.optim.ParallelOptimizer` can be the optimizer of a float32 stage 0
 engine, which then only averages: give it ``data_parallel=Reduce(average_data=False)``, and the engine no
-``gradient_clipping``.
+``gradient_clipping``. In half precision call `meshstep.optim.share_weights` before it is made: the engine gives data rank
+0's weights to all, but masters are there by then.
 """
 
 from __future__ import annotations
@@ -208,7 +209,7 @@ def _check_engine(engine: Any, registry: ProcessGroupRegistry) -> None:
             'precision use "zero_optimization": {"stage": 1} or 2, or give ParallelOptimizer a float32 stage 0 engine'
         )
     known = kind in _READ_FLAGS or inner is engine.basic_optimizer
-    if not known or engine.amp_enabled():
+    if not known:
         raise ValueError(
             f"whether {kind} counts by flags is not known here: use stage 0, 1 or 2, or step with "
             "meshstep.optim.ParallelOptimizer"

@@ -364,7 +364,6 @@ def run_with_a_stand_in_for_deepspeed() -> tuple[list[str], dict[str, Any]]:
             optimizer=None,
             basic_optimizer=None,
             gradient_clipping=lambda: 1.0,
-            amp_enabled=lambda: False,
         )
         return engine, None, None, None
 

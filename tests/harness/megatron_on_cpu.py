@@ -58,7 +58,10 @@ def megatron(**sizes: int) -> Iterator[None]:
         from megatron.core.transformer.moe import moe_utils
 
         with ExitStack() as stack:
-            replace = lambda *what: stack.enter_context(mock.patch.object(*what, create=True))  # noqa: E731
+
+            def replace(of: Any, name: str, by: object) -> None:
+                stack.enter_context(mock.patch.object(of, name, by, create=True))
+
             for of, name in ((gpt_layer_specs, "LNImpl"), (backends, "LNImpl"), (transformer_block, "LayerNormImpl")):
                 replace(of, name, fused_layer_norm.FusedLayerNorm)
             replace(fused_layer_norm, "HAVE_FUSED_LAYER_NORM", True)

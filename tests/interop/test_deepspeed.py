@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ if find_spec("deepspeed") is None:
 
 from deepspeed_on_cpu import deepspeed_on_cpu
 from meshstep.amp import Bf16
-from meshstep.optim import ParallelOptimizer, Reduce, Sharded
+from meshstep.optim import ParallelOptimizer, Reduce, Sharded, share_weights
 from meshstep.parallel import (
     ColumnParallelLinear,
     Linear2D,
@@ -43,6 +45,10 @@ class Setting(NamedTuple):
     stage: int
     bf16: bool = False
     accumulate_in_fp32: bool = False
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(roles=None, **dict(self.axes))
 
     @property
     def config(self) -> dict[str, Any]:
@@ -99,12 +105,14 @@ def weights_of(model: nn.Module, registry: ProcessGroupRegistry) -> dict[str, Te
     return whole({name: (param.detach(), spec_of(param)) for name, param in model.named_parameters()}, registry)
 
 
-def true_norm(model: nn.Module, step: int, registry: ProcessGroupRegistry, in_float32: bool) -> float:
+def true_norm(model: nn.Module, step: int, registry: ProcessGroupRegistry) -> float:
     """In float64, of the gathered gradients of one backward, averaged over data as the engine does in their dtype."""
     params = dict(model.named_parameters())
     dtype = next(iter(params.values())).dtype
-    gradients = torch.autograd.grad(loss_of(model, step, registry, dtype), list(params.values()))
-    mean = [gradient.float() if in_float32 else gradient.clone() for gradient in gradients]
+    mean = [
+        gradient.clone()
+        for gradient in torch.autograd.grad(loss_of(model, step, registry, dtype), list(params.values()))
+    ]
     for gradient in mean:
         if registry.topology.data_axes:
             dist.all_reduce(gradient, group=registry.group("data"))
@@ -123,6 +131,20 @@ def engine_for(package: Any, model: nn.Module, optimizer: torch.optim.Optimizer,
     return made[0]
 
 
+def norm_of_step(engine: Any) -> float:
+    """The engine forgets what it measures in float32 at stage 0."""
+    module, found = import_module("deepspeed.runtime.engine"), []
+
+    def measured(**arguments: Any) -> Any:
+        found.append(clip(**arguments))
+        return found[0]
+
+    clip = module.clip_grad_norm_
+    with mock.patch.object(module, "clip_grad_norm_", measured):
+        engine.step()
+    return float(found[0] if found else engine.get_global_grad_norm())
+
+
 class Run(NamedTuple):
     """Norms and last weights, and what the norms should be."""
 
@@ -132,7 +154,7 @@ class Run(NamedTuple):
 
 
 def by_engine(setting: Setting, marked: bool = True) -> Run:
-    with deepspeed_on_cpu() as package, ProcessGroupRegistry(Topology(**dict(setting.axes))) as registry:
+    with deepspeed_on_cpu() as package, ProcessGroupRegistry(setting.topology) as registry:
         model = model_on(registry)
         if marked:
             mark_model_parallel(model.parameters(), registry)
@@ -144,16 +166,15 @@ def by_engine(setting: Setting, marked: bool = True) -> Run:
         check_engine(engine, registry)
         norms, expected = [], []
         for step in range(STEPS):
-            expected.append(true_norm(model, step, registry, setting.accumulate_in_fp32))
+            expected.append(true_norm(model, step, registry))
             engine.backward(loss_of(engine, step, registry, torch.bfloat16 if setting.bf16 else torch.float32))
-            engine.step()
-            norms.append(float(engine.get_global_grad_norm()))
+            norms.append(norm_of_step(engine))
         return Run(norms, expected, weights_of(model, registry))
 
 
 def replaced(setting: Setting) -> Run:
     """The same run without DeepSpeed."""
-    with ProcessGroupRegistry(Topology(**dict(setting.axes))) as registry:
+    with ProcessGroupRegistry(setting.topology) as registry:
         model = model_on(registry)
         precision: Any = {"precision": "bf16"} if setting.bf16 else {}
         if setting.bf16:
@@ -170,13 +191,14 @@ def replaced(setting: Setting) -> Run:
 
 def under_its_engine(setting: Setting) -> Run:
     """The engine averages, and our optimizer does all else."""
-    with deepspeed_on_cpu() as package, ProcessGroupRegistry(Topology(**dict(setting.axes))) as registry:
+    with deepspeed_on_cpu() as package, ProcessGroupRegistry(setting.topology) as registry:
         model = model_on(registry)
-        if registry.coordinate.get("data", 0):  # the engine gives the weights of data rank 0 to all
+        if registry.coordinate.get("data", 0):
             for param in model.parameters():
                 param.data.zero_()
-        options: Any = {}
-        if setting.bf16:
+        options: Any = {}  # the engine gives the weights of data rank 0 to all
+        if setting.bf16:  # but the masters are made before
+            share_weights(model, registry)
             Bf16().prepare(model, registry)
             options = {"precision": "bf16"}
         averaged = Reduce(average_data=False)
@@ -213,15 +235,15 @@ def test_by_our_flags_its_norm_is_exact_and_the_run_without_it_ends_with_the_sam
     ours = world.run(4, replaced, setting)[0]
     assert engine.norms == pytest.approx(engine.expected, rel=1e-6)
     assert min(engine.expected) > MAX_NORM  # all are clipped
-    assert ours.norms == pytest.approx(engine.norms, rel=1e-2 if setting.bf16 else 1e-6)
-    assert farthest(engine, ours) < (1e-2 if setting.bf16 else 2e-6)
+    assert ours.norms == pytest.approx(engine.norms, rel=3e-3 if setting.bf16 else 1e-6)  # ours averages in float32
+    assert farthest(engine, ours) < (4e-3 if setting.bf16 else 2e-6)
 
 
 @pytest.mark.parametrize("axes", [ONE, GRID], ids=["1-D", "2-D"])
 def test_one_flag_a_parameter_is_right_on_one_axis_and_wrong_on_a_grid(world: World, axes: Axes) -> None:
     engine = world.run(4, by_engine, Setting(axes, 0), False)[0]
     off = engine.norms[0] / engine.expected[0] - 1
-    assert abs(off) < 1e-6 if axes == ONE else off > 0.01
+    assert abs(off) < 1e-6 if axes == ONE else off > 1e-3
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
@@ -279,10 +301,9 @@ def unfused_norm() -> tuple[float, float]:
         mark_model_parallel(model.parameters(), registry)
         config = {**Setting(ONE, 0, bf16=True).config, "gradient_clipping": MAX_NORM}
         engine = engine_for(package, model, adamw(model), config, ModelParallelUnit(registry))
-        expected = true_norm(model, 0, registry, False)
+        expected = true_norm(model, 0, registry)
         engine.backward(loss_of(engine, 0, registry, torch.bfloat16))
-        engine.step()
-        return float(engine.get_global_grad_norm()), expected
+        return norm_of_step(engine), expected
 
 
 def test_the_optimizer_that_is_refused_counts_too_little(world: World) -> None:

@@ -28,11 +28,11 @@ from ...parallel.mesh.agreement import gather_objects
 from ..gradients.axes import sync_axes
 from ..gradients.bucket import BUCKET_BYTES, Exact, Exchange
 from ..gradients.during_backward import BackwardReducer, run_all
+from ..gradients.early import model_meets_over_data, stages_differ
 from ..gradients.flat import FlatBucket, flat_buckets
 from ..norm.entries import ParameterEntry, entries_of
 from ..norm.plan import Bucket, ReductionPlan
 from .chain import other_layout
-from .during_backward import model_meets_over_data, stages_differ
 from .elementwise import check_elementwise
 from .link import AnyWindow, Binding, Link, Placement, Position
 from .piece_spec import piece_spec
@@ -176,7 +176,7 @@ class Shards(Link):
                 use_main_grad_(param)
         dtype, exchange = self._grad_dtype(params[0]), self.how.exchange or Exact()
         bucket = Slices(params, layout, self.registry, self.how.axis, summed, dtype, exchange, self.how.gradients)
-        # Others may have other owned parameters; see `during_backward`.
+        # Others may have other owned parameters; see `gradients/early`.
         early = not summed or not (self._all_late or owned)
         (self._early if early else self._late).append(bucket)
         return bucket
@@ -187,7 +187,7 @@ class Shards(Link):
         specs = [piece_spec(e.spec, axis) if i in chosen else e.spec for i, e in enumerate(entries)]
         mine = {Bucket.of(spec, topology) for spec in specs}
         sizes = [entries[index].numel for index in sorted(chosen) if not entries[index].spec.owned]
-        meets = model_meets_over_data(entries, axis, topology)
+        meets = model_meets_over_data(entries, topology, axis)
         names = [entries[index].name for index in sorted(chosen)]
         reports = gather_objects((mine, names, sizes, meets), self.registry)
         self._all_late |= any(meets for *_, meets in reports) or stages_differ([r[2] for r in reports], topology)

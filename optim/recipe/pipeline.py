@@ -113,6 +113,10 @@ class Pipeline:
         for module in (part for stage in self.modules for part in stage.modules()):
             if hasattr(module, "reshard"):  # fully_shard leaves weights whole for a backward, which does not come
                 module.reshard()  # type: ignore[operator]
+        # torch 2.11 makes what stages receive into once, and without a gradient if the first call evaluates.
+        for info in (info for s in _stages(self.schedule) for infos in s.args_recv_info.values() for info in infos):
+            if isinstance(buffer := getattr(info, "buffer", None), Tensor) and buffer.is_floating_point():
+                buffer.requires_grad_()
         return loss
 
     def _run(self, run: Callable[..., Any], args: Sequence[Any], target: Any, kwargs: dict[str, Any]) -> Tensor | None:

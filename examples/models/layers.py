@@ -111,7 +111,7 @@ class Layers1D(DenseLayers):
 class Layers2D(DenseLayers):
     """Everything split over the `row` x `col` grid: the batch over `row`, the features over `col`, weights over both."""
 
-    batch_axes = ("row",)
+    batch_axes: tuple[str, ...] = ("row",)
     feature_axes = ("col",)
     rules: Mapping[str, P] = {}
     linear_kind, norm_kind = Linear2D, LayerNorm2D

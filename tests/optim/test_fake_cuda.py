@@ -42,7 +42,7 @@ from meshstep.optim.states import host_bucket, offloaded
 from meshstep.optim.step.update import LAG, SkipMonitor
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.parallel.interop import dtensor
-from meshstep.parallel.layers.summa import Grid, _Reduction, summa
+from meshstep.parallel.layers.summa import Grid, Part, _Reduction, summa
 from meshstep.parallel.mesh import collectives
 from meshstep.parallel.mesh.collectives import Over
 from torch import nn
@@ -254,9 +254,9 @@ def test_2d_layers_of_several_ranks_on_one_gpu_by_gloo() -> None:
         a, b = torch.ones(3, 4, device=CUDA), torch.ones(4, 5, device=CUDA)
         with logging() as log:
             summa(a, b, grid)
-            terms = _Reduction(grid, "row")
+            terms = _Reduction(0, grid, "row")
             for k in range(2):
-                terms.add(k, torch.ones(3, 5, device=CUDA))
+                terms.add(Part(k, 0, 3), torch.ones(3, 5, device=CUDA))
             terms.finish()
         assert log.collectives
         assert set(log.collectives) <= {(name, "cuda") for name in GLOO_COPIES}

@@ -150,8 +150,8 @@ def low_precision() -> None:
         torch.manual_seed(SEED)
         dense = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Linear(8, 5))
         torch.manual_seed(SEED)
-        back = {"input": "output", "output": "input"}
-        layers = (LayerNorm3D(8, registry), Linear3D(8, 16, registry), nn.GELU(), Linear3D(16, 8, registry, **back))
+        down = Linear3D(16, 8, registry, input="output", output="input")
+        layers = (LayerNorm3D(8, registry), Linear3D(8, 16, registry), nn.GELU(), down)
         model = nn.Sequential(*layers, Classifier3D(8, 5, registry, bias=True))
         full = torch.randn(8, 3, 8)
         local = shard(full, P(("weight", "input"), None, "output"), registry)

@@ -19,12 +19,12 @@ from ..parallel.mesh.registry import ProcessGroupRegistry
 from .clip.decide import Clipping
 from .clip.policies import Clip, clip_of
 from .clip.thresholds import AgreedThresholds, agreed_thresholds, check_thresholds
-from .gradients.axes import sync_axes
 from .gradients.bucket import BUCKET_BYTES
 from .gradients.during_backward import BackwardReducer
+from .gradients.early import Early
 from .gradients.sync import gradient_buckets
 from .norm.agreement import agree, with_names
-from .norm.entries import ParameterEntry, entries_of
+from .norm.entries import entries_of
 from .norm.measure import Measure
 from .norm.plan import ReductionPlan
 from .norm.replicas import ReplicaCheck
@@ -239,7 +239,10 @@ class Setup:
         )
 
     def completion(self, plan: ReductionPlan, chain: Chain) -> Completion:
-        """What completes the gradients of what the chain steps, some of them while backward runs (`switch`)."""
+        """What completes the gradients of what the chain steps, some of them while backward runs (`switch`).
+
+        Collectives: with ``overlap``, an object all-gather.
+        """
         derived, measured, reduce = chain.derive(plan), chain.measured(), self.reduce
         leaves = {id(param) for param in chain.leaves}
         # A master's gradient is its parameter's too, a local tensor's its DTensor's: nobody may put another in its place.
@@ -247,7 +250,7 @@ class Setup:
         common: dict[str, Any] = {"average_data": reduce.average_data, "exchange": reduce.exchange}
         early = only = None
         if reduce.overlap:
-            can_be_early, bucket_bytes = _Early(plan), reduce.bucket_bytes or BUCKET_BYTES // 2
+            can_be_early, bucket_bytes = Early.of(plan, self.registry), reduce.bucket_bytes or BUCKET_BYTES // 2
             # Masters know by a gradient's identity whether it has been cleared.
             whole = not precision_of(self.precision).masters
             options = {**common, "adopt": whole, "only": can_be_early, "bucket_bytes": bucket_bytes}
@@ -271,23 +274,3 @@ class Setup:
             return Overlap(reducer)
         before.renew(reducer)
         return before
-
-
-@dataclass(frozen=True)
-class _Early:
-    """Which gradients can be reduced while backward runs: those that only data axes average over which the model itself
-    issues no collectives, and that are no DTensors', which have theirs only in the step; nor owned ones, or ranks that
-    meet in the model come to different buckets on the way. All are summed over one group: the data axes that nobody names.
-    """
-
-    plan: ReductionPlan
-
-    def __call__(self, entry: ParameterEntry) -> bool:
-        axes = sync_axes(entry.spec, self.plan.topology, True, entry.averaged)
-        mine = entry.trained and not entry.averaged and not entry.spec.owned
-        return mine and bool(axes) and all(map(self._is_free, axes))
-
-    def _is_free(self, axis: str) -> bool:
-        named = {name for b in self.plan.buckets for name in (*b.distinct, *dict(b.owned), *dict(b.tied))}
-        named.update(*(entry.spec.partial for entry in self.plan.entries))
-        return self.plan.topology.only_splits_the_batch(axis) and axis not in named

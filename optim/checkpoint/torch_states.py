@@ -55,12 +55,11 @@ class TorchStates(torch.optim.Optimizer):
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The optimizer's, over the model's parameters."""
         own = {f"{_OWN}{name}": value for name, value in _numbers(self._rest())}
-        hyper = [
-            {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            for group in self._optimizer.param_groups
-        ]
-        pairs = zip(hyper, self._parameters, strict=True)
-        return [{"params": [item.param for item in items], **group, **own} for group, items in pairs]
+        groups = []
+        for group, items in zip(self._optimizer.param_groups, self._parameters, strict=True):
+            names = {"param_names": [item.entry.name for item in items]} if "param_names" in group else {}
+            groups.append({**group, "params": [item.param for item in items], **names, **own})
+        return groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]

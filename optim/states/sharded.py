@@ -27,12 +27,12 @@ from ...parallel.layout.annotation import annotate
 from ...parallel.mesh.agreement import gather_objects
 from ..gradients.bucket import BUCKET_BYTES, Exact, Exchange
 from ..gradients.during_backward import BackwardReducer, run_all
+from ..gradients.early import model_meets_over_data, stages_differ
 from ..gradients.flat import FlatBucket, flat_buckets
 from ..norm.entries import ParameterEntry, entries_of
 from ..norm.plan import Bucket, ReductionPlan
 from .chain import other_layout
 from .cuts import Cut, check_same_cuts, cut_of
-from .during_backward import model_meets_over_data, stages_differ
 from .elementwise import check_elementwise
 from .link import AnyWindow, Binding, Link, Placement, Position
 from .piece_spec import piece_spec
@@ -172,7 +172,7 @@ class Shards(Link):
                 use_main_grad_(param)
         dtype, exchange = self._grad_dtype(params[0]), self.how.exchange or Exact()
         bucket = Slices(params, layout, self.registry, cut.axes, cut.summed, dtype, exchange, self.how.gradients)
-        # Others may have other owned parameters; see `during_backward`.
+        # Others may have other owned parameters; see `gradients/early`.
         early = not cut.summed or not (self._all_late or owned)
         (self._early if early else self._late).append(bucket)
         return bucket
@@ -185,7 +185,7 @@ class Shards(Link):
         specs = [piece_spec(e.spec, over[i].axes) if i in over else e.spec for i, e in enumerate(entries)]
         mine = {Bucket.of(spec, topology) for spec in specs}
         sizes = [entries[index].numel for index in over if not entries[index].spec.owned]
-        meets = model_meets_over_data(entries, topology.atoms(self.how.axis), topology)
+        meets = model_meets_over_data(entries, topology, *topology.atoms(self.how.axis))
         reports = gather_objects((mine, cuts, sizes, meets), self.registry)
         self._all_late |= any(meets for *_, meets in reports) or stages_differ([r[2] for r in reports], topology)
         check_same_cuts([cuts for _, cuts, *_ in reports], topology)

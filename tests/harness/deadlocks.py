@@ -34,12 +34,6 @@ def serial(programs: Sequence[Program]) -> str | None:
     return stuck([of_kind(program, "collective", "destroy") for program in programs])
 
 
-def two_at_a_time(programs: Sequence[Program]) -> str | None:
-    """The same of a device that runs two: one in the program's own course, and one of those that the program has started
-    and waits for later; each in order."""
-    return stuck([of_kind(program, "collective", "wait", "destroy") for program in programs], beside=True)
-
-
 def of_kind(program: Program, *kinds: Kind) -> Program:
     """What is of these kinds."""
     return [event for event in program if event.kind in kinds]
@@ -53,75 +47,30 @@ def _first_of_each_group(program: Program) -> Iterator[Event]:
             yield event
 
 
-def stuck(programs: Sequence[Program], beside: bool = False) -> str | None:
+def stuck(programs: Sequence[Program]) -> str | None:
     """Who waits for whom when nobody can go on; None: all have come to the end.
 
     Args:
-        programs: "wait" is for a collective to be over; all else is a rendezvous.
-        beside: A collective that a rank does not wait for at once is one beside the program's course.
+        programs: Of rendezvous only.
     Raises:
         AssertionError: Members of a group meet in different collectives.
     """
-    ranks = [_Rank(program, beside) for program in programs]
-    come: dict[Instance, dict[int, Event]] = defaultdict(dict)
-    awake = list(range(len(ranks)))
+    counts: list[Counter[str]] = [Counter() for _ in programs]  # of rendezvous, by group
+    came: dict[Instance, dict[int, Event]] = defaultdict(dict)
+    awake = list(range(len(programs)))
     while awake:
         rank = awake.pop()
-        for instance, event in ranks[rank].goes_on():
-            come[instance][rank] = event
-            if len(come[instance]) == len(event.members):
-                met = {(other.kind, other.what) for other in come[instance].values()}
-                assert len(met) == 1, f"members of {event.group} meet in {met}"
-                for member in come.pop(instance):
-                    ranks[member].ends(instance)
-                    awake.append(member)
-    told = sorted(f"{sorted(waiting)} in {next(iter(waiting.values()))}" for waiting in come.values())
+        done = counts[rank].total()
+        if done == len(programs[rank]):
+            continue
+        event = programs[rank][done]
+        instance = event.group, counts[rank][event.group]
+        came[instance][rank] = event
+        if len(came[instance]) == len(event.members):
+            met = {(other.kind, other.what) for other in came[instance].values()}
+            assert len(met) == 1, f"members of {event.group} meet in {met}"
+            for member in came.pop(instance):
+                counts[member][event.group] += 1
+                awake.append(member)
+    told = sorted(f"{sorted(waiting)} in {next(iter(waiting.values()))}" for waiting in came.values())
     return "; ".join(told) or None
-
-
-class _Rank:
-    """Where a rank is in its program."""
-
-    def __init__(self, program: Program, beside: bool) -> None:
-        self.program, self.beside, self.at = program, beside, 0
-        self.counts: Counter[str] = Counter()  # of rendezvous, by group
-        self.under_way: dict[Instance, int] = {}  # the collective's number
-        self.queue: list[tuple[Instance, Event]] = []  # beside the course; the first one is under way
-        self.over: set[int] = set()
-        self.blocked_by: Instance | None = None
-
-    def goes_on(self) -> Iterator[tuple[Instance, Event]]:
-        """To the next thing to wait for; the rendezvous that it comes to on the way."""
-        if self.queue and self.queue[0][0] not in self.under_way:
-            self.under_way[self.queue[0][0]] = self.queue[0][1].number
-            yield self.queue[0]
-        while self.blocked_by is None and self.at < len(self.program):
-            event = self.program[self.at]
-            if event.kind == "wait":
-                if event.number not in self.over:
-                    return
-                self.at += 1
-                continue
-            self.counts[event.group] += 1
-            instance = event.group, self.counts[event.group]
-            self.at += 1
-            if self.beside and event.kind == "collective" and not self._waits_at_once(event):
-                self.queue.append((instance, event))
-                if len(self.queue) > 1:
-                    continue
-            else:
-                self.blocked_by = instance
-            self.under_way[instance] = event.number
-            yield instance, event
-
-    def _waits_at_once(self, event: Event) -> bool:
-        following = self.program[self.at : self.at + 1]
-        return bool(following) and (following[0].kind, following[0].number) == ("wait", event.number)
-
-    def ends(self, instance: Instance) -> None:
-        """A rendezvous is over."""
-        self.over.add(self.under_way.pop(instance))
-        if self.blocked_by == instance:
-            self.blocked_by = None
-        else:
-            del self.queue[0]

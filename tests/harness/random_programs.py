@@ -73,14 +73,6 @@ class Drawn:
         return self.rng("saved").random() < 0.1
 
     @property
-    def one_at_a_time(self) -> bool:
-        """Whether a device that runs one collective at a time is enough. With `Reduce(overlap=True)` gradients travel while
-        the model still meets, and nothing waits for them: that takes two, where ranks that meet lack other gradients, or
-        have buckets of other sizes.
-        """
-        return "data_parallel" not in options_of(self) or not ("expert" in dict(self.axes) or self.is_uneven)
-
-    @property
     def is_uneven(self) -> bool:
         """Whether there may be pieces of unequal sizes."""
         return "tensor" in dict(self.axes) and not self.saves

@@ -33,7 +33,7 @@ _COLLECTIVES = (
     *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "barrier", "alltoall", "all_to_all_single"),
     *("gather", "scatter", *_GATHERS, *_SCATTERS),
 )
-Kind = Literal["make", "collective", "wait", "destroy"]
+Kind = Literal["make", "collective", "destroy"]
 
 
 class Event(NamedTuple):
@@ -43,14 +43,12 @@ class Event(NamedTuple):
         group: Its name, the same on all members.
         members: Their global ranks.
         what: The collective and its numbers of elements, which must be the same on all members.
-        number: Of the collective among this rank's, which a "wait" is for.
     """
 
     kind: Kind
     group: str
     members: tuple[int, ...]
     what: str = ""
-    number: int = -1
 
 
 Program = list[Event]
@@ -78,7 +76,6 @@ class _Exchange:
 class _OfThread(threading.local):
     program: Program
     exchange: _Exchange
-    started = 0
 
 
 _thread = _OfThread()
@@ -92,14 +89,8 @@ class _Group(dist.ProcessGroup):
         super().__init__(rank, size)
         self.own_rank, self.own_size, self.of, self.members, self.gathers = rank, size, name, members, 0
 
-    def note(self, kind: Kind, what: str = "", number: int = -1) -> None:
-        _thread.program.append(Event(kind, self.of, self.members, what, number))
-
-    def start(self, what: str) -> _Work:
-        """A collective."""
-        _thread.started += 1
-        self.note("collective", what, _thread.started)
-        return _Work(self, _thread.started)
+    def note(self, kind: Kind, what: str = "") -> None:
+        _thread.program.append(Event(kind, self.of, self.members, what))
 
     def rank(self) -> int:
         return self.own_rank
@@ -121,19 +112,14 @@ class _Group(dist.ProcessGroup):
 class _Work(dist.Work):
     """Of a collective; it has been done."""
 
-    def __init__(self, group: _Group, number: int) -> None:
-        super().__init__()
-        self.group, self.number = group, number
-
     def wait(self, *_: object) -> bool:
-        self.group.note("wait", number=self.number)
         return True
 
 
 def _recorded(name: str) -> Callable[..., Any]:
     def collective(self: _Group, *args: Any, **_: Any) -> Any:
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-        work = self.start(f"{name} of {[tensor.numel() for tensor in tensors]}")
+        self.note("collective", f"{name} of {[tensor.numel() for tensor in tensors]}")
         if name in _GATHERS:
             *parts, own = tensors
             for part in parts:
@@ -141,7 +127,7 @@ def _recorded(name: str) -> Callable[..., Any]:
         elif name in _SCATTERS:
             own, *parts = tensors
             own.copy_(parts[0].flatten()[: own.numel()].view_as(own))
-        return work
+        return _Work()
 
     return collective
 
@@ -162,7 +148,7 @@ def _gather_objects(values: list[Any], value: Any, group: Any = None) -> None:
     found: Any = dist.group.WORLD if group is None else group
     found.gathers += 1
     for what in ("sizes", "objects"):
-        found.start(what).wait()
+        found.note("collective", what)
     key = (found.of, found.gathers)
     values[:] = _thread.exchange.gather(key, found.own_rank, value, found.own_size)
 

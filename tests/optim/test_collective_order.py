@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from deadlocks import eager, lazy, of_kind, serial, stuck, two_at_a_time
+from deadlocks import eager, lazy, of_kind, serial, stuck
 from hypothesis import given, settings
 from meshstep.optim import Measure, ParallelOptimizer, Sharded
 from meshstep.optim.gradients.bucket import reduce_all
@@ -33,8 +33,7 @@ CASES = 60
 @given(DRAWN)
 def test_no_order_can_deadlock(drawn: Drawn) -> None:
     programs = recorded(drawn)
-    strict = [serial, *([] if drawn.asks else [eager])] if drawn.one_at_a_time else []
-    for backend in (lazy, two_at_a_time, *strict):
+    for backend in (lazy, serial, *([] if drawn.asks else [eager])):
         assert backend(programs) is None, f"{backend.__name__}: {backend(programs)}"
 
 
@@ -141,22 +140,6 @@ def test_two_groups_in_opposite_orders_deadlock_where_one_collective_runs_at_a_t
     assert serial(opposite) == f"[0] in {opposite[0][0]}; [1] in {opposite[1][0]}"
     assert lazy(opposite) is not None
     assert serial([of_pair("a", "b")] * 2) is None
-
-
-def test_a_wait_in_the_middle_deadlocks_though_two_run_at_a_time() -> None:
-    """One starts `beside`, and waits for it before the collective that the other comes to first."""
-
-    def program(*events: tuple[str, str]) -> Program:
-        numbers = {"beside": 1, "course": 2}
-        return [Event(kind, group, (0, 1), number=numbers[group]) for kind, group in events]  # type: ignore[arg-type]
-
-    course = [("collective", "course"), ("wait", "course")]
-    early = program(("collective", "beside"), *course, ("wait", "beside"))
-    waiting = program(("collective", "beside"), ("wait", "beside"), *course)
-    late = program(*course, ("collective", "beside"), ("wait", "beside"))
-    assert two_at_a_time([early, late]) is None
-    assert serial([early, late]) is not None
-    assert two_at_a_time([waiting, late]) is not None
 
 
 def test_members_in_different_collectives_are_seen() -> None:

@@ -1,0 +1,57 @@
+"""Some steps with Lightning Fabric, by itself or with the recipe: run_fabric.py stock|ours FOLDER FIRST LAST."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "harness"))
+
+import torch
+from lightning_fabric import Fabric
+from lightning_fabric.strategies import DDPStrategy
+from recipes import recipe
+from torch import Tensor, nn
+
+MAX_NORM = 0.05
+
+
+def build_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3))
+
+
+def sgd(params: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.5, momentum=0.9, fused=True)  # type: ignore[arg-type]
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+    return nn.functional.mse_loss(model(x), x[:, :3])
+
+
+def main(how: str, folder: Path, first: int, last: int) -> None:
+    if how == "ours":
+        fabric, model, optimizer = recipe("Lightning Fabric")["set_up"](build_model, sgd, MAX_NORM)
+    else:
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=DDPStrategy())
+        fabric.launch()
+        model = fabric.setup_module(build_model())
+        optimizer = fabric.setup_optimizers(sgd(model.parameters()))
+    state = {"model": model, "optimizer": optimizer}
+    if first:
+        fabric.load(folder / f"{first}.ckpt", state)
+    for step in range(first, last):
+        optimizer.zero_grad()
+        fabric.backward(loss_of(model, step, fabric.global_rank))
+        if how == "stock":
+            fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM)
+        optimizer.step()
+    fabric.save(folder / f"{last}.ckpt", state)
+    torch.save(
+        [param.detach() for param in model.parameters()], folder / f"{how} {first} {last} {fabric.global_rank}.pt"
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

@@ -1,0 +1,152 @@
+"""torchtitan's llama3 debug model on FSDP2=2 x TP=2, by itself or with the recipe.
+
+run_torchtitan.py stock|ours FOLDER LAST. It goes on from the newest checkpoint in FOLDER. Made to run on CPUs, which
+torchtitan is not: see `on_cpus`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "harness"))
+
+import torch
+from recipes import recipe
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+torch.set_num_threads(1)
+with mock.patch("torch._utils._get_available_device_type", return_value="cpu"):  # it asks once, where it is imported
+    import torchtitan.components.metrics as metrics
+    import torchtitan.distributed.fsdp as fsdp
+    import torchtitan.distributed.utils as dist_utils
+    import torchtitan.models.llama3 as llama3
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.components.tokenizer import BaseTokenizer
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+    from torchtitan.trainer import Trainer
+
+VOCAB, LENGTH, BATCH = 2048, 32, 2
+
+
+class Data(BaseDataLoader):  # type: ignore[misc, unused-ignore]  # the package may be missing
+    """Random tokens, by step and data rank."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):  # type: ignore[misc, unused-ignore]
+        pass
+
+    def __init__(self, config: Config, *, dp_rank: int, **_: Any) -> None:
+        self.rank, self.read = dp_rank, 0
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        while True:
+            generator = torch.Generator().manual_seed(10 * self.read + self.rank)
+            self.read += 1
+            ids = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=generator)
+            yield {"input": ids[:, :-1], "positions": torch.arange(LENGTH).expand(BATCH, -1)}, ids[:, 1:].contiguous()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.read = state_dict["read"]
+
+
+class Numbers(BaseTokenizer):  # type: ignore[misc, unused-ignore]  # the package may be missing
+    """Tokens are numbers already."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):  # type: ignore[misc, unused-ignore]
+        pass
+
+    def __init__(self, config: Config, **_: Any) -> None:
+        super().__init__()
+
+    def encode(self, *_: Any) -> list[int]:
+        raise NotImplementedError
+
+    def decode(self, *_: Any) -> str:
+        raise NotImplementedError
+
+    def get_vocab_size(self) -> int:
+        return VOCAB
+
+
+def on_cpus() -> None:
+    """Put something else in the place of what is for GPUs: memory figures, attention that has no backward on a CPU, a kind
+    of sum that gloo lacks, a barrier that names devices."""
+
+    class NoMemory:
+        device_name = "cpu"
+
+        def get_peak_stats(self) -> Any:
+            return metrics.DeviceMemStats(*[0] * len(metrics.DeviceMemStats._fields))
+
+        def reset_peak_stats(self) -> None:
+            pass
+
+    undivided = fsdp.disable_fsdp_gradient_division
+
+    def plain_sums(model: nn.Module) -> None:
+        undivided(model)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+
+    metrics.build_device_memory_monitor = NoMemory
+    fsdp.disable_fsdp_gradient_division = plain_sums
+    llama3.get_attention_config = lambda _: ScaledDotProductAttention.Config()
+    dist_utils.set_pg_timeouts = lambda **_: None
+
+
+def config_of(folder: Path, last: int) -> Any:
+    config = llama3_debugmodel()
+    config.model_spec = llama3.model_registry("debugmodel")
+    config.dataloader, config.tokenizer, config.hf_assets_path = Data.Config(), Numbers.Config(), ""
+    config.training.seq_len, config.training.local_batch_size, config.training.steps = LENGTH, BATCH, 10
+    config.training.disable_cuda_graphs, config.training.mixed_precision_param = True, "float32"
+    config.parallelism.data_parallel_shard_degree = config.parallelism.tensor_parallel_degree = 2
+    config.debug.seed, config.validator.enable, config.activation_checkpoint = 42, False, None
+    config.checkpoint.enable, config.checkpoint.interval, config.dump_folder = True, 5, str(folder)
+    return config
+
+
+def exact_norm(model: nn.Module) -> float:
+    grads = [param.grad.full_tensor() for param in model.parameters() if param.grad is not None]  # type: ignore[attr-defined]
+    return float(torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt())
+
+
+def main(how: str, folder: Path, last: int) -> None:
+    on_cpus()
+    config = config_of(folder, last)
+    if how == "ours":
+        config.optimizer = recipe("torchtitan")["Optimizers"].Config(param_groups=config.optimizer.param_groups)
+    trainer = Trainer(config)
+    exact: list[float] = []
+    clip = dist_utils.clip_grad_norm_
+
+    def measured(*args: Any, **kwargs: Any) -> Tensor:
+        exact.append(exact_norm(trainer.model_parts[0]))
+        norm: Tensor = clip(*args, **kwargs)
+        return norm
+
+    dist_utils.clip_grad_norm_ = measured
+    rows: list[tuple[int, float, float]] = []
+    trainer.metrics_processor.log = lambda step, loss, _, norm, **__: rows.append((step, loss, norm))
+    trainer.should_continue_training = lambda: trainer.step < last
+    trainer.train()
+    if torch.distributed.get_rank() == 0:
+        for row, norm in zip(rows, exact, strict=True):
+            print(*row, norm)
+    trainer.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

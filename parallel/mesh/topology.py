@@ -154,7 +154,7 @@ class Topology(ByRole):
         return prod(self.sizes[self._dim(axis)] for axis in self.atoms(*axes))
 
     def role(self, axis: str) -> Role:
-        """``"pipe"``, ``"data"`` or ``"model"``. Raises ValueError: an unknown axis, or an alias of axes of several roles."""
+        """``"pipe"``, ``"data"`` or ``"model"``. Raises ValueError: an unknown axis, or an alias of axes of two roles."""
         found = {atom: self.roles[self._dim(atom)] for atom in self._atoms(axis)}
         if len({*found.values()}) > 1:
             raise ValueError(

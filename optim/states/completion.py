@@ -70,18 +70,18 @@ class Completion:
         frozen = self._frozen_since()
         if window.scaled and not window.calls:
             window.strays = window.has_strays([param for _, param, _ in self.chain.given])
-        first = not self.looked
-        if first:
-            self._look(window)
+        seen = None if self.looked else Seen.of(window, [param for _, param, _ in self.chain.given])
         # Before anybody else takes, or looks at, the gradients of the model's parameters: a rank has the same order of
         # collectives whether it ran a backward or not.
         if self.early is not None and not window.reduced:
             reduce_all(self.early)
+        if seen is not None:
+            self._look(seen, window)
         problem: Exception | None = None
         for link in self.chain.bringing:
             problem = link.bring(window, averaged) or problem
         window.holds_old = True
-        if first:
+        if seen is not None:
             on_all_ranks(lambda: check_kinds(self.params, self.plan.entries), self.chain.registry)
             self.looked = True
         for param in self.params:
@@ -97,11 +97,11 @@ class Completion:
         window.complete()
         return problem
 
-    def _look(self, window: AnyWindow) -> None:
+    def _look(self, mine: Seen, window: AnyWindow) -> None:
         """What all ranks see of the gradients that backward left: whether they came as they should, and what sums are to
         be made that nobody declared. Collectives: an object all-gather."""
         params = [param for _, param, _ in self.chain.given]
-        seen = gather_objects(Seen.of(window, params), self.chain.registry)
+        seen = gather_objects(mine, self.chain.registry)
         check_gradients_came(seen, window.scaled)
         if settle_sums(params, [of_rank.sums for of_rank in seen]):
             self.plan = self._with_sums(self.plan)

@@ -58,7 +58,7 @@ def views(world: int, grids: Grids) -> list[list[Dim]]:
 )
 def test_axes_are_the_refinement(world: int, grids: Grids, expected: Topology) -> None:
     axes, aliases = refined(views(world, grids))
-    assert Topology(aliases=aliases, **axes) == expected
+    assert Topology(roles=None, aliases=aliases, **axes) == expected
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ class Net(nn.Module):
         self.gain = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.layers(x) * self.gain).square().mean()
+        out: Tensor = self.layers(x) * self.gain
+        return out.square().mean()
 
 
 class Run:
@@ -36,7 +37,7 @@ class Run:
         self.kind, self.model, options = kind, Net(), dict[str, Any]()
         with torch.no_grad():
             for param in self.model.parameters():
-                param += moved
+                param.add_(moved)
         layers = self.model.layers
         if kind == "dense":
             self.registry = ProcessGroupRegistry(Topology(data=1))

@@ -75,6 +75,8 @@ class Completion:
         # collectives whether it ran a backward or not.
         if self.early is not None and not window.reduced:
             reduce_all(self.early)
+        for link in self.chain.bringing:
+            link.catch_up(window)
         if seen is not None:
             self._look(seen, window)
         problem: Exception | None = None

@@ -130,6 +130,10 @@ class Link:
         """Around the backward of one micro-batch; every rank enters it, whether it has something to compute or not."""
         return nullcontext()
 
+    def catch_up(self, window: AnyWindow) -> None:
+        """Do what backward does, where this rank ran none: ranks then have done the same collectives, in one order, before
+        anything that they do together at the end of a window."""
+
     def bring(self, window: AnyWindow, averaged: bool) -> Exception | None:
         """Give the stand-ins the gradients of what they stand for, at the end of a window.
 

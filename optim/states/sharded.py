@@ -222,16 +222,24 @@ class Shards(Link):
         window.came |= self._reducer.came
 
     @torch.no_grad()
+    def catch_up(self, window: AnyWindow) -> None:
+        """Raises RuntimeError with sharded gradients, where those of the window before have not been cleared."""
+        if self._reducer is not None:
+            _check_cleared(window)
+            if not window.micro_batches:
+                for bucket in self.buckets:
+                    bucket.refresh()
+                self._reducer.reduce_now()
+
+    @torch.no_grad()
     def bring(self, window: AnyWindow, averaged: bool) -> None:
         """Reduce the gradients, as far as backward has not, and give each piece its part.
 
         Raises:
-            RuntimeError: With sharded gradients: those of the window before have not been cleared; or a micro-batch went
-                past `micro_batch`, in a window in which another did not.
+            RuntimeError: With sharded gradients, a micro-batch went past `micro_batch`, in a window in which another did
+                not.
         """
         buckets = self.buckets
-        if self._reducer is not None:
-            _check_cleared(window)
         for bucket in buckets:  # see what was written to the model's parameters since the last step
             bucket.refresh()
         if self._reducer is None:
@@ -241,8 +249,6 @@ class Shards(Link):
             run_all([partial(bucket.reduce, summed=summed) for bucket in buckets])
         elif window.micro_batches:
             self._reducer.check_nothing_came()
-        else:
-            self._reducer.reduce_now()
         for bucket in buckets:
             for piece, gradient in zip(bucket.pieces, bucket.gradients, strict=True):
                 piece.grad = gradient

@@ -40,8 +40,8 @@ from .device_mesh import check_mesh as check_mesh
 from .device_mesh import label as label
 from .device_mesh import mesh_axes as mesh_axes
 
-_LOCAL, _SOURCE, _MATCHED, _VERSION, _SUMS, _RANKS = (
-    f"_meshstep_{name}" for name in ("local", "source", "matched", "version", "sums", "ranks")
+_LOCAL, _SOURCE, _MATCHED, _VERSION, _SUMS = (
+    f"_meshstep_{name}" for name in ("local", "source", "matched", "version", "sums")
 )
 
 SEEN = "_meshstep_seen"
@@ -188,7 +188,6 @@ def _follow_memory(param: DTensor, piece: nn.Parameter | None) -> nn.Parameter:
     if piece is None:
         piece = nn.Parameter(value, requires_grad=param.requires_grad)
         piece.grad_dtype = None  # any: whoever reduces gradients chooses
-        setattr(piece, _RANKS, tuple(param.device_mesh.mesh.flatten().tolist()))
         setattr(param, _LOCAL, piece)
     else:
         piece.data = value
@@ -203,10 +202,9 @@ def settle_sums(param: DTensor, axes: tuple[str, ...]) -> None:
     attach(piece, _with_sums(annotation_for(param), axes))
 
 
-def mesh_ranks(piece: nn.Parameter) -> tuple[int, ...]:
-    """All ranks of the mesh of a local parameter's DTensor."""
-    ranks: tuple[int, ...] = vars(piece)[_RANKS]
-    return ranks
+def mesh_ranks(param: DTensor) -> tuple[int, ...]:
+    """All ranks of its mesh."""
+    return tuple(param.device_mesh.mesh.flatten().tolist())
 
 
 def settled_sums(piece: nn.Parameter) -> tuple[str, ...]:

@@ -138,7 +138,7 @@ def _keyed(params: Iterable[Tensor]) -> Iterator[tuple[tuple[tuple[int, ...], in
     counts: dict[tuple[int, ...], int] = {}
     for param in params:
         if isinstance(param, DTensor):
-            ranks = mesh_ranks(local_parameter(param))
+            ranks = mesh_ranks(param)
             yield (ranks, counts.setdefault(ranks, 0)), param
             counts[ranks] += 1
 

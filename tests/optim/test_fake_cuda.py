@@ -41,7 +41,7 @@ from meshstep.optim.norm.replicas import ReplicaCheck
 from meshstep.optim.states import host_bucket, offloaded
 from meshstep.optim.step.skips import LAG, SkipMonitor
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
-from meshstep.parallel.interop import dtensor
+from meshstep.parallel.interop import dtensor, dtensor_gradients
 from meshstep.parallel.layers.summa import Grid, Part, _Reduction, summa
 from meshstep.parallel.mesh import linear_maps
 from meshstep.parallel.mesh.linear_maps import Over
@@ -117,13 +117,20 @@ def sharded_fully(registry: ProcessGroupRegistry) -> Iterator[Callable[[torch.Te
     """
     with unset_fake_temporarily():
         mesh = registry.device_mesh("data")
-    check = dtensor.check_mesh
+    check, ranks = dtensor.check_mesh, dtensor.mesh_ranks
 
     def check_outside(tensor: DTensor, topology: Topology) -> dict[str, tuple[str, ...]]:
         with unset_fake_temporarily():
             return check(tensor, topology)
 
-    with mock.patch.object(dtensor, "check_mesh", check_outside):
+    def ranks_outside(tensor: DTensor) -> tuple[int, ...]:
+        with unset_fake_temporarily():
+            return ranks(tensor)
+
+    with (
+        mock.patch.object(dtensor, "check_mesh", check_outside),
+        mock.patch.object(dtensor_gradients, "mesh_ranks", ranks_outside),
+    ):
         yield lambda piece: DTensor.from_local(piece, mesh, (Shard(0),), run_check=False)
 
 

@@ -196,9 +196,8 @@ class ReductionPlan:
                 f"counts {counted:,} elements{stage}, as declared; plan.check_numel(n) compares with a dense model of n"
             )
         else:
-            lines.append(
-                f"pieces of parameters cut over {' x '.join(self.cut_over)}, counted as if all were as large as this rank's"
-            )
+            over = " x ".join(map(repr, self.cut_over))
+            lines.append(f"pieces of parameters cut over {over}, counted as if all were as large as this rank's")
         if self.counted is not None:
             lines.append(
                 f"agreed by all {self.topology.world_size} ranks, which count {self.counted:,} elements together"

@@ -4,11 +4,13 @@
     torchrun --standalone --nproc-per-node 2 examples/accumulate_lm.py --accumulate 4 --topology tensor=2
     torchrun --standalone --nproc-per-node 2 examples/accumulate_lm.py --topology data=2
     torchrun --standalone --nproc-per-node 4 examples/accumulate_lm.py --accumulate 2 --topology data=2,tensor=2
+    torchrun --standalone --nproc-per-node 4 examples/accumulate_lm.py --topology data=2,cp=2
 
 A batch is cut into K micro-batches, on each data coordinate, which hold different numbers of tokens. Each gives the sum of
 its losses with its number of tokens as weight, and the step uses the mean over all tokens: so the loss curve is the same
 for every K and on every topology. The vocabulary is split over `tensor`: one table is embedding and classifier, and no
-rank ever holds the logits of all bytes. The text, pydoc's topics, comes with Python.
+rank ever holds the logits of all bytes. Paragraphs are split over `cp`, and within attention heads are. The text, pydoc's
+topics, comes with Python.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ class Trainer:
     def __init__(self, options: argparse.Namespace, registry: ProcessGroupRegistry) -> None:
         self.options, self.registry = options, registry
         train, test = Paragraphs(TEST_PARAGRAPHS, options.paragraphs), Paragraphs(0, TEST_PARAGRAPHS)
-        coordinates = registry.topology.size(*registry.topology.data_axes)
+        coordinates = registry.topology.size(*registry.topology.sample_axes)
         size = options.batch_size // (options.accumulate * coordinates)
         self.loader = prepare_dataloader(train, registry, size, shuffle=True, seed=options.seed, collate_fn=collate)
         self.test_loader = prepare_dataloader(test, registry, size, collate_fn=collate)
@@ -109,7 +111,8 @@ class Trainer:
             self.run.note(stats, loss_sum.detach() / tokens, count=tokens)
 
     def loss_sum(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
-        """The sum of the losses of a micro-batch, and over how many tokens."""
+        """The sum of the losses of this rank's tokens of a micro-batch, and how many there are."""
+        targets = self.gpt.sequence.own(targets, 1)
         tokens = int((targets != IGNORED).sum())
         logits = self.model(inputs.to(self.registry.device))
         targets = targets.to(self.registry.device)
@@ -152,7 +155,8 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     """
     parser = CommandLine(
         __doc__,
-        "data: every coordinate trains on its part of the batch; tensor: layers and vocabulary are split",
+        "data: every coordinate trains on its part of the batch, cp: on its part of the paragraphs; tensor: layers and "
+        "vocabulary are split",
     )
     add_training_flags(parser, batch_size=32, lr=1e-2, epochs=4)
     add = parser.add_argument
@@ -162,8 +166,8 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     add("--heads", type=int, default=4, help="of each attention layer (default: %(default)s)")
     add("--depth", type=int, default=2, help="attention layers (default: %(default)s)")
     options = parser.read(processes, arguments)
-    check_training(options)
     topology: Topology = options.topology
+    check_training(options, topology.sample_axes)
     if "tensor" not in topology.axes:  # the layers want one, if only of size 1
         sizes = dict(zip(topology.axes, topology.sizes, strict=True))
         options.topology = Topology(roles=None, aliases=topology.aliases, **sizes, tensor=1)

@@ -136,9 +136,10 @@ class Trainer:
     def local(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's part of a data coordinate's batch, as the layers want it, in patches."""
         patches = rearrange(images, "n c (row p) (col q) -> n (row col) (p q c)", p=PATCH, q=PATCH)
-        rows, columns = self.layers.batch_axes, self.layers.feature_axes
+        rows, columns = self.layers.input_axes
         patches = shard(patches, P(rows, None, columns), self.registry)
-        return patches.to(self.registry.device), shard(labels, P(rows), self.registry).to(self.registry.device)
+        local_labels = shard(labels, P(self.layers.batch_axes), self.registry)
+        return patches.to(self.registry.device), local_labels.to(self.registry.device)
 
     @torch.no_grad()
     def test(self) -> tuple[float, float]:
@@ -179,7 +180,8 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     """
     parser = CommandLine(
         __doc__,
-        "data: every coordinate trains on its part of the batch; tensor: 1-D layers; row and col, equally large: 2-D",
+        "data: every coordinate trains on its part of the batch; tensor: 1-D layers; row and col: 2-D; depth, row and "
+        "col: 2.5-D; input, weight and output: 3-D",
     )
     add_training_flags(parser, batch_size=48, lr=2e-3, precision="bf16", epochs=12)
     add, files = parser.add_argument, parser.add_mutually_exclusive_group()

@@ -32,6 +32,9 @@ T = TypeVar("T")
 
 # Flags ------------------------------------------------------------------------------------------------------------------
 
+# Axes of layers in two dimensions or more that split the batch as well.
+SPLIT_THE_BATCH = ("row", "depth", "input", "weight", "output")
+
 
 class CommandLine(argparse.ArgumentParser):
     """The flags of a script: ``--topology``, those of `add_training_flags` where it trains, and its own.
@@ -87,6 +90,7 @@ def add_training_flags(
     precision: str = "fp32",
     steps: int | None = None,
     epochs: int | None = None,
+    accumulate: int = 1,
 ) -> None:
     """The flags of a script that trains, with its own defaults; the length is ``steps``, or ``epochs`` over the data."""
     add = parser.add_argument
@@ -100,7 +104,8 @@ def add_training_flags(
     add("--seed", type=int, default=0, help="of everything random (default: %(default)s)")
     modes = "mixed-precision mode, see meshstep.amp; O0 to O3 are those of apex (default: %(default)s)"
     add("--precision", choices=PRECISIONS, default=precision, help=modes)
-    add("--accumulate", type=_count, default=1, metavar="K", help="split each batch into K micro-batches (default: 1)")
+    parts = "split each batch into K micro-batches (default: %(default)s)"
+    add("--accumulate", type=_count, default=accumulate, metavar="K", help=parts)
     shards = "shard optimizer states over the data axis (1), and gradients as well (2) (default: 0)"
     add("--zero", type=int, choices=(0, 1, 2), default=0, help=shards)
     resume = "save checkpoints there, and continue from the newest one, which may be of another topology or --zero"
@@ -110,17 +115,22 @@ def add_training_flags(
     add("--curve", type=Path, metavar="FILE.csv", help="write their numbers there")
 
 
-def check_training(options: argparse.Namespace) -> None:
-    """Raise ValueError where the flags of `add_training_flags` don't fit together."""
+def check_training(options: argparse.Namespace, batch_axes: tuple[str, ...] | None = None) -> None:
+    """Raise ValueError where the flags of `add_training_flags` don't fit together.
+
+    Args:
+        batch_axes: The data axes that split the batch; by default all of them.
+    """
     topology: Topology = options.topology
+    batch_axes = topology.data_axes if batch_axes is None else batch_axes
     if options.zero and not topology.data_axes:
         raise ValueError(
             f"--zero shards over the axis data, which {topology!r} does not have; add data=1 or more to it"
         )
-    rows = [axis for axis in topology.axes if axis == "row"]  # of 2-D layers: they split the batch as well
-    parts = options.accumulate * topology.size(*topology.data_axes, *rows)
+    rows = [axis for axis in topology.axes if axis in SPLIT_THE_BATCH]
+    parts = options.accumulate * topology.size(*batch_axes, *rows)
     if options.batch_size % parts:
-        over = " x ".join(["--accumulate", *topology.data_axes, *rows])
+        over = " x ".join(["--accumulate", *batch_axes, *rows])
         raise ValueError(f"--batch-size {options.batch_size} must be a multiple of {parts}, its parts: {over}")
 
 

@@ -101,7 +101,7 @@ def run(comparison: Comparison) -> None:
 
 def read_options(processes: int, arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; ValueError where it is wrong."""
-    axes = "data: copies that see parts of the batch; tensor: 1-D layer; row and col, equally large: 2-D layer"
+    axes = "data: copies that see parts of the batch; tensor: 1-D layer; row and col: 2-D layer"
     return CommandLine(__doc__, axes).read(processes, arguments)
 
 

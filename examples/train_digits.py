@@ -4,6 +4,8 @@
     torchrun --standalone --nproc-per-node 4 examples/train_digits.py --topology row=2,col=2 --verify
     torchrun --standalone --nproc-per-node 4 examples/train_digits.py --topology tensor=4
     torchrun --standalone --nproc-per-node 4 examples/train_digits.py --topology data=2,tensor=2
+    torchrun --standalone --nproc-per-node 8 examples/train_digits.py --topology depth=2,row=2,col=2
+    torchrun --standalone --nproc-per-node 8 examples/train_digits.py --topology input=2,weight=2,output=2
     torchrun --standalone --nproc-per-node 2 examples/train_digits.py --topology tensor=2 --precision bf16 --accumulate 4
 
 The seed decides the full weights and the batches; the topology only decides who holds which part of them. So the same
@@ -18,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from command_line import (
     CommandLine,
     add_training_flags,
@@ -33,7 +36,7 @@ from meshstep.parallel import P, ProcessGroupRegistry, reduce_from, shard
 from models.digits import DenseReference, DigitsTransformer, full_parameters
 from models.layers import DenseLayers, layers_for
 from sklearn.datasets import load_digits
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 from training import write_csv, write_plot
 
@@ -49,10 +52,10 @@ class Samples(NamedTuple):
     labels: Tensor
 
 
-def load_samples(device: torch.device) -> tuple[Samples, Samples]:
+def load_samples(device: torch.device, dtype: torch.dtype) -> tuple[Samples, Samples]:
     """For training and for the test; the same split always."""
     digits = load_digits()
-    images = torch.from_numpy(digits.images).float() / 8 - 1
+    images = torch.from_numpy(digits.images).to(dtype) / 8 - 1
     patches = rearrange(images, "n (row p) (col q) -> n (row col) (p q)", p=2, q=2).to(device)
     labels = torch.from_numpy(digits.target).to(device)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)).to(device)
@@ -75,7 +78,8 @@ class Split:
     def __init__(self, layers: DenseLayers, registry: ProcessGroupRegistry) -> None:
         self.registry = registry
         self.batch_axes = (*registry.topology.data_axes, *layers.batch_axes)
-        self.patch_spec = P(self.batch_axes, None, layers.feature_axes)
+        batch_axes, feature_axes = layers.input_axes
+        self.patch_spec = P((*registry.topology.data_axes, *batch_axes), None, feature_axes)
         self.label_spec = P(self.batch_axes)
         parts = registry.topology.size(*self.batch_axes)
         if TEST_SAMPLES % parts:
@@ -103,15 +107,17 @@ class Trainer:
             does not fit.
     """
 
+    dtype = torch.float32
+
     def __init__(self, options: argparse.Namespace, registry: ProcessGroupRegistry) -> None:
         self.options, self.registry = options, registry
         self.layers = layers_for(registry)
         self.split = Split(self.layers, registry)
-        self.train_samples, self.test_samples = load_samples(registry.device)
+        self.train_samples, self.test_samples = load_samples(registry.device, self.dtype)
         torch.manual_seed(options.seed)
         # Without masters Adam's second moments are float16: most squares underflow to 0, and 1e-8 does not hold them up.
         eps = 1e-3 if options.precision == "O3" else 1e-8
-        model = DigitsTransformer(self.layers)
+        model = self.make_model().to(self.dtype)
         # A graph reads the rate from where it is; the schedule writes it there.
         lr = torch.tensor(options.lr, device=registry.device) if options.cuda_graph else options.lr
         adamw = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05, eps=eps, fused=True)
@@ -129,12 +135,22 @@ class Trainer:
             model, adamw, self.layers.loss, lr_scheduler=schedule
         )
         self.train: Callable[..., Sequence[Tensor]] = GraphedStep(self.update) if options.cuda_graph else self.update
-        self.reference = DenseReference() if options.verify else None
+        self.reference = self.make_reference() if options.verify else None
         self.history: list[Tensor] = []  # of each step: loss, accuracy, gradient norm, clip coefficient
         self.differences: list[float] = []
         if options.resume is not None and newest_checkpoint(options.resume) is not None:
             saved = self.booster.load(options.resume, self.model, self.optimizer, self.schedule)
             self.history = list(saved["history"].to(registry.device))
+
+    def make_model(self) -> nn.Module:
+        """This rank's part of the model."""
+        return DigitsTransformer(self.layers)
+
+    def make_reference(self) -> DenseReference:
+        """What says how large the dense model's gradient is."""
+        return DenseReference(
+            DigitsTransformer(DenseLayers()), lambda model, patches, labels: F.cross_entropy(model(patches), labels)
+        )
 
     def run(self) -> None:
         """All steps that are left, with a progress bar on rank 0."""
@@ -177,7 +193,7 @@ class Trainer:
         patches, labels = self.split.local(batch)
         logits = self.model(patches)
         correct = self.layers.all_classes(logits.detach()).argmax(-1) == labels
-        return self.loss(logits, labels).float(), correct.float().mean()
+        return self.loss(logits, labels).to(self.dtype), correct.to(self.dtype).mean()
 
     def dense_norm(self, batch: Samples) -> float | None:
         """The norm of the dense model's gradient, computed on rank 0."""
@@ -185,6 +201,10 @@ class Trainer:
         if self.registry.global_rank != 0 or self.reference is None:
             return None
         return self.reference.gradient_norm(parameters, *batch)
+
+    def remarks(self) -> list[str]:
+        """Lines for the report after the test."""
+        return []
 
     @torch.no_grad()
     def test(self) -> tuple[float, float]:
@@ -208,6 +228,8 @@ def report(trainer: Trainer, seconds: float) -> bool:
     print(f"{trainer.registry.topology!r}: {len(history)} steps in {seconds:.1f} s, {clipped} of them clipped")
     print(f"last batch:  loss {history[-1, 0]:.6f}, gradient norm {history[-1, 2]:.6f}")
     print(f"test:        loss {test_loss:.6f}, accuracy {test_accuracy:.2%}")
+    for line in trainer.remarks():
+        print(line)
     if not options.verify:
         return True
     largest = float(torch.tensor([0.0, *trainer.differences]).max())
@@ -227,7 +249,8 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     """
     parser = CommandLine(
         __doc__,
-        "data: every coordinate trains on its part of the batch; tensor: 1-D layers; row and col, equally large: 2-D",
+        "data: every coordinate trains on its part of the batch; tensor: 1-D layers; row and col: 2-D; depth, row and col: "
+        "2.5-D; input, weight and output: 3-D",
     )
     add_training_flags(parser, batch_size=64, lr=3e-3, steps=200)
     parser.add_argument(

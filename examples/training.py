@@ -93,8 +93,9 @@ class Run:
                         break
         self.seconds = time.perf_counter() - start
 
-    def note(self, stats: GradStats | None, loss: Tensor, count: int) -> None:
-        """What came of a batch; None of one in the middle of a window. Saves a checkpoint when it is time."""
+    def note(self, stats: GradStats | None, loss: Tensor | None, count: int) -> None:
+        """What came of a batch; None of one in the middle of a window; the loss is None on a rank that has none. Saves a
+        checkpoint when it is time."""
         self.monitor(stats, loss, count)
         if stats is None:
             return

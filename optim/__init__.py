@@ -17,6 +17,7 @@ from .parallel_optimizer import ParallelOptimizer
 from .recipe.align_copies import align_copies
 from .recipe.booster import Booster
 from .recipe.data_parallel import DataParallel, share_weights
+from .recipe.pipeline import Pipeline
 from .schedule import ConstantLR, CosineAnnealingLR, HoldOnSkip, LinearWarmupLR, MultiStepLR, PolynomialLR, WarmupLR
 from .states.half_states import HalfStates
 from .states.link import Binding, Link, Placement, Position
@@ -24,7 +25,7 @@ from .states.offloaded import Offloaded
 from .states.pieces import Piece
 from .states.sharded import Sharded
 from .step.data_parallel import Reduce
-from .step.update import Skip
+from .step.skips import Skip
 
 __all__ = [
     "Adaptive",
@@ -57,6 +58,7 @@ __all__ = [
     "ParameterEntry",
     "PerParameter",
     "Piece",
+    "Pipeline",
     "Placement",
     "PolynomialLR",
     "Position",

@@ -21,7 +21,9 @@ from .states.chain import Chain
 from .states.completion import Completion
 from .states.link import AnyWindow
 from .step.data_parallel import DataParallelSwitch, Switch
-from .step.update import OnNonfinite, steps_on_device
+from .step.several import kind_of
+from .step.skips import OnNonfinite
+from .step.update import steps_on_device
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -62,7 +64,7 @@ def _reasons(parts: Parts) -> Iterator[str]:
             "one GPU each"
         )
     if isinstance(parts._switch, DataParallelSwitch):
-        module = type(parts._switch.module).__name__
+        module = type(parts._switch.modules[0]).__name__
         yield f"data_parallel={module} averages gradients in Python: leave it out, and the optimizer averages them"
     if hasattr(parts, "found_inf"):
         yield "a GradScaler calls it: leave it out, and take a precision with a loss scale of its own, 'fp16' say"
@@ -88,7 +90,7 @@ def _of_window(window: AnyWindow, device: torch.device) -> Iterator[str]:
 
 
 def _of_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[str]:
-    kind = type(optimizer).__name__
+    kind = kind_of(optimizer)
     if not steps_on_device(optimizer):
         yield f"{kind} reads whether to skip on the host: give it fused=True, if it has that"
     for index, group in enumerate(optimizer.param_groups):

@@ -31,8 +31,8 @@ from .states.copies import Recipe, rebuilt
 from .states.pieces import Piece, named_params_of
 from .states.saved import Saved
 from .step.data_parallel import Switch
+from .step.skips import OnNonfinite, SkipMonitor
 from .step.stopped import stopped
-from .step.update import OnNonfinite, SkipMonitor
 from .step.window import Window
 
 

@@ -18,7 +18,8 @@ from .norm.measure import Measure
 from .norm.stats import GradStats
 from .states.link import Placement
 from .step.data_parallel import Reduce
-from .step.update import OnNonfinite
+from .step.several import Several
+from .step.skips import OnNonfinite
 
 # What `step` returns: GradStats; with managed accumulation None as well, in the middle of a window.
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class StepOptions(TypedDict, total=False):
 class AllOptions(StepOptions, total=False):
     """All but ``accumulation_steps``, by which the type of `step` is told."""
 
-    data_parallel: nn.Module | Reduce | None
+    data_parallel: nn.Module | Sequence[nn.Module] | Reduce | None
     max_norm: float | Clip | None
     precision: Mode | Precision
 
@@ -76,8 +77,11 @@ _ELSEWHERE = {
 }
 
 
-def wrong_arguments(given: Iterable[str]) -> TypeError | None:
-    """The error for arguments that there are not, with what to write; None where none is given."""
+def wrong_arguments(given: Iterable[str], optimizer: torch.optim.Optimizer, kind: type) -> TypeError | None:
+    """The error for arguments that there are not, with what to write, or for an optimizer of the ``kind`` to be made; None
+    where there is neither."""
+    if isinstance(optimizer, kind):
+        return TypeError(f"the optimizer is a {kind.__name__} already; wrap a plain torch optimizer")
     for name in given:
         return renamed(name) or TypeError(f"ParallelOptimizer has no argument {name}=: {_instead(name)}")
     return None
@@ -92,19 +96,31 @@ def _instead(name: str) -> str:
     return f"there are {', '.join(known)}"
 
 
-def check_optimizer(optimizer: object, registry: ProcessGroupRegistry) -> None:
-    """Raise TypeError for what is no torch optimizer, on every rank if it is one on some: they are in the constructor's
-    first agreement then."""
+def as_one(
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], registry: ProcessGroupRegistry
+) -> torch.optim.Optimizer:
+    """The torch optimizer, or several as one.
 
-    def refuse() -> None:
+    Raises:
+        TypeError, ValueError: It is none, or a list that can't be one; on every rank if it is right on some: they are in
+            the constructor's first agreement then.
+    """
+
+    def made() -> torch.optim.Optimizer:
+        if isinstance(optimizer, (list, tuple)):
+            return Several(optimizer)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            return optimizer
         kind = type(optimizer).__name__
         raise TypeError(
             f"the optimizer is a {kind}, not a torch optimizer: make one of the parameters first, "
             "ParallelOptimizer(torch.optim.AdamW(model.parameters(), lr=...), registry)"
         )
 
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        on_all_ranks(refuse, registry)
+    try:
+        return made()
+    except (TypeError, ValueError):
+        return on_all_ranks(made, registry)
 
 
 def renamed(name: str) -> TypeError | None:

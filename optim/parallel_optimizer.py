@@ -13,21 +13,23 @@ from torch import Tensor, nn
 
 from ..amp.by_name import Mode, precision_of
 from ..amp.precision import Precision
+from ..parallel.interop.transformers import registry_of
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .clip.decide import Verdict
 from .clip.policies import ByNorm, ByValue, Clip, clip_of
 from .facade import OptimizerFacade
 from .norm.measure import Measure
 from .norm.stats import GradStats
-from .options import AllOptions, Stats_co, check_optimizer, wrong_arguments
+from .options import AllOptions, Stats_co, as_one, wrong_arguments
 from .setup import Setup
 from .states.link import Placement
 from .states.pieces import named_params_of
 from .step.data_parallel import Reduce
 from .step.decided import Update
 from .step.first_look import check_window_is_used
+from .step.several import unchanged
+from .step.skips import OnNonfinite, SkipMonitor
 from .step.stopped import stopped
-from .step.update import OnNonfinite, SkipMonitor
 from .step.window import Window
 
 if TYPE_CHECKING:
@@ -54,7 +56,8 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         optimizer: A torch optimizer over declared parameters. Adam, AdamW, SGD and Adagrad with ``fused=True`` take the
             factor and the skip on the device; any other costs one pass over the gradients and one host read a step.
             In modes with master weights its param groups then hold the masters, and in the place of DTensor parameters
-            (`fully_shard`, `parallelize_module`; see `meshstep.parallel.interop.dtensor`) their local tensors.
+            (`fully_shard`, `parallelize_module`; see `meshstep.parallel.interop.dtensor`) their local tensors. Or a list of
+            optimizers, with no parameter in two: one norm, one verdict, one state; ``"optimizer"`` in a group says whose.
         registry: The groups of the mesh that the specs name.
         max_norm: Clip the global norm to this; in unscaled gradient units, finite, > 0. Or another rule (`Clip`: `ByNorm`,
             `ByValue`, `PerParameter`, `Adaptive`, your own). None: measure only. A param group with its own ``"max_norm"``
@@ -64,9 +67,9 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
             here it says whether there are master weights and a loss scale.
         accumulation_steps: K: manage windows of K micro-batches, each a `backward`; `step` and `zero_grad` do nothing
             before the K-th, and the gradient is the mean over the window. None: gradients add up until you call `step`.
-        data_parallel: The `DistributedDataParallel` or `fully_shard` module that averages gradients over the data axes;
-            it synchronises in the last micro-batch of a window only. None: `step` averages, in a few collectives, as
-            it does for parameters that were left out of `fully_shard`. `Reduce` says how, or that something else does.
+        data_parallel: The `DistributedDataParallel` (torch's, Megatron's) or `fully_shard` module that averages gradients,
+            in the last micro-batch of a window; a list where a rank has several pipeline stages. None: `step` averages,
+            in a few collectives, also what `fully_shard` left. `Reduce` says how, or that others do.
         states: Where optimizer states and masters are kept: `Sharded`, `Offloaded`, both, or a `Placement` of your own.
             The param groups then hold what is stepped; see `pieces`.
         measure: What is measured, and how; see `Measure`.
@@ -84,7 +87,7 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
     @overload
     def __init__(
         self: ParallelOptimizer[GradStats],
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         registry: ProcessGroupRegistry,
         *,
         accumulation_steps: None = None,
@@ -93,7 +96,7 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
     @overload
     def __init__(
         self: ParallelOptimizer[GradStats | None],
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         registry: ProcessGroupRegistry,
         *,
         accumulation_steps: int | None,
@@ -101,28 +104,26 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
     ) -> None: ...
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         registry: ProcessGroupRegistry,
         *,
         max_norm: float | Clip | None = None,
         precision: Mode | Precision = "fp32",
         accumulation_steps: int | None = None,
-        data_parallel: nn.Module | Reduce | None = None,
+        data_parallel: nn.Module | Sequence[nn.Module] | Reduce | None = None,
         states: Placement | Sequence[Placement] = (),
         measure: Measure = Measure(),  # noqa: B008 (frozen)
         on_nonfinite: OnNonfinite = "skip",
         **removed: object,
     ) -> None:
-        check_optimizer(optimizer, registry)
-        wrong = wrong_arguments(removed)
-        if isinstance(optimizer, ParallelOptimizer):
-            wrong = TypeError("the optimizer is a ParallelOptimizer already; wrap a plain torch optimizer")
+        optimizer = as_one(optimizer, registry)
         super().__init__(optimizer)
         self.registry, self.on_nonfinite = registry, on_nonfinite
-        given = (max_norm, precision, accumulation_steps, data_parallel, states, measure, on_nonfinite)
-        self._setup = Setup(optimizer, registry, *given, wrong)
+        given = (registry, max_norm, precision, accumulation_steps, data_parallel, states, measure, on_nonfinite)
+        self._setup = Setup(optimizer, *given, wrong_arguments(removed, optimizer, ParallelOptimizer))
         self._groups = [named_params_of([group]) for group in self.param_groups]
-        self._plan, thresholds = self._setup.agreed_plan(self._groups)
+        with unchanged(optimizer):
+            self._plan, thresholds = self._setup.agreed_plan(self._groups)
         self.clip, self.precision = clip_of(max_norm), precision_of(precision)
         self._device = self._setup.device_of(self._groups)
         self.loss_scale = self.precision.make_loss_scale(self._device)
@@ -132,6 +133,13 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         self._bind(thresholds)
         self._skips = SkipMonitor(self._device)
         self.last_stats: GradStats | None = None
+
+    @classmethod
+    def for_model(cls, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> ParallelOptimizer[Any]:
+        """Of a Transformers model that `from_pretrained` has split: on its `meshstep.parallel.registry_of`, which says the
+        rest, and ``data_parallel=model`` where it is fully sharded."""
+        sharded = {"data_parallel": model} if hasattr(model, "set_requires_gradient_sync") else {}
+        return cls(optimizer, registry_of(model), **sharded | options)
 
     # The window ------------------------------------------------------------------------------------------------------
 
@@ -168,10 +176,10 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
                 loss.backward(**kwargs)
 
     def window(self, *, weight: float | Tensor | None = None) -> AbstractContextManager[None]:
-        """Around backward calls that others make, a pipeline schedule's say; all of them are one micro-batch.
+        """Around backward calls that others make; all of them are one micro-batch. `Pipeline` is it for a schedule.
 
             with optimizer.window():
-                schedule.step(inputs, target=targets)  # its loss function ends with optimizer.scale_loss(loss)
+                engine.train_batch(inputs)  # its loss function ends with optimizer.scale_loss(loss)
             optimizer.step()
 
         Args, raises, collectives, host reads: as `backward`. On every rank, whatever it computes.
@@ -200,6 +208,7 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
             self._states.clear(set_to_none)
             self._window.clear()
             if self._switch is not None:
+                self._switch.clear()
                 self._switch.expect(self._window)
 
     # The step --------------------------------------------------------------------------------------------------------

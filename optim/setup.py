@@ -24,7 +24,7 @@ from .gradients.during_backward import BackwardReducer
 from .gradients.early import Early
 from .gradients.sync import gradient_buckets
 from .norm.agreement import agree, with_names
-from .norm.entries import entries_of
+from .norm.entries import count_as_copies, entries_of
 from .norm.measure import Measure
 from .norm.plan import ReductionPlan
 from .norm.replicas import ReplicaCheck
@@ -35,8 +35,11 @@ from .states.elementwise import check_each_alone, check_whole
 from .states.link import Binding, Placement, Position
 from .states.local_tensors import LocalTensors
 from .states.masters import precision_link
-from .step.data_parallel import DataParallelSwitch, Overlap, Reduce, Switch
-from .step.update import OnNonfinite, check_steps_without_closure, checked_nonfinite
+from .step.data_parallel import Overlap, Reduce, Switch, modules_in
+from .step.megatron_data_parallel import switch_of
+from .step.several import kind_of
+from .step.skips import OnNonfinite, checked_nonfinite
+from .step.update import check_steps_without_closure
 from .step.window import Window
 
 NamedGroups = Sequence[Sequence[tuple[str | None, Tensor]]]
@@ -51,7 +54,7 @@ class Setup:
     max_norm: float | Clip | None
     precision: Mode | Precision
     accumulation_steps: int | None
-    data_parallel: nn.Module | Reduce | None
+    data_parallel: nn.Module | Sequence[nn.Module] | Reduce | None
     states: Placement | Sequence[Placement]
     measure: Measure
     on_nonfinite: OnNonfinite
@@ -80,8 +83,11 @@ class Setup:
             if precision_of(self.precision).stochastic_rounding and topology.world_size > 1:
                 check_named(pair for group in groups for pair in group)
             named = [[param if name is None else (name, param) for name, param in group] for group in groups]
-            plan = ReductionPlan.of(entries_of(named, topology), topology, self.registry.global_rank)
+            entries = entries_of(named, topology, compared=bool(self.measure.check_replicas))
+            plan = ReductionPlan.of(entries, topology, self.registry.global_rank)
             check_whole(self.optimizer, plan.entries, topology)
+            if switch := switch_of(modules_in(self.data_parallel)):
+                switch.check_layouts(plan.entries, topology)
             return plan
 
         plan = on_all_ranks(plan_locally, self.registry)
@@ -90,6 +96,8 @@ class Setup:
         plan = agree(plan, self.registry, names=self.measure.per_parameter or bool(self.measure.check_replicas))
         plan.warn_of_experts()
         plan = self.plan_for_clip(plan)
+        if topology.size(*topology.model_axes) > 1:
+            count_as_copies(param for group in groups for _, param in group)
         return plan, agreed_thresholds(self.optimizer.param_groups, self.registry)
 
     def _check_prepared(self, plan: ReductionPlan) -> None:
@@ -123,9 +131,8 @@ class Setup:
         }
         stage = [self.registry.coordinate[axis] for axis in topology.pipe_axes]
         where = f" of pipeline stage {stage}" if topology.size(*topology.pipe_axes) > 1 else ""
-        said[f"the optimizer{where}"] = type(self.optimizer).__name__
-        module = self.data_parallel if isinstance(self.data_parallel, nn.Module) else None
-        said[f"data_parallel{where}"] = type(module).__name__
+        said[f"the optimizer{where}"] = kind_of(self.optimizer)
+        said[f"data_parallel{where}"] = [type(module).__name__ for module in modules_in(self.data_parallel)]
         said |= {f"data_parallel: {name}{where}": value for name, value in vars(self.reduce).items()}
         for index, group in enumerate(self.optimizer.param_groups):
             # In which group a parameter is, plans compare; a rank may have none of a group's.
@@ -206,13 +213,12 @@ class Setup:
         if isinstance(self.data_parallel, Reduce):
             return self.data_parallel
         # What fully_shard averages are its DTensors; parameters left out of it are averaged here.
-        by_ddp = self.data_parallel is not None and DataParallelSwitch(self.data_parallel).is_ddp
-        return Reduce(average_data=not by_ddp)
+        switch = switch_of(modules_in(self.data_parallel))
+        return Reduce(average_data=switch is None or not switch.is_ddp)
 
     def binding(self, precision: Precision) -> Binding:
         """What placements are to fit."""
-        module = None if isinstance(self.data_parallel, Reduce) else self.data_parallel
-        switch = None if module is None else DataParallelSwitch(module)
+        switch = switch_of(modules_in(self.data_parallel))
         reduce = self.reduce
         return Binding(self.optimizer, precision, self.registry, reduce.average_data, switch, reduce.overlap)
 
@@ -257,7 +263,7 @@ class Setup:
             early = gradient_buckets(chain.model_params, plan, self.registry, **options)
             only = lambda entry: not can_be_early(entry)  # noqa: E731
         options = {**common, "adopt": adopt, "only": only, "bucket_bytes": reduce.bucket_bytes}
-        return Completion(chain, derived, gradient_buckets(measured, derived, self.registry, **options), early)
+        return Completion(chain, derived, lambda p: gradient_buckets(measured, p, self.registry, **options), early)
 
     def switch(self, completion: Completion, before: Switch | None) -> Switch | None:
         """Who reduces gradients in backward; None: nobody.

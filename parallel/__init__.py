@@ -3,12 +3,16 @@
 from .data import ShardedDataLoader, prepare_dataloader
 from .interop.deepspeed import ModelParallelUnit, mark_model_parallel
 from .interop.local import spec_of
+from .interop.transformers import registry_of
 from .launch import Launch, get_dist_logger, init_distributed
 from .layers.classifier_2d import Classifier2D
-from .layers.cross_entropy import cross_entropy_2d, vocab_parallel_cross_entropy
+from .layers.cross_entropy import cross_entropy_2d, cross_entropy_3d, vocab_parallel_cross_entropy
 from .layers.embedding import Embedding2D, VocabParallelEmbedding
+from .layers.layer_norm import LayerNorm2D
 from .layers.tensor_1d import ColumnParallelLinear, LayerNorm1D, RowParallelLinear
-from .layers.tensor_2d import BiasLayout, LayerNorm2D, Linear2D
+from .layers.tensor_2d import BiasLayout, Linear2D
+from .layers.tensor_2p5d import Classifier2p5D, Embedding2p5D, LayerNorm2p5D, Linear2p5D
+from .layers.tensor_3d import Classifier3D, Embedding3D, LayerNorm3D, Linear3D
 from .layout.annotation import annotate, declare
 from .layout.blocks import blocks
 from .layout.pieces import Region
@@ -17,6 +21,7 @@ from .layout.spec import P
 from .mesh.agreement import gather_objects, on_all_ranks
 from .mesh.collectives import (
     all_gather_to,
+    all_to_all,
     broadcast_from,
     copy_to,
     gather_from,
@@ -31,12 +36,20 @@ from .mesh.topology import Topology
 __all__ = [
     "BiasLayout",
     "Classifier2D",
+    "Classifier2p5D",
+    "Classifier3D",
     "ColumnParallelLinear",
     "Embedding2D",
+    "Embedding2p5D",
+    "Embedding3D",
     "Launch",
     "LayerNorm1D",
     "LayerNorm2D",
+    "LayerNorm2p5D",
+    "LayerNorm3D",
     "Linear2D",
+    "Linear2p5D",
+    "Linear3D",
     "ModelParallelUnit",
     "P",
     "ProcessGroupRegistry",
@@ -47,11 +60,13 @@ __all__ = [
     "Topology",
     "VocabParallelEmbedding",
     "all_gather_to",
+    "all_to_all",
     "annotate",
     "blocks",
     "broadcast_from",
     "copy_to",
     "cross_entropy_2d",
+    "cross_entropy_3d",
     "declare",
     "full_shape",
     "gather_from",
@@ -64,6 +79,7 @@ __all__ = [
     "prepare_dataloader",
     "reduce_from",
     "reduce_scatter_to",
+    "registry_of",
     "scatter_to",
     "shard",
     "spec_of",

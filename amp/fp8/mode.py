@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ...parallel.interop.local import spec_of
+from ...parallel.layers.classifier_2d import Classifier2D
 from ...parallel.layers.tensor_1d import ColumnParallelLinear, RowParallelLinear
 from ...parallel.layers.tensor_2d import Linear2D
+from ...parallel.layers.tensor_3d import Classifier3D, Linear3D
 from ...parallel.layout.annotation import annotation_of
 from ...parallel.layout.spec import P
 from ...parallel.mesh.registry import ProcessGroupRegistry
@@ -29,7 +31,10 @@ from .weights import keep_rounded
 Matmul = Callable[..., torch.Tensor]
 _LOGGER = logging.getLogger(__name__)
 _LINEAR = (nn.Linear, ColumnParallelLinear, RowParallelLinear, Linear2D)
+_NO_PRODUCT = "not in 8 bits: there is no 8-bit product for"
+_WITHOUT = (Linear3D, Classifier2D, Classifier3D)  # linear too, but nobody has written their products in 8 bits
 FELL_BACK = "not in 8 bits: a dim of this rank's weight is no multiple of 16"
+UNEVEN = "not in 8 bits: ranks have unequal pieces of its weight"
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,9 @@ class Fp8(Precision):
     `Linear2D` get another ``matmul``. Subclasses of `nn.Linear` and layers that hold their weight otherwise
     (`nn.MultiheadAttention`) stay as they are. A layer falls back to the base's dtype where the dims of its weight, of
     this rank's piece, aren't multiples of 16: see `Fp8Matmul`; for `Linear2D` see `fp8_summa`.
+
+    Of `Linear2D` and `Linear2p5D` also where ranks have unequal pieces. `Linear3D`, and classifiers on grids and cubes,
+    always do.
 
     `prepare` logs a warning that names these layers, and `fp8_layers` lists what became of every one.
 
@@ -125,7 +133,7 @@ class Fp8(Precision):
         topology = None if registry is None else registry.topology
         if topology is not None and topology.size(*topology.pipe_axes) > 1:
             return
-        names = [name for name, module in model.named_modules() if isinstance(module, _LINEAR)]
+        names = [name for name, module in model.named_modules() if isinstance(module, (*_LINEAR, *_WITHOUT))]
         for pattern in self.leave_out:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise ValueError(
@@ -142,6 +150,10 @@ class Fp8(Precision):
                 "of 16: %s%s",
                 *(len(fell), len(found), self.base, ", ".join(fell[:10]), more),
             )
+        others = [f"{name}: {how}" for name, how in found.items() if how == UNEVEN or how.startswith(_NO_PRODUCT)]
+        if others and (registry is None or registry.global_rank == 0):
+            more = f"; and {len(others) - 10} more" if len(others) > 10 else ""
+            _LOGGER.warning("these linear layers are computed in %s: %s%s", self.base, "; ".join(others[:10]), more)
 
     def _matmul_of(self, name: str, module: nn.Module, registry: ProcessGroupRegistry | None) -> Matmul | None:
         if isinstance(module, Linear2D):
@@ -150,7 +162,10 @@ class Fp8(Precision):
                     f"{name or 'the model'} is a Linear2D, whose blocks travel as they are rounded, with one scale a "
                     "tensor: take scales='tensor', or name it in leave_out"
                 )
-            return partial(fp8_summa, data_axes=self._data_axes(module.registry))
+            if not _is_even(module):
+                return None
+            axes = (*spec_of(module.weight).partial, *self._data_axes(module.registry))
+            return partial(fp8_summa, data_axes=_split(axes, module.registry))
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             return self._fp8_matmul(spec_of(module.weight), module.registry)
         if type(module) is nn.Linear:
@@ -202,7 +217,7 @@ def fp8_layers(model: nn.Module) -> dict[str, str]:
     return {
         name: _how(module)
         for name, module in model.named_modules()
-        if isinstance(module, (*_LINEAR, nn.MultiheadAttention))
+        if isinstance(module, (*_LINEAR, *_WITHOUT, nn.MultiheadAttention))
     }
 
 
@@ -212,9 +227,19 @@ def _how(module: nn.Module) -> str:
     matmul = getattr(module, "matmul", None)
     if isinstance(matmul, (Fp8Matmul, Fp8RowMatmul)) or getattr(matmul, "func", None) is fp8_summa:
         return "8 bits" if fits(_weight(module)) else FELL_BACK
+    if isinstance(module, _WITHOUT):
+        return f"{_NO_PRODUCT} {type(module).__name__}"
+    if isinstance(module, Linear2D) and not _is_even(module):
+        return UNEVEN
     if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
         return f"not in 8 bits: {type(module).__name__} is a subclass of nn.Linear, which stays as it is"
     return "not in 8 bits: left out"
+
+
+def _is_even(layer: Linear2D) -> bool:
+    """Whether all ranks have equal pieces of the weight, and so decide alike whether it fits."""
+    rows, cols = layer.registry.size(layer.row), layer.registry.size(layer.col)
+    return layer.in_features % rows == layer.in_features % cols == layer.out_features % cols == 0
 
 
 def _weight(model: nn.Module, name: str = "") -> Tensor:

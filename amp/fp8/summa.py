@@ -15,7 +15,7 @@ from .tensor import E4M3, E5M2, Quantized, agreed_amax, check_dtypes, quantize
 from .weights import kept, round_both
 
 
-def fp8_summa(a: Tensor, b: Tensor, grid: Grid, *, data_axes: tuple[str, ...] = ()) -> Tensor:
+def fp8_summa(a: Tensor, b: Tensor, grid: Grid, inner: int | None = None, *, data_axes: tuple[str, ...] = ()) -> Tensor:
     """This rank's block [m, n] of ``A @ B`` with A, B and the gradient rounded as by `Fp8Matmul`.
 
     Every 8-bit value is a value of the operands' dtype too, so the blocks are rounded and then sent around and
@@ -25,6 +25,7 @@ def fp8_summa(a: Tensor, b: Tensor, grid: Grid, *, data_axes: tuple[str, ...] = 
     Args:
         a, b: Blocks [m, k] and [k, n], both float32 or both bfloat16. In a model that `Fp8` has prepared ``b``, the
             weight, is rounded once a step.
+        inner: As for `summa`.
         grid: The grid of ranks, over which the maxima of all three tensors are agreed.
         data_axes: Further axes to agree over.
     Raises:
@@ -33,13 +34,13 @@ def fp8_summa(a: Tensor, b: Tensor, grid: Grid, *, data_axes: tuple[str, ...] = 
         none. Differentiable once.
     """
     if not fits(b):
-        return summa(a, b, grid)
+        return summa(a, b, grid, inner)
     check_dtypes(a, b)
     scales = _Scales(grid.registry, (grid.row, grid.col, *data_axes))
     how = "summa", grid.registry, scales.axes
     rounded = round_both(a, E4M3, b, kept(b), how, scales.registry, scales.axes)
     x, w = (_Round.apply(each, rounded[which], scales, which) for which, each in enumerate((a, b)))
-    result: Tensor = _Descale.apply(summa(x, w, grid), scales)
+    result: Tensor = _Descale.apply(summa(x, w, grid, inner), scales)
     return result
 
 

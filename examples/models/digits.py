@@ -1,15 +1,15 @@
-"""The vision transformer for scikit-learn's digits, and the dense one beside it that says what the norm must be."""
+"""The vision transformers for scikit-learn's digits, and the dense one beside each that says what the norm must be."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
-import torch.nn.functional as F
-from meshstep.parallel import Linear2D, ProcessGroupRegistry, spec_of, unshard
+from meshstep.parallel import Linear2D, Linear3D, P, ProcessGroupRegistry, gather_objects, spec_of, unshard
 from torch import Tensor, nn
 
 from .layers import DenseLayers
+from .moe import Mixture, MixtureBlock
 from .vit import PatchTransformer
 
 TOKENS, PIXELS, CLASSES = 16, 4, 10  # a digit is 8 x 8 pixels: 16 patches of 2 x 2
@@ -22,24 +22,60 @@ class DigitsTransformer(PatchTransformer):
         super().__init__(layers, PIXELS, TOKENS, CLASSES, width, heads, depth)
 
 
+class MixtureTransformer(PatchTransformer):
+    """The same with mixtures of experts.
+
+    Args:
+        mixture: Makes the one of a block, from width and family.
+    """
+
+    def __init__(
+        self,
+        layers: DenseLayers,
+        mixture: Callable[[int, DenseLayers], Mixture],
+        width: int = 64,
+        heads: int = 4,
+        depth: int = 2,
+    ) -> None:
+        def block(width: int, heads: int, layers: DenseLayers) -> MixtureBlock:
+            return MixtureBlock(width, heads, layers, mixture(width, layers))
+
+        super().__init__(layers, PIXELS, TOKENS, CLASSES, width, heads, depth, block)
+
+    def routing(self) -> Tensor:
+        """Of the last forward, the means over mixtures and this rank's samples [2]: how unevenly experts were chosen (1
+        where evenly), and the part of the choices that was dropped."""
+        mixtures = [module for module in self.modules() if isinstance(module, Mixture)]
+        return torch.stack([torch.stack([m.imbalance, m.dropped.to(m.imbalance)]) for m in mixtures]).mean(0)
+
+
 def full_parameters(model: nn.Module, registry: ProcessGroupRegistry) -> dict[str, Tensor]:
     """The full parameters on every rank, by name and as the dense model has them. All ranks must call."""
-    full = {name: unshard(param, spec_of(param), registry) for name, param in model.named_parameters()}
+    held = dict(model.named_parameters())
+    specs: dict[str, P] = {}
+    for found in gather_objects({name: spec_of(param) for name, param in held.items()}, registry):
+        specs |= found  # a rank may lack parameters that others own
+    full = {name: unshard(held.get(name), spec, registry) for name, spec in specs.items()}
     for name, module in model.named_modules():
-        if isinstance(module, Linear2D):  # its weight is [in, out], that of `nn.Linear` is [out, in]
+        if isinstance(module, Linear2D | Linear3D):  # their weight is [in, out], that of `nn.Linear` is [out, in]
             full[f"{name}.weight"] = full[f"{name}.weight"].t()
     return full
 
 
 class DenseReference:
-    """The same model on one rank, dense, in float64: says what the global gradient norm must be."""
+    """A dense model on one rank, in float64: says what the global gradient norm must be.
 
-    def __init__(self) -> None:
-        self.model = DigitsTransformer(DenseLayers()).double()
+    Args:
+        model: With the parameters that `full_parameters` has.
+        loss: Of the model, patches and labels.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
+        self.model, self.loss = model.double(), loss
 
     def gradient_norm(self, parameters: Mapping[str, Tensor], patches: Tensor, labels: Tensor) -> float:
         """The 2-norm of the loss' gradient at these full parameters, for the full batch."""
         self.model.load_state_dict(parameters)
-        loss = F.cross_entropy(self.model(patches.double()), labels)
+        loss = self.loss(self.model, patches.double(), labels)
         gradients = torch.autograd.grad(loss, list(self.model.parameters()))
         return float(torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in gradients])))

@@ -1,4 +1,7 @@
-"""A small GPT over bytes, split over `tensor`: one table, split by its vocabulary, is embedding and classifier."""
+"""A small GPT over bytes, split over `tensor`: one table, split by its vocabulary, is embedding and classifier.
+
+An axis `cp` splits the sequence.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +21,37 @@ from meshstep.parallel import (
 )
 from torch import Tensor, nn
 
-from .layers import check_divides
+from .sequence import SplitSequence
 
 VOCABULARY = 256  # all bytes; 0, which no text has, stands before and after each paragraph
 CONTEXT = 64
 
 
 class Attention(nn.Module):
-    """Causal self-attention; each rank of `tensor` has some of the heads."""
+    """Causal self-attention; each rank of `tensor` has some of the heads, and within attention of `cp` some of those."""
 
     def __init__(self, width: int, heads: int, registry: ProcessGroupRegistry) -> None:
         super().__init__()
-        check_divides(heads, "tensor", registry)
+        self.sequence = SplitSequence(registry)
+        axes = ("tensor", *self.sequence.axes)
+        if heads % registry.size(*axes):
+            raise ValueError(f"{heads} attention heads don't divide over {' x '.join(axes)}={registry.size(*axes)}")
         self.head_width = width // heads
         self.qkv = ColumnParallelLinear(width, 3 * width, registry, bias=False)
         self.out = RowParallelLinear(width, width, registry)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, tokens: int | None = None) -> Tensor:
         # Heads are the slowest part of the features: a rank that has a slice of them has whole heads.
         pattern = "batch token (head part feature) -> part batch head token feature"
-        q, k, v = rearrange(self.qkv(x), pattern, part=3, feature=self.head_width)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        own = rearrange(self.qkv(x), pattern, part=3, feature=self.head_width)
+        q, k, v = self.sequence.whole(own, x.size(1) if tokens is None else tokens)
+        mixed = self.sequence.parted(F.scaled_dot_product_attention(q, k, v, is_causal=True))
         return self.out(rearrange(mixed, "batch head token feature -> batch token (head feature)"))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
+    """Attention and two linear layers, for this rank's part of sequences of ``tokens``: all of them, if None."""
+
     def __init__(self, width: int, heads: int, registry: ProcessGroupRegistry) -> None:
         super().__init__()
         self.norm1, self.attention = LayerNorm1D(width), Attention(width, heads, registry)
@@ -50,24 +59,24 @@ class Block(nn.Module):
         self.up = ColumnParallelLinear(width, 4 * width, registry)
         self.down = RowParallelLinear(4 * width, width, registry)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
+    def forward(self, x: Tensor, tokens: int | None = None) -> Tensor:
+        x = x + self.attention(self.norm1(x), tokens)
         return x + self.down(F.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
 
 
 class GPT(nn.Module):
-    """Bytes [batch, token] -> logits of the next byte [batch, token, this rank's part of the vocabulary].
+    """Bytes [batch, token] -> logits of the next byte [batch, this rank's tokens, its part of the vocabulary].
 
     Raises:
-        ValueError: The topology has other axes than data and tensor, or they don't divide the model.
+        ValueError: The topology has other axes than data, cp and tensor, or they don't divide the model.
     """
 
     def __init__(self, registry: ProcessGroupRegistry, width: int, heads: int, depth: int) -> None:
         super().__init__()
         strange = [axis for axis in registry.topology.model_axes + registry.topology.pipe_axes if axis != "tensor"]
         if strange:
-            raise ValueError(f"no layers for {', '.join(strange)}: give data, tensor, or both")
-        self.registry = registry
+            raise ValueError(f"no layers for {', '.join(strange)}: give data, cp, tensor, or several of them")
+        self.registry, self.sequence = registry, SplitSequence(registry)
         self.embed = VocabParallelEmbedding(VOCABULARY, width, registry)
         with torch.no_grad():
             self.embed.weight.mul_(width**-0.5)  # it is the classifier too, and the logits should start small
@@ -77,9 +86,10 @@ class GPT(nn.Module):
         self.norm = LayerNorm1D(width)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids) + self.positions[: ids.size(1)]
+        own = self.sequence.own
+        x = self.embed(own(ids, 1)) + own(self.positions[: ids.size(1)], 0)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, ids.size(1))
         # Every rank goes on with classes of its own: copy_to sums what they say of x in the backward.
         return F.linear(copy_to(self.norm(x), self.registry, "tensor"), self.embed.weight)
 
@@ -88,7 +98,7 @@ class GPT(nn.Module):
         """Continue a paragraph to its end, or to the end of the context. All ranks must call, with equal generators."""
         text = [0, *beginning.encode()]
         while len(text) < CONTEXT:
-            logits = self(torch.tensor([text], device=self.registry.device))[0, -1]
+            logits = self.sequence.last(self(torch.tensor([text], device=self.registry.device)), len(text))[0]
             logits = gather_from(logits, self.registry, "tensor", dim=-1).float().cpu()
             byte = int(torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=generator))
             if byte == 0:

@@ -1,6 +1,8 @@
-"""A small vision transformer, written once, over three families of layers: see layers.py."""
+"""A small vision transformer, written once, over several families of layers: see layers.py."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -43,17 +45,29 @@ class Block(nn.Module):
 
 
 class PatchTransformer(nn.Module):
-    """Patches [batch, token, pixel] -> logits [batch, class], each split as the family says."""
+    """Patches [batch, token, pixel] -> logits [batch, class], each split as the family says.
+
+    Args:
+        block: Makes each block, from width, heads and family.
+    """
 
     def __init__(
-        self, layers: DenseLayers, pixels: int, tokens: int, classes: int, width: int, heads: int, depth: int
+        self,
+        layers: DenseLayers,
+        pixels: int,
+        tokens: int,
+        classes: int,
+        width: int,
+        heads: int,
+        depth: int,
+        block: Callable[[int, int, DenseLayers], nn.Module] = Block,
     ) -> None:
         super().__init__()
         self.embed = layers.linear(pixels, width)
         self.positions = layers.positions(0.5 * torch.randn(tokens, width))
-        self.blocks = nn.ModuleList(Block(width, heads, layers) for _ in range(depth))
+        self.blocks = nn.ModuleList(block(width, heads, layers) for _ in range(depth))
         self.norm = layers.norm(width)
-        self.head = layers.linear(width, classes)
+        self.head = layers.classifier(width, classes)
         declare(self, layers.rules)
 
     def forward(self, patches: Tensor) -> Tensor:

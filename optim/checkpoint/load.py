@@ -22,6 +22,7 @@ from ...parallel.mesh.calls import in_call
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from ..parallel_optimizer import ParallelOptimizer
+from ..step.several import kind_of
 from .checksums import FileRecord, verify
 from .contents import OptimizerState, optimizer_state
 from .directory import is_checkpoint, newest_checkpoint, read_manifest
@@ -234,7 +235,7 @@ def _verify_share(directory: Path, files: Mapping[str, FileRecord], registry: Pr
 
 
 def _check_kinds(content: Mapping[str, Any], optimizer: ParallelOptimizer, schedule: LRScheduler | None) -> None:
-    kind = type(optimizer.optimizer).__name__
+    kind = kind_of(optimizer.optimizer)
     if content["optimizer"] != kind:
         raise ValueError(f"the checkpoint was saved with {content['optimizer']}, this optimizer is {kind}")
     if (content["schedule"] is None) != (schedule is None):

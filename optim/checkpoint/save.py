@@ -36,6 +36,7 @@ from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.calls import in_call
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..parallel_optimizer import ParallelOptimizer
+from ..step.several import kind_of
 from .checksums import FileRecord, write_summed
 from .contents import OptimizerState, RankRecord, collect, optimizer_state, portable_in, zeros_for_others
 from .directory import begin, publish
@@ -120,7 +121,7 @@ def snapshot_of(
         state = optimizer_state(optimizer, parameters)
         common = {
             "rest": {**state.rest, "weights": portable_in(state.rest["weights"])},
-            "optimizer": type(optimizer.optimizer).__name__,
+            "optimizer": kind_of(optimizer.optimizer),
             "schedule": _readable(schedule, "the schedule's state"),
             "schedule_kind": type(lr_scheduler).__name__,
             "extra": _readable(extra, "extra="),

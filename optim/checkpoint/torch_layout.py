@@ -47,6 +47,11 @@ class LaidOut:
             raise ValueError(
                 f"{entry.name}: a DTensor can't say that several blocks are cut, as {entry.spec} does; use save_checkpoint"
             )
+        if any(isinstance(at, str) for _, at in entry.spec.owned):
+            raise ValueError(
+                f"{entry.name}: a DTensor can't say that pieces lie on a diagonal, as {entry.spec} does; use "
+                "save_checkpoint"
+            )
         if self.cut_over is None or not entry.shape:
             return entry.spec, self._region()
         dims = [entry.spec.cuts(dim) for dim in range(len(entry.shape))]

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from ...parallel.interop.local import local_parameters
-from ...parallel.layout.annotation import annotate, annotation_of
+from ...parallel.interop.local import local_gradients
+from ...parallel.layout.annotation import Annotation, annotate
 from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import on_all_ranks
 from ...parallel.mesh.calls import in_call
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..gradients.axes import sync_axes
-from ..gradients.in_place import clamp_gradients, is_complete, scale_gradients
+from ..gradients.in_place import clamp_each, is_complete, mark_complete, scale_each
 from ..norm.agreement import agree
 from ..norm.entries import check_dense_real, entries_of
 from ..norm.global_norm import GlobalNorm, Norms, Reduction, checked_norm_type, checked_reduction
@@ -54,8 +55,8 @@ def global_norm(
         that all ranks declare the same, and with ``"per_group"``, whose collectives follow from what ranks declare, on
         every call. Host reads: those of the check.
     """
-    with in_call(registry, "global_norm"), _listed(params, registry) as named:
-        return _stats(_measure(named, registry, norm_type, reduction), None)
+    with in_call(registry, "global_norm"):
+        return _stats(_measure(_Listed.of(params, registry), registry, norm_type, reduction), None)
 
 
 @torch.no_grad()
@@ -88,14 +89,15 @@ def clip_grad_norm_(
     """
     clip = ByNorm(max_norm)
     clip.check()
-    with in_call(registry, "clip_grad_norm_"), _listed(params, registry) as named:
-        stats = _stats(_measure(named, registry, norm_type, reduction), clip)
+    with in_call(registry, "clip_grad_norm_"):
+        listed = _Listed.of(params, registry)
+        stats = _stats(_measure(listed, registry, norm_type, reduction), clip)
         if error_if_nonfinite and stats.found_inf:
             raise RuntimeError(
                 f"the gradients' norm of order {float(norm_type)} is {float(stats.total_norm)}, so they can't be clipped, "
                 "and were not changed; leave error_if_nonfinite=True out to get it as found_inf, and skip the step then"
             )
-        scale_gradients([param for _, param in named], stats.clip_coef)
+        listed.change(lambda gradients: scale_each(gradients, stats.clip_coef))
     return stats
 
 
@@ -115,57 +117,88 @@ def clip_grad_value_(params: Params, clip_value: float, registry: ProcessGroupRe
     Collectives: none. Host reads: none.
     """
     clip_value = checked_threshold(clip_value, "clip_value")
-    with _listed(params, registry) as named:
-        _check_gradients(named, registry)
-        clamp_gradients([param for _, param in named], clip_value)
+    listed = _Listed.of(params, registry)
+    _check_gradients(listed, registry)
+    listed.change(lambda gradients: clamp_each(gradients, clip_value))
 
 
-@contextmanager
-def _listed(params: Params, registry: ProcessGroupRegistry) -> Iterator[list[tuple[str | None, Tensor]]]:
-    """(name, parameter) pairs, each parameter once, with local ones in the place of DTensors."""
-    given = [params] if isinstance(params, Tensor) else list(params)
-    pairs = [item if isinstance(item, tuple) else (None, item) for item in given]
-    once = {id(param): (name, param) for name, param in pairs}.values()
-    with local_parameters([param for _, param in once], registry.topology) as local:
-        yield [(name, param) for (name, _), param in zip(once, local, strict=True)]
+@dataclass
+class _Listed:
+    """Parameters, each once: their names, themselves or the local ones of DTensors, their gradients and annotations."""
+
+    names: list[str | None]
+    params: list[Tensor]
+    gradients: list[Tensor | None]
+    annotations: list[Annotation | None]
+
+    @classmethod
+    def of(cls, params: Params, registry: ProcessGroupRegistry) -> _Listed:
+        """Raises ValueError: the layout of a DTensor or of its gradient is none that can be worked with."""
+        given = [params] if isinstance(params, Tensor) else list(params)
+        once, names = (
+            dict[int, Tensor](),
+            dict[int, str | None](),
+        )  # no tuples: a thousand of them wake the garbage collector
+        for item in given:
+            name, param = item if isinstance(item, tuple) else (None, item)
+            once[id(param)], names[id(param)] = param, name
+        return cls([*names.values()], *local_gradients([*once.values()], registry.topology))
+
+    @cached_property
+    def pending(self) -> list[tuple[int, Annotation]]:
+        """The positions of those whose gradients may be sums that are still to be made."""
+        return [
+            (index, annotation)
+            for index, annotation in enumerate(self.annotations)
+            if annotation is not None and ((spec := annotation.spec).partial or spec.tied)
+        ]
+
+    def change(self, change: Callable[[list[Tensor | None]], None]) -> None:
+        """Change the gradients in place; sums that have been made stay so."""
+        complete = [
+            (self.params[i], self.gradients[i])
+            for i, _ in self.pending
+            if is_complete(self.params[i], self.gradients[i])
+        ]
+        change(self.gradients)
+        for param, gradient in complete:
+            mark_complete(param, gradient)
 
 
-def _measure(
-    params: list[tuple[str | None, Tensor]], registry: ProcessGroupRegistry, norm_type: float, reduction: Reduction
-) -> Norms:
+def _measure(listed: _Listed, registry: ProcessGroupRegistry, norm_type: float, reduction: Reduction) -> Norms:
     state = _STATES.setdefault(registry, _State())
-    key = (
-        checked_norm_type(norm_type),
-        checked_reduction(reduction),
-        *((id(annotation_of(p)), p.shape) for _, p in params),
+    sizes = (
+        param.numel() if grad is None else grad.numel()
+        for param, grad in zip(listed.params, listed.gradients, strict=True)
     )
+    key = (checked_norm_type(norm_type), checked_reduction(reduction), *map(id, listed.annotations), *sizes)
 
     def plan() -> ReductionPlan:
-        named = [param if name is None else (name, param) for name, param in params]
+        named = [
+            param if name is None else (name, param) for name, param in zip(listed.names, listed.params, strict=True)
+        ]
         return ReductionPlan.of(entries_of([named], registry.topology), registry.topology, registry.global_rank)
 
     def checked_plan() -> ReductionPlan:
-        _check_gradients(params, registry)
+        _check_gradients(listed, registry)
         return plan()
 
     def measurer(plan: ReductionPlan) -> GlobalNorm:
         if key not in state.norms:
-            annotations: list[object] = [annotation_of(param) for _, param in params]
-            state.remember(key, GlobalNorm(plan, registry, norm_type, reduction), annotations)
+            state.remember(key, GlobalNorm(plan, registry, norm_type, reduction), [*listed.annotations])
         return state.norms[key]
 
-    gradients = [param.grad for _, param in params]
     # By group, which collectives there are depends on all ranks' lists; whether one has changed only its rank knows.
     if not state.checked or reduction == "per_group":
-        return measurer(agree(on_all_ranks(checked_plan, registry), registry))(gradients)
+        return measurer(agree(on_all_ranks(checked_plan, registry), registry))(listed.gradients)
     # Packed, later lists are planned without a word to others: those that depend on local data may differ between ranks.
     try:
-        _check_gradients(params, registry)
+        _check_gradients(listed, registry)
         measure = state.norms.get(key) or measurer(plan())
     except (ValueError, TypeError):
         _measure_nan(registry, norm_type)  # the others, which must not wait, find no norm and clip nothing
         raise
-    return measure(gradients)
+    return measure(listed.gradients)
 
 
 def _measure_nan(registry: ProcessGroupRegistry, norm_type: float) -> None:
@@ -198,19 +231,27 @@ class _State:
 _STATES: WeakKeyDictionary[ProcessGroupRegistry, _State] = WeakKeyDictionary()
 
 
-def _check_gradients(params: list[tuple[str | None, Tensor]], registry: ProcessGroupRegistry) -> None:
-    for index, (given, param) in enumerate(params):
-        annotation = annotation_of(param)
-        name = given or (annotation.name if annotation else None) or f"parameter {index}"
-        if param.grad is not None:
-            check_dense_real(param.grad, f"the gradient of {name}")
-        if annotation is not None and (annotation.spec.partial or annotation.spec.tied) and not is_complete(param):
-            pending = sync_axes(annotation.spec_on(registry.topology), registry.topology, average_data=False)
-            if registry.topology.size(*pending) > 1:
+def _check_gradients(listed: _Listed, registry: ProcessGroupRegistry) -> None:
+    gradients = [gradient for gradient in listed.gradients if gradient is not None]
+    dense = {gradient.layout for gradient in gradients} <= {torch.strided}
+    if not dense or any(dtype.is_complex for dtype in {gradient.dtype for gradient in gradients}):
+        for index, gradient in enumerate(listed.gradients):
+            if gradient is not None:
+                check_dense_real(gradient, f"the gradient of {_name(listed, index)}")
+    for index, annotation in listed.pending:
+        if not is_complete(listed.params[index], listed.gradients[index]):
+            over = sync_axes(annotation.spec_on(registry.topology), registry.topology, average_data=False)
+            if registry.topology.size(*over) > 1:
                 raise ValueError(
-                    f"the gradient of {name} ({annotation.spec}) is still a pending sum over {', '.join(pending)}: call "
-                    "sync_gradients(params, registry) after the last backward, or use ParallelOptimizer, which does"
+                    f"the gradient of {_name(listed, index)} ({annotation.spec}) is still a pending sum over "
+                    f"{', '.join(over)}: call sync_gradients(params, registry) after the last backward, or use "
+                    "ParallelOptimizer, which does"
                 )
+
+
+def _name(listed: _Listed, index: int) -> str:
+    annotation = listed.annotations[index]
+    return listed.names[index] or (annotation.name if annotation else None) or f"parameter {index}"
 
 
 def _stats(norms: Norms, clip: ByNorm | None) -> GradStats:

@@ -7,6 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..norm.powers import are_alike
+
+_COMPLETE = "_meshstep_complete"
+
 
 def gradient_dtype(param: Tensor) -> torch.dtype:
     """What backward adds up in: the parameter's dtype, or float32 where a half-precision one has main grads."""
@@ -15,24 +19,36 @@ def gradient_dtype(param: Tensor) -> torch.dtype:
 
 def scale_gradients(params: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply the gradients that are there by a 0-dim tensor, in place: one multi-tensor pass a device and dtype."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     complete = [param for param in params if is_complete(param)]
-    for param in params:
-        if param.grad is not None:
-            kinds.setdefault((param.grad.device, param.grad.dtype), []).append(param.grad)
-    for (device, _), grads in kinds.items():
-        torch._foreach_mul_(grads, factor.to(device, torch.float32 if grads[0].dtype != torch.float64 else None))
+    scale_each([param.grad for param in params], factor)
     for param in complete:
         mark_complete(param)
 
 
-def clamp_gradients(params: Sequence[Tensor], clip_value: float) -> None:
-    """Clamp the gradients that are there to [-clip_value, clip_value], in place."""
-    grads = [param.grad for param in params if param.grad is not None]
-    complete = [param for param in params if is_complete(param)]
-    if grads:
+def scale_each(gradients: Sequence[Tensor | None], factor: Tensor) -> None:
+    """Multiply those that are there by a 0-dim tensor, in place: one multi-tensor pass a device and dtype."""
+    here = [grad for grad in gradients if grad is not None]
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    if here and are_alike(here):
+        kinds = {(here[0].device, here[0].dtype): here}
+    else:
+        for grad in here:
+            kinds.setdefault((grad.device, grad.dtype), []).append(grad)
+    for (device, dtype), grads in kinds.items():
+        torch._foreach_mul_(grads, factor.to(device, torch.float32 if dtype != torch.float64 else None))
+
+
+def clamp_each(gradients: Sequence[Tensor | None], clip_value: float) -> None:
+    """Clamp those that are there to [-clip_value, clip_value], in place."""
+    if grads := [grad for grad in gradients if grad is not None]:
         torch._foreach_clamp_min_(grads, -clip_value)
         torch._foreach_clamp_max_(grads, clip_value)
+
+
+def clamp_gradients(params: Sequence[Tensor], clip_value: float) -> None:
+    """Clamp the gradients that are there to [-clip_value, clip_value], in place."""
+    complete = [param for param in params if is_complete(param)]
+    clamp_each([param.grad for param in params], clip_value)
     for param in complete:
         mark_complete(param)
 
@@ -46,13 +62,14 @@ def clear_gradients(params: Sequence[Tensor], set_to_none: bool) -> None:
             param.grad.zero_()
 
 
-def mark_complete(param: Tensor) -> None:
-    """Remember that the gradient, as it is now, is no pending sum."""
-    if param.grad is not None:
-        param._meshstep_complete = (param.grad.data_ptr(), param.grad._version)  # type: ignore[attr-defined]
+def mark_complete(param: Tensor, grad: Tensor | None = None) -> None:
+    """Remember that the gradient, as it is now, is no pending sum. Args: grad: It, where it is not at hand there."""
+    grad = param.grad if grad is None else grad
+    if grad is not None:
+        setattr(param, _COMPLETE, (grad.data_ptr(), grad._version))
 
 
-def is_complete(param: Tensor) -> bool:
-    """Whether nothing has written to the gradient since `mark_complete`."""
-    grad = param.grad
-    return grad is None or getattr(param, "_meshstep_complete", None) == (grad.data_ptr(), grad._version)
+def is_complete(param: Tensor, grad: Tensor | None = None) -> bool:
+    """Whether nothing has written to the gradient since `mark_complete`. Args: grad: As there."""
+    grad = param.grad if grad is None else grad
+    return grad is None or getattr(param, _COMPLETE, None) == (grad.data_ptr(), grad._version)

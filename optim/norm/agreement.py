@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
+from ...parallel.layout.owned import owns
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
@@ -25,10 +26,15 @@ class Holders(NamedTuple):
 
     where: tuple[tuple[str, tuple[int, ...]], ...]
     tied: bool
+    diagonal: tuple[tuple[str, str], ...] = ()  # pairs of axes along which they have the same coordinate
 
     def include(self, coordinate: Mapping[str, int]) -> bool:
         """Whether the rank at ``coordinate`` is one of them."""
-        return all(coordinate[axis] in indices for axis, indices in self.where)
+        return all(coordinate[axis] in indices for axis, indices in self.where) and owns(self.diagonal, coordinate)
+
+    def __str__(self) -> str:
+        where = [*((axis, at[0]) for axis, at in self.where), *self.diagonal]
+        return ",".join(f"{axis}={at}" for axis, at in where)
 
     @classmethod
     def of(cls, entry: ParameterEntry, plan: ReductionPlan) -> Holders:
@@ -36,9 +42,10 @@ class Holders(NamedTuple):
         coordinate, spec = plan.coordinate, entry.spec
         own = (axis for axis in plan.topology.pipe_axes if axis not in spec.named_axes)
         where: dict[str, tuple[int, ...]] = {axis: (coordinate[axis],) for axis in own}
-        where |= {axis: (index,) for axis, index in spec.owned}
+        where |= {axis: (index,) for axis, index in spec.owned if not isinstance(index, str)}
         where |= {axis: spec.tied_coordinates(axis, plan.topology) for axis, _ in spec.tied}
-        return cls(tuple(sorted(where.items())), bool(spec.tied))
+        diagonal = tuple((axis, other) for axis, other in spec.owned if isinstance(other, str))
+        return cls(tuple(sorted(where.items())), bool(spec.tied), diagonal)
 
 
 class View(NamedTuple):
@@ -117,10 +124,7 @@ def with_names(plan: ReductionPlan, registry: ProcessGroupRegistry) -> Reduction
             labels.setdefault(key, name)
             shapes[key] = shape if shapes.setdefault(key, shape) == shape else None
     used = Counter(labels.values())
-    unique = [
-        name if used[name] == 1 else f"{name}@{','.join(f'{axis}={at[0]}' for axis, at in holders.where)}"
-        for (holders, _), name in labels.items()
-    ]
+    unique = [name if used[name] == 1 else f"{name}@{holders}" for (holders, _), name in labels.items()]
     slots = {key: slot for slot, key in enumerate(labels)}
     return replace(
         plan,

@@ -9,8 +9,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ...parallel.interop.local import local_parameter
-from ...parallel.layout.annotation import Annotation, annotation_of
+from ...parallel.interop.local import has_dtensors, local_parameter
+from ...parallel.layout.annotation import Annotation, annotation_of, attach
 from ...parallel.layout.spec import P
 from ...parallel.mesh.topology import Topology
 
@@ -37,18 +37,23 @@ class ParameterEntry:
 
 
 def entries_of(
-    param_groups: Iterable[Iterable[Tensor | tuple[str, Tensor]]], topology: Topology
+    param_groups: Iterable[Iterable[Tensor | tuple[str, Tensor]]], topology: Topology, *, compared: bool = False
 ) -> list[ParameterEntry]:
     """The entries of param groups, given as parameters or (name, parameter) pairs.
 
     A parameter that nothing declared counts as replicated where no model axis is larger than 1, and is an error elsewhere.
-    The placements of a DTensor declare it for the axes of its mesh.
+    The placements of a DTensor declare it for the axes of its mesh. A plain parameter beside it that nothing declared is
+    copied over these axes, if copies are compared.
 
+    Args:
+        compared: Copies, of parameters and gradients, are compared before anything is stepped.
     Raises:
         ValueError: Undeclared parameters, all of them named; a DTensor whose layout has no spec.
         TypeError: A complex or sparse parameter.
     """
     entries, undeclared = [], []
+    param_groups = [list(params) for params in param_groups]
+    meshed = _mesh_axes(param_groups, topology) if compared else set[str]()
     for group, params in enumerate(param_groups):
         for position, item in enumerate(params):
             given, param = item if isinstance(item, tuple) else (None, item)
@@ -58,7 +63,7 @@ def entries_of(
                 given or annotation.name or f"parameter {position} of group {group} ({_shape(param, annotation.spec)})"
             )
             check_dense_real(param, name)
-            if annotation.silent_axes(topology):
+            if {*annotation.silent_axes(topology)} - (meshed if whole is param else set()):
                 undeclared.append(name)
             entries.append(
                 ParameterEntry(
@@ -82,8 +87,24 @@ def entries_of(
     return entries
 
 
+def count_as_copies(params: Iterable[Tensor]) -> None:
+    """Let plain parameters that nothing declared, of which `entries_of` has made entries, be declared as copied."""
+    for param in params:
+        if annotation_of(param) is None and not has_dtensors((param,)):
+            attach(param, Annotation(P()))
+
+
+def _mesh_axes(param_groups: Iterable[Iterable[Tensor | tuple[str, Tensor]]], topology: Topology) -> set[str]:
+    """The axes of the meshes of all DTensors."""
+    params = [item[1] if isinstance(item, tuple) else item for params in param_groups for item in params]
+    annotations = (annotation_of(local_parameter(param, topology)) for param in params if has_dtensors((param,)))
+    return {axis for found in annotations if found is not None for axis in found.mesh_axes_on(topology)}
+
+
 def logical_shape(param: Tensor, annotation: Annotation, topology: Topology) -> tuple[int, ...]:
     """Of the logical tensor; a DTensor knows its length along the axes of its mesh."""
+    if annotation.full_shape is not None:
+        return annotation.full_shape
     spec, known = annotation.spec_on(topology), annotation.mesh_axes_on(topology)
     return tuple(
         length * topology.size(*(axis for axis in spec.dim_axes(dim) if axis in topology.axes and axis not in known))

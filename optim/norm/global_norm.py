@@ -24,7 +24,7 @@ from ...parallel.mesh.flat_collectives import all_gather_flat
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from .constants import Constants
 from .plan import ReductionPlan
-from .powers import HIGH, accumulation_dtype, local_powers, p_norm
+from .powers import HIGH, accumulation_dtype, are_alike, local_powers, p_norm
 from .units import Units
 
 Reduction = Literal["packed", "per_group"]
@@ -117,9 +117,11 @@ class GlobalNorm:
             extra: 1-dim tensor that is summed over all ranks in the same collective, and comes back as ``Norms.extra``.
         Collectives: one (packed), or one a bucket and one more (per group). Host reads: none.
         """
-        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        here = [gradient for gradient in gradients if gradient is not None]
+        all_here = len(here) == len(gradients)
+        present = list(range(len(here))) if all_here else [i for i, g in enumerate(gradients) if g is not None]
         device = self.registry.device if extra is None else extra.device
-        powers = self._local_powers([gradient for gradient in gradients if gradient is not None], device)
+        powers = self._local_powers(here, device)
         extra = powers.new_zeros(0) if extra is None else extra.to(powers)
         if self.reduction == "packed":
             vector, extra = self._packed(powers, present, extra, self._more(gradients, weights, powers))
@@ -169,12 +171,11 @@ class GlobalNorm:
 
     def _local_powers(self, gradients: Sequence[Tensor], device: torch.device) -> Tensor:
         """On the gradients' device; on ``device`` where there are none."""
-        device = gradients[0].device if gradients else device
-        kinds = {(gradient.device, gradient.dtype) for gradient in gradients}
-        if len(kinds) == 1:
-            return local_powers(gradients, self.norm_type)
-        if not kinds:
+        if not gradients:
             return torch.zeros(0, dtype=accumulation_dtype(device), device=device)
+        if are_alike(gradients):
+            return local_powers(gradients, self.norm_type)
+        device, kinds = gradients[0].device, {(gradient.device, gradient.dtype) for gradient in gradients}
         found, order = list[Tensor](), list[int]()
         for kind in sorted(kinds, key=str):
             indices = [i for i, gradient in enumerate(gradients) if (gradient.device, gradient.dtype) == kind]

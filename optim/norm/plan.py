@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from ...parallel.layout.owned import Owned, owns
 from ...parallel.layout.pieces import Region
 from ...parallel.layout.spec import P
 from ...parallel.mesh.text import aligned
@@ -24,18 +25,18 @@ from ...parallel.mesh.topology import Topology
 from .entries import ParameterEntry
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Bucket:
     """Parameters whose pieces are reduced over the same ranks.
 
     Args:
         distinct: The axes that index the pieces, in topology order.
-        owned: ``(axis, coordinate)`` pairs outside of which nobody holds the bucket's parameters.
+        owned: As in `P`: pairs outside of which nobody holds the bucket's parameters.
         tied: ``(axis, coordinates)`` pairs whose coordinates hold copies of one logical parameter.
     """
 
     distinct: tuple[str, ...] = ()
-    owned: tuple[tuple[str, int], ...] = ()
+    owned: Owned = ()
     tied: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @classmethod
@@ -52,9 +53,14 @@ class Bucket:
 
     def counts(self, coordinate: dict[str, int]) -> bool:
         """Whether the rank at ``coordinate`` adds its piece in the textbook form (the first of tied copies does)."""
-        return all(coordinate[axis] == index for axis, index in self.owned) and all(
-            coordinate[axis] == where[0] for axis, where in self.tied
-        )
+        return owns(self.owned, coordinate) and all(coordinate[axis] == where[0] for axis, where in self.tied)
+
+    def __lt__(self, other: Bucket) -> bool:
+        """One order on all ranks."""
+        return self._key() < other._key()
+
+    def _key(self) -> tuple[object, ...]:
+        return self.distinct, [(axis, isinstance(at, str), at) for axis, at in self.owned], self.tied
 
     def __str__(self) -> str:
         parts = [" x ".join(self.distinct)] if self.distinct else []

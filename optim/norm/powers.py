@@ -28,6 +28,11 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def are_alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether all have one dtype and device."""
+    return len({tensor.dtype for tensor in tensors}) == 1 and len({tensor.device for tensor in tensors}) == 1
+
+
 def reference_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     """[n] float64: what `local_powers` returns. Slow and plain."""
     if norm_type >= HIGH and norm_type != inf:
@@ -95,15 +100,20 @@ def _high_norm(gradient: Tensor, norm_type: float) -> Tensor:
 
 def _powers_on_cpu(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     powers = torch.zeros(len(gradients), dtype=torch.float64)
-    small = [i for i, gradient in enumerate(gradients) if gradient.numel() <= SMALL]
+    numels = [gradient.numel() for gradient in gradients]
+    small = [i for i, numel in enumerate(numels) if numel <= SMALL]
     if small:
         # Gathered into one tensor: a thousand kernel calls on a few elements each would cost more than a copy of them.
-        tensors = [gradients[i] for i in small]
-        values = _flatten_dense_tensors(tensors).double().abs()  # one float64 gradient is flattened to itself
-        powers[small] = _segment_sums(values, norm_type, [tensor.numel() for tensor in tensors])
+        values = (
+            _flatten_dense_tensors([gradients[i] for i in small]).double().abs()
+        )  # a float64 one is flattened to itself
+        sums = _segment_sums(values, norm_type, [numels[i] for i in small])
+        if len(small) == len(gradients):
+            return sums
+        powers[small] = sums
     scratch = torch.empty(0, dtype=torch.float64)
     for index, gradient in enumerate(gradients):
-        if gradient.numel() > SMALL:
+        if numels[index] > SMALL:
             flat = flattened(gradient)
             power = _squares_by_rows(flat) if norm_type == 2 and flat.dtype == torch.float32 else None
             if power is None:

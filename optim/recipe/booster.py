@@ -17,14 +17,11 @@ together here can be had one by one.
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from ...amp.by_name import Mode, precision_of
@@ -50,9 +47,13 @@ from .checks import (
     registry_of_replicas,
 )
 from .data_parallel import DataParallel, check_data_parallel, optimizer_options, share_weights, wrap
+from .pipeline import Pipeline, check_pipeline, is_schedule, modules_of
+from .saving import Saving
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from .pipeline import Schedule as PipelineSchedule
 
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
@@ -61,7 +62,7 @@ Loader = TypeVar("Loader")
 Schedule = TypeVar("Schedule")
 
 
-class Booster(Generic[Stats_co]):
+class Booster(Saving, Generic[Stats_co]):
     """Prepares what a training loop uses, in one precision mode and one form of data parallelism.
 
     Args:
@@ -124,7 +125,7 @@ class Booster(Generic[Stats_co]):
         # In managed windows of one a second backward before `step` is an error; here it is the caller's own window.
         steps = None if Window[Any, Any](accumulation_steps).steps == 1 else accumulation_steps
         self._options = {**options, "max_norm": max_norm, "accumulation_steps": steps}
-        self._optimizers: dict[nn.Module, ParallelOptimizer] = {}
+        self._optimizers: dict[nn.Module | Pipeline, ParallelOptimizer] = {}
 
     # Boosting --------------------------------------------------------------------------------------------------------
 
@@ -139,11 +140,20 @@ class Booster(Generic[Stats_co]):
     ) -> tuple[M, ParallelOptimizer[Stats_co], Criterion, Loader, Schedule]: ...
     @overload
     def boost(
+        self,
+        model: PipelineSchedule,
+        optimizer: torch.optim.Optimizer,
+        criterion: Criterion = ...,
+        dataloader: Loader = ...,
+        lr_scheduler: Schedule = ...,
+    ) -> tuple[Pipeline, ParallelOptimizer[Stats_co], Criterion, Loader, Schedule]: ...
+    @overload
+    def boost(
         self, model: M, optimizer: None = ..., criterion: Criterion = ..., dataloader: Loader = ...
     ) -> tuple[M, None, Criterion, Loader, None]: ...
     def boost(
         self,
-        model: nn.Module,
+        model: Any,
         optimizer: torch.optim.Optimizer | None = None,
         criterion: Any = None,
         dataloader: Any = None,
@@ -155,7 +165,8 @@ class Booster(Generic[Stats_co]):
         the layout must have been declared; else everything is replicated.
 
         Args:
-            model: Bare, and not stepped yet; it is moved to the registry's device if that is a CUDA device.
+            model: Bare, and not stepped yet; it is moved to the registry's device if that is a CUDA device. Or a schedule
+                of `torch.distributed.pipelining` with its loss function, over this rank's bare stages; see `Pipeline`.
             optimizer: A torch optimizer over its parameters. None: the model is prepared for evaluation.
             criterion: A function or module, run as the precision mode wants it.
             dataloader: Returned as it is, once data ranks are seen to share its samples: by its sampler, or by the first
@@ -164,38 +175,45 @@ class Booster(Generic[Stats_co]):
                 their ``step`` (but see `HoldOnSkip`); meshstep's only when the optimizer has really stepped.
         Returns:
             (model, optimizer, criterion, dataloader, lr_scheduler), None for what was not given. The optimizer is a
-            `ParallelOptimizer`; the model is wrapped with ``"ddp"``: yours, as the type says, is its ``.module`` then.
+            `ParallelOptimizer`; the model is wrapped with ``"ddp"``: yours, as the type says, is its ``.module`` then; of a
+            schedule comes a `Pipeline`, to be run in its place.
         Raises:
             ValueError, TypeError: On every rank, before anything is changed: things that don't fit together. Or as
                 `ParallelOptimizer` does, when the model has been prepared; build it anew then.
         Collectives: gathers of Python objects, broadcasts of the model over the data axes.
         """
-        begins = on_all_ranks(lambda: self._check(model, optimizer, dataloader, lr_scheduler), self.registry)
+        schedule = model if is_schedule(model) else None
+        parts: list[nn.Module] = [model] if schedule is None else modules_of(schedule)
+        whole: nn.Module = parts[0] if len(parts) == 1 else nn.ModuleList(parts)
+        begins = on_all_ranks(lambda: self._check(schedule, whole, optimizer, dataloader, lr_scheduler), self.registry)
         check_contents(gather_objects(begins, self.registry), self.registry.topology)
-        name_parameters(model, self.registry.topology)
+        name_parameters(whole, self.registry.topology)
         if self.registry.device.type == "cuda":
-            model.to(self.registry.device)
-        self.precision.prepare(model, self.registry)
-        share_weights(model, self.registry)
-        boosted, criterion = model, prepare_criterion(criterion, self.precision, self.registry)
+            whole.to(self.registry.device)
+        for part in parts:
+            self.precision.prepare(part, self.registry)
+        share_weights(whole, self.registry)
+        criterion = prepare_criterion(criterion, self.precision, self.registry)
+        if optimizer is not None or self.data_parallel == "fsdp":
+            parts = wrap(parts, optimizer, self.registry, self.data_parallel)
         if optimizer is None:
-            if self.data_parallel == "fsdp":
-                boosted = wrap(model, None, self.registry, "fsdp")
-            return boosted, None, criterion, dataloader, None
-        boosted = wrap(model, optimizer, self.registry, self.data_parallel)
+            return parts[0], None, criterion, dataloader, None
         stepped = ParallelOptimizer(
             optimizer,
             self.registry,
             precision=self.precision,
-            **{**self._options, **optimizer_options(boosted, self.registry, self.data_parallel, self._options)},
+            **{**self._options, **optimizer_options(parts, self.registry, self.data_parallel, self._options)},
         )
         if lr_scheduler is not None:
             follow(lr_scheduler, stepped)
+        boosted = parts[0] if schedule is None else Pipeline(schedule, stepped)
         self._optimizers[boosted] = stepped
         return boosted, stepped, criterion, dataloader, lr_scheduler
 
-    def _check(self, model: nn.Module, optimizer: Any, dataloader: Any, lr_scheduler: Any) -> str | None:
+    def _check(self, schedule: Any, model: nn.Module, optimizer: Any, dataloader: Any, lr_scheduler: Any) -> str | None:
         """Raise ValueError or TypeError for what does not fit together; issues no collective. Returns `first_samples`."""
+        if schedule is not None:
+            check_pipeline(schedule, self.registry, self.data_parallel, optimizer)
         check_unwrapped(model)
         check_data_parallel(self.data_parallel, self.registry, model, optimizer)
         check_loader(dataloader, self.registry)
@@ -234,7 +252,7 @@ class Booster(Generic[Stats_co]):
         optimizer.backward(loss, weight=weight, **kwargs)
 
     def no_sync(
-        self, model: nn.Module | None = None, optimizer: ParallelOptimizer | None = None
+        self, model: nn.Module | Pipeline | None = None, optimizer: ParallelOptimizer | None = None
     ) -> AbstractContextManager[None]:
         """`ParallelOptimizer.no_sync`: for the forward and backward of all micro-batches of your own window but the last.
 
@@ -248,51 +266,6 @@ class Booster(Generic[Stats_co]):
         if not isinstance(found, ParallelOptimizer):
             raise ValueError("give no_sync the model or the optimizer that boost returned")
         return found.no_sync()
-
-    # Saving ----------------------------------------------------------------------------------------------------------
-
-    def save(
-        self,
-        path: str | os.PathLike[str],
-        model: nn.Module,
-        optimizer: ParallelOptimizer,
-        lr_scheduler: LRScheduler | None = None,
-        dataloader: ShardedDataLoader[Any] | None = None,
-        *,
-        extra: Any = None,
-        keep: int = 1,
-    ) -> Path:
-        """`save_checkpoint`, with the loader's position in its epoch. Every rank calls it.
-
-        Args, returns, raises, collectives: as there; all of them as `boost` returned them.
-        """
-        from ..checkpoint import save_checkpoint
-
-        position = None if dataloader is None else dataloader.state_dict()
-        own = {"extra": extra, "dataloader": position}
-        return save_checkpoint(path, model, optimizer, lr_scheduler=lr_scheduler, extra=own, keep=keep)
-
-    def load(
-        self,
-        path: str | os.PathLike[str],
-        model: nn.Module,
-        optimizer: ParallelOptimizer,
-        lr_scheduler: LRScheduler | None = None,
-        dataloader: ShardedDataLoader[Any] | None = None,
-    ) -> Any:
-        """`load_checkpoint` of what `save` wrote, into what `boost` returned, on this mesh or another. Every rank calls it.
-
-        The next ``for`` over the loader has what was left of the saved epoch; see `ShardedDataLoader.load_state_dict`.
-
-        Returns, raises, collectives: as there; and ValueError, once all else is loaded, where the loader does not have the
-            saved epoch's order.
-        """
-        from ..checkpoint import load_checkpoint
-
-        own = load_checkpoint(path, model, optimizer, lr_scheduler=lr_scheduler)
-        if dataloader is not None and own["dataloader"] is not None:
-            dataloader.load_state_dict(own["dataloader"])
-        return own["extra"]
 
     def __repr__(self) -> str:
         how = f"mixed_precision={self.precision.name!r}, data_parallel={self.data_parallel!r}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -109,28 +109,46 @@ def _broadcast(tensors: Iterable[Tensor], registry: ProcessGroupRegistry) -> Non
 
 
 def wrap(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, registry: ProcessGroupRegistry, mode: DataParallel | None
-) -> nn.Module:
+    parts: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | None,
+    registry: ProcessGroupRegistry,
+    mode: DataParallel | None,
+) -> list[nn.Module]:
     """The model, data parallel where it is the model that has to be: wrapped with "ddp", changed in place with "fsdp".
 
     Args:
+        parts: The model, or its stages on this rank.
         optimizer: Gets the new parameters that "fsdp" makes.
     """
     if data_size(registry) == 1:
-        return model
-    if mode == "ddp" and any(param.requires_grad for param in model.parameters()):
-        return DistributedDataParallel(model, process_group=registry.group(*registry.topology.data_axes))
+        return list(parts)
+    if mode == "ddp":
+        group = registry.group(*registry.topology.data_axes)
+        trained = [any(param.requires_grad for param in part.parameters()) for part in parts]
+        pairs = zip(parts, trained, strict=True)
+        return [
+            DistributedDataParallel(part, process_group=group) if is_trained else part for part, is_trained in pairs
+        ]
     if mode == "fsdp":
-        before = dict(model.named_parameters())
-        _shard_fully(model, registry)
-        after = dict(model.named_parameters())
-        new = {before[name]: after[name] for name in before}
-        for group in optimizer.param_groups if optimizer is not None else ():
-            group["params"] = [new[param] for param in group["params"]]
-    return model
+        before = [dict(part.named_parameters()) for part in parts]
+        shared = _shared(before)
+        for part in parts:
+            _shard_fully(part, registry, shared)
+        new = {
+            old[name]: param for part, old in zip(parts, before, strict=True) for name, param in part.named_parameters()
+        }
+        for group_ in optimizer.param_groups if optimizer is not None else ():
+            group_["params"] = [new[param] for param in group_["params"]]
+    return list(parts)
 
 
-def _shard_fully(model: nn.Module, registry: ProcessGroupRegistry) -> None:
+def _shared(parts: Sequence[Mapping[str, nn.Parameter]]) -> set[nn.Parameter]:
+    """The parameters that are in several parts: `fully_shard` gives a parameter to one module."""
+    counts = Counter(param for params in parts for param in params.values())
+    return {param for param, count in counts.items() if count > 1}
+
+
+def _shard_fully(model: nn.Module, registry: ProcessGroupRegistry, ignored: set[nn.Parameter]) -> None:
     from torch.distributed.fsdp import fully_shard
 
     from ...parallel.interop.dtensor import keep_specs
@@ -139,8 +157,8 @@ def _shard_fully(model: nn.Module, registry: ProcessGroupRegistry) -> None:
     mesh = registry.device_mesh(*([together] if together else registry.topology.data_axes))
     with keep_specs(model):
         for part in (*parts_of_other_dtype(model), *repeated_blocks(model)):
-            fully_shard(part, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+            fully_shard(part, mesh=mesh, ignored_params=ignored)
+        fully_shard(model, mesh=mesh, ignored_params=ignored)
 
 
 def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
@@ -163,9 +181,9 @@ def parts_of_other_dtype(model: nn.Module) -> list[nn.Module]:
 
 
 def optimizer_options(
-    model: nn.Module, registry: ProcessGroupRegistry, mode: DataParallel | None, options: Mapping[str, Any]
+    parts: Sequence[nn.Module], registry: ProcessGroupRegistry, mode: DataParallel | None, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of `ParallelOptimizer` that the mode comes to, with the model that `wrap` returned.
+    """The arguments of `ParallelOptimizer` that the mode comes to, with what `wrap` returned.
 
     Args:
         options: Those that the user gave.
@@ -178,6 +196,6 @@ def optimizer_options(
         given = options.get("states", ())
         placements = [given] if isinstance(given, Placement) else given
         return {"states": (Sharded(axis, gradients=mode == "zero2"), *placements)}
-    if mode == "fsdp" or isinstance(model, DistributedDataParallel):
-        return {"data_parallel": model}
+    if mode == "fsdp" or any(isinstance(part, DistributedDataParallel) for part in parts):
+        return {"data_parallel": list(parts) if len(parts) > 1 else parts[0]}
     return {}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
-from ...parallel.mesh.agreement import on_all_ranks
+from ...parallel.interop.local import settle_sums
+from ...parallel.layout.annotation import annotation_of
+from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ..gradients.bucket import Reducible, reduce_all
 from ..gradients.in_place import clear_gradients
 from ..gradients.kinds import check_kinds, poison_bad_kinds
@@ -24,7 +27,7 @@ class Completion:
     Args:
         chain: What stands in for the model's parameters.
         plan: Of what is stepped.
-        buckets: They complete the gradients that have come to the end of the chain.
+        buckets: From a plan what completes the gradients that have come to the end of the chain.
         early: They complete first those of the model's parameters that can be reduced while backward runs, if that is
             wanted.
 
@@ -33,15 +36,19 @@ class Completion:
     """
 
     def __init__(
-        self, chain: Chain, plan: ReductionPlan, buckets: Sequence[Reducible], early: Sequence[Reducible] | None
+        self,
+        chain: Chain,
+        plan: ReductionPlan,
+        buckets: Callable[[ReductionPlan], Sequence[Reducible]],
+        early: Sequence[Reducible] | None,
     ) -> None:
         self.chain, self.plan, self.early = chain, plan, early
         self.params = chain.measured()
-        self._buckets = list(buckets)
+        self._make_buckets, self._buckets = buckets, list(buckets(plan))
         self.looked = False
 
     @torch.no_grad()
-    def __call__(self, window: AnyWindow, switch: Switch | None) -> TypeError | None:
+    def __call__(self, window: AnyWindow, switch: Switch | None) -> Exception | None:
         """Reduce the gradients, once a window.
 
         Args:
@@ -51,27 +58,31 @@ class Completion:
         Raises:
             RuntimeError: A parameter was unfrozen; torch's data parallelism has not reduced what only it can reduce; on
                 every rank, the first time: there are no gradients, or they have not come through `backward` or `window`.
-            TypeError: On every rank, the first time, where on any a gradient is sparse or complex.
+            TypeError, ValueError: On every rank, the first time, where on any a gradient is sparse or complex, or one of a
+                DTensor is laid out in a way of which nothing can be made.
         Collectives: those of the buckets and links; the first time an object all-gather. Host reads: only then.
         """
         if window.phase in ("complete", "clipped"):
             return None
+        averaged = switch is None or switch.averages(window)
+        if switch is not None:
+            switch.hand_over([param for _, param, _ in self.chain.given])
         frozen = self._frozen_since()
         if window.scaled and not window.calls:
             window.strays = window.has_strays([param for _, param, _ in self.chain.given])
         seen = None if self.looked else Seen.of(window, [param for _, param, _ in self.chain.given])
-        averaged = switch is None or switch.averages(window)
         # Before anybody else takes, or looks at, the gradients of the model's parameters: a rank has the same order of
         # collectives whether it ran a backward or not.
         if self.early is not None and not window.reduced:
             reduce_all(self.early)
+        if seen is not None:
+            self._look(seen, window)
+        problem: Exception | None = None
         for link in self.chain.bringing:
-            link.bring(window, averaged)
+            problem = link.bring(window, averaged) or problem
         window.holds_old = True
-        problem = None
         if seen is not None:
             on_all_ranks(lambda: check_kinds(self.params, self.plan.entries), self.chain.registry)
-            check_gradients_came(seen, window.scaled, self.chain.registry)
             self.looked = True
         for param in self.params:
             gradient = param.grad
@@ -85,6 +96,25 @@ class Completion:
             self._forget(frozen)
         window.complete()
         return problem
+
+    def _look(self, mine: Seen, window: AnyWindow) -> None:
+        """What all ranks see of the gradients that backward left: whether they came as they should, and what sums are to
+        be made that nobody declared. Collectives: an object all-gather."""
+        params = [param for _, param, _ in self.chain.given]
+        seen = gather_objects(mine, self.chain.registry)
+        check_gradients_came(seen, window.scaled)
+        if settle_sums(params, [of_rank.sums for of_rank in seen]):
+            self.plan = self._with_sums(self.plan)
+            self._buckets = list(self._make_buckets(self.plan))
+
+    def _with_sums(self, plan: ReductionPlan) -> ReductionPlan:
+        """With the pending sums that the specs of the model's parameters tell of by now."""
+        entries = []
+        for entry, h in zip(plan.entries, self.chain.held, strict=True):
+            annotation = annotation_of(h.param)
+            partial = entry.spec.partial if annotation is None else annotation.spec_on(plan.topology).partial
+            entries.append(replace(entry, spec=entry.spec.with_partial(partial)))
+        return replace(plan, entries=tuple(entries))
 
     def _frozen_since(self) -> set[int]:
         """The ids of parameters that have been frozen since they came, and have no gradient."""

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ...parallel.layout.annotation import Annotation, annotation_of, attach
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from ..step.several import SAID_OF_IT
 from .pieces import params_of
 
 T = TypeVar("T", bound=torch.optim.Optimizer)
-_SAID_OF_IT = ("elementwise", "_step_supports_amp_scaling")  # by attributes, which torch's copies leave out
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Recipe:
         for group, named in zip(wrapped.param_groups, groups, strict=True):
             names = {"param_names": [name for name, _ in named]} if "param_names" in group else {}
             plain.param_groups.append({**group, "params": [param for _, param in named], **names})
-        said = {name: getattr(wrapped, name) for name in _SAID_OF_IT if hasattr(wrapped, name)}
+        said = {name: getattr(wrapped, name) for name in SAID_OF_IT if hasattr(wrapped, name)}
         annotations = [annotation_of(param) for param in params_of(plain.param_groups)]
         return cls(plain, said, annotations, registry, options, state)
 

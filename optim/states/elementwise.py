@@ -16,6 +16,7 @@ import torch
 
 from ...parallel.mesh.topology import Topology
 from ..norm.entries import ParameterEntry
+from ..step.several import parts_of
 
 _LOW_BIT = [
     f"{paged}{kind}{bits}"
@@ -92,11 +93,12 @@ def check_elementwise(optimizer: torch.optim.Optimizer, why: str) -> None:
     Args:
         why: What gives it pieces, and of what: the beginning of the message.
     """
-    doubt = _doubt(optimizer)
-    if doubt is not None:
-        raise ValueError(
-            f"{why}, which is right only for an optimizer whose update is elementwise; {doubt}. {_WAY_OUT}"
-        )
+    for part in parts_of(optimizer):
+        doubt = _doubt(part)
+        if doubt is not None:
+            raise ValueError(
+                f"{why}, which is right only for an optimizer whose update is elementwise; {doubt}. {_WAY_OUT}"
+            )
 
 
 def check_whole(optimizer: torch.optim.Optimizer, entries: Iterable[ParameterEntry], topology: Topology) -> None:
@@ -105,7 +107,13 @@ def check_whole(optimizer: torch.optim.Optimizer, entries: Iterable[ParameterEnt
     Args:
         entries: Of all parameters that it steps, their specs validated; frozen ones count for nothing.
     """
-    trained = [entry for entry in entries if entry.trained]
+    entries, groups = list(entries), optimizer.param_groups
+    for part in parts_of(optimizer):
+        own = {index for index, group in enumerate(groups) if any(group is of_part for of_part in part.param_groups)}
+        _check_whole(part, [entry for entry in entries if entry.group in own and entry.trained], topology)
+
+
+def _check_whole(optimizer: torch.optim.Optimizer, trained: Sequence[ParameterEntry], topology: Topology) -> None:
     split = [entry for entry in trained if topology.size(*entry.spec.sharded_axes) > 1]
     if split:
         more = f" and {len(split) - 3} more" if len(split) > 3 else ""
@@ -122,11 +130,12 @@ def check_each_alone(optimizer: torch.optim.Optimizer, why: str) -> None:
     Args:
         why: Why it would not get all of them together: the beginning of the message.
     """
-    if _across_tensors(optimizer) and not getattr(optimizer, "elementwise", False):
-        raise ValueError(
-            f"{why}, but {type(optimizer).__name__} estimates its step size from all parameters together, so it would "
-            f"find different ones. {_WAY_OUT}"
-        )
+    for part in parts_of(optimizer):
+        if _across_tensors(part) and not getattr(part, "elementwise", False):
+            raise ValueError(
+                f"{why}, but {type(part).__name__} estimates its step size from all parameters together, so it would "
+                f"find different ones. {_WAY_OUT}"
+            )
 
 
 def _doubt(optimizer: torch.optim.Optimizer) -> str | None:

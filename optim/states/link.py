@@ -68,9 +68,8 @@ class Binding:
 
     @property
     def main_grads(self) -> bool:
-        """Whether half-precision parameters have float32 gradients: DDP reduces in the parameters' dtype, and breaks on
-        others."""
-        return self.precision.masters and not (self.data_parallel is not None and self.data_parallel.is_ddp)
+        """Whether half-precision parameters have float32 gradients."""
+        return self.precision.masters and (self.data_parallel is None or self.data_parallel.float32_grads)
 
 
 class Placement(ABC):
@@ -131,12 +130,15 @@ class Link:
         """Around the backward of one micro-batch; every rank enters it, whether it has something to compute or not."""
         return nullcontext()
 
-    def bring(self, window: AnyWindow, averaged: bool) -> None:
+    def bring(self, window: AnyWindow, averaged: bool) -> Exception | None:
         """Give the stand-ins the gradients of what they stand for, at the end of a window.
 
         Args:
             averaged: False where torch's data parallelism was to average them over the data axes, but has not.
+        Returns:
+            What is wrong with those of this rank, of which it has put NaN there.
         """
+        return None
 
     def step(self, update: Callable[[], object]) -> None:
         """Call ``update`` and bring the result back; a skipped step changes nothing."""

@@ -57,28 +57,32 @@ class LocalTensors(Link):
         for target, _ in targets if state else ():
             optimizer.state[target] = {key: _local(value) for key, value in (state or {}).items()}
 
-    def bring(self, window: AnyWindow, averaged: bool) -> None:
+    def bring(self, window: AnyWindow, averaged: bool) -> Exception | None:
         """Give every local parameter the local tensor of its DTensor's gradient; pending sums are made later.
 
         Where the DTensor has none, a gradient that somebody gave to what the optimizer holds stays: trainers make states
         before they load them by a step with gradients of zeros.
-
-        Raises:
-            ValueError: A gradient is laid out otherwise than its parameter and what was declared of it.
         """
-        from ...parallel.interop.dtensor import local_parameter, share_gradient
+        from ...parallel.interop.dtensor import local_parameter
+        from ...parallel.interop.dtensor_gradients import poison_gradient, share_gradient
 
+        problem = None
         for param, _ in self._pairs:
             piece = local_parameter(param)
             if param.grad is None and piece.grad is not None and not hasattr(piece.grad, _SHARED):
                 continue
-            share_gradient(param, piece, to_sum=True)
+            try:
+                share_gradient(param, piece, to_sum=True)
+            except ValueError as error:
+                poison_gradient(param, piece)
+                problem = error
             if piece.grad is not None:
                 setattr(piece.grad, _SHARED, True)
+        return problem
 
     def step(self, update: Callable[[], object]) -> None:
         """Whoever clears the DTensors' gradients afterwards frees their memory."""
-        from ...parallel.interop.dtensor import return_gradient
+        from ...parallel.interop.dtensor_gradients import return_gradient
 
         update()
         for param, piece in self._pairs:

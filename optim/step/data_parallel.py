@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ...parallel.mesh.topology import Topology
 from ..gradients.bucket import Exchange
 from ..gradients.during_backward import BackwardReducer
+from ..norm.entries import ParameterEntry
 from .window import Window
 
 
@@ -49,11 +51,13 @@ class Switch(ABC):
 
     Attributes:
         on: Whether the next forward and backward reduce.
-        is_ddp: It is torch's `DistributedDataParallel` that does.
+        is_ddp: It is torch's `DistributedDataParallel` that does, or Megatron's.
+        float32_grads: The gradients of half-precision parameters may be float32.
     """
 
     on = True
     is_ddp = False
+    float32_grads = True
 
     def set(self, on: bool) -> None:
         """Whether the next forward and backward reduce."""
@@ -71,6 +75,12 @@ class Switch(ABC):
         Raises:
             RuntimeError: Something has not been reduced, and nobody can reduce it any more.
         """
+
+    def hand_over(self, params: Sequence[Tensor]) -> None:  # noqa: B027 (most leave them there)
+        """Let ``params`` have their gradients in ``.grad``, at the end of a window."""
+
+    def clear(self) -> None:  # noqa: B027 (most keep none)
+        """Forget the gradients that are kept elsewhere."""
 
     def check_clearing(self, left_out: bool) -> None:  # noqa: B027 (most can be cleared)
         """Raise RuntimeError if gradients are to be cleared that can't be."""
@@ -128,29 +138,54 @@ class DataParallelSwitch(Switch):
     """Turns the gradient synchronisation of torch's data parallelism on and off.
 
     Args:
-        module: A `DistributedDataParallel`, or a module that `fully_shard` was applied to; or a wrapper of one of these
-            (``torch.compile``, a framework's).
+        modules: Each a `DistributedDataParallel`, or a module that `fully_shard` was applied to; or a wrapper of one of
+            these (``torch.compile``, a framework's). All of one kind; several where a rank has several pipeline stages.
     Raises:
-        TypeError: It is neither.
+        TypeError: One is neither, or some are one and some the other.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        given, module = module, reducing_module(module)
-        self.module = module
-        self.is_ddp = isinstance(module, DistributedDataParallel)
-        if not self.is_ddp and not hasattr(module, "set_requires_gradient_sync"):
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = [reducing_module(module) if isinstance(module, nn.Module) else module for module in modules]
+        by_ddp = {isinstance(module, DistributedDataParallel) for module in self.modules}
+        self.is_ddp = True in by_ddp
+        self.float32_grads = not self.is_ddp  # it reduces in the parameters' dtype, and breaks on others
+        for given, module in zip(modules, self.modules, strict=True):
+            if not isinstance(module, DistributedDataParallel) and not hasattr(module, "set_requires_gradient_sync"):
+                raise TypeError(
+                    f"data_parallel={type(given).__name__}: give the DistributedDataParallel module, or the root module "
+                    "that fully_shard was applied to (a list of them where a rank has several stages of a pipeline), or "
+                    "Reduce(...)"
+                )
+        if len(by_ddp) > 1:
             raise TypeError(
-                f"data_parallel={type(given).__name__}: give the DistributedDataParallel module, or the root module that "
-                "fully_shard was applied to, or Reduce(...)"
+                "data_parallel= has DistributedDataParallel and fully_shard modules: make all stages of a rank data "
+                "parallel in the same way"
             )
+
+    def check_layouts(self, entries: Iterable[ParameterEntry], topology: Topology) -> None:
+        """`DistributedDataParallel` averages whatever it has over its group, and divides nothing that it ignores.
+
+        Raises:
+            ValueError: It does so though ranks that see different samples hold different pieces of a parameter, as of
+                experts.
+        """
+        large = [axis for axis in topology.data_axes if topology.size(axis) > 1 and self.is_ddp]
+        for entry in entries:
+            if entry.trained and any(axis in entry.spec.distinct_axes(topology) for axis in large):
+                raise ValueError(
+                    f"{entry.name} is declared {entry.spec}, of different pieces along a data axis, over which "
+                    "DistributedDataParallel would average it, or leave it undivided where it ignores it: leave "
+                    "data_parallel out, or give Reduce(...) or states=Sharded(...), which go by the specs"
+                )
 
     def set(self, on: bool) -> None:
         """Whether the next forward and backward synchronise."""
         self.on = on
-        if isinstance(self.module, DistributedDataParallel):
-            self.module.require_backward_grad_sync = on
-        else:
-            self.module.set_requires_gradient_sync(on)  # type: ignore[operator]
+        for module in self.modules:
+            if isinstance(module, DistributedDataParallel):
+                module.require_backward_grad_sync = on
+            else:
+                module.set_requires_gradient_sync(on)  # type: ignore[operator]
 
     def averages(self, window: Window[Any, Any]) -> bool:
         """Not if DDP left the last micro-batch out, for which `step` can make up: what it averaged before is the same on
@@ -171,6 +206,15 @@ class DataParallelSwitch(Switch):
                 "gradients: finish the window with a micro-batch that it reduces, after window_ends() and outside of "
                 "no_sync(), before zero_grad()"
             )
+
+
+def modules_in(data_parallel: nn.Module | Sequence[nn.Module] | Reduce | None) -> list[nn.Module]:
+    """Those that ``data_parallel=`` names; none where the optimizer averages."""
+    if data_parallel is None or isinstance(data_parallel, Reduce):
+        return []
+    if isinstance(data_parallel, (list, tuple, nn.ModuleList)):
+        return list(data_parallel)
+    return [data_parallel]  # type: ignore[list-item]  # one; what is none, its user refuses
 
 
 def reducing_module(module: nn.Module) -> nn.Module:

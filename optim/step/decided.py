@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...amp.by_bucket import holding
 from ...amp.fp8.weights import forget_rounded
+from .several import parts_of
 from .update import apply_update, steps_on_device
 
 
@@ -66,7 +67,7 @@ class Update:
 
 def steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
     """Whether to step parts of what the param groups hold one after another is the same as to step all of it at once."""
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    hooks = any(part._optimizer_step_pre_hooks or part._optimizer_step_post_hooks for part in parts_of(optimizer))
     late = any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups)
     return steps_on_device(optimizer) and not hooks and not late
 

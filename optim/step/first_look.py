@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...parallel.interop.local import local_tensor
+from ...parallel.interop.local import local_tensor, sums_seen
+from ...parallel.interop.pending_sums import Sums
+from ...parallel.interop.transformers import clips_around
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from .window import Window
@@ -27,6 +29,9 @@ class Seen(NamedTuple):
     some_not_zero: bool
     elsewhere: bool  # in .main_grad
     unknown: bool  # a backward raised
+    divided_again: bool  # by a pipeline schedule
+    sums: Sums  # of gradients that are DTensors
+    wrong: str | None  # with them
 
     @classmethod
     def of(cls, window: Window[Any, Any], params: Sequence[Tensor]) -> Seen:
@@ -39,19 +44,35 @@ class Seen(NamedTuple):
         # Where backward has reduced them they are taken, or sums that every rank has.
         some = window.came if window.reduced else bool(gradients)
         elsewhere = any(getattr(param, "main_grad", None) is not None for param in params)
-        return cls(window.calls, some, not_zero, elsewhere, window.phase == "broken")
+        wrong, sums = clips_around(), dict[Any, Any]()
+        try:
+            sums = {**sums_seen(params)}
+        except ValueError as error:
+            wrong = str(error)
+        broken = window.phase == "broken"
+        return cls(window.calls, some, not_zero, elsewhere, broken, window.divided_again, sums, wrong)
 
 
-def check_gradients_came(mine: Seen, scaled: bool, registry: ProcessGroupRegistry) -> None:
-    """At the end of the first window.
+def check_gradients_came(seen: Sequence[Seen], scaled: bool) -> None:
+    """At the end of the first window, on every rank alike.
 
     Args:
+        seen: By all ranks.
         scaled: There is a loss scale.
     Raises:
-        RuntimeError: On every rank: nobody scaled the loss, though there is a loss scale; or there is no gradient anywhere.
-    Collectives: those of `gather_objects`. Host reads: yes.
+        RuntimeError: Nobody scaled the loss, though there is a loss scale; there is no gradient anywhere; or a pipeline
+            schedule divided some twice.
+        ValueError: The gradient of a DTensor is laid out in a way of which nothing can be made; a Trainer has clipped.
     """
-    seen = gather_objects(mine, registry)
+    for rank, of_rank in enumerate(seen):
+        if of_rank.wrong is not None:
+            raise ValueError(f"rank {rank}: {of_rank.wrong}")
+    if any(rank.divided_again for rank in seen):
+        raise RuntimeError(
+            "a pipeline schedule with scale_grads=True has divided gradients twice: of a parameter that two stages of a "
+            "rank share, or of earlier micro-batches of the window. Run it by meshstep.optim.Pipeline(schedule, "
+            "optimizer), which divides the loss; or give scale_grads=False and divide in its loss function"
+        )
     called = any(rank.calls for rank in seen)
     if scaled and not called and any(rank.some_not_zero for rank in seen):
         raise RuntimeError(
@@ -60,7 +81,8 @@ def check_gradients_came(mine: Seen, scaled: bool, registry: ProcessGroupRegistr
         )
     if called and not any(rank.some or rank.unknown for rank in seen):
         where = (
-            "they are in param.main_grad: set param.grad = param.main_grad before step"
+            "they are in param.main_grad: give the module that keeps them there, Megatron's DistributedDataParallel, as "
+            "data_parallel="
             if any(rank.elsewhere for rank in seen)
             else "make the torch optimizer of model.parameters() after the model was moved, sharded or wrapped, which may "
             "give it other parameters"

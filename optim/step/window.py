@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..clip.decide import Divisor
+from .divided import watching_stages
 from .weights import Weight, inverse_weight, weight_slots
 
 Phase = Literal["open", "accumulating", "complete", "clipped", "broken"]
@@ -58,13 +59,14 @@ class Window(Generic[Asked, Verdict]):
         verdict: What was decided and done in this window by an explicit call.
         holds_old: The gradients of the window before have been reduced and nobody has cleared them.
         came: A backward has left a gradient on this rank, ever.
+        divided_again: A pipeline schedule has divided gradients that were divided before, ever.
     """
 
     def __init__(self, steps: int | None, scaled: bool = False) -> None:
         if steps is not None and (not isinstance(steps, int) or steps < 1):
             raise ValueError(f"accumulation_steps={steps!r}: give a whole number >= 1, or None to decide yourself")
         self.steps, self.scaled = steps, scaled
-        self.holds_old = self.left_out = self.several = self.came = False
+        self.holds_old = self.left_out = self.several = self.came = self.divided_again = False
         self._stepped_with: _Gradient | None = None
         self._weight = Weight()
         self.close()
@@ -187,6 +189,8 @@ class Window(Generic[Asked, Verdict]):
         self.several = several
         try:
             with ExitStack() as stack:
+                if several:
+                    stack.enter_context(watching_stages(self, params))
                 for enter in around:
                     stack.enter_context(enter(self))
                 yield

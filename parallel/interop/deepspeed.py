@@ -1,8 +1,8 @@
 """The ``mpu`` that DeepSpeed and code in Megatron's style ask for ranks and groups, answered by a registry.
 
-    mpu = ModelParallelUnit(registry)
     mark_model_parallel(model.parameters(), registry)
-    engine, *_ = deepspeed.initialize(model=model, mpu=mpu, ...)
+    engine, *_ = deepspeed.initialize(model=model, mpu=ModelParallelUnit(registry), ...)
+    check_engine(engine, registry)
 
 Three kinds of axes by the topology's roles: *pipeline* (pipe), *tensor* (all model axes together: ``row x col`` is one
 tensor-parallel group of DeepSpeed's) and *data*. *Model parallel* spans tensor x pipeline.
@@ -10,21 +10,38 @@ tensor-parallel group of DeepSpeed's) and *data*. *Model parallel* spans tensor 
 DeepSpeed reads one flag of a parameter, on each rank by itself: ``p.model_parallel``. What it counts in a norm are the
 flagged parameters, and all of those on rank 0 of the group; the sum goes over the model-parallel group. One flag for all
 ranks can't say that a bias is split over one axis of two and copied along the other (on a 2 x 2 grid the norm is 4% too
-small or 10% too large). A flag that says "this rank is the one that counts this piece" makes the same code exact.
+small or 10% too large). A flag that says "this rank is the one that counts this piece" makes the same code exact, where
+it reads flags at all:
+
+    config                                     optimizer within               reads them
+    float32, stage 0                           the one that was given         yes
+    ZeRO stages 1 and 2, any dtype             DeepSpeedZeroOptimizer         yes
+    bfloat16, stage 1, float32 accumulation    BF16_Optimizer                 yes
+    half precision, stage 0                    FP16_UnfusedOptimizer          no: the norm is 4% to 66% too small
+    stage 3, FusedAdam in half precision       others                         not known here
+
+`check_engine` refuses the last two. `meshstep.optim.ParallelOptimizer` can be the optimizer of a float32 stage 0
+engine, which then only averages: give it ``data_parallel=Reduce(average_data=False)``, and the engine no
+``gradient_clipping``. In half precision call `meshstep.optim.share_weights` before it is made: the engine gives data rank
+0's weights to all, but masters are there by then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ..layout.annotation import annotation_of
 from ..layout.spec import P
+from ..mesh.agreement import on_all_ranks
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.topology import Topology
 from .local import has_dtensors, spec_of
+
+_READ_FLAGS = ("DeepSpeedZeroOptimizer", "BF16_Optimizer")
 
 
 class ModelParallelUnit:
@@ -128,8 +145,8 @@ def mark_model_parallel(params: Iterable[Tensor], registry: ProcessGroupRegistry
     Args:
         params: Declared parameters; plain ones.
     Raises:
-        ValueError: A parameter has no spec, or is split over a data axis, over which DeepSpeed doesn't sum; nothing is
-            changed.
+        ValueError: A parameter has no spec, or is split over a data axis, over which DeepSpeed doesn't sum, or its
+            gradient is a sum still to be made, which DeepSpeed doesn't make; nothing is changed.
     """
     topology, coordinate = registry.topology, registry.coordinate
     params = list(params)
@@ -137,16 +154,75 @@ def mark_model_parallel(params: Iterable[Tensor], registry: ProcessGroupRegistry
     for param, spec in zip(params, specs, strict=True):
         over = [axis for axis in topology.data_axes if axis in spec.sharded_axes]
         if over or has_dtensors((param,)):
-            annotation = annotation_of(param)
-            name = (annotation.name if annotation else None) or f"a parameter of shape {tuple(param.shape)}"
             raise ValueError(
-                f"{name} ({spec}) is {f'split over {over[0]!r}' if over else 'a DTensor'}, which DeepSpeed's norm can't "
-                "count; use meshstep.optim.clip_grad_norm_, or let DeepSpeed shard it"
+                f"{_name_of(param)} ({spec}) is {f'split over {over[0]!r}' if over else 'a DTensor'}, which DeepSpeed's "
+                "norm can't count; use meshstep.optim.clip_grad_norm_, or let DeepSpeed shard it"
+            )
+        pending = [axis for axis in spec.partial if topology.size(axis) > 1]
+        if pending:
+            raise ValueError(
+                f"{_name_of(param)} ({spec}) leaves backward with a sum over {pending[0]!r} still to be made, which "
+                "DeepSpeed doesn't make: all-reduce the gradient in backward and declare it without partial=, or step with "
+                "meshstep.optim.ParallelOptimizer, which makes it"
             )
     for param, spec in zip(params, specs, strict=True):
         param.model_parallel = counts_piece(spec, coordinate, topology)  # type: ignore[attr-defined]
         if spec.tied:
             param.ds_pipe_replicated = not _is_first_of_tied(spec, coordinate, topology)  # type: ignore[attr-defined]
+
+
+def check_engine(engine: Any, registry: ProcessGroupRegistry) -> None:
+    """Refuse an engine whose norm can't be that of the dense model, before it steps. On all ranks.
+
+    Args:
+        engine: As ``deepspeed.initialize`` returned it.
+        registry: That of the layouts.
+    Raises:
+        ValueError: On every rank, with what to change: the engine was made without this registry's `ModelParallelUnit`; its
+            optimizer reads no flags, or a parameter has none; it clips what `ParallelOptimizer` clips already.
+    Collectives: an object all-gather over the world. Host reads: yes.
+    """
+    on_all_ranks(lambda: _check_engine(engine, registry), registry)
+
+
+def _check_engine(engine: Any, registry: ProcessGroupRegistry) -> None:
+    clips, inner = engine.gradient_clipping() > 0, engine.optimizer
+    ours = isinstance(getattr(inner, "registry", None), ProcessGroupRegistry)
+    if ours and clips:
+        raise ValueError(
+            f"gradient_clipping={engine.gradient_clipping()} clips what {type(inner).__name__} clips once more: leave it "
+            "out of the config, and give max_norm="
+        )
+    if registry.topology.size(*model_parallel_axes(registry.topology)) == 1:
+        return
+    mpu = engine.mpu
+    if not isinstance(mpu, ModelParallelUnit) or mpu.registry.topology != registry.topology:
+        raise ValueError(
+            "the engine has no mpu=ModelParallelUnit(registry): it has given every rank the weights of rank 0, also where "
+            "they are other pieces, and averages gradients over all ranks. Initialise it with the mpu, from new weights"
+        )
+    if ours:
+        return
+    kind = type(inner).__name__
+    if kind == "FP16_UnfusedOptimizer":
+        raise ValueError(
+            f"{kind} measures gradients, which don't have the parameters' flags, and counts those of rank 0 only: in half "
+            'precision use "zero_optimization": {"stage": 1} or 2, or give ParallelOptimizer a float32 stage 0 engine'
+        )
+    known = kind in _READ_FLAGS or inner is engine.basic_optimizer
+    if not known:
+        raise ValueError(
+            f"whether {kind} counts by flags is not known here: use stage 0, 1 or 2, or step with "
+            "meshstep.optim.ParallelOptimizer"
+        )
+    unmarked = [name for name, param in engine.module.named_parameters() if not hasattr(param, "model_parallel")]
+    if unmarked:
+        raise ValueError(f"{unmarked[0]} has no flag: call mark_model_parallel(model.parameters(), registry)")
+
+
+def _name_of(param: Tensor) -> str:
+    annotation = annotation_of(param)
+    return (annotation.name if annotation else None) or f"a parameter of shape {tuple(param.shape)}"
 
 
 def _is_first_of_tied(spec: P, coordinate: dict[str, int], topology: Topology) -> bool:

@@ -26,12 +26,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor as DTensor
-from torch.distributed.tensor import Partial
 
 from ..layout.annotation import Annotation, annotation_of, attach
 from ..layout.spec import P
@@ -40,7 +40,12 @@ from .device_mesh import check_mesh as check_mesh
 from .device_mesh import label as label
 from .device_mesh import mesh_axes as mesh_axes
 
-_LOCAL, _SOURCE, _MATCHED, _VERSION = (f"_meshstep_{name}" for name in ("local", "source", "matched", "version"))
+_LOCAL, _SOURCE, _MATCHED, _VERSION, _SUMS, _RANKS = (
+    f"_meshstep_{name}" for name in ("local", "source", "matched", "version", "sums", "ranks")
+)
+
+SEEN = "_meshstep_seen"
+"""What `meshstep.parallel.interop.dtensor_lists` keeps of a DTensor."""
 
 
 @contextmanager
@@ -69,13 +74,15 @@ def placement_spec(tensor: DTensor) -> P:
     """What a DTensor's placements say, in the names of its mesh's dims.
 
     Several mesh dims may shard one tensor dim. The first is the slowest then, but for the strided shard of
-    ``split_factor`` f that `fully_shard` makes: it splits what later mesh dims have split into f pieces already.
+    ``split_factor`` f that `fully_shard` makes: it splits what later mesh dims have split into f pieces already. Where
+    none have, it splits each of f blocks, as the weights of gate and up in one matrix.
 
     Raises:
         ValueError: The mesh has no dim names, or the tensor is a pending sum or laid out in another unusual way.
     """
     sizes = dict(zip(mesh_axes(tensor), tensor.device_mesh.shape, strict=True))
     dims: list[list[str]] = [[] for _ in range(tensor.dim())]
+    in_blocks: list[tuple[str, tuple[int, ...]]] = []
     for axis, placement in reversed(list(zip(sizes, tensor.placements, strict=True))):
         if placement.is_replicate():
             continue
@@ -84,8 +91,12 @@ def placement_spec(tensor: DTensor) -> P:
             raise ValueError(
                 f"{label(tensor)} is {placement!r} over mesh dim {axis!r}; a parameter must be sharded or replicated"
             )
-        _insert(dims[dim], axis, getattr(placement, "split_factor", 1), sizes)
-    return P(*(tuple(axes) for axes in dims))
+        split_factor = getattr(placement, "split_factor", 1)
+        if split_factor > 1 and not dims[dim]:
+            in_blocks.append((axis, (1,) * split_factor))
+            split_factor = 1
+        _insert(dims[dim], axis, split_factor, sizes)
+    return P().with_dims(map(tuple, dims), blocks=in_blocks)
 
 
 def _insert(axes: list[str], axis: str, split_factor: int, sizes: dict[str, int]) -> None:
@@ -128,7 +139,9 @@ def annotation_for(param: DTensor) -> Annotation:
             f"{label(param)} is declared {spec}, but its placements over {', '.join(axes)} make it {merged}; declare "
             f"only what the mesh doesn't say: {P().with_dims(outer)}"
         )
-    return Annotation(spec.with_dims(dims), declared.name, mesh_axes=axes, dims=tuple(found.items()))
+    return Annotation(
+        spec.with_dims(dims, blocks=inner.blocks), declared.name, mesh_axes=axes, dims=tuple(found.items())
+    )
 
 
 def _matched(param: DTensor) -> tuple[Topology | None, dict[str, tuple[str, ...]]]:
@@ -149,115 +162,72 @@ def local_parameter(param: DTensor, topology: Topology | None = None) -> nn.Para
         ValueError: As `annotation_for`; and `check_mesh`, where a topology is given.
     """
     # Not to_local(): of a parameter that makes a new view each time.
-    source = (param._local_tensor, annotation_of(param), param.placements)
-    piece: nn.Parameter | None = getattr(param, _LOCAL, None)
-    known = (None, None, None) if piece is None else getattr(piece, _SOURCE, (None, None, None))
-    if piece is None or source[0] is not known[0] or source[0].data_ptr() != piece.data_ptr():
+    local, annotation, laid_out = param._local_tensor, annotation_of(param), param._spec
+    memory = local.data_ptr()
+    piece: nn.Parameter | None = param.__dict__.get(_LOCAL)
+    known = (None, None, None, None) if piece is None else piece.__dict__[_SOURCE]
+    if piece is None or known[0] is not local or known[3] != memory:
         piece = _follow_memory(param, piece)
-    matched = topology is None or _matched(param)[0] is topology
+    matched = topology is None or (_matched(param)[0] is topology and known[2] is laid_out)
     if topology is not None and not matched:
         setattr(param, _MATCHED, (topology, check_mesh(param, topology)))
-    if not matched or source[1] is not known[1] or source[2] != known[2]:
-        attach(piece, annotation_for(param))
-    setattr(piece, _SOURCE, source)
+    if not matched or known[1] is not annotation or known[2] is not laid_out:
+        attach(piece, _with_sums(annotation_for(param), settled_sums(piece)))
+    if known[0] is not local or known[1] is not annotation or known[2] is not laid_out or known[3] != memory:
+        setattr(piece, _SOURCE, (local, annotation, laid_out, memory))
     if piece.requires_grad != param.requires_grad:
         piece.requires_grad_(param.requires_grad)
-    _follow_version(param, piece)
+    follow_version(param, piece)
     return piece
 
 
 @torch.no_grad()
 def _follow_memory(param: DTensor, piece: nn.Parameter | None) -> nn.Parameter:
     """The local parameter of ``param``, a new one or ``piece``, on the memory of its local tensor as that is now."""
-    value = _waited(param._local_tensor).detach()
+    value = waited(param._local_tensor).detach()
     if piece is None:
         piece = nn.Parameter(value, requires_grad=param.requires_grad)
         piece.grad_dtype = None  # any: whoever reduces gradients chooses
+        setattr(piece, _RANKS, tuple(param.device_mesh.mesh.flatten().tolist()))
         setattr(param, _LOCAL, piece)
     else:
         piece.data = value
     return piece
 
 
-def share_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool = False) -> None:
-    """Give ``piece`` the local tensor of the DTensor's gradient: its memory, unless ``piece.grad_dtype`` wants a cast.
-
-    Args:
-        to_sum: The caller is about to make in place, on ``piece``, the sums that its spec says are pending. The DTensor's
-            gradient is then called complete.
-    Raises:
-        ValueError: The gradient is laid out otherwise than the parameter: it is a pending sum and not declared so, or
-            (``to_sum``) the other way round.
-    """
-    grad = param.grad
-    if grad is None:
-        piece.grad = None
-        return
-    if not isinstance(grad, DTensor):
-        raise ValueError(f"the gradient of {label(param)} is a {type(grad).__name__}; that of a DTensor is a DTensor")
-    if any(placement.is_partial("avg") for placement in grad.placements):
-        param.grad = grad = _as_sum(grad)
-    partial = _pending(grad, param, piece, to_sum)
-    local = _waited(grad._local_tensor)
-    _follow_version(grad, local)
-    wanted = piece.grad_dtype
-    piece.grad = local if wanted is None or wanted == local.dtype else local.to(wanted)
-    if partial and to_sum and piece.grad is local:
-        param.grad = _like(param, local)
+def settle_sums(param: DTensor, axes: tuple[str, ...]) -> None:
+    """From now on the gradient of ``param`` is summed over ``axes`` of its mesh, though nobody declared that."""
+    piece = local_parameter(param)
+    vars(param).pop(SEEN, None)
+    setattr(piece, _SUMS, axes)
+    attach(piece, _with_sums(annotation_for(param), axes))
 
 
-def _as_sum(grad: DTensor) -> DTensor:
-    """A pending mean as the pending sum of its terms, each over the number of ranks."""
-    mesh, count = grad.device_mesh, 1
-    placements = list(grad.placements)
-    for index, placement in enumerate(placements):
-        if placement.is_partial("avg"):
-            placements[index], count = Partial("sum"), count * mesh.size(index)
-    local = _waited(grad._local_tensor) / count
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=grad.shape, stride=grad.stride())
+def mesh_ranks(piece: nn.Parameter) -> tuple[int, ...]:
+    """All ranks of the mesh of a local parameter's DTensor."""
+    ranks: tuple[int, ...] = vars(piece)[_RANKS]
+    return ranks
 
 
-def return_gradient(param: DTensor, piece: nn.Parameter) -> None:
-    """Take the gradient from ``piece``, and give it to the DTensor if that has none."""
-    if param.grad is None and piece.grad is not None:
-        param.grad = _like(param, piece.grad.to(param.dtype))
-    piece.grad = None
+def settled_sums(piece: nn.Parameter) -> tuple[str, ...]:
+    """The axes of `settle_sums`, of a local parameter."""
+    found: tuple[str, ...] = getattr(piece, _SUMS, ())
+    return found
 
 
-def _pending(grad: DTensor, param: DTensor, piece: nn.Parameter, to_sum: bool) -> bool:
-    """Whether the gradient is a pending sum over a mesh dim, after checking that this is as declared."""
-    annotation = annotation_of(piece)
-    declared = annotation.spec.partial if annotation is not None else ()
-    if grad.placements == param.placements and not (to_sum and declared):
-        return False
-    pending = False
-    for axis, has, wanted in zip(mesh_axes(param), grad.placements, param.placements, strict=True):
-        if axis in declared and has.is_partial("sum"):
-            pending = True
-        elif has != wanted:
-            hint = f"declare it P(partial={axis!r})" if has.is_partial("sum") else "redistribute it"
-            raise ValueError(
-                f"the gradient of {label(param)} is {has!r} over {axis!r}, but the parameter is {wanted!r}: {hint}"
-            )
-        elif axis in declared and to_sum:
-            raise ValueError(
-                f"{label(param)} is declared partial over {axis!r}, but its gradient is complete ({has!r}): it would be "
-                f"summed twice; leave {axis!r} out of partial="
-            )
-    return pending
+def _with_sums(annotation: Annotation, axes: tuple[str, ...]) -> Annotation:
+    """With the sums over those of ``axes`` that don't split the parameter, of which a spec can say both."""
+    spec = annotation.spec
+    more = [axis for axis in axes if axis not in spec.named_axes]
+    return replace(annotation, spec=spec.with_partial((*spec.partial, *more))) if more else annotation
 
 
-def _like(param: DTensor, local: Tensor) -> DTensor:
-    return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
-
-
-def _waited(local: Tensor) -> Tensor:
+def waited(local: Tensor) -> Tensor:
+    """``local``, when a collective that makes it has ended."""
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
-def _follow_version(outer: DTensor, local: Tensor) -> None:
+def follow_version(outer: DTensor, local: Tensor) -> None:
     """Count what DTensor's operations changed, of which its local tensor's version knows nothing."""
     if outer._version != getattr(outer, _VERSION, 0):
         torch.autograd.graph.increment_version(local)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from torch import Tensor
 
-from ..layout.annotation import annotation_of
+from ..layout.annotation import Annotation, annotation_of
 from ..layout.spec import P
 from ..mesh.topology import Topology
+from .pending_sums import Sums
 
 
 def has_dtensors(tensors: Iterable[Tensor]) -> bool:
@@ -62,6 +64,27 @@ def spec_of(param: Tensor, topology: Topology | None = None) -> P:
     return annotation.spec if topology is None else annotation.spec_on(topology)
 
 
+class Gradients(NamedTuple):
+    """Of each parameter: itself, or the local one of a DTensor; its gradient, this rank's part; its annotation."""
+
+    params: list[Tensor]
+    gradients: list[Tensor | None]
+    annotations: list[Annotation | None]
+
+
+def local_gradients(params: Sequence[Tensor], topology: Topology) -> Gradients:
+    """What is local of parameters and their gradients.
+
+    Raises:
+        ValueError: As `local_parameters`.
+    """
+    if not has_dtensors(params):
+        return Gradients(list(params), [param.grad for param in params], [annotation_of(param) for param in params])
+    from .dtensor_lists import of_each
+
+    return Gradients(*of_each(params, topology))
+
+
 @contextmanager
 def local_parameters(params: Sequence[Tensor], topology: Topology, *, to_sum: bool = False) -> Iterator[list[Tensor]]:
     """The same list, but plain local parameters in the place of DTensors, with local gradients.
@@ -79,6 +102,7 @@ def local_parameters(params: Sequence[Tensor], topology: Topology, *, to_sum: bo
         yield list(params)
         return
     from . import dtensor
+    from .dtensor_gradients import return_gradient, share_gradient
 
     pairs = [
         (param, dtensor.local_parameter(param, topology)) for param in params if isinstance(param, dtensor.DTensor)
@@ -86,8 +110,37 @@ def local_parameters(params: Sequence[Tensor], topology: Topology, *, to_sum: bo
     local = {id(param): piece for param, piece in pairs}
     try:
         for param, piece in pairs:
-            dtensor.share_gradient(param, piece, to_sum=to_sum)
+            share_gradient(param, piece, to_sum=to_sum)
         yield [local.get(id(param), param) for param in params]
     finally:
         for param, piece in pairs:
-            dtensor.return_gradient(param, piece)
+            return_gradient(param, piece)
+
+
+def sums_seen(params: Sequence[Tensor]) -> Sums:
+    """The sums over axes of their meshes that the gradients of DTensors say are still to be made, and nobody declared.
+
+    Raises:
+        ValueError: A gradient is laid out in a way of which nothing can be made; see
+            `meshstep.parallel.interop.dtensor_gradients`.
+    """
+    if not has_dtensors(params):
+        return {}
+    from . import dtensor_gradients
+
+    return dtensor_gradients.sums_seen(params)
+
+
+def settle_sums(params: Sequence[Tensor], seen: Sequence[Sums]) -> bool:
+    """Make these sums in every step, on all ranks.
+
+    Args:
+        seen: What `sums_seen` gave on each rank.
+    Returns:
+        Whether a spec says more now.
+    """
+    if not has_dtensors(params):
+        return False
+    from . import dtensor_gradients
+
+    return dtensor_gradients.settle(params, seen)

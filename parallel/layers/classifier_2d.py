@@ -11,32 +11,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..layout.annotation import annotate
-from ..layout.shard import shard
 from ..layout.spec import P
 from ..mesh.collectives import copy_to
 from ..mesh.registry import ProcessGroupRegistry
-from .initialization import draw_linear
+from .initialization import draw_linear, kept_piece
 from .summa import Grid, autocast, summa_transposed
 
 
 class Classifier2D(nn.Module):
-    """``input @ weight.T + bias`` by SUMMA on a q x q grid, with the classes split over ``col`` in the output.
+    """``input @ weight.T + bias`` by SUMMA on a grid, with the classes split over ``col`` in the output.
 
     Args:
-        in_features, classes: Sizes of the full layer; they must divide by q.
+        in_features, classes: Sizes of the full layer. What doesn't divide is cut as `torch.chunk` does, but every rank must
+            have something; give `cross_entropy_2d` the number of classes then.
         bias: Whether there is one.
         row, col: The mesh axes of the grid.
         generator, device, dtype: For the initial weights, which are those of `nn.Linear` for the same seed.
 
     Shapes:
-        input [batch/q, ..., in/q] -> output [batch/q, ..., classes/q], which `cross_entropy_2d` takes.
-        weight [classes/q, in/q] P(row, col), as an embedding's; bias [classes/q] P(col), a copy on every row.
+        input [batch/rows, ..., in/cols] -> output [batch/rows, ..., classes/cols], which `cross_entropy_2d` takes.
+        weight [classes/rows, in/cols] P(row, col), as an embedding's; bias [classes/cols] P(col), a copy on every row.
         Under autocast the operands are cast to its dtype before they travel.
-    Collectives: forward q broadcasts and q reductions, backward three times q of each kind together (see
-    `summa_transposed`); the bias an all-reduce over row in backward. Host reads: none.
+    Collectives: forward a broadcast and a reduction of each panel, backward three broadcasts and a reduction (see
+    `summa_transposed`; on a q x q grid there are q panels); the bias an all-reduce over row in backward. Host reads: none.
     Raises:
-        ValueError: The grid isn't square, a dim doesn't divide, or the input doesn't hold in/q features.
+        ValueError: A dim leaves nothing for some rank, or the input doesn't hold this column's features.
     """
 
     def __init__(
@@ -59,25 +58,23 @@ class Classifier2D(nn.Module):
         weight, full_bias = draw_linear(
             in_features, classes, bias=bias, generator=generator, device=device, dtype=dtype
         )
-        self.weight = nn.Parameter(shard(weight, P(row, col), registry))
-        annotate(self.weight, P(row, col))
-        self.bias: nn.Parameter | None = None
-        if full_bias is not None:
-            self.bias = nn.Parameter(shard(full_bias, P(col), registry))
-            annotate(self.bias, P(col))
+        self.weight = kept_piece(weight, P(row, col), registry)
+        self.bias = None if full_bias is None else kept_piece(full_bias, P(col), registry)
 
     def forward(self, input: Tensor) -> Tensor:
         if input.shape[-1:] != self.weight.shape[1:]:
+            col = self._grid.col
             raise ValueError(
-                f"Classifier2D of {self.in_features} features over {self._grid.col}={self._grid.size} takes "
+                f"{type(self).__name__} of {self.in_features} features over {col}={self.registry.size(col)} takes "
                 f"{self.weight.size(1)} of them in the last dim, got shape {tuple(input.shape)}; split a full input "
-                f"with scatter_to(input, registry, {self._grid.col!r}, dim=-1)"
+                f"with scatter_to(input, registry, {col!r}, dim=-1)"
             )
         rows = autocast(input).reshape(-1, input.size(-1))
-        output = summa_transposed(rows, autocast(self.weight), self._grid)
+        output = summa_transposed(rows, autocast(self.weight), self._grid, self.classes)
         if self.bias is not None:
             output = output + copy_to(self.bias, self.registry, self.row).to(output.dtype)
         return output.reshape(*input.shape[:-1], output.size(-1))
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.classes}, bias={self.bias is not None}, q={self._grid.size}"
+        sizes = ", ".join(f"{axis}={self.registry.size(axis)}" for axis in (self._grid.row, self._grid.col))
+        return f"{self.in_features}, {self.classes}, bias={self.bias is not None}, {sizes}"

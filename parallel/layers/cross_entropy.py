@@ -19,10 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..layout.shard import local_index
+from ..layout.shard import local_index, local_shape
+from ..layout.spec import P
 from ..mesh.registry import ProcessGroupRegistry
 
 Reduction = Literal["mean", "sum", "none"]
+_COUNTS = "ranks have unequal numbers of classes: say classes=, of all ranks together, and cut them as torch.chunk does"
 
 
 def vocab_parallel_cross_entropy(
@@ -50,7 +52,7 @@ def vocab_parallel_cross_entropy(
         RuntimeError or IndexError: A target is out of range (on CPU; a device assertion on CUDA).
     Collectives: two all-reduces over ``axis`` in forward. Host reads: none.
     """
-    return _cross_entropy(logits, target, _Split(registry, axis, None, ignore_index, reduction, label_smoothing))
+    return _cross_entropy(logits, target, _Split(registry, axis, (), ignore_index, reduction, label_smoothing))
 
 
 def cross_entropy_2d(
@@ -58,8 +60,9 @@ def cross_entropy_2d(
     target: Tensor,
     registry: ProcessGroupRegistry,
     *,
-    row: str = "row",
+    row: str | tuple[str, ...] = "row",
     col: str = "col",
+    classes: int | None = None,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
@@ -67,37 +70,95 @@ def cross_entropy_2d(
     """`F.cross_entropy` of logits with the batch split over ``row`` and the classes, their *last* dim, over ``col``.
 
     Args:
-        logits: [batch/q, ..., classes/q], floating; half types are computed in fp32.
-        target: [batch/q, ...], the targets of this row's batch.
+        logits: [batch/rows, ..., classes/cols], floating; half types are computed in fp32.
+        target: [batch/rows, ...], the targets of this row's batch.
+        row: The axis that splits the batch, or several: in 2.5-D ("depth", "row").
+        classes: How many there are in all, where that doesn't divide over col.
         ignore_index: Targets with this value count nowhere; a mean over none at all is NaN, as in torch.
         reduction: "mean" over the targets of the whole batch that count, "sum" over the whole batch, or "none".
         label_smoothing: As in `vocab_parallel_cross_entropy`.
     Returns:
-        The loss: 0-dim and equal on every rank; for "none" [batch/q, ...], that of this row's batch. Every rank calls
+        The loss: 0-dim and equal on every rank; for "none" [batch/rows, ...], that of this row's batch. Every rank calls
         ``backward()`` on what it got; the gradient is that of the whole batch's loss. Dtypes as in
         `vocab_parallel_cross_entropy`.
     Raises:
-        As `vocab_parallel_cross_entropy`.
+        As `vocab_parallel_cross_entropy`. RuntimeError (on CPU; a device assertion on CUDA), on every rank: some column's
+        logits are not its part of ``classes``, or without these not as many as the others'.
     Collectives: two all-reduces over ``col`` and, unless the reduction is "none", one over ``row`` in forward. Host
     reads: none.
     """
-    return _cross_entropy(logits, target, _Split(registry, col, row, ignore_index, reduction, label_smoothing))
+    rows = (row,) if isinstance(row, str) else row
+    split = _Split(registry, col, rows, ignore_index, reduction, label_smoothing, classes)
+    return _cross_entropy(logits, target, split)
+
+
+def cross_entropy_3d(
+    logits: Tensor,
+    target: Tensor,
+    registry: ProcessGroupRegistry,
+    *,
+    input: str = "input",
+    weight: str = "weight",
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """`F.cross_entropy` of logits of all classes, as of `Classifier3D`, with the batch split over ``weight`` and ``input``.
+
+    Args:
+        logits: [batch/(weight*input), ..., classes], floating; half types are computed in fp32.
+        target: [batch/(weight*input), ...], those of this rank's batch.
+        ignore_index, reduction, label_smoothing: As in `cross_entropy_2d`.
+    Returns:
+        The loss, as of `cross_entropy_2d`.
+    Raises:
+        As `vocab_parallel_cross_entropy`.
+    Collectives: unless the reduction is "none" one all-reduce over both axes in forward. Host reads: none.
+    """
+    split = _Split(registry, None, (weight, input), ignore_index, reduction, label_smoothing)
+    return _cross_entropy(logits, target, split)
 
 
 @dataclass(frozen=True)
 class _Split:
     registry: ProcessGroupRegistry
-    class_axis: str
-    batch_axis: str | None
+    class_axis: str | None
+    batch_axes: tuple[str, ...]
     ignore_index: int
     reduction: Reduction
     smoothing: float
+    classes: int | None = None
 
-    def agree(self, tensor: Tensor, axis: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Reduced over the axis, in place."""
-        if self.registry.size(axis) > 1:
-            dist.all_reduce(tensor, op=op, group=self.registry.group(axis))
+    def over_classes(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """Reduced over their axis, in place."""
+        if self.class_axis is not None and self.registry.size(self.class_axis) > 1:
+            dist.all_reduce(tensor, op=op, group=self.registry.group(self.class_axis))
         return tensor
+
+    def peak(self, values: Tensor) -> Tensor:
+        """The largest of all classes. A NaN may get lost (gloo loses it); it comes back through the sum.
+
+        On the way all ranks find out whether each has as many classes as it should."""
+        peak, here = values.amax(-1), values.size(-1)
+        if self.class_axis is None or self.registry.size(self.class_axis) == 1:
+            return peak
+        off = (here, -here)  # the largest of either cancel where all are equal
+        if self.classes is not None:
+            at = self.registry.coordinate
+            (wanted,) = local_shape((self.classes,), P(self.class_axis), self.registry.topology, at)
+            off = (abs(here - wanted), 0)
+        counted = torch.cat([peak.reshape(-1), *(peak.new_full((1,), number) for number in off)])
+        self.over_classes(counted, dist.ReduceOp.MAX)
+        said = f"{_COUNTS} (this rank has {here} of {self.classes or 'equally many'})"
+        torch._assert_async(counted[-2:].sum() == 0, said)
+        return counted[:-2].view(peak.shape)
+
+    def of_class(self, target: Tensor, here: int) -> tuple[Tensor, Tensor, int]:
+        """Indices into this rank's ``here`` classes, a mask of those elsewhere, and the number of all classes."""
+        if self.class_axis is None:
+            return target, torch.zeros_like(target, dtype=torch.bool), here
+        classes = here * self.registry.size(self.class_axis) if self.classes is None else self.classes
+        return *local_index(target, classes, self.registry, self.class_axis), classes
 
 
 def _cross_entropy(logits: Tensor, target: Tensor, split: _Split) -> Tensor:
@@ -118,17 +179,14 @@ class _ParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, split: _Split) -> Tensor:
         values = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
-        classes = values.size(-1) * split.registry.size(split.class_axis)
         ignored = target == split.ignore_index
-        index, elsewhere = local_index(target.masked_fill(ignored, 0), classes, split.registry, split.class_axis)
+        index, elsewhere, classes = split.of_class(target.masked_fill(ignored, 0), values.size(-1))
         index = index.unsqueeze(-1)
-        # The max over ranks may lose a NaN (gloo does); it comes back through the sum.
-        peak = split.agree(values.amax(-1), split.class_axis, dist.ReduceOp.MAX)
-        shifted = values - peak.unsqueeze(-1)
+        shifted = values - split.peak(values).unsqueeze(-1)
         target_logit = shifted.gather(-1, index).squeeze(-1).masked_fill(elsewhere, 0)
         all_logits = [shifted.sum(-1)] if split.smoothing else []
         exponentials = shifted.exp_()
-        sums = split.agree(torch.stack([exponentials.sum(-1), target_logit, *all_logits]), split.class_axis)
+        sums = split.over_classes(torch.stack([exponentials.sum(-1), target_logit, *all_logits]))
         probabilities = exponentials.div_(sums[0].unsqueeze(-1))
         expected_logit = sums[1] if not split.smoothing else torch.lerp(sums[1], sums[2] / classes, split.smoothing)
         loss = (sums[0].log() - expected_logit).masked_fill(ignored, 0)
@@ -156,8 +214,10 @@ def _reduce(loss: Tensor, ignored: Tensor, split: _Split) -> tuple[Tensor, Tenso
         return loss, weight
     total = loss.sum()
     count = weight.sum()
-    if split.batch_axis is not None and split.registry.size(split.batch_axis) > 1:
-        total, count = split.agree(torch.stack([total, count]), split.batch_axis).unbind()
+    if split.batch_axes and split.registry.size(*split.batch_axes) > 1:
+        both = torch.stack([total, count])
+        dist.all_reduce(both, group=split.registry.group(*split.batch_axes))
+        total, count = both.unbind()
     if split.reduction == "sum":
         return total, weight
     # Without any target the mean is NaN but its gradient zero, as in torch.

@@ -13,9 +13,10 @@ from torch.nn import functional as F
 from ..layout.annotation import annotate
 from ..layout.shard import local_index, shard
 from ..layout.spec import P
-from ..mesh.collectives import Over, all_gather, reduce_from, reduce_scatter_to
+from ..mesh.collectives import reduce_from, reduce_scatter_to
+from ..mesh.linear_maps import Over, all_gather
 from ..mesh.registry import ProcessGroupRegistry
-from .initialization import draw_embedding
+from .initialization import draw_embedding, kept_piece
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -77,7 +78,8 @@ class Embedding2D(nn.Module):
     The batch is split over ``row`` too: the ids are gathered over it for the lookup, and the result is scattered back.
 
     Args:
-        num_embeddings, embedding_dim: Sizes of the full table; they must divide by the sizes of row and col.
+        num_embeddings, embedding_dim: Sizes of the full table. What doesn't divide is cut as `torch.chunk` does, but every
+            rank must have something.
         row, col: The mesh axes of the grid.
         generator, device, dtype: For the initial weights, which are those of `nn.Embedding` for the same seed.
 
@@ -87,7 +89,7 @@ class Embedding2D(nn.Module):
     Collectives: an all-gather (ids) and a reduce-scatter over row in forward, an all-gather in backward. Host reads:
     none.
     Raises:
-        ValueError: A dim doesn't divide over its axis.
+        ValueError: A dim leaves nothing for some rank.
     """
 
     def __init__(
@@ -106,8 +108,7 @@ class Embedding2D(nn.Module):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.registry, self.row, self.col = registry, row, col
         table = draw_embedding(num_embeddings, embedding_dim, generator=generator, device=device, dtype=dtype)
-        self.weight = nn.Parameter(shard(table, P(row, col), registry))
-        annotate(self.weight, P(row, col))
+        self.weight = kept_piece(table, P(row, col), registry)
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.registry.size(self.row) > 1:

@@ -1,4 +1,4 @@
-"""Full initial weights, drawn as torch's dense layers draw theirs.
+"""Full initial weights, drawn as torch's dense layers draw theirs, and the piece of them that a rank keeps.
 
 Every rank draws the whole tensor from the same seed and keeps its piece: then the full weights, and the state of the
 random generator afterwards, depend on neither the topology nor the kind of parallelism, and equal those of the dense
@@ -11,6 +11,12 @@ import math
 
 import torch
 from torch import Tensor, nn
+
+from ..layout.annotation import annotate
+from ..layout.shard import local_shape, shard
+from ..layout.spec import P
+from ..mesh.registry import ProcessGroupRegistry
+from ..mesh.topology import Topology
 
 
 def draw_linear(
@@ -41,3 +47,35 @@ def draw_embedding(
 ) -> Tensor:
     """Table [num_embeddings, embedding_dim] of standard normals, as `nn.Embedding`."""
     return torch.empty(num_embeddings, embedding_dim, device=device, dtype=dtype).normal_(generator=generator)
+
+
+def kept_piece(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> nn.Parameter:
+    """This rank's piece of full weights as a parameter that says how it is laid out; what doesn't divide is cut as
+    `torch.chunk` does.
+
+    Raises:
+        ValueError: On every rank, where some rank's piece would be empty; blocks don't divide.
+    """
+    _check_pieces(full, spec, registry.topology)
+    param = nn.Parameter(shard(full, spec, registry, uneven=True))
+    annotate(param, spec, full_shape=tuple(full.shape))
+    return param
+
+
+def owned_piece(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> nn.Parameter | None:
+    """`kept_piece` on the ranks that the spec lets hold it; None on the others."""
+    if spec.holds(registry.coordinate, registry.topology):
+        return kept_piece(full, spec, registry)
+    _check_pieces(full, spec, registry.topology)
+    return None
+
+
+def _check_pieces(full: Tensor, spec: P, topology: Topology) -> None:
+    last = {axis: topology.size(axis) - 1 for axis in topology.axes}  # has the smallest piece
+    for dim, length in enumerate(local_shape(full.shape, spec, topology, last)):
+        if not length:
+            over = " x ".join(f"{axis}={topology.size(axis)}" for axis in spec.dim_axes(dim))
+            raise ValueError(
+                f"{spec}: dim {dim} of shape {tuple(full.shape)}, cut over {over or 'nothing'} as torch.chunk cuts it, "
+                "leaves nothing for the last rank; make the layer larger or the axis smaller"
+            )

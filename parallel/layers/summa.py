@@ -1,8 +1,13 @@
-"""SUMMA: products of matrices that lie in blocks on a square q x q grid, block (i, j) at row i, column j.
+"""SUMMA: products of matrices that lie in blocks on a grid, block (i, j) at row i, column j.
 
     C = A B        C_ij = sum_k A_ik B_kj           A_ik broadcast along row i, B_kj broadcast along column j
     dA = dC B^T    dA_ik = sum_j dC_ij B_kj^T       B_kj broadcast along column j, the products reduced along row i
     dB = A^T dC    dB_kj = sum_i A_ik^T dC_ij       A_ik broadcast along row i, the products reduced along column j
+
+On a square q x q grid there are q panels k, one a column of A and one a row of B. The dim that is summed over is cut over
+the columns in A and over the rows in B. Where the two don't cut it in the same places, on another grid or where a length
+does not divide, it is cut wherever one of them does, and a panel is a part of a block. On r x c ranks that are r + c -
+gcd(r, c) panels where everything divides.
 
 No rank ever holds more than its own blocks and two panels of each operand: while one panel is being multiplied, the
 broadcast of the next (or the reduction of the last) is under way.
@@ -17,9 +22,10 @@ al. 2021 (Optimus), arXiv:2104.05343.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,45 +37,61 @@ from ..mesh.registry import ProcessGroupRegistry
 
 @dataclass(frozen=True)
 class Grid:
-    """The two mesh axes of a square grid of ranks."""
+    """The two mesh axes of a grid of ranks."""
 
     registry: ProcessGroupRegistry
     row: str
     col: str
 
-    def __post_init__(self) -> None:
-        rows, cols = self.registry.size(self.row), self.registry.size(self.col)
-        if rows != cols:
-            raise ValueError(
-                f"SUMMA needs a square grid, but {self.row}={rows} and {self.col}={cols}; make the two sizes equal"
-            )
-
     @property
     def size(self) -> int:
-        """q, the length of a side."""
-        return self.registry.size(self.row)
+        """Number of ranks."""
+        return self.registry.size(self.row, self.col)
+
+    def panels(self, length: int) -> tuple[list[Part], list[Part]]:
+        """A dim of ``length``, cut where either axis cuts it: panels, as parts of pieces over ``row`` and over ``col``."""
+        chunks = [-(-length // self.registry.size(axis)) for axis in (self.row, self.col)]
+        cuts = sorted({*(at for chunk in chunks for at in range(0, length, chunk)), length})
+        by_row, by_col = (
+            [Part(start // chunk, start % chunk, stop - start) for start, stop in pairwise(cuts)] for chunk in chunks
+        )
+        return by_row, by_col
 
 
-def summa(a: Tensor, b: Tensor, grid: Grid) -> Tensor:
-    """This rank's block [m, n] of ``A @ B``, from its blocks ``a`` [m, k] and ``b`` [k, n]. Differentiable, once.
+class Part(NamedTuple):
+    """``width`` elements from ``start`` on of the piece of coordinate ``owner``."""
 
-    The q products are summed in the dtype of the operands, which must be the same and the same on every rank.
+    owner: int
+    start: int
+    width: int
 
-    Collectives: in forward q broadcasts along each axis; in backward for each operand that requires grad q broadcasts
-    along one axis and q reductions along the other. None if q is 1. Host reads: none.
+
+def summa(a: Tensor, b: Tensor, grid: Grid, inner: int | None = None) -> Tensor:
+    """This rank's block [m, n] of ``A @ B``, from its blocks ``a`` [m, k / cols] and ``b`` [k / rows, n]. Differentiable,
+    once.
+
+    The products of the panels are summed in the dtype of the operands, which must be the same and the same on every rank.
+
+    Args:
+        inner: k, which A and B are summed over; without it, it divides by the number of columns.
+
+    Collectives: in forward a broadcast of each panel along each axis; in backward for each operand that requires grad one
+    along one axis and a reduction along the other. None along an axis of size 1. Host reads: none.
     """
     if grid.size == 1:
         return a @ b
-    result: Tensor = _Summa.apply(a.contiguous(), b.contiguous(), grid)
+    inner = a.size(1) * grid.registry.size(grid.col) if inner is None else inner
+    result: Tensor = _Summa.apply(a.contiguous(), b.contiguous(), grid, inner)
     return result
 
 
 class _Summa(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, grid: Grid) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor, grid: Grid, inner: int) -> Tensor:
         ctx.save_for_backward(a, b)
-        ctx.grid = grid
-        panels = zip(_panels(a, grid, grid.col), _panels(b, grid, grid.row), strict=True)
+        ctx.grid, ctx.inner = grid, inner
+        by_row, by_col = grid.panels(inner)
+        panels = zip(_panels(a, 1, by_col, grid, grid.col), _panels(b, 0, by_row, grid, grid.row), strict=True)
         first_a, first_b = next(panels)
         product = first_a @ first_b
         for a_k, b_k in panels:
@@ -78,30 +100,36 @@ class _Summa(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         a, b = ctx.saved_tensors
         grid: Grid = ctx.grid
-        need_a, need_b, _ = ctx.needs_input_grad
-        panels_a, panels_b = _panels(a, grid, grid.col), _panels(b, grid, grid.row)
-        grad_a, grad_b = _Reduction(grid, grid.col), _Reduction(grid, grid.row)
+        need_a, need_b, *_ = ctx.needs_input_grad
+        by_row, by_col = grid.panels(ctx.inner)
+        panels_a, panels_b = _panels(a, 1, by_col, grid, grid.col), _panels(b, 0, by_row, grid, grid.row)
+        grad_a, grad_b = _Reduction(1, grid, grid.col), _Reduction(0, grid, grid.row)
         # Both products in step: the collectives of one overlap with the other's (a quarter faster than in turn).
-        for k in range(grid.size):
+        for of_row, of_col in zip(by_row, by_col, strict=True):
             if need_a:
-                grad_a.add(k, grad @ next(panels_b).t())
+                grad_a.add(of_col, grad @ next(panels_b).t())
             if need_b:
-                grad_b.add(k, next(panels_a).t() @ grad)
-        return grad_a.finish(), grad_b.finish(), None
+                grad_b.add(of_row, next(panels_a).t() @ grad)
+        return grad_a.finish(), grad_b.finish(), None, None
 
 
-def summa_transposed(a: Tensor, b: Tensor, grid: Grid) -> Tensor:
-    """This rank's block [m, n] of ``A @ B.T``, from its blocks ``a`` [m, k] and ``b`` [n, k]. Differentiable, once.
+def summa_transposed(a: Tensor, b: Tensor, grid: Grid, outer: int | None = None) -> Tensor:
+    """This rank's block [m, n / cols] of ``A @ B.T``, from its blocks ``a`` [m, k] and ``b`` [n / rows, k]. Differentiable,
+    once.
 
-    Collectives: in forward q broadcasts along one axis and q reductions along the other; in backward for each operand that
-    requires grad as many, or q broadcasts along each axis. None if q is 1. Host reads: none.
+    Args:
+        outer: n, the rows of B and columns of the product; without it, it divides by the number of rows.
+
+    Collectives: in forward a broadcast of each panel along one axis and a reduction along the other; in backward for each
+    operand that requires grad as many, or broadcasts along both. None along an axis of size 1. Host reads: none.
     """
     if grid.size == 1:
         return a @ b.t()
-    result: Tensor = _SummaTransposed.apply(a.contiguous(), b.contiguous(), grid)
+    outer = b.size(0) * grid.registry.size(grid.row) if outer is None else outer
+    result: Tensor = _SummaTransposed.apply(a.contiguous(), b.contiguous(), grid, outer)
     return result
 
 
@@ -109,25 +137,27 @@ class _SummaTransposed(torch.autograd.Function):
     """C = A B^T, dA = dC B, dB = dC^T A: the three products of `_Summa`, in other parts."""
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, grid: Grid) -> Tensor | None:
+    def forward(ctx: Any, a: Tensor, b: Tensor, grid: Grid, outer: int) -> Tensor | None:
         ctx.save_for_backward(a, b)
-        ctx.grid = grid
-        product = _Reduction(grid, grid.col)
-        for k, b_k in enumerate(_panels(b, grid, grid.row)):
-            product.add(k, a @ b_k.t())
+        ctx.grid, ctx.outer = grid, outer
+        by_row, by_col = grid.panels(outer)
+        product = _Reduction(1, grid, grid.col)
+        for of_col, b_k in zip(by_col, _panels(b, 0, by_row, grid, grid.row), strict=True):
+            product.add(of_col, a @ b_k.t())
         return product.finish()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         a, b = ctx.saved_tensors
         grid, grad = ctx.grid, grad.contiguous()
-        grad_a = summa(grad, b, grid) if ctx.needs_input_grad[0] else None
-        grad_b = _Reduction(grid, grid.row)
+        by_row, by_col = grid.panels(ctx.outer)
+        grad_a = summa(grad, b, grid, ctx.outer) if ctx.needs_input_grad[0] else None
+        grad_b = _Reduction(0, grid, grid.row)
         if ctx.needs_input_grad[1]:
-            for k, grad_k in enumerate(_panels(grad, grid, grid.col)):
-                grad_b.add(k, grad_k.t() @ a)
-        return grad_a, grad_b.finish(), None
+            for of_row, grad_k in zip(by_row, _panels(grad, 1, by_col, grid, grid.col), strict=True):
+                grad_b.add(of_row, grad_k.t() @ a)
+        return grad_a, grad_b.finish(), None, None
 
 
 def autocast(tensor: Tensor) -> Tensor:
@@ -138,42 +168,55 @@ def autocast(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype(device))
 
 
-def _panels(block: Tensor, grid: Grid, axis: str) -> Iterator[Tensor]:
-    """The block of each coordinate along ``axis`` in turn; the next one is on its way while the caller uses one."""
+def _panels(block: Tensor, dim: int, parts: Sequence[Part], grid: Grid, axis: str) -> Iterator[Tensor]:
+    """Each part along ``dim`` of the blocks along ``axis`` in turn; the next is on its way while the caller uses one."""
+    if grid.registry.size(axis) == 1:
+        yield from (block.narrow(dim, part.start, part.width) for part in parts)
+        return
     group, own = grid.registry.group(axis), grid.registry.rank(axis)
 
-    def start(k: int) -> tuple[Tensor, Any]:
-        panel = block if k == own else torch.empty_like(block)
-        return panel, dist.broadcast(panel, group_src=k, group=group, async_op=True)
+    def start(part: Part) -> tuple[Tensor, Any]:
+        if part.owner == own:
+            panel = block.narrow(dim, part.start, part.width).contiguous()
+        else:
+            shape = list(block.shape)
+            shape[dim] = part.width
+            panel = block.new_empty(shape)
+        return panel, dist.broadcast(panel, group_src=part.owner, group=group, async_op=True)
 
-    ahead = start(0)
-    for k in range(grid.size):
+    ahead = start(parts[0])
+    for number in range(1, len(parts) + 1):
         panel, work = ahead
-        if k + 1 < grid.size:
-            ahead = start(k + 1)
+        if number < len(parts):
+            ahead = start(parts[number])
         work.wait()
         yield panel
 
 
 class _Reduction:
-    """Sums term k over ``axis`` to coordinate k of it, for all k; one is on its way while the next is computed."""
+    """Sums the terms over ``axis``, each to the coordinate that it is a part for, where they lie side by side along
+    ``dim``; one is on its way while the next is computed."""
 
-    def __init__(self, grid: Grid, axis: str) -> None:
-        self._group, self._own = grid.registry.group(axis), grid.registry.rank(axis)
-        self._result: Tensor | None = None
+    def __init__(self, dim: int, grid: Grid, axis: str) -> None:
+        self._dim, self._own = dim, grid.registry.rank(axis)
+        self._group = grid.registry.group(axis) if grid.registry.size(axis) > 1 else None
+        self._mine: list[Tensor] = []
         self._pending: tuple[Any, Tensor] | None = None  # with its buffer, which must live until the reduction is done
 
-    def add(self, k: int, term: Tensor) -> None:
-        work = dist.reduce(term, group_dst=k, group=self._group, async_op=True)
-        self._wait()
-        self._pending = work, term
-        if k == self._own:
-            self._result = term
+    def add(self, part: Part, term: Tensor) -> None:
+        if self._group is not None:
+            work = dist.reduce(term, group_dst=part.owner, group=self._group, async_op=True)
+            self._wait()
+            self._pending = work, term
+        if part.owner == self._own:
+            self._mine.append(term)
 
     def finish(self) -> Tensor | None:
         """The sum that belongs to this rank; None if nothing was added."""
         self._wait()
-        return self._result
+        if len(self._mine) > 1:
+            return torch.cat(self._mine, self._dim)
+        return self._mine[0] if self._mine else None
 
     def _wait(self) -> None:
         if self._pending is not None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..mesh.topology import Topology
 from .spec import P
 
-_ATTRIBUTE = "_meshstep_annotation"
+ATTRIBUTE = "_meshstep_annotation"
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,14 @@ class Annotation:
         mesh_axes: Of a DTensor's local tensor, the dims of its device mesh: torch has reduced the gradient over them.
         dims: The axes of the topology that such dims are, where that has no such name.
         declared: False where only a DTensor's placements say the spec, which speak for ``mesh_axes`` alone.
+        full_shape: Of the logical tensor, where it is known; where pieces are uneven, no rank's own tells it.
     """
 
     spec: P
     name: str | None = None
     mesh_axes: tuple[str, ...] = ()
     declared: bool = True
+    full_shape: tuple[int, ...] | None = None
     dims: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def spec_on(self, topology: Topology) -> P:
@@ -49,12 +51,14 @@ class Annotation:
         return tuple(axis for axis in silent if topology.size(axis) > 1)
 
 
-def annotate(param: Tensor, spec: P, name: str | None = None) -> None:
+def annotate(param: Tensor, spec: P, name: str | None = None, *, full_shape: tuple[int, ...] | None = None) -> None:
     """Attach ``spec`` to one parameter; a layer calls it for its own parameters.
 
     The annotation is an attribute of the tensor: ``copy.deepcopy`` and wrappers that make new parameters drop it, and
     the parameter then counts as undeclared, which is an error where the spec is needed. Use `declare` again on the copy.
 
+    Args:
+        full_shape: Of the logical tensor. A checkpoint needs it where a dim doesn't divide.
     Raises:
         ValueError: The spec has more entries than the parameter has dims.
     """
@@ -64,17 +68,17 @@ def annotate(param: Tensor, spec: P, name: str | None = None) -> None:
             f"{label}: {spec} has {len(spec.entries)} entries but the tensor has {param.dim()} dims; "
             "give one entry a dim"
         )
-    setattr(param, _ATTRIBUTE, Annotation(spec, name))
+    setattr(param, ATTRIBUTE, Annotation(spec, name, full_shape=full_shape))
 
 
 def attach(param: Tensor, annotation: Annotation) -> None:
     """Let ``param`` carry ``annotation``, as it is."""
-    setattr(param, _ATTRIBUTE, annotation)
+    setattr(param, ATTRIBUTE, annotation)
 
 
 def annotation_of(param: Tensor) -> Annotation | None:
     """The annotation of a parameter, or None where nothing declared it."""
-    found: Any = getattr(param, _ATTRIBUTE, None)
+    found: Any = getattr(param, ATTRIBUTE, None)
     return found if isinstance(found, Annotation) else None
 
 
@@ -112,13 +116,14 @@ def declare(module: nn.Module, rules: Mapping[str, P] | None = None) -> None:
                 f"{name}: {spec} has {len(spec.entries)} entries but the parameter has shape {tuple(param.shape)}; "
                 "give one entry a dim"
             )
-        decided[name] = Annotation(spec, name)
+        full_shape = existing.full_shape if existing is not None and existing.spec == spec else None
+        decided[name] = Annotation(spec, name, full_shape=full_shape)
     if missing:
         raise ValueError(
             f"no rule says how {_some(missing)} is laid out; add a rule for it, P() meaning replicated on purpose"
         )
     for name, annotation in decided.items():
-        setattr(params[name], _ATTRIBUTE, annotation)
+        setattr(params[name], ATTRIBUTE, annotation)
 
 
 def _most_specific(name: str, rules: Mapping[str, P]) -> P | None:
@@ -149,4 +154,4 @@ def copy_annotation(source: Tensor, target: Tensor) -> None:
     """Give ``target`` (a master copy, a slice) the annotation of ``source``, if it has one."""
     annotation = annotation_of(source)
     if annotation is not None:
-        setattr(target, _ATTRIBUTE, annotation)
+        setattr(target, ATTRIBUTE, annotation)

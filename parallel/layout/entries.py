@@ -1,4 +1,4 @@
-"""What an entry of a `P` may be: the axes that shard one dim, in blocks or not, one after the other or at once."""
+"""What a spec says of one tensor dim: the axes that cut it, one after the other, at once, or each of several blocks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ def _is_part(part: object) -> bool:
 
 
 def axes_of(entry: Entry) -> tuple[str, ...]:
-    return tuple(axis for part in _parts_of(entry) for axis in axes_of_part(part))
+    """All axes of an entry, slowest first. Raises ValueError where it is none."""
+    return tuple(axis for part in _parts_of(entry) for axis in _axes_of_part(part))
 
 
-def axes_of_part(part: Part) -> tuple[str, ...]:
+def _axes_of_part(part: Part) -> tuple[str, ...]:
     return (part,) if isinstance(part, str) else part.axes if isinstance(part, Blocks) else part
 
 
 def together_of(entry: Entry) -> Iterator[Together]:
+    """Those of its axes that cut at once."""
     return (part for part in _parts_of(entry) if isinstance(part, tuple) and len(part) > 1)
 
 
@@ -42,6 +44,7 @@ def alone(axes: str | Together) -> str | Together:
 
 
 def blocks_of(entry: Entry) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(axis, sizes) pairs of its axes that cut several blocks."""
     for part in _parts_of(entry):
         if isinstance(part, Blocks) and len(part.sizes) > 1:
             yield from ((axis, part.sizes) for axis in part.axes)

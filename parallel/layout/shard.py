@@ -2,13 +2,13 @@
 
 The piece of a dim that is sharded over axes (a, b) is number ``coordinate[a] * size(b) + coordinate[b]`` of
 ``size(a) * size(b)`` equal chunks: the axis named first is the slowest. Of a dim in blocks it is that chunk of every
-block, one after the other. `tied` and `partial` don't matter here: they
-say who else contributes to a gradient, not what a piece is.
+block, one after the other. A dim that doesn't divide is cut as `torch.chunk` does, over a and each of these over b, where
+that is asked for. `tied` and `partial` don't matter here: they say who else contributes to a gradient, not what a piece is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -17,22 +17,32 @@ import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor
 
-from ..mesh.collectives import Over, all_gather, broadcast
+from ..mesh.linear_maps import Over, all_gather, broadcast
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.topology import Topology
-from .blocks import Span
+from .blocks import Span, cut_spans
+from .owned import owner_of, owns
 from .pieces import Region, joined_in_order
 from .spec import P
 
 
-def local_shape(full_shape: Sequence[int], spec: P, topology: Topology) -> tuple[int, ...]:
+def local_shape(
+    full_shape: Sequence[int], spec: P, topology: Topology, coordinate: Mapping[str, int] | None = None
+) -> tuple[int, ...]:
     """The shape of a piece of a tensor of ``full_shape`` on a rank that holds one. Pure arithmetic.
 
+    Args:
+        coordinate: Of the rank whose piece it is. A dim that doesn't divide is then cut as `torch.chunk` does, late pieces
+            being smaller or empty; without it all pieces must be of one shape.
     Raises:
-        ValueError: A dim doesn't divide over its axes; the spec names an unknown axis or has too many entries.
+        ValueError: A dim doesn't divide over its axes and there is no coordinate; blocks don't divide; the spec names an
+            unknown axis or has too many entries.
     """
     spec.validate(len(full_shape), topology)
     spec = spec.on(topology)
+    if coordinate is not None:
+        spans = (spec.spans(dim, length, topology, coordinate) for dim, length in enumerate(full_shape))
+        return tuple(sum(length for _, length in pieces) for pieces in spans)
     shape = []
     for dim, length in enumerate(full_shape):
         axes = spec.dim_axes(dim)
@@ -49,7 +59,7 @@ def local_shape(full_shape: Sequence[int], spec: P, topology: Topology) -> tuple
 
 
 def full_shape(local_shape: Sequence[int], spec: P, topology: Topology) -> tuple[int, ...]:
-    """The shape of the tensor whose pieces have ``local_shape``; the inverse of `local_shape`. Pure arithmetic.
+    """The shape of the tensor whose pieces all have ``local_shape``; the inverse of `local_shape`. Pure arithmetic.
 
     Raises:
         ValueError: The spec names an unknown axis or has too many entries.
@@ -58,18 +68,22 @@ def full_shape(local_shape: Sequence[int], spec: P, topology: Topology) -> tuple
     return tuple(length * topology.size(*spec.dim_axes(dim)) for dim, length in enumerate(local_shape))
 
 
-def shard(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> Tensor:
+def shard(full: Tensor, spec: P, registry: ProcessGroupRegistry, *, uneven: bool = False) -> Tensor:
     """This rank's piece of a full tensor, in memory of its own; not differentiable.
 
     Where the spec is ``owned`` and this rank isn't an owner there is no piece: an empty tensor of shape (0,) comes
     back, and a layer registers None there.
 
+    Args:
+        uneven: A dim that doesn't divide is cut as `torch.chunk` does. For parameters and features; ranks with unequal
+            parts of a batch have means that don't average to the batch's.
     Raises:
-        ValueError: A dim doesn't divide over its axes; the spec names an unknown axis or has too many entries.
+        ValueError: A dim doesn't divide over its axes, and ``uneven`` isn't said; the spec names an unknown axis or has too
+            many entries.
     Collectives: none. Host reads: none.
     """
-    shape = local_shape(full.shape, spec, registry.topology)
-    if not _owns(spec, registry):
+    shape = local_shape(full.shape, spec, registry.topology, registry.coordinate if uneven else None)
+    if not owns(spec.owned, registry.coordinate):
         return full.new_empty(0)
     region = Region.of_shard(full.shape, shape, spec, registry.topology, registry.coordinate)
     return region.of(full.detach()).clone(memory_format=torch.contiguous_format)
@@ -80,12 +94,13 @@ def unshard(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Te
     """The full tensor on every rank, from every rank's piece: a parameter, or its gradient. Not differentiable.
 
     For checkpoints and checks, not for the training step. What a rank gives that doesn't own a piece is ignored; None
-    will do. All ranks of the world must call.
+    will do. All ranks of the world must call. Pieces may be uneven, as `shard` makes them.
 
     Raises:
-        ValueError: An owner gives None; the spec names an unknown axis or has too many entries.
-    Collectives: one all-gather over the sharded axes; where the spec is ``owned``, first a broadcast of shape and dtype
-    (which reads the host) and one of the piece, over the owned axes.
+        ValueError: An owner gives None; the pieces are not of the sizes that the spec makes of a tensor; the spec names an
+            unknown axis or has too many entries.
+    Collectives: two all-gathers over the sharded axes, of shapes and of pieces; where the spec is ``owned``, first a
+    broadcast of shape and dtype and one of the piece, over the owned axes. Host reads: yes.
     """
     spec = spec.on(registry.topology)
     if spec.owned:
@@ -96,8 +111,16 @@ def unshard(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Te
     axes = tuple(axis for axis in registry.topology.axes if axis in spec.sharded_axes)
     if not axes or registry.size(*axes) == 1:
         return local.detach().clone(memory_format=torch.contiguous_format)
-    pieces = all_gather(local.detach().unsqueeze(0), Over(registry, axes))
-    return _join(pieces, axes, spec, registry)
+    over = Over(registry, axes)
+    found = all_gather(torch.tensor([local.shape], device=local.device), over)
+    if (found == found[0]).all():
+        return _join(all_gather(local.detach().unsqueeze(0), over), axes, spec, registry)
+    padded = local.new_zeros(found.amax(0).tolist())
+    padded[tuple(map(slice, local.shape))] = local.detach()
+    pieces, shapes = all_gather(padded.unsqueeze(0), over), map(tuple, found.tolist())
+    return _join_uneven(
+        [piece[tuple(map(slice, shape))] for piece, shape in zip(pieces, shapes, strict=True)], spec, over
+    )
 
 
 def local_index(index: Tensor, length: int, registry: ProcessGroupRegistry, axis: str) -> tuple[Tensor, Tensor]:
@@ -109,14 +132,9 @@ def local_index(index: Tensor, length: int, registry: ProcessGroupRegistry, axis
         The local indices, 0 where the element lies on another rank; and a bool mask of those elsewhere. An index that
         is outside the full dim stays outside the piece, on every rank, so that the lookup fails as a dense one does.
     """
-    piece = length // registry.size(axis)
-    start = piece * registry.rank(axis)
+    ((start, piece),) = cut_spans(((0, length),), registry.size(axis), registry.rank(axis), (1,))
     elsewhere = ((index >= 0) & (index < start)) | ((index >= start + piece) & (index < length))
     return (index - start).masked_fill(elsewhere, 0), elsewhere
-
-
-def _owns(spec: P, registry: ProcessGroupRegistry) -> bool:
-    return all(registry.coordinate[axis] == where for axis, where in spec.on(registry.topology).owned)
 
 
 def _from_owner(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Tensor | None:
@@ -125,7 +143,7 @@ def _from_owner(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -
     axes = tuple(axis for axis, _ in spec.owned)
     if registry.size(*axes) == 1:
         return local
-    owner = registry.topology.rank(**{**registry.coordinate, **dict(spec.owned)})
+    owner = registry.topology.rank(**{**registry.coordinate, **owner_of(spec.owned, registry.coordinate)})
     over = Over(registry, axes, root=registry.ranks(*axes).index(owner))
     # None from the owner travels too: all ranks then raise, none waits.
     header: list[Any] = [None if local is None else (local.shape, local.dtype)]
@@ -133,7 +151,7 @@ def _from_owner(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -
     if header[0] is None:
         return None
     shape, dtype = header[0]
-    if not _owns(spec, registry) or local is None:
+    if not owns(spec.owned, registry.coordinate) or local is None:
         local = torch.empty(shape, dtype=dtype, device=registry.device)
     return broadcast(local.detach(), over)
 
@@ -153,6 +171,24 @@ def _join(pieces: Tensor, axes: tuple[str, ...], spec: P, registry: ProcessGroup
     for dim, length in enumerate(joined.shape):
         joined = joined_in_order(joined, dim, spans_of_pieces(length, dim, spec, registry.topology))
     return joined.contiguous()
+
+
+def _join_uneven(pieces: Sequence[Tensor], spec: P, over: Over) -> Tensor:
+    """The full tensor of the group's pieces; a dim's length is the sum of theirs along its axes."""
+    topology, ranks = over.registry.topology, over.registry.ranks(*over.axes)
+    coordinates = [topology.coordinate(rank) for rank in ranks]
+    shape = []
+    for dim in range(pieces[0].dim()):
+        others = [axis for axis in over.axes if axis not in spec.dim_axes(dim)]
+        along = zip(pieces, coordinates, strict=True)
+        shape.append(sum(piece.size(dim) for piece, at in along if at.items() >= dict.fromkeys(others, 0).items()))
+    full = pieces[0].new_empty(shape)
+    for piece, coordinate in zip(pieces, coordinates, strict=True):
+        region = Region.of_shard(shape, piece.shape, spec, topology, coordinate)
+        for offsets, part in region.parts(piece).items():
+            where = zip(offsets, part.shape, strict=True)
+            full[tuple(slice(offset, offset + length) for offset, length in where)] = part
+    return full
 
 
 def spans_of_pieces(length: int, dim: int, spec: P, topology: Topology) -> Iterator[tuple[Span, ...]]:

@@ -8,6 +8,7 @@ Axes that a spec does not name hold replicas. What the spec can't say by dims it
     P("data")                              over all axes of the topology's alias `data`, at once
     P(blocks("tensor", 2))                 dim 0 is two blocks, each of which is sharded over `tensor`
     P("col", owned={"row": 0})             sharded over `col`; only coordinate 0 of `row` holds it at all
+    P("col", owned={"row": "col"})         sharded over `col`; only ranks whose `row` is the same as their `col` hold it
     P(partial="tensor")                    whole on every rank, but its gradient is a pending sum over `tensor`
     P("tensor", None, tied={"pipe": (0, -1)})   one parameter, present on the first and the last stage
     P()                                    replicated, said on purpose
@@ -23,6 +24,7 @@ from ..mesh.aliases import by_axis
 from ..mesh.topology import Topology
 from .blocks import Blocks, Span, blocks_repr, cut_spans
 from .entries import Entry, Part, Together, alone, axes_of, blocks_of, together_of
+from .owned import Owned, owned_by_axis, owns
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -34,7 +36,8 @@ class P:
             Dims past the last entry are not sharded. In place of an axis `blocks` says that it cuts each of several blocks,
             and a tuple within the tuple that axes cut at once, which differs where the dim doesn't divide.
         partial: Axis or axes over which the gradient is still a sum to be made when backward ends.
-        owned: ``{axis: coordinate}``: only that coordinate of the axis holds the parameter.
+        owned: ``{axis: coordinate}``: only that coordinate of the axis holds the parameter. ``{axis: other}``, where the
+            other axis shards it: only the coordinate that is the other's too, so that the pieces lie on a diagonal.
         tied: ``{axis: (coordinate, ...)}``: the same logical parameter is held at exactly these coordinates (negative
             ones count from the end), each of which contributes a part of its gradient.
 
@@ -46,21 +49,22 @@ class P:
         blocks: ``(axis, sizes)`` pairs of the axes that cut a dim of several blocks.
 
     Raises:
-        ValueError: An axis is named twice, or an entry is not an axis name, a tuple of names or None.
+        ValueError: An axis is named twice, an entry is not an axis name, a tuple of names or None, or the owner follows an
+            axis that does not shard the parameter.
     """
 
     entries: tuple[tuple[str, ...], ...]
     together: tuple[Together, ...]
     blocks: tuple[tuple[str, tuple[int, ...]], ...]
     partial: tuple[str, ...]
-    owned: tuple[tuple[str, int], ...]
+    owned: Owned
     tied: tuple[tuple[str, tuple[int, ...]], ...]
 
     def __init__(
         self,
         *entries: Entry,
         partial: str | tuple[str, ...] | None = None,
-        owned: Mapping[str, int] | None = None,
+        owned: Mapping[str, int | str] | None = None,
         tied: Mapping[str, Iterable[int]] | None = None,
     ) -> None:
         dims = [axes_of(entry) for entry in entries]
@@ -79,6 +83,12 @@ class P:
         twice = sorted({axis for axis in named if named.count(axis) > 1})
         if twice:
             raise ValueError(f"{self}: axis {twice[0]!r} is named twice; an axis can say one thing about a parameter")
+        for axis, at in self.owned:
+            if isinstance(at, str) and at not in self.sharded_axes:
+                raise ValueError(
+                    f"{self}: the owner along {axis!r} is where {at!r} says, which must shard the parameter; give one "
+                    f"coordinate, as owned={{{axis!r}: 0}}, or shard a dim over {at!r}"
+                )
 
     @property
     def sharded_axes(self) -> tuple[str, ...]:
@@ -107,11 +117,23 @@ class P:
                 found.append(together)
         return tuple(found)
 
-    def with_dims(self, dims: Iterable[Iterable[str | Together]]) -> P:
-        """The spec with other `cuts` of each dim; axes that cut it in blocks still do."""
-        blocks = dict(self.blocks)
-        entries = (tuple(Blocks((a,), blocks[a]) if a in blocks else a for a in map(alone, cuts)) for cuts in dims)
-        return P(*entries, partial=self.partial, owned=dict(self.owned), tied=dict(self.tied))
+    def with_dims(
+        self,
+        dims: Iterable[Iterable[str | Together]],
+        *,
+        partial: tuple[str, ...] | None = None,
+        blocks: Iterable[tuple[str, tuple[int, ...]]] = (),
+    ) -> P:
+        """The spec with other `cuts` of each dim, and pending sums if they are given; axes that cut a dim in blocks still
+        do, and so do those of ``blocks``."""
+        cut = dict(self.blocks) | dict(blocks)
+        entries = (tuple(Blocks((a,), cut[a]) if a in cut else a for a in map(alone, cuts)) for cuts in dims)
+        partial = self.partial if partial is None else partial
+        return P(*entries, partial=partial, owned=dict(self.owned), tied=dict(self.tied))
+
+    def with_partial(self, partial: tuple[str, ...]) -> P:
+        """The spec with other pending sums."""
+        return self.with_dims(map(self.cuts, range(len(self.entries))), partial=partial)
 
     def renamed(self, names: Mapping[str, str]) -> P:
         """The spec with other names for axes."""
@@ -124,7 +146,7 @@ class P:
         return P(
             *(tuple(map(part, self.cuts(dim))) for dim in range(len(self.entries))),
             partial=tuple(new[axis] for axis in self.partial),
-            owned={new[axis]: index for axis, index in self.owned},
+            owned={new[axis]: new[at] if isinstance(at, str) else at for axis, at in self.owned},
             tied={new[axis]: where for axis, where in self.tied},
         )
 
@@ -141,7 +163,7 @@ class P:
         aliases = {**topology.aliases, **(dims or {})}
         if aliases.keys().isdisjoint(self.named_axes):
             return self
-        self._check_coordinates(topology, repr(topology), aliases)
+        self._check_coordinates(topology, "on a mesh", aliases)
         blocks = dict(self.blocks)
 
         def atoms(*names: str) -> tuple[str, ...]:
@@ -155,15 +177,14 @@ class P:
 
         def held(held: Iterable[tuple[str, tuple[int, ...]]]) -> Iterator[tuple[str, tuple[int, ...]]]:
             for axis, where in held:
-                yield from (
-                    by_axis(where, {a: topology.size(a) for a in atoms(axis)}) if axis in aliases else [(axis, where)]
-                )
+                sizes = {atom: topology.size(atom) for atom in atoms(axis)}
+                yield from by_axis(where, sizes) if axis in aliases else [(axis, where)]
 
         try:
             return P(
                 *(tuple(map(part, filter(cuts, self.cuts(dim)))) for dim in range(len(self.entries))),
                 partial=atoms(*self.partial),
-                owned={axis: index for axis, (index,) in held((axis, (index,)) for axis, index in self.owned)},
+                owned=owned_by_axis(self.owned, topology, aliases),
                 tied=dict(held(self.tied)),
             )
         except ValueError as problem:
@@ -198,7 +219,7 @@ class P:
     def holds(self, coordinate: Mapping[str, int], topology: Topology) -> bool:
         """Whether the rank at ``coordinate`` (axis -> index) holds this parameter."""
         spec = self.on(topology)
-        return all(coordinate[axis] == index for axis, index in spec.owned) and all(
+        return owns(spec.owned, coordinate) and all(
             coordinate[axis] in spec.tied_coordinates(axis, topology) for axis, _ in spec.tied
         )
 
@@ -241,9 +262,19 @@ class P:
         self.on(topology)
 
     def _check_coordinates(self, topology: Topology, name: str, aliases: Mapping[str, Together]) -> None:
-        held = [(axis, index) for axis, index in self.owned] + [(axis, i) for axis, where in self.tied for i in where]
+        def size_of(axis: str) -> int:
+            return topology.size(*aliases.get(axis, (axis,)))
+
+        held = [*self.owned, *((axis, index) for axis, where in self.tied for index in where)]
         for axis, index in held:
-            size = topology.size(*aliases.get(axis, (axis,)))
+            size = size_of(axis)
+            if isinstance(index, str):
+                if size_of(index) > size:
+                    raise ValueError(
+                        f"{name}: {self} has a piece for each of the {size_of(index)} coordinates of {index!r}, but "
+                        f"{axis!r}, along which the owner has the same one, has size {size}"
+                    )
+                continue
             if not -size <= index < size or (index < 0 and axis in dict(self.owned)):
                 raise ValueError(f"{name}: {self} names coordinate {index} of {axis!r}, which has size {size}")
 

@@ -27,6 +27,7 @@ from .calls import answer_questions, in_call
 from .default_group import agreed_name, default_group, is_fake
 from .local_group import cuda_device, end_local_group, new_local_group
 from .roles import Role
+from .sub_mesh import sub_mesh
 from .topology import Topology
 
 if TYPE_CHECKING:
@@ -188,24 +189,7 @@ class ProcessGroupRegistry:
         Raises:
             ValueError, RuntimeError: As in `group`.
         """
-        from torch.distributed.device_mesh import DeviceMesh
-
-        dims = [(dim,) if isinstance(dim, str) else dim for dim in axes]
-        names = tuple("_".join(dim) for dim in dims)
-        ranks = self.ranks(*(axis for dim in dims for axis in dim))
-        by_dim = [self.topology.atoms(*dim) for dim in dims]
-        if [[axis for axis in self.topology.axes if axis in dim] for dim in by_dim] != [list(dim) for dim in by_dim]:
-            raise ValueError(f"device_mesh{axes!r} joins axes in another order than theirs ({self.topology.named()})")
-        groups = [self.group(*dim) for dim in dims]
-        if len(dims) == 1:
-            return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=names)
-        atoms = [axis for dim in by_dim for axis in dim]
-        ordered = [axis for axis in self.topology.axes if axis in atoms]
-        grid = torch.tensor(ranks, dtype=torch.int).reshape([self.topology.size(axis) for axis in ordered])
-        # Contiguous because torch reads the mesh's strides as they lie in memory.
-        grid = grid.permute([ordered.index(axis) for axis in atoms]).contiguous()
-        grid = grid.reshape([self.topology.size(*dim) for dim in by_dim])
-        return DeviceMesh.from_group(groups, self.device.type, mesh=grid, mesh_dim_names=names)
+        return sub_mesh(self, [(dim,) if isinstance(dim, str) else dim for dim in axes])
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, *, roles: Mapping[str, Role] | None = None) -> ProcessGroupRegistry:
@@ -228,9 +212,13 @@ class ProcessGroupRegistry:
             )
         topology = Topology(roles=roles, **dict(zip(mesh.mesh_dim_names, grid.shape, strict=True)))
         registry = cls(topology)
-        for axis in topology.axes:
-            registry._groups.setdefault(registry.ranks(axis), mesh.get_group(axis))
+        registry.adopt(*(mesh.get_group(axis) for axis in topology.axes))
         return registry
+
+    def adopt(self, *groups: dist.ProcessGroup) -> None:
+        """Use these groups, whose makers destroy them, for their members, where there is none yet."""
+        for group in groups:
+            self._groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
 
     def close(self, *, abort: bool = False) -> None:
         """Destroy the groups made here, never the default one: in the order of their members, which is one on all ranks. A
@@ -272,9 +260,8 @@ class ProcessGroupRegistry:
 
     def _check_named(self, axes: tuple[str, ...]) -> None:
         if not axes:
-            raise ValueError(
-                f"name the axes ({self.topology.named()}); the whole world is group(*registry.topology.axes)"
-            )
+            there = self.topology.named()
+            raise ValueError(f"name the axes ({there}); the whole world is group(*registry.topology.axes)")
         self.topology.atoms(*axes)
 
     def _check_members(self, members: tuple[int, ...]) -> None:

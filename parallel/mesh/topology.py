@@ -151,11 +151,15 @@ class Topology(ByRole):
         Raises:
             ValueError: An unknown axis, or the same axis twice.
         """
-        return prod(self.sizes[self._dim(axis)] for axis in self.atoms(*axes))
+        return prod(self.sizes[self.axes.index(axis)] for axis in self.atoms(*axes))
 
     def role(self, axis: str) -> Role:
-        """``"pipe"``, ``"data"`` or ``"model"``. Raises ValueError: an unknown axis, or an alias of axes of two roles."""
-        found = {atom: self.roles[self._dim(atom)] for atom in self._atoms(axis)}
+        """``"pipe"``, ``"data"`` or ``"model"``.
+
+        Raises:
+            ValueError: An unknown axis, or an alias whose axes have several roles.
+        """
+        found = {atom: self.roles[self.axes.index(atom)] for atom in self._atoms(axis)}
         if len({*found.values()}) > 1:
             raise ValueError(
                 f"the axes of {axis!r} have several roles, {', '.join(f'{a} {r!r}' for a, r in found.items())}; ask for one"
@@ -177,7 +181,7 @@ class Topology(ByRole):
         """Coordinate of ``rank`` on one axis; on an alias, that on its axes together, the first the slowest."""
         self._check_rank(rank)
         index = 0
-        for dim in map(self._dim, self._atoms(axis)):
+        for dim in map(self.axes.index, self._atoms(axis)):
             index = index * self.sizes[dim] + rank // self._strides[dim] % self.sizes[dim]
         return index
 
@@ -271,11 +275,8 @@ class Topology(ByRole):
     def named(self) -> str:  # for errors
         return f"axes: {_listed(self.axes)}" + (f"; aliases: {_listed(self.aliases)}" if self._aliases else "")
 
-    def _dim(self, axis: str) -> int:
-        return self.axes.index(axis)
-
     def _offset(self, coordinate: Mapping[str, int]) -> int:
-        return sum(value * self._strides[self._dim(axis)] for axis, value in coordinate.items())
+        return sum(value * self._strides[self.axes.index(axis)] for axis, value in coordinate.items())
 
     def _offsets(self, axes: tuple[str, ...]) -> Iterator[int]:
         # In axis order, whatever the caller's: then the sums come out ascending.

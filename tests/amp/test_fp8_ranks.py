@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import pytest
 import torch
-from dense import assert_near, assert_same_grads, collectives
-from meshstep.amp import Fp8
+from dense import assert_near, assert_same_grads, collectives, full_grad
+from meshstep.amp import Fp8, fp8_layers
 from meshstep.amp.fp8.linear import Fp8Matmul
 from meshstep.amp.fp8.rowwise import Fp8RowMatmul
 from meshstep.parallel import (
     BiasLayout,
+    Classifier2D,
+    Classifier3D,
     ColumnParallelLinear,
     Linear2D,
+    Linear2p5D,
+    Linear3D,
     P,
     ProcessGroupRegistry,
     RowParallelLinear,
@@ -106,17 +113,18 @@ def test_without_agreement_they_are_not(kind: str) -> None:
     world.close()
 
 
-def grid_layer_is_whole(base: Base, bias: BiasLayout | None) -> None:
-    with ProcessGroupRegistry(Topology(row=2, col=2)) as registry:
+def grid_layer_is_whole(base: Base, bias: BiasLayout | None, topology: Topology) -> None:
+    with ProcessGroupRegistry(topology) as registry:
         dense = whole(WIDTH, HIDDEN, base)
-        layer = Linear2D(WIDTH, HIDDEN, registry, bias=bias)
+        rows = ("depth", "row") if "depth" in topology.axes else ("row",)
+        layer = (Linear2p5D if len(rows) > 1 else Linear2D)(WIDTH, HIDDEN, registry, bias=bias)
         weight_spec = spec_of(layer.weight)
         layer.weight.data = shard(dense.weight.detach().float().t(), weight_spec, registry)
         if layer.bias is not None:
             layer.bias.data = shard(dense.bias.detach().float(), spec_of(layer.bias), registry)
         Fp8(base).prepare(layer, registry)
         x, grad = activations(WIDTH, BATCH, SEQ)
-        spec = P("row", None, "col")
+        spec = P(rows, None, "col")
         if bias is None:
             dense.bias = None  # type: ignore[assignment]
         expected = dense(x)
@@ -132,18 +140,77 @@ def grid_layer_is_whole(base: Base, bias: BiasLayout | None) -> None:
         assert layer.weight.grad is not None
         assert dense.weight.grad is not None
         assert_near(unshard(local.grad, spec, registry), x.grad, dtype)
-        assert_near(unshard(layer.weight.grad, weight_spec, registry), dense.weight.grad.t(), dtype)
+        assert_near(full_grad(layer.weight, weight_spec, registry), dense.weight.grad.t(), dtype)
 
 
-@pytest.mark.parametrize(("base", "bias"), [("fp32", "column"), ("fp32", "row0"), ("bf16", "all"), ("bf16", None)])
-def test_the_grid_layer_is_the_whole_one(world: World, base: Base, bias: BiasLayout | None) -> None:
-    world.run(4, grid_layer_is_whole, base, bias)
+GRID = Topology(row=2, col=2)
+
+
+@pytest.mark.parametrize(
+    ("base", "bias", "topology"),
+    [
+        ("fp32", "column", GRID),
+        ("fp32", "row0", GRID),
+        ("bf16", "all", GRID),
+        ("bf16", None, GRID),
+        ("fp32", "column", Topology(depth=2, row=1, col=2)),
+        ("fp32", "column", Topology(row=1, col=2)),
+    ],
+)
+def test_the_grid_layer_is_the_whole_one(world: World, base: Base, bias: BiasLayout | None, topology: Topology) -> None:
+    world.run(topology.world_size, grid_layer_is_whole, base, bias, topology)
+
+
+def layers_that_fall_back() -> tuple[dict[str, str], list[str]]:
+    """Half of the weight's rows are a multiple of 16 on one rank only: both compute it alike, and neither waits."""
+    with (
+        ProcessGroupRegistry(Topology(row=2, col=1, input=1, weight=1, output=1)) as registry,
+        warnings_of_fp8() as said,
+    ):
+        model = nn.ModuleDict({"uneven": Linear2D(31, 16, registry), "cube": Linear3D(32, 32, registry)})
+        model["head"], model["last"] = Classifier2D(32, 32, registry), Classifier3D(32, 32, registry)
+        Fp8("fp32").prepare(model, registry)
+        torch.autograd.backward(model["uneven"](torch.randn(4, 31)).sum())
+        for name in ("cube", "head", "last"):
+            torch.autograd.backward(model[name](torch.randn(4, 32)).sum())
+        return fp8_layers(model), said
+
+
+def test_layers_on_grids_that_fall_back_are_listed(world: World) -> None:
+    (found, said), (same, _) = world.run(2, layers_that_fall_back)
+    without = "not in 8 bits: there is no 8-bit product for"
+    assert (
+        found
+        == same
+        == {
+            "uneven": "not in 8 bits: ranks have unequal pieces of its weight",
+            "cube": f"{without} Linear3D",
+            "head": f"{without} Classifier2D",
+            "last": f"{without} Classifier3D",
+        }
+    )
+    assert len(said) == 1
+    assert all(f"{name}: {how}" in said[0] for name, how in found.items())
+
+
+@contextmanager
+def warnings_of_fp8() -> Iterator[list[str]]:
+    """What the mode logs."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("meshstep.amp.fp8.mode")
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
 
 
 def replicas_are_whole(spec: P, across_data: bool) -> tuple[bool, int]:
     """A linear layer whose batch is split over an axis: whether this rank's output is the whole one's part."""
     axis = "tensor" if spec.partial else "data"
-    with ProcessGroupRegistry(Topology(**{axis: 2})) as registry:  # type: ignore[arg-type]
+    with ProcessGroupRegistry(Topology(roles=None, **{axis: 2})) as registry:
         dense, layer = whole(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN)
         layer.load_state_dict(dense.state_dict())
         declare(layer, {"*": spec})

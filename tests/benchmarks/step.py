@@ -17,9 +17,10 @@ from statistics import median
 
 import torch
 from meshstep.amp import Mode
-from meshstep.optim import ParallelOptimizer
+from meshstep.optim import ParallelOptimizer, clip_grad_norm_
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 Step = Callable[[], object]
 MakeParams = Callable[[], list[nn.Parameter]]
@@ -124,6 +125,30 @@ def with_masters(make: MakeParams, dtype: torch.dtype, precision: Mode) -> Step:
     return step
 
 
+def norm_of_dtensors(make: MakeParams) -> dict[str, Step]:
+    """Name -> measuring and clipping the gradients of DTensors, and those of plain tensors of the same shapes."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    registry = alone()
+    mesh = init_device_mesh(make()[0].device.type, (1,), mesh_dim_names=("tensor",))
+
+    def split() -> list[nn.Parameter]:
+        params = [
+            nn.Parameter(DTensor.from_local(param.detach(), mesh, [Shard(0)], run_check=False)) for param in make()
+        ]
+        fused_adamw(params)
+        return params
+
+    plain, ours, torchs = make(), split(), split()
+    fused_adamw(plain)
+    of_mesh = ProcessGroupRegistry(Topology(tensor=1))
+    return {
+        "torch clip_grad_norm_ of DTensors": lambda: nn.utils.clip_grad_norm_(torchs, 0.7),
+        "meshstep clip_grad_norm_ of DTensors": lambda: clip_grad_norm_(ours, 0.7, of_mesh),
+        "meshstep clip_grad_norm_, plain": lambda: clip_grad_norm_(plain, 0.7, registry),
+    }
+
+
 def time_rounds(
     steps: dict[str, Step], seconds: float, synchronize: Callable[[], object], clock: Callable[[], float]
 ) -> dict[str, list[float]]:
@@ -172,7 +197,10 @@ def main() -> None:
         ("fp32, 30M-parameter transformer", big, full_precision),
         ("fp32, 1,000 parameters of 64 elements", tiny, full_precision),
         ("masters and clipping, 30M-parameter transformer", big, mixed_precision),
+        ("the norm alone, 1,000 parameters of 64 elements", tiny, norm_of_dtensors),
     ]
+    # One process; what DTensors cost is Python, not the network.
+    torch.distributed.init_process_group("fake", rank=0, world_size=1)
     for title, make, contenders in tables:
         report(title, time_rounds(contenders(make), arguments.seconds, synchronize, clock))
 

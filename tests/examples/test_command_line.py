@@ -17,7 +17,7 @@ from meshstep.amp import ApexFp16
 from meshstep.parallel import Topology
 from run_example import EXAMPLES, example, start_example
 
-TRAINING = ["train_digits", "accumulate_lm", "amp_vit", "clip_resnet34"]
+TRAINING = ["train_digits", "train_moe", "accumulate_lm", "amp_vit", "clip_resnet34"]
 SCRIPTS = [*TRAINING, "accumulate_norms", "compare_norms"]
 SHARED = ["--steps", "--topology", "--precision", "--accumulate", "--zero", "--resume", "--plot", "--help"]
 NEED_TORCHVISION = ("amp_vit", "clip_resnet34")
@@ -89,8 +89,16 @@ def test_shared_flags_are_read_alike(name: str) -> None:
         ("train_digits", "--accumulate 3", "--batch-size 64 must be a multiple of 3, its parts: --accumulate x data"),
         ("train_digits", "--steps 0", "'0' is no whole number >= 1"),
         ("train_digits", "--plot curve.png", "end its name in .svg"),
-        ("accumulate_lm", "--topology row=1", "no layers for row: give data, tensor, or both"),
+        ("accumulate_lm", "--topology row=1", "no layers for row: give data, cp, tensor, or several of them"),
         ("accumulate_lm", "--steps 3 --epochs 2", "not allowed with argument"),
+        ("train_moe", "--experts tnsor", "unknown axis 'tnsor'"),
+        (
+            "train_moe",
+            "--topology row=1,col=1",
+            "no layers of experts for row, col: .* give tensor or nothing",
+        ),
+        ("train_moe", "--top-k 9", "--top-k 9 is not in 1..8, the number of experts"),
+        ("train_moe", "--verify --precision bf16", "are no mixed precision: leave out --precision bf16"),
         ("amp_vit", "--data nowhere", "there is no nowhere/caltech101: give --sample, --download, or another --data"),
         ("clip_resnet34", "--topology row=1", "ResNet-34 can't be split over 'row'"),
         ("clip_resnet34", "--zero 1 --data-parallel ddp", "leave out --data-parallel, or --zero"),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
-from run_example import printed_by_example, read_curve, run_example
+from meshstep.parallel import ProcessGroupRegistry, Topology
+from run_example import example, printed_by_example, read_curve, run_example
 from world import World
 
 # 104 paragraphs to train: 6 batches of 16 and one of 8 in an epoch, which is half a window where a window has 2 parts.
@@ -14,18 +16,41 @@ FLAGS = ["--paragraphs", "232", "--batch-size", "16", "--epochs", "3", "--width"
 STEPS = 21
 
 
-def test_accumulated_over_data_and_tensor_it_is_the_run_of_one_process(world: World, tmp_path: Path) -> None:
-    one, split = tmp_path / "one.csv", tmp_path / "split.csv"
-    printed = run_example("accumulate_lm", "--curve", str(one), *FLAGS)
-    how = ["--curve", str(split), "--accumulate", "2", *FLAGS]
-    also_printed, *others = world.run(4, printed_by_example, "accumulate_lm", how, "data=2,tensor=2")
-    assert others == ["", "", ""]
-
-    curve = read_curve(one)
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.Tensor, str]:
+    """Its curve, and what it prints from its results on."""
+    path = tmp_path_factory.mktemp("lm") / "one.csv"
+    printed = run_example("accumulate_lm", "--curve", str(path), *FLAGS)
+    curve = read_curve(path)
     assert curve.shape == (STEPS, 3)
-    torch.testing.assert_close(read_curve(split), curve, rtol=2e-5, atol=0)
-
     before, after = (float(loss) for loss in re.findall(r"test \w+: +loss ([\d.]+)", printed))
     assert after < before - 1, "it should learn"
-    assert "test" in also_printed
-    assert printed[printed.index("test") :] == also_printed[also_printed.index("test") :], "losses and what it writes"
+    return curve, printed[printed.index("test") :]
+
+
+@pytest.mark.parametrize(
+    ("topology", "accumulate"), [("data=2,tensor=2", 2), ("data=2,cp=2", 1), ("cp=2,tensor=2", 2), ("cp=4", 1)]
+)
+def test_however_it_is_split_it_is_the_run_of_one_process(
+    world: World, topology: str, accumulate: int, one_process: tuple[torch.Tensor, str], tmp_path: Path
+) -> None:
+    """Data coordinates, parts of the sequence and micro-batches hold different numbers of tokens."""
+    path = tmp_path / "split.csv"
+    how = ["--curve", str(path), "--accumulate", str(accumulate), *FLAGS]
+    printed, *others = world.run(4, printed_by_example, "accumulate_lm", how, topology)
+    assert others == ["", "", ""]
+    curve, results = one_process
+    torch.testing.assert_close(read_curve(path), curve, rtol=2e-5, atol=0)
+    assert printed[printed.index("test") :] == results, "losses and what it writes"
+
+
+def too_few_heads() -> None:
+    with (
+        ProcessGroupRegistry(Topology(cp=2, tensor=1)) as registry,
+        pytest.raises(ValueError, match="3 attention heads don't divide over tensor x cp=2"),
+    ):
+        example("models.gpt").GPT(registry, 30, 3, 1)
+
+
+def test_heads_that_do_not_divide_over_the_parts_of_the_sequence_are_an_error(world: World) -> None:
+    world.run(2, too_few_heads)

@@ -32,16 +32,24 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("topology", "flags"),
-    [("row=2,col=2", []), ("data=2,tensor=2", []), ("data=2,tensor=2", ["--accumulate", "4", "--zero", "2"])],
+    [
+        ("row=2,col=2", []),
+        ("row=1,col=4", []),  # 10 classes don't divide over it
+        ("depth=2,row=2,col=2", []),
+        ("input=2,weight=2,output=2", []),
+        ("data=2,tensor=2", []),
+        ("data=2,tensor=2", ["--accumulate", "4", "--zero", "2"]),
+    ],
 )
 def test_a_topology_has_the_curve_of_one_process(
     world: World, topology: str, flags: list[str], one_process: torch.Tensor, tmp_path: Path
 ) -> None:
     path = tmp_path / "curve.csv"
     given = ["--curve", str(path), *FLAGS, *flags]
-    printed, *others = world.run(4, printed_by_example, "train_digits", given, topology)
+    ranks = Topology.parse(topology).world_size
+    printed, *others = world.run(ranks, printed_by_example, "train_digits", given, topology)
     assert "right" in printed
-    assert others == ["", "", ""], "only rank 0 reports"
+    assert others == [""] * (ranks - 1), "only rank 0 reports"
     torch.testing.assert_close(read_curve(path, COLUMNS), one_process, rtol=2e-5, atol=0)
 
 
@@ -82,7 +90,7 @@ def test_verify_notices_a_wrong_norm(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_a_topology_without_layers_is_an_error() -> None:
     with (
         ProcessGroupRegistry(Topology(expert=1)) as registry,
-        pytest.raises(ValueError, match=r"no layers for .*expert=1.*tensor, or row and col"),
+        pytest.raises(ValueError, match=r"no layers for .*expert=1.*tensor, or row and col.*input, weight and output"),
     ):
         example("train_digits").Trainer(options(), registry)
 

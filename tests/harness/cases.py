@@ -133,18 +133,21 @@ def topologies(draw: st.DrawFn, most_ranks: int = 8) -> tuple[tuple[str, int], .
 
 @st.composite
 def specs(draw: st.DrawFn, axes: tuple[tuple[str, int], ...], ndim: int) -> P:
-    """A spec of any kind: each axis shards a dim, is partial, owned, tied, or is not named."""
+    """A spec of any kind: each axis shards a dim, is partial, owned (also on a diagonal), tied, or is not named."""
     entries: list[tuple[str, ...]] = [() for _ in range(ndim)]
     partial: list[str] = []
-    owned: dict[str, int] = {}
+    owned: dict[str, int | str] = {}
     tied: dict[str, tuple[int, ...]] = {}
     for axis, size in draw(st.permutations(axes)):
-        use = draw(st.sampled_from(["none", "shard", "shard", "partial", "owned", "tied"]))
+        use = draw(st.sampled_from(["none", "shard", "shard", "partial", "owned", "diagonal", "tied"]))
+        smaller = [other for other, pieces in axes if pieces <= size and any(other in entry for entry in entries)]
         if use == "shard" and ndim and axis != "data":
             dim = draw(st.integers(0, ndim - 1))
             entries[dim] = (*entries[dim], axis)
         elif use == "partial" and axis not in ("pipe", "data"):
             partial.append(axis)
+        elif use == "diagonal" and axis != "data" and smaller:
+            owned[axis] = draw(st.sampled_from(smaller))
         elif use == "owned" and axis != "data":
             owned[axis] = draw(st.integers(0, size - 1))
         elif use == "tied" and axis == "pipe":

@@ -120,13 +120,18 @@ LAYOUTS = {
     "row=2,col=2": Layout(
         Topology(row=2, col=2), {**_GRID, "bias": P("col", owned={"row": 0}), "terms": P(partial="row")}
     ),
+    "row=2,col=2, diagonal": Layout(
+        Topology(row=2, col=2),
+        {**_GRID, "bias": P("col", owned={"row": "col"}), "experts": P(None, "row", owned={"col": "row"})},
+    ),
+    "row=3,col=2, diagonal": Layout(
+        Topology(row=3, col=2), {"bias": P("col", owned={"row": "col"}), "split": P("row", partial="col")}
+    ),
     "experts, data=2": Layout(Topology(roles={"expert": "data"}, data=2, expert=2), _over("expert")),
     "experts, other samples": Layout(Topology(roles={"expert": "data"}, expert=3), _over("expert")),
     "experts, same samples": Layout(Topology(roles={"expert": "model"}, expert=2), _over("expert")),
     "folded": Layout(Topology(edp=2, mid=2, tensor=2, aliases=_ALIASES), _FOLDED, said=_SAID),
-    "folded, experts over data": Layout(
-        Topology(edp=2, mid=2, tensor=1, aliases=_ALIASES), _FOLDED, said={**_SAID, "bias": P(owned={"expert": 1})}
-    ),
+    "folded, experts over data": Layout(Topology(edp=2, mid=2, tensor=1, aliases=_ALIASES), _FOLDED, said=_SAID),
     "folded, all experts": Layout(Topology(edp=1, mid=2, tensor=2, aliases=_ALIASES), _FOLDED, said=_SAID),
     "two meshes of DTensors": Layout(
         Topology(edp=1, mid=2, tensor=2, aliases=_ALIASES),
@@ -287,6 +292,7 @@ _OFTEN = [
     "two meshes of DTensors",
     "tensor=3",
     "row=2,col=2",
+    "row=2,col=2, diagonal",
     "experts, other samples",
     "experts, same samples",
     "data=3,row=2",

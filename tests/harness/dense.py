@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from meshstep.parallel import P, ProcessGroupRegistry, spec_of, unshard
+from meshstep.parallel import P, ProcessGroupRegistry, shard, spec_of, unshard
 from meshstep.parallel.mesh.flat_collectives import ALL_GATHER, REDUCE_SCATTER
 from torch import Tensor, nn
 
@@ -52,8 +52,56 @@ def assert_same_grads(module: nn.Module, dense: nn.Module, registry: ProcessGrou
         assert_near(full_grad(param, spec_of(param), registry), grad)
 
 
+def assert_layer_is_dense(
+    layer: nn.Module,
+    dense: nn.Module,
+    x: Tensor,
+    takes: P,
+    gives: P,
+    specs: Mapping[str, P],
+    registry: ProcessGroupRegistry,
+) -> None:
+    """Initial weights, output and gradients of a layer on pieces, uneven ones too: the dense layer's on the full input.
+
+    Args:
+        x: The full input; ids have no gradient.
+        takes, gives: How input and output are split.
+        specs: Of all parameters, those that this rank lacks among them; they are what the layer declares. A weight of which
+            the dense one has the transpose is compared with that.
+    """
+    assert {name: spec_of(param) for name, param in layer.named_parameters()} == {
+        name: spec for name, spec in specs.items() if spec.holds(registry.coordinate, registry.topology)
+    }
+    transposed = isinstance(dense, nn.Linear) and not hasattr(layer, "classes")
+
+    def piece(full: Tensor, spec: P) -> Tensor:
+        return shard(full, spec, registry, uneven=True)
+
+    def expected(full: Tensor) -> Tensor:
+        return full.t() if transposed and full.dim() == 2 else full
+
+    for name, spec in specs.items():
+        assert torch.equal(unshard(getattr(layer, name), spec, registry), expected(dense.get_parameter(name))), name
+    reference, local = x.detach().clone(), piece(x, takes)
+    for tensor in (reference, local):
+        tensor.requires_grad_(x.is_floating_point())
+    wanted, output = dense(reference), layer(local)
+    weight = torch.randn_like(wanted)
+    torch.autograd.backward((wanted * weight).sum())
+    torch.autograd.backward((output * piece(weight, gives)).sum())
+    assert_near(output, piece(wanted, gives))
+    if x.is_floating_point():
+        assert local.grad is not None
+        assert reference.grad is not None
+        assert_near(local.grad, piece(reference.grad, takes))
+    for name, spec in specs.items():
+        grad = dense.get_parameter(name).grad
+        assert grad is not None
+        assert_near(full_grad(getattr(layer, name), spec, registry), expected(grad))
+
+
 # What they are called in the tests, and in this torch.
-COUNTED = {name: name for name in ("all_reduce", "broadcast", "reduce")} | {
+COUNTED = {name: name for name in ("all_reduce", "all_to_all_single", "broadcast", "reduce")} | {
     "all_gather_single": ALL_GATHER,
     "reduce_scatter_single": REDUCE_SCATTER,
 }

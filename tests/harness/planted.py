@@ -107,6 +107,16 @@ LAYOUTS = {
         (("data", 2), ("tensor", 2)),
         {"up": P("tensor"), "down": P(None, "tensor"), "bias": P(partial="tensor"), "table": P(("tensor",))},
     ),
+    "diagonal": Layout(
+        (("input", 2), ("output", 2)),
+        {
+            "up": P("output", "input"),
+            "down": P("input", "output"),
+            "bias": P("input", partial="output"),
+            "table": P(None, "output", owned={"input": "output"}),
+            "kernel": P("input", owned={"output": "input"}),
+        },
+    ),
     "pipe, tied": Layout((("pipe", 2),), {"table": P(tied={"pipe": (0, -1)}), "gain": P(owned={"pipe": 1})}),
     "split over a pipeline": Layout((("pipe", 2),), {"up": P("pipe"), "down": P(None, "pipe"), "bias": P("pipe")}),
 }

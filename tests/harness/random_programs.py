@@ -183,7 +183,7 @@ def layers_of(drawn: Drawn, registry: ProcessGroupRegistry) -> dict[str, nn.Modu
     kinds = ["plain", "plain", "vector", *("owned" for axis in topology.model_axes)]
     kinds += ["1d", "1d", "words 1d", "terms"] if "tensor" in topology.axes else []
     kinds += ["uneven"] if drawn.is_uneven else []
-    kinds += ["2d", "2d", "words 2d"] if "row" in topology.axes else []
+    kinds += ["2d", "2d", "words 2d", "diagonal"] if "row" in topology.axes else []
     kinds += ["experts", "experts"] if "expert" in topology.axes else []
     for index, kind in enumerate(rng.choices(kinds, k=rng.randint(1, 5))):
         made[f"{stage} {index} {kind}"] = _layer(kind, registry, rng)
@@ -211,6 +211,8 @@ def _layer(kind: str, registry: ProcessGroupRegistry, rng: random.Random) -> nn.
         return Vector(registry, P("tensor"), numel // of + (registry.rank("tensor") < numel % of))
     if kind == "terms":
         return Vector(registry, P(partial="tensor"), 5)
+    if kind == "diagonal":
+        return Vector(registry, P("col", owned={"row": "col"}), 6)
     if kind == "owned":
         axis = rng.choice(topology.model_axes)
         return Vector(registry, P(owned={axis: rng.randrange(topology.size(axis))}), 9)

@@ -39,12 +39,12 @@ from meshstep.optim import (
 from meshstep.optim.gradients.bucket import BUCKET_BYTES
 from meshstep.optim.norm.replicas import ReplicaCheck
 from meshstep.optim.states import host_bucket, offloaded
-from meshstep.optim.step.update import LAG, SkipMonitor
+from meshstep.optim.step.skips import LAG, SkipMonitor
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.parallel.interop import dtensor
-from meshstep.parallel.layers.summa import Grid, _Reduction, summa
-from meshstep.parallel.mesh import collectives
-from meshstep.parallel.mesh.collectives import Over
+from meshstep.parallel.layers.summa import Grid, Part, _Reduction, summa
+from meshstep.parallel.mesh import linear_maps
+from meshstep.parallel.mesh.linear_maps import Over
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor, Shard
@@ -227,11 +227,11 @@ def test_several_ranks_on_one_gpu_by_gloo(placed: str, mode: str) -> None:
 
 
 MAPS: dict[str, Callable[[torch.Tensor, Over], torch.Tensor]] = {
-    "all-reduce": collectives.all_reduce,
-    "all-gather": collectives.all_gather,
-    "reduce-scatter": collectives.reduce_scatter,
-    "broadcast": collectives.broadcast,
-    "reduce": collectives.reduce_to_root,
+    "all-reduce": linear_maps.all_reduce,
+    "all-gather": linear_maps.all_gather,
+    "reduce-scatter": linear_maps.reduce_scatter,
+    "broadcast": linear_maps.broadcast,
+    "reduce": linear_maps.reduce_to_root,
 }
 
 
@@ -254,9 +254,9 @@ def test_2d_layers_of_several_ranks_on_one_gpu_by_gloo() -> None:
         a, b = torch.ones(3, 4, device=CUDA), torch.ones(4, 5, device=CUDA)
         with logging() as log:
             summa(a, b, grid)
-            terms = _Reduction(grid, "row")
+            terms = _Reduction(0, grid, "row")
             for k in range(2):
-                terms.add(k, torch.ones(3, 5, device=CUDA))
+                terms.add(Part(k, 0, 3), torch.ones(3, 5, device=CUDA))
             terms.finish()
         assert log.collectives
         assert set(log.collectives) <= {(name, "cuda") for name in GLOO_COPIES}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from meshstep.parallel import (
     ProcessGroupRegistry,
     Topology,
     all_gather_to,
+    all_to_all,
     broadcast_from,
     copy_to,
     gather_from,
@@ -31,6 +33,9 @@ MAPS: dict[str, Callable[[Tensor, ProcessGroupRegistry], Tensor]] = {
     "reduce_scatter_to 0": lambda x, r: reduce_scatter_to(x, r, "tensor", dim=0),
     "reduce_scatter_to 1": lambda x, r: reduce_scatter_to(x, r, "tensor", dim=1),
     "broadcast_from": lambda x, r: broadcast_from(x, r, "tensor", root=1),
+    "all_to_all 0": lambda x, r: all_to_all(x, r, "tensor", split_dim=0),
+    "all_to_all 0 1": lambda x, r: all_to_all(x, r, "tensor", split_dim=0, concat_dim=-1),
+    "all_to_all 1 0": lambda x, r: all_to_all(x, r, "tensor", split_dim=1, concat_dim=0),
 }
 
 
@@ -59,12 +64,61 @@ def test_values(world: World, dtype: torch.dtype) -> None:
         "reduce_scatter_to 1": [12, 16],
         "scatter_to 1": [1, 3],
         "broadcast_from": [11, 12, 13, 14],
+        "all_to_all 0": [1, 2, 11, 12],
+        "all_to_all 0 1": [1, 2, 11, 12],
+        "all_to_all 1 0": [1, 3, 11, 13],
         "copy_to": [1, 2, 3, 4],
     }
+    assert second["all_to_all 0"] == second["all_to_all 0 1"] == [3, 4, 13, 14]
+    assert second["all_to_all 1 0"] == [2, 4, 12, 14]
     assert second["reduce_scatter_to 0"] == [16, 18]
     assert second["reduce_scatter_to 1"] == [14, 18]
     assert second["scatter_to 1"] == [12, 14]
     assert second["broadcast_from"] == [11, 12, 13, 14]
+
+
+UNEVEN: dict[str, Callable[[Tensor, ProcessGroupRegistry], Tensor]] = {
+    "scatter_to": lambda x, r: scatter_to(x, r, "tensor", dim=1, uneven=True),
+    "reduce_scatter_to": lambda x, r: reduce_scatter_to(x, r, "tensor", dim=1, uneven=True),
+    "gather_from": lambda x, r: gather_from(x[:, : 2 - r.rank("tensor")], r, "tensor", dim=1, length=3),
+    "all_gather_to": lambda x, r: all_gather_to(x[:, : 2 - r.rank("tensor")], r, "tensor", dim=1, length=3),
+}
+
+
+def uneven_values() -> dict[str, Any]:
+    """Of each map values, and gradients where the ones of its output are 1, 2, 3 on rank 0 and ten times that on rank 1."""
+    results = {}
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        for name, function in UNEVEN.items():
+            mine = (torch.tensor([[1.0, 2.0, 3.0]]) + 10 * registry.rank("tensor")).requires_grad_()
+            output = function(mine, registry)
+            given = torch.arange(1.0, 1 + output.numel()).view_as(output) * 10 ** registry.rank("tensor")
+            (grad,) = torch.autograd.grad(output, mine, given)
+            results[name] = output.flatten().tolist(), grad.flatten().tolist()
+        with pytest.raises(ValueError, match=r"no piece of length=7 over tensor=2: this rank's has [34]"):
+            gather_from(torch.zeros(2), registry, "tensor", dim=0, length=7)
+    with (
+        pytest.raises(ValueError, match="uneven pieces over row x col: they are those of one axis; call once for each"),
+        ProcessGroupRegistry(Topology(row=1, col=2)) as registry,
+    ):
+        scatter_to(torch.zeros(3), registry, "row", "col", dim=0, uneven=True)
+    return results
+
+
+def test_values_of_uneven_pieces(world: World) -> None:
+    first, second = world.run(2, uneven_values)
+    assert first == {  # pieces of 2 and 1
+        "scatter_to": ([1, 2], [1, 2, 10]),
+        "reduce_scatter_to": ([12, 14], [1, 2, 10]),
+        "gather_from": ([1, 2, 11], [1, 2, 0]),
+        "all_gather_to": ([1, 2, 11], [11, 22, 0]),
+    }
+    assert second == {
+        "scatter_to": ([13], [1, 2, 10]),
+        "reduce_scatter_to": ([16], [1, 2, 10]),
+        "gather_from": ([1, 2, 11], [30, 0, 0]),
+        "all_gather_to": ([1, 2, 11], [33, 0, 0]),
+    }
 
 
 def adjoints(differentiate_again: bool) -> None:
@@ -133,6 +187,59 @@ def test_several_axes_are_in_topology_order(world: World) -> None:
     assert world.run(4, over_two_axes) == [[0.0, 1.0, 2.0, 3.0]] * 4
 
 
+def uneven(axes: tuple[str, ...]) -> tuple[list[float], list[float]]:
+    """Rank i sends rank j what it sends, i * j rows: rank 0 sends and gets nothing."""
+    with ProcessGroupRegistry(Topology(row=2, col=2, aliases={"grid": ("row", "col")})) as registry:
+        rank, sizes = registry.rank(*axes), [registry.rank(*axes) * other for other in range(registry.size(*axes))]
+        rows = torch.tensor([10.0 * rank + other for other, size in enumerate(sizes) for _ in range(size)])
+        x = rows.repeat(2, 1).double().requires_grad_()  # [2, rows]
+        output = all_to_all(x, registry, *axes, split_dim=1, split_sizes=sizes, concat_sizes=sizes)
+        y = torch.arange(output.numel(), dtype=torch.float64).view_as(output) + 100 * rank
+        (grad,) = torch.autograd.grad(output, x, y)
+        products = torch.stack([(output * y).sum(), (x * grad).sum()]).detach()
+        dist.all_reduce(products)
+        assert products[0] == products[1]
+        assert torch.equal(all_to_all(output, registry, *axes, split_dim=1, split_sizes=sizes, concat_sizes=sizes), x)
+        return output[0].tolist(), output[1].tolist()
+
+
+@pytest.mark.parametrize("axes", [("col",), ("row", "col"), ("grid",)])
+def test_all_to_all_sends_any_number_to_each_rank_and_none(world: World, axes: tuple[str, ...]) -> None:
+    for rank, found in enumerate(world.run(4, uneven, axes)):
+        ranks = 2 if axes == ("col",) else 4
+        index = rank % ranks
+        expected = [10.0 * other + index for other in range(ranks) for _ in range(other * index)]
+        assert found == (expected, expected)
+
+
+def heads_and_tokens() -> None:
+    """Of 3 heads and 5 tokens: all heads of some tokens, then some heads of all tokens, and back."""
+    with ProcessGroupRegistry(Topology(cp=2)) as registry:
+        full = torch.arange(2 * 3 * 5 * 4.0).view(2, 3, 5, 4)  # [batch, head, token, feature]
+        heads, tokens = [2, 1], [1, 4]
+        mine = full.split(tokens, 2)[registry.rank("cp")].clone().requires_grad_()
+        whole = all_to_all(mine, registry, "cp", split_dim=1, concat_dim=-2, split_sizes=heads, concat_sizes=tokens)
+        assert torch.equal(whole, full.split(heads, 1)[registry.rank("cp")])
+        weight = torch.randn(full.shape, generator=torch.Generator().manual_seed(0))
+        again = all_to_all(
+            whole * weight.split(heads, 1)[registry.rank("cp")],
+            registry,
+            "cp",
+            split_dim=2,
+            concat_dim=1,
+            split_sizes=tokens,
+            concat_sizes=heads,
+        )
+        expected = weight.split(tokens, 2)[registry.rank("cp")]
+        assert torch.equal(again, mine * expected)
+        (grad,) = torch.autograd.grad(again.sum(), mine)
+        assert torch.equal(grad, expected)
+
+
+def test_all_to_all_changes_the_dim_that_is_split(world: World) -> None:
+    world.run(2, heads_and_tokens)
+
+
 def test_trivial_groups_cost_nothing() -> None:
     registry = ProcessGroupRegistry(Topology(tensor=1))
     x = torch.randn(3, 4, requires_grad=True)
@@ -154,6 +261,21 @@ def rejected() -> None:
             gather_from(torch.zeros(2), registry, "tensor", dim=1)
         with pytest.raises(ValueError, match=r"root 2 is not in the group over tensor; give an index in 0\.\.1"):
             broadcast_from(torch.zeros(2), registry, "tensor", root=2)
+        rows = torch.zeros(3, 2)
+        cases: list[tuple[dict[str, Any], str]] = [
+            ({}, "doesn't divide over tensor of size 2"),
+            ({"split_sizes": [1, 2]}, "give concat_sizes too"),
+            ({"split_sizes": [1, 1], "concat_sizes": [1, 1]}, r"split_sizes \[1, 1\] don't add up to dim 0 .*\(3, 2\)"),
+            (
+                {"split_sizes": [3], "concat_sizes": [3, 3]},
+                r"split_sizes is \[3\]; give a length >= 0 for each of the 2",
+            ),
+            ({"split_sizes": [4, -1], "concat_sizes": [4, 4]}, "a length >= 0"),
+            ({"split_sizes": [1, 2], "concat_sizes": [7, 8]}, "this rank sends itself [78], but its piece has [12]"),
+        ]
+        for wrong, said in cases:
+            with pytest.raises(ValueError, match=said):
+                all_to_all(rows, registry, "tensor", split_dim=0, **wrong)
 
 
 def test_bad_input_fails_before_any_collective(world: World) -> None:
@@ -181,4 +303,5 @@ def test_one_collective_each_way(world: World) -> None:
         "reduce_scatter_to 0": both,
         "reduce_scatter_to 1": both,
         "broadcast_from": {"broadcast": 1, "reduce": 1},
+        **{key: {"all_to_all_single": 2} for key in ("all_to_all 0", "all_to_all 0 1", "all_to_all 1 0")},
     }

@@ -136,7 +136,12 @@ def refused(spec: P, declared: bool) -> str:
 
 
 @pytest.mark.parametrize(
-    ("spec", "declared", "message"), [(P("data"), True, "w (P('data')) is split over 'data'"), (P(), False, "no spec")]
+    ("spec", "declared", "message"),
+    [
+        (P("data"), True, "w (P('data')) is split over 'data'"),
+        (P(partial="data"), True, "w (P(partial='data')) leaves backward with a sum over 'data' still to be made"),
+        (P(), False, "no spec"),
+    ],
 )
 def test_what_can_not_be_marked(world: World, spec: P, declared: bool, message: str) -> None:
     assert message in world.run(2, refused, spec, declared)[0]

@@ -26,6 +26,9 @@ SPECS = [
     P("col", owned={"row": 0}),
     P(None, owned={"row": 1, "col": 0}),
     P(("col", "data"), owned={"row": 1}),
+    P("col", owned={"row": "col"}),
+    P(None, "row", "data", owned={"col": "row"}),
+    P(("data", "col"), owned={"row": "col"}),
 ]
 
 
@@ -38,6 +41,7 @@ SPECS = [
         ((0, 4), P("row", "col"), (0, 1)),
         ((), P(), ()),
         ((8,), P("col", owned={"row": 0}), (2,)),
+        ((8,), P("row", owned={"col": "row"}), (4,)),
     ],
 )
 def test_shapes(full: tuple[int, ...], spec: P, local: tuple[int, ...]) -> None:
@@ -74,14 +78,17 @@ def test_one_process_needs_no_groups() -> None:
 def round_trips(topology: Topology, dtype: torch.dtype) -> None:
     with ProcessGroupRegistry(topology) as registry:
         for spec in SPECS:
-            for shape in ((8, 4, 12), (8, 0, 4)):
+            for shape in ((8, 4, 12), (8, 0, 4), (7, 3, 5), (1, 2, 3)):
                 full = torch.randn(shape).to(dtype)
-                piece = shard(full, spec, registry)
-                owns = all(registry.coordinate[axis] == where for axis, where in spec.owned)
+                piece = shard(full, spec, registry, uneven=True)
+                owns = spec.holds(registry.coordinate, topology)
                 assert piece.dtype is dtype
                 if owns:
                     assert piece.is_contiguous()
-                    assert tuple(piece.shape) == local_shape(shape, spec, topology)
+                    assert tuple(piece.shape) == local_shape(shape, spec, topology, registry.coordinate)
+                    if shape[0] == 8:
+                        assert torch.equal(piece, shard(full, spec, registry))
+                        assert tuple(piece.shape) == local_shape(shape, spec, topology)
                 else:
                     assert piece.numel() == 0
                 back = unshard(piece if owns else None, spec, registry)
@@ -107,6 +114,30 @@ def test_the_axis_named_first_is_the_slowest(world: World) -> None:
     assert world.run(4, pieces, P(("row", "col"))) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert world.run(4, pieces, P(("col", "row"))) == [[0, 1], [4, 5], [2, 3], [6, 7]]
     assert world.run(4, pieces, P("col", owned={"row": 0})) == [[0, 1, 2, 3], [4, 5, 6, 7], [], []]
+    assert world.run(4, pieces, P("col", owned={"row": "col"})) == [[0, 1, 2, 3], [], [], [4, 5, 6, 7]]
+
+
+def test_what_does_not_divide_is_cut_as_torch_chunks_it() -> None:
+    topology, spec = Topology(row=2, col=3), P(("row", "col"), None, "data")
+    at = {"row": 1, "col": 2}
+    assert local_shape((7, 4), P(("row", "col")), topology, at) == (1, 4)  # 4 + 3, and of the 3 each has 1
+    assert local_shape((7, 4), P("col", "row"), topology, at) == (1, 2)
+    assert local_shape((4,), P("col"), topology, at) == (0,)
+    with pytest.raises(ValueError, match="names axis 'data'"):
+        local_shape((4, 4, 4), spec, topology, at)
+    with pytest.raises(ValueError, match="3 entries"):
+        local_shape((4, 4), spec, topology, at)
+
+
+def pieces_of_another_tensor() -> list[str]:
+    with ProcessGroupRegistry(Topology(row=3)) as registry:
+        with pytest.raises(ValueError, match=r"makes this rank's piece of \(6,\) \(2,\), but it has \(1,\)") as error:
+            unshard(torch.zeros(registry.global_rank + 1), P("row"), registry)
+        return [str(error.value)]
+
+
+def test_pieces_that_make_no_tensor_are_an_error_on_every_rank(world: World) -> None:
+    assert len({tuple(texts) for texts in world.run(3, pieces_of_another_tensor)}) == 1
 
 
 def owner_gives_none() -> list[str]:
@@ -123,16 +154,19 @@ def test_a_missing_piece_is_an_error_on_every_rank(world: World) -> None:
     assert all("every rank holds a piece" in text for texts in world.run(4, owner_gives_none) for text in texts)
 
 
-def found(index: list[int]) -> tuple[list[int], list[bool]]:
+def found(index: list[int], length: int) -> tuple[list[int], list[bool]]:
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
-        local, elsewhere = local_index(torch.tensor(index), 6, registry, "tensor")
+        local, elsewhere = local_index(torch.tensor(index), length, registry, "tensor")
         return local.tolist(), elsewhere.tolist()
 
 
 def test_local_index(world: World) -> None:
-    first, second = world.run(2, found, [0, 2, 3, 5, 6, -1])
+    first, second = world.run(2, found, [0, 2, 3, 5, 6, -1], 6)
     assert first == ([0, 2, 0, 0, 6, -1], [False, False, True, True, False, False])
     assert second == ([0, 0, 0, 2, 3, -4], [True, True, False, False, False, False])
+    first, second = world.run(2, found, [0, 3, 4, 6, 7, -1], 7)
+    assert first == ([0, 3, 0, 0, 7, -1], [False, False, True, True, False, False])
+    assert second == ([0, 0, 0, 2, 3, -5], [True, True, False, False, False, False])
 
 
 # Blocks: fused weights ------------------------------------------------------------------------------------------------
@@ -155,6 +189,7 @@ FUSED = [
     P((blocks("row", 2), "col"), tied={"data": (0, -1)}),
     P(("col", blocks("row", (1, 2))), None, blocks("data", 4)),
     P(None, blocks("col", 2), owned={"row": 1}),
+    P(None, blocks("col", 2), owned={"row": "col"}),
 ]
 
 
@@ -163,7 +198,7 @@ def fused_round_trips(topology: Topology) -> None:
     with ProcessGroupRegistry(topology) as registry:
         for spec in FUSED:
             piece = shard(full, spec, registry)
-            owns = all(registry.coordinate[axis] == where for axis, where in spec.owned)
+            owns = spec.holds(registry.coordinate, topology)
             if owns:
                 assert tuple(piece.shape) == local_shape(full.shape, spec, topology)
                 assert full_shape(piece.shape, spec, topology) == full.shape

@@ -28,6 +28,8 @@ GRID = Topology(pipe=2, data=2, row=2, col=2)
         (P("row", None, tied={"pipe": (0, -1)}), ("row",), 8),
         (P("row", None, tied={"pipe": (0,)}), ("row",), 4),
         (P("row", owned={"pipe": 1}), ("row",), 4),
+        (P(None, "col", owned={"row": "col"}), ("pipe", "col"), 2),
+        (P("row", owned={"pipe": "row"}), ("row",), 4),
     ],
 )
 def test_distinct_pieces_and_holders(spec: P, distinct: tuple[str, ...], holders: int) -> None:
@@ -47,7 +49,8 @@ def test_pieces_times_holders_are_the_ranks_that_hold(data: st.DataObject) -> No
 def test_one_spelling_for_one_layout() -> None:
     assert P("tensor", None) == P("tensor")
     assert hash(P(("row",), None)) == hash(P("row"))
-    assert P("col", owned={"row": 0}) != P("col")
+    assert P("col", owned={"row": 0}) != P("col") != P("col", owned={"row": "col"})
+    assert repr(P("col", owned={"row": "col"})) == "P('col', owned={'row': 'col'})"
     assert repr(P(None, ("col", "row"), partial="t", tied={"pipe": (0, -1)})) == (
         "P(None, ('col', 'row'), partial='t', tied={'pipe': (0, -1)})"
     )
@@ -74,6 +77,13 @@ def test_one_spelling_for_blocks() -> None:
         (lambda: P("a", "a"), "named twice"),
         (lambda: P("a", partial="a"), "named twice"),
         (lambda: P("a", owned={"a": 0}), "named twice"),
+        (lambda: P("a", owned={"a": "a"}), "named twice"),
+        (lambda: P("a", owned={"b": "c"}), r"owner along 'b' is where 'c' says, which must shard .* owned=\{'b': 0\}"),
+        (lambda: P(owned={"a": "b", "b": 0}), "where 'b' says, which must shard"),
+        (
+            lambda: P("a", owned={"b": "a"}).validate(1, Topology(a=3, b=2), "w"),
+            "w: .* a piece for each of the 3 coordinates of 'a', but 'b', along which .* has size 2",
+        ),
         (lambda: P(["a"]), "no entry of a spec"),  # type: ignore[arg-type]
         (lambda: P(tied={"pipe": ()}), "names no coordinate"),
         (lambda: P("a", "b").validate(1, Topology(a=2, b=2), "w"), "w: .* 2 entries but the tensor has 1 dims"),

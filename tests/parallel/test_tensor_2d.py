@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from dense import assert_near, assert_same_grads, assert_same_parameters, collectives, full_grad
+from dense import (
+    assert_layer_is_dense,
+    assert_near,
+    assert_same_grads,
+    assert_same_parameters,
+    collectives,
+    full_grad,
+)
 from meshstep.parallel import (
     BiasLayout,
     Classifier2D,
@@ -27,6 +34,7 @@ from meshstep.parallel import (
     unshard,
 )
 from meshstep.parallel.layers.cross_entropy import Reduction
+from meshstep.parallel.layers.summa import Grid
 from meshstep.parallel.layers.tensor_2d import bias_spec
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -305,6 +313,86 @@ def test_cross_entropy(world: World, dtype: torch.dtype, reduction: Reduction) -
     world.run(1, cross_entropy_equals_torch, Topology(row=1, col=1), dtype, reduction)
 
 
+# Other grids, and what does not divide ---------------------------------------------------------------------------------
+
+RECTANGLES = [Topology(row=1, col=3), Topology(row=3, col=1), Topology(row=2, col=3), Topology(col=2, row=3), GRID]
+
+
+def layers_equal_dense(topology: Topology, dims: tuple[int, int]) -> None:
+    features, outputs = dims
+    batch, takes = 2 * topology.size("row"), P("row", None, "col")
+    weight, vector = P("row", "col"), P("col")
+    with ProcessGroupRegistry(topology) as registry:
+
+        def check(layer: nn.Module, dense: nn.Module, x: Tensor, **specs: P) -> None:
+            ids = P("row") if isinstance(dense, nn.Embedding) else takes
+            assert_layer_is_dense(layer, dense, x, ids, takes, specs, registry)
+
+        for layout in LAYOUTS:
+            torch.manual_seed(SEED)
+            dense = nn.Linear(features, outputs, bias=layout is not None, dtype=torch.float64)
+            torch.manual_seed(SEED)
+            layer = Linear2D(features, outputs, registry, bias=layout, dtype=torch.float64)
+            specs = {} if layout is None else {"bias": bias_spec(layout)}
+            check(layer, dense, torch.randn(batch, 3, features, dtype=torch.float64), weight=weight, **specs)
+        torch.manual_seed(SEED)
+        head = nn.Linear(features, outputs, dtype=torch.float64)
+        torch.manual_seed(SEED)
+        classifier = Classifier2D(features, outputs, registry, bias=True, dtype=torch.float64)
+        x = torch.randn(batch, 3, features, dtype=torch.float64)
+        check(classifier, head, x, weight=weight, bias=vector)
+        norm = nn.LayerNorm(features, dtype=torch.float64)
+        check(LayerNorm2D(features, registry, dtype=torch.float64), norm, x + 100, weight=vector, bias=vector)
+        torch.manual_seed(SEED)
+        table = nn.Embedding(outputs, features, dtype=torch.float64)
+        torch.manual_seed(SEED)
+        split_table = Embedding2D(outputs, features, registry, dtype=torch.float64)
+        check(split_table, table, torch.randint(outputs, (batch, 3)), weight=weight)
+        with pytest.raises(IndexError):
+            split_table(torch.full((2, 3), outputs))
+
+
+@pytest.mark.parametrize("topology", RECTANGLES, ids=repr)
+@pytest.mark.parametrize("dims", [(6, 18), (7, 11)])  # the latter divide by nothing
+def test_layers_on_other_grids_and_of_uneven_pieces(world: World, topology: Topology, dims: tuple[int, int]) -> None:
+    world.run(topology.world_size, layers_equal_dense, topology, dims)
+
+
+def uneven_cross_entropy(topology: Topology) -> None:
+    with ProcessGroupRegistry(topology) as registry:
+        logits, target = torch.randn(6, 3, 11, dtype=torch.float64), torch.randint(11, (6, 3))
+        reference = logits.clone().requires_grad_()
+        expected = F.cross_entropy(reference.movedim(-1, 1), target, label_smoothing=0.1)
+        torch.autograd.backward(expected)
+        spec = P("row", None, "col")
+        local = shard(logits, spec, registry, uneven=True).requires_grad_()
+        labels = shard(target, P("row"), registry)
+        loss = cross_entropy_2d(local, labels, registry, classes=11, label_smoothing=0.1)
+        torch.autograd.backward(loss)
+        assert_near(loss, expected)
+        assert_near(unshard(local.grad, spec, registry), grad_of(reference))
+
+
+def test_cross_entropy_of_uneven_classes(world: World) -> None:
+    world.run(6, uneven_cross_entropy, Topology(row=2, col=3))
+
+
+def panels(length: int, rows: int, cols: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    with ProcessGroupRegistry(Topology(row=rows, col=cols)) as registry:
+        by_row, by_col = Grid(registry, "row", "col").panels(length)
+        return [(tuple(one), tuple(other)) for one, other in zip(by_row, by_col, strict=True)]
+
+
+def test_panels_end_where_either_axis_cuts(world: World) -> None:
+    assert world.run(6, panels, 6, 2, 3)[0] == [  # (owner, start, width) over row, and over col
+        ((0, 0, 2), (0, 0, 2)),
+        ((0, 2, 1), (1, 0, 1)),
+        ((1, 0, 1), (1, 1, 1)),
+        ((1, 1, 2), (2, 0, 2)),
+    ]
+    assert world.run(4, panels, 5, 2, 2)[0] == [((0, 0, 3), (0, 0, 3)), ((1, 0, 2), (1, 0, 2))]
+
+
 class Block(nn.Module):
     """A transformer's MLP with a residual, in 2-D, on axes named otherwise."""
 
@@ -368,25 +456,32 @@ def test_autocast_half_types_and_axis_names(world: World) -> None:
 
 def rejected() -> None:
     with ProcessGroupRegistry(GRID) as registry:
-        with pytest.raises(ValueError, match=r"dim 0 .* has length 5, which doesn't divide over row=2"):
-            Linear2D(5, 4, registry)
-        with pytest.raises(ValueError, match="has length 6, which doesn't divide over col=2 x row=2"):
-            Linear2D(4, 6, registry, bias="all")
+        with pytest.raises(
+            ValueError, match=r"dim 0 of shape \(1, 4\), cut over row=2 .* leaves nothing for the last rank"
+        ):
+            Linear2D(1, 4, registry)
+        with pytest.raises(ValueError, match=r"dim 0 of shape \(2,\), cut over col=2 x row=2 .* leaves nothing"):
+            Linear2D(4, 2, registry, bias="all")
+        with pytest.raises(ValueError, match=r"block 0 of 2 has length 3, which doesn't divide over 2 ranks"):
+            Linear2D(4, 6, registry, blocks=2)
         with pytest.raises(ValueError, match="use 'column', 'all', 'row0', or None"):
             Linear2D(4, 4, registry, bias="rows")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"takes 2 of them .* got shape \(3, 4\); split a full input"):
             Linear2D(4, 4, registry)(torch.zeros(3, 4))
-        with pytest.raises(ValueError, match="doesn't divide over col=2"):
-            LayerNorm2D(5, registry)
+        with pytest.raises(ValueError, match=r"cut over col=2 as .* leaves nothing"):
+            LayerNorm2D(1, registry)
         with pytest.raises(ValueError, match=r"takes 2 of them in the last dim, got shape \(3, 4\)"):
             LayerNorm2D(4, registry)(torch.zeros(3, 4))
-        with pytest.raises(ValueError, match="doesn't divide over row=2"):
-            Embedding2D(5, 4, registry)
-    with (
-        ProcessGroupRegistry(Topology(row=4, col=1)) as registry,
-        pytest.raises(ValueError, match="SUMMA needs a square grid, but row=4 and col=1"),
-    ):
-        Linear2D(4, 4, registry)
+        logits, target = torch.zeros(3, 5 - 3 * registry.coordinate["col"]), torch.zeros(3, dtype=torch.long)
+        with pytest.raises(RuntimeError, match="ranks have unequal numbers of classes: say classes="):
+            cross_entropy_2d(logits, target, registry)
+        with pytest.raises(RuntimeError, match=r"say classes=, .* torch.chunk does \(this rank has [25] of 9\)"):
+            cross_entropy_2d(logits, target, registry, classes=9)  # 5 and 4
+    with ProcessGroupRegistry(Topology(row=4, col=1)) as registry:
+        with pytest.raises(ValueError, match=r"dim 0 of shape \(5, 4\), cut over row=4 as .* nothing"):
+            Embedding2D(5, 4, registry)  # 2, 2, 1 and nothing
+        with pytest.raises(ValueError, match=r"dim 0 of shape \(5, 4\), cut over row=4 as .* nothing"):
+            Classifier2D(4, 5, registry)
 
 
 def test_bad_input_fails_before_any_collective(world: World) -> None:

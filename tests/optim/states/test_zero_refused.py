@@ -57,7 +57,7 @@ def refused(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("axis", "no axis of the mesh; its axes are data"),
+        ("axis", "no axis of the mesh (axes: data)"),
         ("ddp", "leave data_parallel"),
         ("averaged elsewhere", "leave data_parallel out"),
         ("optimizer", "optimizer.elementwise = True"),

@@ -1,0 +1,52 @@
+"""Sequences split over the ranks of `cp`, and attention that sees them whole (DeepSpeed-Ulysses, arXiv:2309.14509).
+
+    between attention layers   all features of some of the tokens
+    in attention               some of the heads, of all tokens
+    from one to the other      an all-to-all
+
+Parameters are copied along the axis. Each rank's loss is that of its tokens, so gradients are averaged as over data.
+"""
+
+from __future__ import annotations
+
+import torch
+from meshstep.parallel import ProcessGroupRegistry, all_to_all, broadcast_from
+from torch import Tensor
+
+
+class SplitSequence:
+    """Who has which tokens of a sequence: the first ranks one more, where they don't divide; all, without such an axis."""
+
+    def __init__(self, registry: ProcessGroupRegistry) -> None:
+        topology = registry.topology
+        self.registry = registry
+        self.axes = tuple(axis for axis in topology.data_axes if axis not in topology.sample_axes)
+        self.ranks = topology.size(*self.axes)
+
+    def sizes(self, tokens: int) -> list[int]:
+        """How many of a sequence's tokens each rank has."""
+        return [tokens // self.ranks + (rank < tokens % self.ranks) for rank in range(self.ranks)]
+
+    def own(self, full: Tensor, dim: int) -> Tensor:
+        """This rank's tokens."""
+        sizes, rank = self.sizes(full.size(dim)), self.registry.rank(*self.axes) if self.axes else 0
+        return full.narrow(dim, sum(sizes[:rank]), sizes[rank])
+
+    def whole(self, x: Tensor, tokens: int) -> Tensor:
+        """From [..., head, own token, feature] to [..., own head, token, feature]."""
+        if not self.axes:
+            return x
+        return all_to_all(x, self.registry, *self.axes, split_dim=-3, concat_dim=-2, concat_sizes=self.sizes(tokens))
+
+    def parted(self, x: Tensor) -> Tensor:
+        """And back."""
+        if not self.axes:
+            return x
+        return all_to_all(x, self.registry, *self.axes, split_dim=-2, concat_dim=-3, split_sizes=self.sizes(x.size(-2)))
+
+    def last(self, own: Tensor, tokens: int) -> Tensor:
+        """What [batch, own token, ...] has for a sequence's last token [batch, ...], on every rank."""
+        if not self.axes:
+            return own[:, -1]
+        mine = own[:, -1] if own.size(1) else torch.zeros_like(own.sum(1))
+        return broadcast_from(mine, self.registry, *self.axes, root=min(tokens, self.ranks) - 1)

@@ -1,0 +1,208 @@
+"""Several torch optimizers as one: a kind for matrices and one for the rest, say, with one norm and one verdict.
+
+    ParallelOptimizer([Muon(matrices, lr=0.02), AdamW(others, lr=1e-3, fused=True)], registry, max_norm=1.0)
+
+The param groups of all stand in one list, each with the number of its optimizer under ``"optimizer"``, and all keep their
+state in one dictionary. So whatever is done to *an* optimizer's groups and state (pieces, masters, checkpoints, schedules)
+is done to theirs; only what steps must know that they are several, and asks `parts_of`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WHOSE = "optimizer"
+SAID_OF_IT = ("elementwise", "_step_supports_amp_scaling")  # by attributes, which torch's copies leave out
+
+
+class Several(torch.optim.Optimizer):
+    """Optimizers whose param groups and state are those of one.
+
+    Args:
+        parts: Torch optimizers. They share this one's groups and state from now on: step and save this one.
+    Raises:
+        ValueError: There is none, or a parameter is in two of them.
+        TypeError: One is no plain torch optimizer.
+    """
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        _check(parts)
+        self._parts: list[torch.optim.Optimizer] = []
+        super().__init__([{"params": []}], {})
+        self._parts = list(parts)
+        self._given = [(part.param_groups, part.state) for part in parts]
+        self.param_groups = [group for part in parts for group in part.param_groups]
+        self.state = defaultdict(dict)
+        for index, part in enumerate(parts):
+            for group in part.param_groups:
+                group[WHOSE] = index
+            self.state.update(part.state)
+        self._share()
+
+    @property
+    def parts(self) -> list[torch.optim.Optimizer]:
+        """The optimizers, with the groups and the state as they are now."""
+        self._share()
+        return self._parts
+
+    def _share(self) -> None:
+        for index, part in enumerate(self._parts):
+            part.param_groups = [group for group in self.param_groups if group[WHOSE] == index]
+            part.state = self.state
+
+    def release(self) -> None:
+        """Give the optimizers back what they had."""
+        for part, (groups, state) in zip(self._parts, self._given, strict=False):  # a copy's were never anybody else's
+            part.param_groups, part.state = groups, state
+            for group in groups:
+                del group[WHOSE]
+
+    def keep(self) -> None:
+        """Never `release` them: what they had may be much memory."""
+        self._given = []
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step each of them; with ``grad_scale`` and ``found_inf`` where they were set for those that take them."""
+        if closure is not None:
+            raise ValueError("several optimizers take no closure: each would evaluate it")
+        for part in self.parts:
+            part.step()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the optimizer whose number it says under ``"optimizer"``; its defaults fill it.
+
+        Raises:
+            ValueError: It says none; or as that optimizer does.
+        """
+        if not self._parts:
+            self.param_groups.append(param_group)  # torch's constructor wants one
+            return
+        index = param_group.get(WHOSE)
+        if not isinstance(index, int) or not 0 <= index < len(self._parts):
+            raise ValueError(
+                f"the param group is of optimizer {index!r}: say which one takes it, {{'params': [...], {WHOSE!r}: 0}} to "
+                f"{len(self._parts) - 1}, in the order in which they were given"
+            )
+        part = self.parts[index]
+        part.add_param_group(param_group)
+        self.param_groups.append(part.param_groups[-1])
+
+    # Modes -----------------------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Tell those that have modes."""
+        self._change_mode("train")
+
+    def eval(self) -> None:
+        """Tell those that have modes."""
+        self._change_mode("eval")
+
+    def _change_mode(self, name: str) -> None:
+        for part in self.parts:
+            change = getattr(part, name, None)
+            if callable(change):
+                change()
+
+    # State -----------------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Each optimizer loads its own groups and their state, in its own way.
+
+        Raises:
+            ValueError: It is of other optimizers, or does not fit. What some have loaded by then stays.
+        """
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        whose = [group.get(WHOSE) for group in state_dict["param_groups"]]
+        own = [group[WHOSE] for group in self.param_groups]
+        if whose != own:
+            raise ValueError(
+                f"the state's param groups are of optimizers {whose} (None: of an only one), and those here of {own}: give "
+                "the state of the same optimizers in the same order"
+            )
+        state: defaultdict[Tensor, Any] = defaultdict(dict)
+        loaded = []
+        for index, part in enumerate(self.parts):
+            groups = [group for group in state_dict["param_groups"] if group[WHOSE] == index]
+            ids = {param for group in groups for param in group["params"]}
+            part.load_state_dict(
+                {
+                    "state": {key: value for key, value in state_dict["state"].items() if key in ids},
+                    "param_groups": groups,
+                }
+            )
+            state.update(part.state)
+            loaded.append(iter(part.param_groups))
+        self.state, self.param_groups = state, [next(loaded[index]) for index in own]
+        self._share()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        said = [{name: getattr(part, name) for name in SAID_OF_IT if hasattr(part, name)} for part in self._parts]
+        return {**super().__getstate__(), "_parts": [_emptied(part) for part in self._parts], "_said": said}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        said = state.get("_said", [])
+        super().__setstate__({"_given": [], **{key: value for key, value in state.items() if key != "_said"}})
+        for part, attributes in zip(self._parts, said, strict=False):
+            vars(part).update(attributes)
+        for part in self.parts:
+            # What an optimizer does to groups and states of an older torch it does in place.
+            part.__setstate__({"state": part.state, "param_groups": part.param_groups})
+
+    def __repr__(self) -> str:
+        return f"[{', '.join(map(repr, self.parts))}]"
+
+
+def _emptied(part: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The same without groups and state."""
+    new = copy(part)
+    new.state, new.param_groups = defaultdict(dict), []
+    return new
+
+
+def _check(parts: Sequence[object]) -> None:
+    if not parts:
+        raise ValueError("a list of optimizers is empty: give at least one")
+    seen: dict[int, int] = {}
+    for index, part in enumerate(parts):
+        if not isinstance(part, torch.optim.Optimizer) or hasattr(part, "steps_windows") or isinstance(part, Several):
+            raise TypeError(f"optimizer {index} of the list is a {type(part).__name__}: give plain torch optimizers")
+        for param in (param for group in part.param_groups for param in group["params"]):
+            if (other := seen.setdefault(id(param), index)) != index:
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} is in optimizers {other} and {index} of the list, which "
+                    "would both step it: give each parameter to one"
+                )
+
+
+def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers that it is made of; itself, where it is one."""
+    return optimizer.parts if isinstance(optimizer, Several) else [optimizer]
+
+
+@contextmanager
+def unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Within, an error leaves the optimizers as they were of which one was made."""
+    try:
+        yield
+    except BaseException:
+        if isinstance(optimizer, Several):
+            optimizer.release()
+        raise
+    if isinstance(optimizer, Several):
+        optimizer.keep()
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """Its name, or theirs."""
+    return " + ".join(type(part).__name__ for part in parts_of(optimizer))

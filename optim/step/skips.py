@@ -1,0 +1,135 @@
+"""Steps that were skipped: how many are too many, counted on the device."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ...amp.capture import is_captured
+from ..clip.decide import Verdict
+from .first_look import SAY_SO
+
+LAG = 16
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Skip a step whose gradient norm is not finite, on every rank; so many in a row are an error on every rank.
+
+    Args:
+        most_in_a_row: >= 1; noticed at most `LAG` steps late, because nobody waits for the device.
+    """
+
+    most_in_a_row: int = 50
+
+    def check(self) -> None:
+        """Raise ValueError if it is out of range."""
+        if self.most_in_a_row < 1:
+            raise ValueError(f"most_in_a_row={self.most_in_a_row}: give a number >= 1")
+
+
+OnNonfinite = Literal["skip", "raise"] | Skip
+
+
+def checked_nonfinite(on_nonfinite: OnNonfinite) -> OnNonfinite:
+    """``on_nonfinite``; ValueError where it is none of these."""
+    if isinstance(on_nonfinite, Skip):
+        on_nonfinite.check()
+    elif on_nonfinite not in ("skip", "raise"):
+        raise ValueError(f"on_nonfinite={on_nonfinite!r}: give 'skip', 'raise' or Skip(most_in_a_row=...)")
+    return on_nonfinite
+
+
+def _too_many(in_a_row: int, on_nonfinite: OnNonfinite) -> str | None:
+    most = (on_nonfinite if isinstance(on_nonfinite, Skip) else Skip()).most_in_a_row
+    if in_a_row < most:
+        return None
+    return f"{in_a_row} steps in a row were skipped because the gradient norm was not finite"
+
+
+class SkipMonitor:
+    """Counts of skipped steps: in all, in a row, and because gradients came past `backward`.
+
+    The counts live on the device. Each step copies them to host memory without waiting, and `count` reads the
+    copy that was made `LAG` steps earlier, which has arrived long since. All ranks read the same step's counts, so what
+    they conclude is agreed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.counts = torch.zeros(3, dtype=torch.float64, device=device)  # no integers: found_inf would be cast first
+        self._copies = torch.zeros(LAG, 3, dtype=torch.float64, pin_memory=device.type == "cuda")
+        self._arrived: list[torch.cuda.Event | None] = [None] * LAG
+        self._step = 0
+
+    def count(self, verdict: Verdict, on_nonfinite: OnNonfinite) -> str | None:
+        """Count one step, which is skipped where ``found_inf`` is 1, before it is made.
+
+        Returns:
+            Why training should end here, if it should; the same on every rank.
+        Raises:
+            RuntimeError: On every rank: gradients came past `backward`, `LAG` steps ago; or now, with ``"raise"``.
+        Host reads: one or two with ``"raise"``, else none.
+        """
+        stats = verdict.stats
+        in_a_row, past = self._before()
+        self._add(stats.found_inf, verdict.past)
+        if past or (on_nonfinite == "raise" and verdict.past is not None and bool(verdict.past)):
+            raise self._came_past(f", the first one {LAG} steps ago" if past else ", this one")
+        if reason := _too_many(in_a_row, on_nonfinite):
+            return reason
+        if on_nonfinite == "raise" and bool(stats.found_inf):
+            return f"the gradient norm is {float(stats.total_norm)}"
+        return None
+
+    def poll(self, on_nonfinite: OnNonfinite) -> str | None:
+        """As `count`, of all steps so far, those that a CUDA graph replayed among them. Host reads: one."""
+        _, in_a_row, past = map(int, self.counts.tolist())
+        if past:
+            raise self._came_past("")
+        return _too_many(in_a_row, on_nonfinite)
+
+    def _came_past(self, since: str) -> RuntimeError:
+        self.counts[2] = self._step = 0
+        return RuntimeError(
+            "gradients came whose loss was not multiplied by the loss scale that they would be divided by; steps with "
+            f"them were skipped{since}: {SAY_SO}"
+        )
+
+    def _add(self, found_inf: Tensor, past: Tensor | None) -> None:
+        self.counts[:2].add_(found_inf)
+        self.counts[1].mul_(found_inf)
+        if past is not None:
+            self.counts[2].add_(past)
+        if is_captured():
+            return  # the counts go on in the replays, and `poll` looks at them
+        slot = self._step % LAG
+        self._copies[slot].copy_(self.counts, non_blocking=True)
+        if self.counts.is_cuda:
+            self._arrived[slot] = torch.cuda.Event()
+            self._arrived[slot].record()  # type: ignore[union-attr]
+        self._step += 1
+
+    def _before(self) -> tuple[int, int]:
+        """Steps skipped in a row, and because gradients came past, as of `LAG` steps before this one; 0 at first."""
+        if self._step < LAG or is_captured():
+            return 0, 0
+        slot = self._step % LAG
+        event = self._arrived[slot]
+        if event is not None:
+            event.synchronize()
+        _, in_a_row, past = (ctypes.c_double * 3).from_address(self._copies.data_ptr() + slot * 3 * 8)
+        return int(in_a_row), int(past)
+
+    def total(self) -> int:
+        """Skipped steps in all. Host reads: one."""
+        return int(self.counts[0])
+
+    def restore(self, total: int) -> None:
+        """Start again from ``total`` skipped steps and none in a row."""
+        self.counts.zero_()
+        self.counts[0] = total
+        self._step = 0

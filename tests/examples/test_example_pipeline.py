@@ -1,0 +1,46 @@
+"""The pipeline example: the curve of one process, by every schedule and topology, and a run that goes on in another."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from pipelines import ZBV_RUNS
+from run_example import printed_by_example, read_curve, run_example, train_example
+from world import World
+
+FLAGS = ["--paragraphs", "288", "--batch-size", "16", "--epochs", "1", "--width", "32", "--seed", "3"]
+STEPS = 10
+V = "zbv" if ZBV_RUNS else "gpipe"
+
+
+def test_by_every_schedule_it_is_the_run_of_one_process(world: World, tmp_path: Path) -> None:
+    printed = run_example("pipeline_lm", "--verify", "--curve", str(tmp_path / "one.csv"), *FLAGS)
+    expected = read_curve(tmp_path / "one.csv")
+    assert expected.shape == (STEPS, 3)
+    assert expected[-1, 1] < expected[0, 1] - 0.5, "it should learn"
+    for topology, ranks, schedule, more in (
+        ("pipe=2,tensor=2", 4, "1f1b", []),
+        ("data=2,pipe=2", 4, V, ["--zero", "2"]),
+        ("pipe=2", 2, "interleaved1f1b", []),
+        ("pipe=4", 4, "1f1b", ["--accumulate", "8"]),
+    ):
+        curve = tmp_path / f"{topology}.csv"
+        how = [*FLAGS, "--verify", "--schedule", schedule, "--curve", str(curve), *more]
+        also_printed, *others = world.run(ranks, printed_by_example, "pipeline_lm", how, topology)
+        assert others == [""] * (ranks - 1)
+        torch.testing.assert_close(read_curve(curve), expected, rtol=2e-5, atol=0)
+        tests = r"test \w+: +loss [\d.]+"
+        assert re.findall(tests, also_printed) == re.findall(tests, printed) != []
+        assert "off the dense model's in float64: right" in also_printed
+
+
+def test_it_goes_on_by_another_schedule_and_topology(world: World, tmp_path: Path) -> None:
+    whole, resumed = tmp_path / "whole.csv", tmp_path / "resumed.csv"
+    world.run(2, train_example, "pipeline_lm", [*FLAGS, "--curve", str(whole)], "pipe=2")
+    saving = [*FLAGS, "--resume", str(tmp_path / "run"), "--save-every", "4", "--curve", str(resumed)]
+    world.run(2, train_example, "pipeline_lm", [*saving, "--schedule", V], "pipe=2", 5)
+    began = world.run(4, train_example, "pipeline_lm", saving, "pipe=2,tensor=2")
+    assert began == [4] * 4
+    torch.testing.assert_close(read_curve(resumed), read_curve(whole), rtol=2e-5, atol=0)

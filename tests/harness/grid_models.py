@@ -1,0 +1,108 @@
+"""A small language model over the families of layers on grids and cubes, and dense: the same weights for the same seed."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from meshstep.parallel import (
+    Classifier2D,
+    Classifier2p5D,
+    Classifier3D,
+    Embedding2D,
+    Embedding2p5D,
+    Embedding3D,
+    LayerNorm2D,
+    LayerNorm2p5D,
+    LayerNorm3D,
+    Linear2D,
+    Linear2p5D,
+    Linear3D,
+    P,
+    ProcessGroupRegistry,
+    cross_entropy_2d,
+    cross_entropy_3d,
+    gather_objects,
+    shard,
+    spec_of,
+    unshard,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+VOCABULARY, BATCH, SEED = 9, 8, 7
+
+
+class Kind(NamedTuple):
+    """The layers, and the model axes that split the batch."""
+
+    embedding: Any
+    norm: Any
+    linear: Any
+    classifier: Any
+    rows: tuple[str, ...]
+
+
+KINDS = {
+    "2-D": Kind(Embedding2D, LayerNorm2D, Linear2D, Classifier2D, ("row",)),
+    "2.5-D": Kind(Embedding2p5D, LayerNorm2p5D, Linear2p5D, Classifier2p5D, ("depth", "row")),
+    "3-D": Kind(Embedding3D, LayerNorm3D, Linear3D, Classifier3D, ("weight", "input")),
+}
+
+
+class Lm(nn.Module):
+    """ids [batch, seq] -> loss. In float64.
+
+    Args:
+        kind: None: torch's own layers.
+        tied: The classifier has the embedding's table.
+    """
+
+    def __init__(self, kind: str | None, registry: ProcessGroupRegistry | None, width: int, tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(SEED)
+        self.kind = None if kind is None else KINDS[kind]
+        self.registry = registry
+        made = self.kind or Kind(nn.Embedding, nn.LayerNorm, nn.Linear, nn.Linear, ())
+        where = () if registry is None else (registry,)
+        back = {"input": "output", "output": "input"} if kind == "3-D" else {}
+        options: dict[str, Any] = {"dtype": torch.float64}
+        self.table = made.embedding(VOCABULARY, width, *where, **options)
+        self.norm = made.norm(width, *where, **options)
+        self.up = made.linear(width, 2 * width, *where, **options)
+        self.down = made.linear(2 * width, width, *where, **back, **options)
+        self.head = made.classifier(width, VOCABULARY, *where, bias=True, **options)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The mean over the batch of this data coordinate: each id predicts the next one of its row, around."""
+        targets = ids.roll(-1, 1)
+        if self.kind is None or self.registry is None:
+            return F.cross_entropy(self._logits(ids).movedim(-1, 1), targets)
+        ids, targets = (shard(full, P(self.kind.rows), self.registry) for full in (ids, targets))
+        if self.kind.linear is Linear3D:
+            return cross_entropy_3d(self._logits(ids), targets, self.registry)
+        return cross_entropy_2d(self._logits(ids), targets, self.registry, row=self.kind.rows, classes=VOCABULARY)
+
+    def _logits(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        x = x + self.down(F.gelu(self.up(self.norm(x))))
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def ids_of(step: int) -> Tensor:
+    """The whole batch."""
+    return torch.randint(VOCABULARY, (BATCH, 3), generator=torch.Generator().manual_seed(step))
+
+
+def full_parameters(model: Lm) -> dict[str, Tensor]:
+    """As the dense model has them, on every rank, whoever holds them."""
+    assert model.registry is not None
+    held = dict(model.named_parameters())
+    specs: dict[str, P] = {}
+    for found in gather_objects({name: spec_of(param) for name, param in held.items()}, model.registry):
+        specs |= found
+    full = {name: unshard(held.get(name), spec, model.registry) for name, spec in specs.items()}
+    return {name: value.t() if name in ("up.weight", "down.weight") else value for name, value in full.items()}

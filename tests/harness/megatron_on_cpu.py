@@ -1,0 +1,144 @@
+"""Megatron-core as it is, on CPU ranks over gloo: what it asks of CUDA and apex is answered by torch on the CPU.
+
+Replaced, within `megatron`, for this process: the device "cuda" of tensors that are made (norms, overflow flags), the
+answers of ``torch.cuda.current_device`` and ``Tensor.type`` (it asserts "torch.cuda.FloatTensor"), the states of CUDA's
+random generators, and the kernel of apex that its own `FusedLayerNorm` calls, without which it has no layer norm for
+sequence parallelism; a name is added that its router looks for where TransformerEngine is missing. Nothing of layers,
+flags, gradients, norms or optimizers is.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+VOCABULARY, LENGTH, BATCH = 64, 16, 2
+
+
+class _OnCpu(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if "cuda" in str(kwargs.get("device", "")):
+            kwargs["device"] = "cpu"
+        if func is torch.Tensor.cuda:
+            return args[0]
+        result = func(*args, **kwargs)
+        return result.replace("torch.", "torch.cuda.") if func is torch.Tensor.type and len(args) == 1 else result
+
+
+class _LayerNormKernel:
+    """apex's FusedLayerNormAffineFunction."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor, shape: tuple[int, ...], eps: float) -> Tensor:
+        return nn.functional.layer_norm(x, shape, weight, bias, eps)
+
+    apply = forward
+
+
+@contextmanager
+def megatron(**sizes: int) -> Iterator[None]:
+    """Within it, parallel_state is initialised with these sizes (``tensor_model_parallel_size=2``)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core import parallel_state
+        from megatron.core.fusions import fused_layer_norm
+        from megatron.core.models import backends
+        from megatron.core.models.gpt import gpt_layer_specs
+        from megatron.core.tensor_parallel import random
+        from megatron.core.transformer import transformer_block
+        from megatron.core.transformer.moe import moe_utils
+
+        with ExitStack() as stack:
+
+            def replace(of: Any, name: str, by: object) -> None:
+                stack.enter_context(mock.patch.object(of, name, by, create=True))
+
+            for of, name in ((gpt_layer_specs, "LNImpl"), (backends, "LNImpl"), (transformer_block, "LayerNormImpl")):
+                replace(of, name, fused_layer_norm.FusedLayerNorm)
+            replace(fused_layer_norm, "HAVE_FUSED_LAYER_NORM", True)
+            replace(fused_layer_norm, "FusedLayerNormAffineFunction", _LayerNormKernel)
+            replace(moe_utils, "te_general_gemm", None)
+            replace(random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state())
+            replace(random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state))
+            replace(torch.cuda, "get_rng_state", lambda *_: torch.get_rng_state())
+            replace(torch.cuda, "manual_seed", torch.manual_seed)
+            replace(torch.cuda, "current_device", lambda: torch.device("cpu"))
+            stack.enter_context(_OnCpu())
+            parallel_state.initialize_model_parallel(create_gloo_process_groups=False, **sizes)
+            stack.callback(_leave)
+            random.model_parallel_cuda_manual_seed(7)
+            yield
+
+
+def _leave() -> None:
+    from megatron.core import parallel_state
+
+    for group in parallel_state._global_process_group_list or ():
+        if group is not None:
+            dist.destroy_process_group(group)
+    parallel_state._global_process_group_list = None
+    parallel_state.destroy_model_parallel()
+
+
+def config_of(**options: Any) -> Any:
+    """A TransformerConfig of two small layers, gated, with two query groups."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    fused = ("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_dropout_fusion", "bias_activation_fusion")
+    defaults = {
+        **dict.fromkeys((*fused, "apply_rope_fusion", "persist_layer_norm"), False),
+        "num_layers": 2,
+        "hidden_size": 32,
+        "ffn_hidden_size": 48,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "gated_linear_unit": True,
+        "activation_func": nn.functional.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+    }
+    return TransformerConfig(**{**defaults, **options})
+
+
+def gpt(seed: int = 0, tied: bool = False, **options: Any) -> Any:
+    """Megatron's GPTModel by its local spec; the weights of one seed are the same on every mesh."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    config = config_of(**options)
+    layers = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, moe_grouped_gemm=False
+    )
+    torch.manual_seed(seed)
+    return GPTModel(
+        config,
+        layers,
+        vocab_size=VOCABULARY,
+        max_sequence_length=LENGTH,
+        position_embedding_type="learned_absolute",
+        share_embeddings_and_output_weights=tied,
+    )
+
+
+def tokens_of(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """One batch: tokens and the last target [batch, length + 1], positions, and a causal mask."""
+    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    return tokens, torch.arange(LENGTH).expand(BATCH, LENGTH), mask
+
+
+def loss_of(model: Any, seed: int) -> Tensor:
+    """The mean over the tokens of one batch."""
+    tokens, positions, mask = tokens_of(seed)
+    loss: Tensor = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]).mean()
+    return loss

@@ -1,0 +1,315 @@
+"""Transformers' own models, split by its own plans, are stepped as the whole model is; nothing is declared."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from meshstep.optim import ParallelOptimizer
+from meshstep.parallel import P, registry_of, spec_of
+from torch import Tensor, nn
+from world import World
+
+pytest.importorskip("transformers", reason="needs transformers (the extra 'interop')")
+
+Trained = tuple[list[float], dict[str, Tensor]]
+Mesh = tuple[int, ...]
+MESHES = [(1, 2), (2, 2)]
+SMALL = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32, "attention_dropout": 0.0,
+}  # fmt: skip
+
+
+def made(kind: str) -> Any:
+    """A model with random weights of torch's default dtype."""
+    import transformers
+
+    torch.manual_seed(7)
+    if kind == "qwen3_moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+        return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SMALL, **experts, head_dim=4))
+    if kind == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL, head_dim=4, tie_word_embeddings=True))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The path of a model's float64 checkpoint."""
+
+    def path_of(kind: str) -> str:
+        path = tmp_path_factory.getbasetemp() / f"transformers-{kind}"
+        if not path.exists():
+            made(kind).double().save_pretrained(path)
+        return str(path)
+
+    return path_of
+
+
+def loaded(path: str, mesh: Mesh | None, dtype: torch.dtype = torch.float64) -> Any:
+    """The whole model, or the model split over fsdp x tp, or over these with experts over ep."""
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    transformers.utils.logging.disable_progress_bar()
+    config = (
+        None
+        if mesh is None
+        else DistributedConfig(**dict(zip(("fsdp_size", "tp_size", "ep_size"), mesh, strict=False)))
+    )
+    options = {"experts_implementation": "eager"} if "moe" in path else {}  # the others have no float64
+    return transformers.AutoModelForCausalLM.from_pretrained(path, distributed_config=config, dtype=dtype, **options)
+
+
+def tokens_of(step: int, rows: int = 4) -> Tensor:
+    return torch.randint(0, 64, (rows, 8), generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """In the dtype of the logits; the models' own is taken in float32."""
+    logits = model(input_ids=tokens).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: (param.full_tensor() if hasattr(param, "full_tensor") else param).detach().double()
+        for name, param in model.named_parameters()
+    }
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, fused=True)
+
+
+def split_run(
+    path: str,
+    mesh: Mesh,
+    dtype: torch.dtype = torch.float64,
+    make: Any = sgd,
+    micro: int = 1,
+    **options: Any,
+) -> Trained:
+    model = loaded(path, mesh, dtype)
+    optimizer = ParallelOptimizer.for_model(model, make(model), max_norm=0.8, **options)
+    registry, norms = optimizer.registry, []
+    rows = slice(registry.rank("fsdp"), None, mesh[0])
+    for step in range(5):
+        stats = None
+        for part in tokens_of(step).chunk(micro):
+            optimizer.backward(loss_of(model, part[rows]))
+            stats = optimizer.step()
+            optimizer.zero_grad()
+        assert stats is not None
+        norms.append(float(stats.total_norm))
+    weights = weights_of(model)
+    registry.close()
+    return norms, weights
+
+
+def whole_run(path: str, make: Any = sgd) -> Trained:
+    model = loaded(path, None)
+    optimizer, norms = make(model), []
+    for step in range(5):
+        optimizer.zero_grad()
+        loss_of(model, tokens_of(step)).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.8)))
+        optimizer.step()
+    return norms, weights_of(model)
+
+
+def assert_equal(found: Trained, expected: Trained, tolerance: float) -> None:
+    assert min(expected[0]) > 0.8, "clipped in every step"
+    assert found[0] == pytest.approx(expected[0], rel=tolerance)
+    for name, weight in expected[1].items():
+        torch.testing.assert_close(found[1][name], weight, rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_split_model_is_stepped_as_the_whole_one(
+    world: World, saved: Callable[[str], str], kind: str, mesh: Mesh
+) -> None:
+    path = saved(kind)
+    expected = whole_run(path)
+    for found in world.run(mesh[0] * mesh[1], split_run, path, mesh):
+        assert_equal(found, expected, 1e-12)
+
+
+@pytest.mark.parametrize("mesh", [(4, 1, 2), (2, 2, 2)])
+def test_experts_on_another_mesh_are_stepped_as_in_the_whole_model(
+    world: World, saved: Callable[[str], str], mesh: Mesh
+) -> None:
+    """fsdp x tp of the dense layers, and ep of the experts, which are fully sharded over efsdp=2."""
+    path = saved("qwen3_moe")
+    expected = whole_run(path)
+    for found in world.run(mesh[0] * mesh[1], split_run, path, mesh):
+        assert_equal(found, expected, 1e-12)
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 2), (2, 2, 4)])
+def test_experts_that_only_one_rank_has(world: World, saved: Callable[[str], str], mesh: Mesh) -> None:
+    """In float32: fully_shard over one rank divides float64 gradients by set_gradient_divide_factor's number twice."""
+    path = saved("qwen3_moe")
+    expected = whole_run(path)
+    for found in world.run(mesh[0] * mesh[1], split_run, path, mesh, torch.float32):
+        assert_equal(found, expected, 1e-4)
+
+
+def in_modes(path: str, mesh: Mesh) -> list[Trained]:
+    return [
+        split_run(path, mesh, torch.float32),
+        split_run(path, mesh, torch.bfloat16, precision="bf16"),
+    ]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_float32_and_bfloat16(world: World, saved: Callable[[str], str], mesh: Mesh) -> None:
+    path = saved("qwen3")
+    expected = whole_run(path)
+    for fp32, bf16 in world.run(mesh[0] * mesh[1], in_modes, path, mesh):
+        assert_equal(fp32, expected, 1e-4)
+        assert_equal(bf16, expected, 5e-2)
+
+
+# Accumulation ------------------------------------------------------------------------------------------------------------
+
+
+def accumulated(path: str, mesh: Mesh) -> Trained:
+    return split_run(path, mesh, micro=2, accumulation_steps=2)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_gradients_of_norms_that_the_plan_sums_may_accumulate(
+    world: World, saved: Callable[[str], str], mesh: Mesh
+) -> None:
+    path = saved("qwen3")
+    expected = whole_run(path)
+    for found in world.run(mesh[0] * mesh[1], accumulated, path, mesh):
+        assert_equal(found, expected, 1e-12)
+
+
+def stock_gradients(path: str, ours: bool) -> tuple[float, float]:
+    """How far the accumulated gradient of a q_norm, summed, is off; before it was split."""
+    model, whole = loaded(path, (1, 2)), loaded(path, None)
+    name = "model.layers.0.self_attn.q_norm.weight"
+    found, expected = dict(model.named_parameters())[name], dict(whole.named_parameters())[name]
+    registry = registry_of(model) if ours else None
+    for step in range(2):
+        loss_of(model, tokens_of(step)).backward()
+        loss_of(whole, tokens_of(step)).backward()
+    assert found.grad is not None and expected.grad is not None  # noqa: PT018
+    if registry is not None:
+        torch.distributed.all_reduce(found.grad, group=registry.group("tp"))
+        assert spec_of(found) == P(partial="tp")
+        registry.close()
+    return float((found.grad - expected.grad).norm()), float(expected.grad.norm())
+
+
+def test_the_hook_that_sums_again_what_it_has_summed_is_gone(world: World, saved: Callable[[str], str]) -> None:
+    path = saved("qwen3")
+    for error, norm in world.run(2, stock_gradients, path, False):
+        assert error > 0.1 * norm, "Transformers' own hook"
+    for error, norm in world.run(2, stock_gradients, path, True):
+        assert error < 1e-12 * norm
+
+
+# Trainer -----------------------------------------------------------------------------------------------------------------
+
+
+def trained(path: str, mesh: Mesh, max_grad_norm: float, directory: str, port: int) -> Trained | str:
+    from transformers import Trainer, TrainingArguments, default_data_collator
+
+    rank = torch.distributed.get_rank()
+    size = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": torch.distributed.get_world_size(), "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in size.items()} | {"MASTER_ADDR": "localhost"})
+    model = loaded(path, mesh, torch.float32)
+    arguments = TrainingArguments(
+        directory,
+        use_cpu=True,
+        max_steps=3,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_grad_norm=max_grad_norm,
+        lr_scheduler_type="constant",
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        train_sampling_strategy="sequential",
+    )
+    optimizer = ParallelOptimizer.for_model(model, adamw(model), max_norm=0.8)
+    rows = [{"input_ids": row, "labels": row} for step in range(3) for row in tokens_of(step, 4 * mesh[0])]
+    trainer = Trainer(
+        model, arguments, train_dataset=rows, data_collator=default_data_collator, optimizers=(optimizer, None)
+    )
+    try:
+        trainer.train()
+    except ValueError as error:
+        return str(error)
+    finally:
+        optimizer.registry.close()
+    assert trainer.model_wrapped is model, "nobody wrapped it"
+    return [float(optimizer.grad_norm or 0)], weights_of(model)
+
+
+def whole_trained(path: str) -> Trained:
+    """What the Trainer does on each of the sampled batches: the mean over two micro-batches of two rows on every rank."""
+    model = loaded(path, None, torch.float32)
+    optimizer, norms = adamw(model), list[float]()
+    for step in range(3):
+        optimizer.zero_grad()
+        model(input_ids=tokens_of(step, 8), labels=tokens_of(step, 8)).loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.8)))
+        optimizer.step()
+    return norms[-1:], weights_of(model)
+
+
+def test_the_trainer_steps_it_in_two_lines(world: World, saved: Callable[[str], str], tmp_path: Path) -> None:
+    """``max_grad_norm=0`` and ``optimizers=(ParallelOptimizer.for_model(...), None)``; it accumulates as it likes. (Its
+    accelerate has no tensor parallelism on a CPU.)"""
+    path = saved("qwen3")
+    expected = whole_trained(path)
+    for found in world.run(2, trained, path, (2, 1), 0.0, str(tmp_path), 29555):
+        assert not isinstance(found, str), found
+        assert_equal(found, expected, 1e-3)
+
+
+def test_a_trainer_that_has_clipped_already_is_told(world: World, saved: Callable[[str], str], tmp_path: Path) -> None:
+    for found in world.run(2, trained, saved("qwen3"), (2, 1), 1.0, str(tmp_path), 29556):
+        assert "write TrainingArguments(max_grad_norm=0)" in str(found)
+
+
+# Refused -----------------------------------------------------------------------------------------------------------------
+
+
+def refused(path: str) -> list[str]:
+    found = []
+    model = loaded(path, (1, 2))
+    attention = model.model.layers[1].self_attn
+    inner = attention.k_norm.forward
+    attention.k_norm.forward = lambda x: inner(x)
+    for given in (made("qwen3"), model):
+        try:
+            ParallelOptimizer.for_model(given, sgd(given))
+        except ValueError as error:
+            found.append(str(error))
+    assert "forward" in vars(attention.q_norm), "nothing was changed"
+    return found
+
+
+def test_models_that_are_not_split_or_wrapped_already_are_refused(world: World, saved: Callable[[str], str]) -> None:
+    for whole, wrapped in world.run(2, refused, saved("qwen3")):
+        assert "Qwen3ForCausalLM has no device mesh: load it with from_pretrained(path, distributed_config=" in whole
+        assert "model.layers.1.self_attn.k_norm is 'replicated_with_grad_allreduce' in the plan" in wrapped

@@ -1,0 +1,380 @@
+"""Wrong norms that other systems have published: each by its wrong rule on real ranks, and the dense model's from ours.
+
+A gradient has one element for each of its pieces, so that the norms are those of the reports; where a report says only how
+far off the norm was, or comes from more ranks, the elements are such that its rule gives the same figures on four.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod, sqrt
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from meshstep.amp import TorchFp16
+from meshstep.optim import ParallelOptimizer, global_norm
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, shard
+from torch import Tensor, nn
+from world import World
+
+COPIED = P()
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """Of a parameter: the dense model's, its layout; with ``terms`` what each coordinate of its tied or partial axis adds,
+    with ``stage`` the one that has it."""
+
+    full: tuple[float, ...]
+    spec: P = COPIED
+    terms: tuple[tuple[float, ...], ...] = ()
+    stage: int | None = None
+
+    def complete(self, registry: ProcessGroupRegistry) -> Tensor:
+        """This rank's piece, once all sums and means are made."""
+        return shard(torch.tensor(self.full, dtype=torch.float64), self.spec, registry)
+
+    def local(self, registry: ProcessGroupRegistry) -> Tensor:
+        """This rank's piece as backward leaves it, where the loss is a mean over the data axes."""
+        topology = registry.topology
+        if self.terms:
+            (axis,) = (*self.spec.partial, *dict(self.spec.tied))
+            return torch.tensor(self.terms[registry.rank(axis)], dtype=torch.float64)
+        # Pieces along a data axis have seen the samples of all its ranks.
+        samples = [topology.size(axis) for axis in self.spec.sharded_axes if axis in topology.data_axes]
+        return self.complete(registry) * prod(samples)
+
+    def is_held(self, registry: ProcessGroupRegistry) -> bool:
+        return self.spec.holds(registry.coordinate, registry.topology) and self.stage in (
+            None,
+            registry.coordinate.get("pipe"),
+        )
+
+
+Rule = Callable[[Mapping[str, Gradient], ProcessGroupRegistry], float]
+
+
+def square(gradient: Tensor) -> float:
+    return float(gradient.square().sum())
+
+
+def summed(value: float, registry: ProcessGroupRegistry, *axes: str) -> float:
+    """Over the ranks of these axes."""
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total, group=registry.group(*axes))
+    return float(total)
+
+
+# The wrong rules. Each returns what its rank takes for the norm. -------------------------------------------------------
+
+
+def by_flag(*flagged: str, axis: str = "tensor") -> Rule:
+    """The first rank of the axis counts all that it has, the others what is flagged as split; one sum over the axis."""
+
+    def rule(held: Mapping[str, Gradient], registry: ProcessGroupRegistry) -> float:
+        first = all(registry.rank(a) == 0 for a in axis.split())
+        mine = (g.complete(registry) for name, g in held.items() if first or name in flagged)
+        return sqrt(summed(sum(map(square, mine)), registry, *axis.split()))
+
+    return rule
+
+
+def over(*axes: str) -> Rule:
+    """What each rank has, summed over these axes."""
+
+    def rule(held: Mapping[str, Gradient], registry: ProcessGroupRegistry) -> float:
+        return sqrt(summed(sum(square(g.complete(registry)) for g in held.values()), registry, *axes))
+
+    return rule
+
+
+def alone(held: Mapping[str, Gradient], registry: ProcessGroupRegistry) -> float:
+    """Each rank its own, in which sums that are pending are not made."""
+    return sqrt(sum(square(g.local(registry)) for g in held.values()))
+
+
+def experts_alone(held: Mapping[str, Gradient], registry: ProcessGroupRegistry) -> float:
+    """What is sharded by fully_shard summed over its mesh, what are plain tensors there not."""
+    dense = summed(square(held["dense"].complete(registry)), registry, "expert")
+    return sqrt(dense + square(held["experts"].complete(registry)))
+
+
+def mean_of_norms(held: Mapping[str, Gradient], registry: ProcessGroupRegistry) -> float:
+    """The mean of the ranks' own norms, as if all held the same."""
+    return summed(alone_complete(held, registry), registry, "expert") / registry.size("expert")
+
+
+def alone_complete(held: Mapping[str, Gradient], registry: ProcessGroupRegistry) -> float:
+    return sqrt(sum(square(g.complete(registry)) for g in held.values()))
+
+
+def without_experts(held: Mapping[str, Gradient], registry: ProcessGroupRegistry) -> float:
+    """Expert parameters set apart, to be reduced over other ranks, and forgotten."""
+    return sqrt(square(held["dense"].complete(registry)))
+
+
+def divided_as_dense_over_fewer(held: Mapping[str, Gradient], registry: ProcessGroupRegistry) -> float:
+    """Experts divided by the ranks of their own data group alone, not by those whose samples they have seen."""
+    experts = held["experts"].local(registry)
+    dist.all_reduce(experts, group=registry.group("edp"))
+    experts /= registry.size("edp")
+    return sqrt(square(held["dense"].complete(registry)) + summed(square(experts), registry, "expert"))
+
+
+def of_world_where_none(held: Mapping[str, Gradient], registry: ProcessGroupRegistry) -> float:
+    """A model-parallel group that was not made is None, which torch takes for the world."""
+    total = torch.tensor(alone_complete(held, registry) ** 2)
+    dist.all_reduce(total, group=None)
+    return sqrt(float(total))
+
+
+def over_replicas(held: Mapping[str, Gradient], registry: ProcessGroupRegistry) -> float:
+    """Each power over the number of ranks that could hold a copy, summed over all ranks."""
+    mine = sum(square(g.complete(registry)) / registry.topology.world_size for g in held.values())
+    return sqrt(summed(mine, registry, *registry.topology.axes))
+
+
+@dataclass(frozen=True)
+class Published:
+    """A report: where, what it was, what it took for the norm on each rank (on all, where it is one number)."""
+
+    topology: Topology
+    gradients: dict[str, Gradient]
+    true: float
+    rule: Rule
+    wrong: float | tuple[float, ...]
+    digits: float = 1e-4  # the relative rounding of the figures in the report
+
+    def by_rank(self) -> tuple[float, ...]:
+        return self.wrong if isinstance(self.wrong, tuple) else (self.wrong,) * self.topology.world_size
+
+
+EXPERTS: dict[str, Any] = {"expert": "data"}
+TENSOR, FOUR = Topology(tensor=2), Topology(tensor=4)
+
+# Of a layer split by output features, and one by input features; in all 100.
+LAYERS = {
+    "column": Gradient((sqrt(2731.0), sqrt(3060.0)), P("tensor")),
+    "column bias": Gradient((sqrt(1164.0), sqrt(1164.0)), P("tensor")),
+    "row bias": Gradient((sqrt(1881.0),)),
+}
+GRID = {
+    "weight": Gradient(tuple([sqrt((10000 - 2056.04) / 4)] * 4), P(("row", "col"))),
+    "bias": Gradient((sqrt(1310.48), sqrt(745.56)), P("col")),
+}
+
+CASES: dict[str, Published] = {
+    # Experts -----------------------------------------------------------------------------------------------------------
+    "Megatron-LM 5916: ranks of EP x TP that are not the first of TP drop their experts": Published(
+        TENSOR,
+        {"dense": Gradient((1.0,)), "experts": Gradient((1.0, 1.0), P("tensor"))},
+        sqrt(3),
+        by_flag(),
+        sqrt(2),
+    ),
+    "the same with TP4, EP4, ETP1, in a training run": Published(
+        FOUR,
+        {
+            "dense": Gradient((9.0,)),
+            "experts": Gradient((sqrt(51.5606842041), 3.0, 2.0, sqrt(5.1256026858)), P("tensor")),
+        },
+        12.2754343246,
+        by_flag(),
+        11.5135000849,
+        digits=1e-8,
+    ),
+    "Megatron-LM 7165: experts divided by a group's size that is not theirs": Published(
+        Topology(edp=2, expert=2, roles=EXPERTS),
+        {"dense": Gradient((3.0,)), "experts": Gradient((2.4, 3.2), P("expert"))},
+        5.0,
+        divided_as_dense_over_fewer,
+        sqrt(9 + (2 * 4.0) ** 2),
+    ),
+    "Megatron-LM 6165: copies within the expert-tensor group that have no tensor group": Published(
+        Topology(etp=2, expert=2, roles=EXPERTS),
+        {"weight": Gradient((3.0, 2.0, 4.0, 1.0), P(("expert", "etp"))), "bias": Gradient((1.0, 1.0), P("expert"))},
+        sqrt(32),
+        over("etp", "expert"),
+        sqrt(34),
+    ),
+    "Automodel 3816: every EP group clips by a norm of its own": Published(
+        Topology(expert=2, roles=EXPERTS),
+        {"dense": Gradient((sqrt(8), sqrt(8)), P("expert")), "experts": Gradient((40.0, 0.4), P("expert"))},
+        40.201493,
+        experts_alone,
+        (40.199502, 4.019950),
+        digits=1e-6,
+    ),
+    "DeepSpeed 8475: the mean of norms of different experts": Published(
+        Topology(expert=2, roles=EXPERTS),
+        {"experts": Gradient((2.0, 4.0, 6.0, 8.0), P("expert"))},
+        10.954452,
+        mean_of_norms,
+        7.236068,
+        digits=1e-6,
+    ),
+    "DeepSpeed 8613: the fp16 wrapper drops what it has set apart as experts": Published(
+        Topology(expert=2, roles=EXPERTS),
+        {"dense": Gradient((3.0,) * 4), "experts": Gradient((4.0,) * 4, P("expert"))},
+        10.0,
+        without_experts,
+        6.0,
+    ),
+    # Data axes that shard, and that copy -------------------------------------------------------------------------------
+    "VeOmni 184: HSDP summed over replicas too": Published(
+        Topology(dp_replicate=2, dp_shard=2),
+        {"weight": Gradient((3.0, 4.0), P("dp_shard"))},
+        5.0,
+        over("dp_replicate", "dp_shard"),
+        5.0 * sqrt(2),
+    ),
+    "hyper-parallel 279: what is left whole beside shards, counted by every rank": Published(
+        Topology(dp_shard=4),
+        {
+            "weight": Gradient(tuple([sqrt((784 - 1520 / 3) / 4)] * 4), P("dp_shard")),
+            "bias": Gradient((sqrt(1520 / 3),)),
+        },
+        28.0,
+        over("dp_shard"),
+        48.0,
+    ),
+    "Megatron-LM: a group that is None is the world, data replicas and all": Published(
+        Topology(data=2), {"weight": Gradient((4.0,))}, 4.0, of_world_where_none, 5.657
+    ),
+    # Pipelines ---------------------------------------------------------------------------------------------------------
+    "Megatron-LM 7227: tied embeddings counted on both stages": Published(
+        Topology(pipe=2),
+        {"embedding": Gradient((20.0, 20.0), P(tied={"pipe": (0, -1)}), terms=((5.0, 12.0), (15.0, 8.0)))},
+        28.284,
+        over("pipe"),
+        40.0,
+        digits=2e-5,
+    ),
+    "DeepSpeed: its own grid as mpu leaves stage 1 out": Published(
+        Topology(pipe=2),
+        {
+            "first": Gradient((6.0,), stage=0),
+            "second": Gradient((8.0,), stage=1),
+        },
+        10.0,
+        alone_complete,
+        (6.0, 8.0),
+    ),
+    # One flag a parameter ----------------------------------------------------------------------------------------------
+    "DeepSpeed: the flag of a column's bias forgotten, -6%": Published(
+        TENSOR, LAYERS, 100.0, by_flag("column"), 94.0, digits=1e-6
+    ),
+    "DeepSpeed: no flags, or a wrapper that counts rank 0 alone, -24%": Published(
+        TENSOR, LAYERS, 100.0, by_flag(), 76.0, digits=1e-6
+    ),
+    "DeepSpeed: a flag too many, of a row's bias, +9%": Published(
+        TENSOR, LAYERS, 100.0, by_flag(*LAYERS), 109.0, digits=1e-4
+    ),
+    "2 x 2 grid: a bias of one axis has no right flag, -3.8%": Published(
+        Topology(row=2, col=2), GRID, 100.0, by_flag("weight", axis="row col"), 96.2, digits=1e-6
+    ),
+    "2 x 2 grid: nor the other one, +9.8%": Published(
+        Topology(row=2, col=2), GRID, 100.0, by_flag(*GRID, axis="row col"), 109.8, digits=1e-5
+    ),
+    "TransformerEngine-ROCm 715: replicated weights flagged, 1.52 times": Published(
+        FOUR,
+        {
+            "split": Gradient(tuple([sqrt((2.472**2 - (3.763**2 - 2.472**2) / 3) / 4)] * 4), P("tensor")),
+            "copied": Gradient((sqrt((3.763**2 - 2.472**2) / 3),)),
+        },
+        2.472,
+        by_flag("split", "copied"),
+        3.763,
+    ),
+    # Layouts between -----------------------------------------------------------------------------------------------------
+    "ColossalAI 2.5-D: a bias of row 0 divided by copies that are not there, 244 for 488 squared": Published(
+        Topology(depth=2, row=2),
+        {"bias": Gradient((sqrt(488.0),), P(owned={"row": 0})), "weight": Gradient((0.0, 0.0), P("row"))},
+        sqrt(488),
+        over_replicas,
+        sqrt(244),
+    ),
+    "Megatron-LM 1446: a layer norm's gradient under sequence parallelism, not summed": Published(
+        FOUR,
+        {"gain": Gradient((4.0,), P(partial="tensor"), terms=((3.0,), (-3.0,), (1.0,), (3.0,)))},
+        4.0,
+        alone,
+        (3.0, 3.0, 1.0, 3.0),
+    ),
+}
+
+
+def measured(name: str) -> tuple[float, float]:
+    """On one rank: what the rule takes for the norm, and the norm by which a step clipped, as it did."""
+    case = CASES[name]
+    with ProcessGroupRegistry(case.topology) as registry:
+        held = {name: gradient for name, gradient in case.gradients.items() if gradient.is_held(registry)}
+        wrong = case.rule(held, registry)
+        params: dict[str, nn.Parameter] = {}
+        for name, gradient in held.items():
+            grad = gradient.local(registry)
+            params[name] = nn.Parameter(torch.zeros_like(grad))
+            annotate(params[name], gradient.spec, name)
+        optimizer = ParallelOptimizer(torch.optim.SGD(params.values(), lr=1.0), registry, max_norm=dense_norm(case) / 2)
+        losses = [(param * held[name].local(registry)).sum() for name, param in params.items()]
+        optimizer.backward(torch.stack(losses).sum())
+        stats = optimizer.step()
+        assert stats is not None
+        for name, param in params.items():
+            clipped = held[name].complete(registry) * (dense_norm(case) / 2 / (dense_norm(case) + 1e-6))
+            torch.testing.assert_close(-param.detach(), clipped, rtol=1e-6, atol=0)
+        return wrong, float(stats.total_norm)
+
+
+def fp16_norms() -> tuple[float, float]:
+    """As the gradients are after backward, and ours."""
+    with ProcessGroupRegistry(TENSOR) as registry:
+        weight = nn.Parameter(torch.zeros(1))
+        annotate(weight, P("tensor"), "weight")
+        sgd = torch.optim.SGD([weight], lr=1.0)
+        optimizer = ParallelOptimizer(sgd, registry, precision=TorchFp16(init_scale=4.0), max_norm=0.2)
+        optimizer.backward((weight * (0.3, 0.4)[registry.rank("tensor")]).sum())
+        assert weight.grad is not None
+        scaled = sqrt(summed(square(weight.grad.double()), registry, "tensor"))
+        stats = optimizer.step()
+        assert stats is not None
+        return scaled, float(stats.total_norm)
+
+
+def test_the_norm_is_not_that_of_the_scaled_gradient(world: World) -> None:
+    """ColossalAI reports 2.0 for 0.5."""
+    for scaled, ours in world.run(2, fp16_norms):
+        assert scaled == pytest.approx(2.0, rel=1e-6)
+        assert ours == pytest.approx(0.5, rel=1e-6)
+
+
+def norms_of_order_1() -> tuple[float, float]:
+    """By squares, and ours."""
+    with ProcessGroupRegistry(TENSOR) as registry:
+        weight = nn.Parameter(torch.zeros(1))
+        annotate(weight, P("tensor"), "weight")
+        weight.grad = torch.tensor([(3.0, 4.0)[registry.rank("tensor")]])
+        return summed(square(weight.grad), registry, "tensor"), float(global_norm([weight], registry, 1.0).total_norm)
+
+
+def test_a_norm_of_order_1_is_no_sum_of_squares(world: World) -> None:
+    """DeepSpeed had 25 for 7."""
+    assert world.run(2, norms_of_order_1) == [(25.0, 7.0)] * 2
+
+
+def dense_norm(case: Published) -> float:
+    return sqrt(sum(value**2 for gradient in case.gradients.values() for value in gradient.full))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_was_published_wrong_is_right(world: World, name: str) -> None:
+    case = CASES[name]
+    assert dense_norm(case) == pytest.approx(case.true, rel=case.digits)
+    found = world.run(case.topology.world_size, measured, name)
+    for (wrong, ours), reported in zip(found, case.by_rank(), strict=True):
+        assert wrong == pytest.approx(reported, rel=case.digits)
+        assert abs(wrong / case.true - 1) > 1e-5, "the wrong rule should be wrong"
+        assert ours == pytest.approx(dense_norm(case), rel=1e-6)

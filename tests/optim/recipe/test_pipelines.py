@@ -1,0 +1,312 @@
+"""Pipelines of torch.distributed.pipelining, stepped as one model: every schedule, tied or not, sharded or not, in fp16."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from dtensors import local, registry_of
+from fully_sharded import Full
+from meshstep.amp import Mode, Precision, TorchFp16
+from meshstep.optim import Booster, ParallelOptimizer, Pipeline
+from meshstep.parallel import P, shard
+from meshstep.parallel.interop.dtensor import keep_specs
+from pipelines import (
+    MICRO_BATCHES,
+    SCHEDULES,
+    TWO,
+    ZBV_RUNS,
+    Chunk,
+    Kind,
+    Part,
+    Piped,
+    batch,
+    cross_entropy,
+    dense_logits,
+    dense_weights,
+    full_of,
+    schedule_of,
+)
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+from world import World
+
+STEPS, MAX_NORM = 4, 0.8
+MESH = {"pipe": (("pipe", 2),), "data": (("data", 2), ("pipe", 2)), "tensor": (("pipe", 2), ("tensor", 2))}
+
+
+class Case(NamedTuple):
+    kind: Kind
+    tied: bool
+    precision: str
+    data_parallel: Any = None
+    mesh: str = "pipe"
+    accumulate: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return 2 if self.mesh == "pipe" else 4
+
+
+class Result(NamedTuple):
+    """Of one rank: the losses, None but on the last stage, and one without training; norms, whether skipped; parameters."""
+
+    losses: list[float | None]
+    norms: list[float]
+    skipped: list[bool]
+    full: Full
+
+
+def mode(precision: str) -> Mode | Precision:
+    """Of float16 with a scale that overflows first."""
+    return TorchFp16(init_scale=2.0**18) if precision == "fp16" else precision  # type: ignore[return-value]
+
+
+def train(case: Case) -> Result:
+    piped = Piped(case.kind, case.tied, MESH[case.mesh])
+    with registry_of(tuple(zip(piped.topology.axes, piped.topology.sizes, strict=True))) as registry:
+        part = Part(piped, registry)
+        sgd = torch.optim.SGD(part.parameters(), lr=0.3, momentum=0.9, fused=True)
+        booster = Booster(
+            mode(case.precision),
+            registry,
+            case.data_parallel,
+            max_norm=MAX_NORM,
+            accumulation_steps=case.accumulate,
+        )
+        pipeline, optimizer, *_ = booster.boost(schedule_of(piped, part, registry), sgd)
+        data_axes, losses, norms, skipped = registry.topology.data_axes, [], [], []
+        for step in range(STEPS):
+            for micro in range(case.accumulate):
+                inputs, targets = (
+                    shard(t, P(data_axes), registry)
+                    for t in batch(step + 10 * micro, registry.topology.size(*data_axes))
+                )
+                loss = pipeline.backward(inputs, target=targets)
+                stats = optimizer.step()
+            assert stats is not None
+            optimizer.zero_grad()
+            losses.append(None if loss is None else float(loss))
+            norms.append(float(stats.total_norm))
+            skipped.append(bool(stats.found_inf))
+        before = local_weights(pipeline)
+        inputs, targets = (shard(t, P(data_axes), registry) for t in batch(99, registry.topology.size(*data_axes)))
+        evaluated = pipeline.evaluate(inputs, target=targets)
+        assert torch.equal(before, local_weights(pipeline))
+        losses.append(None if evaluated is None else float(evaluated))
+        return Result(losses, norms, skipped, full_of(pipeline.modules, part, registry))
+
+
+def local_weights(pipeline: Pipeline) -> Tensor:
+    """This rank's, in one tensor."""
+    return torch.cat([local(param).flatten().float() for module in pipeline.modules for param in module.parameters()])
+
+
+@cache
+def dense(
+    tied: bool, data_ranks: int, skipped: tuple[bool, ...], accumulate: int = 1
+) -> tuple[list[float], list[float], Full]:
+    """In float64, in one process: losses of the last micro-batches, norms, parameters."""
+    weights = {name: w.requires_grad_() for name, w in dense_weights().items() if not (tied and name == "head")}
+    sgd = torch.optim.SGD(weights.values(), lr=0.3, momentum=0.9)
+    losses, norms = [], []
+    for step in range(STEPS):
+        sgd.zero_grad()
+        for micro in range(accumulate):
+            inputs, targets = batch(step + 10 * micro, data_ranks)
+            loss = cross_entropy(dense_logits(weights, inputs), targets)
+            (loss / accumulate).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(weights.values(), MAX_NORM)))
+        losses.append(loss.item())
+        if not skipped[step]:
+            sgd.step()
+    losses.append(cross_entropy(dense_logits(weights, batch(99, data_ranks)[0]), batch(99, data_ranks)[1]).item())
+    return losses, norms, {name: weight.detach() for name, weight in weights.items()}
+
+
+TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2}
+
+
+def assert_is_dense(case: Case, results: list[Result]) -> None:
+    skipped = results[0].skipped
+    assert all(result.skipped == skipped for result in results), "all ranks or none"
+    data_ranks = 2 if case.mesh == "data" else 1
+    losses, norms, weights = dense(case.tied, data_ranks, tuple(skipped), case.accumulate)
+    tolerance = TOLERANCE[case.precision]
+    begun = dense_weights()
+    moved = max(float((weights[name] - begun[name]).abs().max()) for name in weights)
+    assert moved > 0.1, "it should train"
+    for result in results:
+        taken = [(found, norm) for found, norm, skip in zip(result.norms, norms, skipped, strict=True) if not skip]
+        assert [found for found, _ in taken] == pytest.approx([norm for _, norm in taken], rel=tolerance)
+        for name, weight in result.full.items():
+            expected = weights["table" if case.tied and name == "head" else name]
+            assert weight.shape == expected.shape
+            worst = float((weight.double() - expected).abs().max())
+            assert worst < tolerance * moved, f"{case}: {name} is off by {worst} of {moved}"
+    seen = {name for result in results for name in result.full} - ({"head"} if case.tied else set())
+    assert seen == weights.keys()
+    for step in range(len(results[0].losses)):
+        of_data_ranks = [found for result in results if (found := result.losses[step]) is not None]
+        assert len(of_data_ranks) == len(results) // 2, "the last stage has the loss"
+        assert torch.tensor(of_data_ranks).mean().item() == pytest.approx(losses[step], rel=tolerance)
+
+
+def train_by_hand(case: Case) -> Result:
+    """Without a Booster, whose `fully_shard` is told what a schedule needs."""
+    piped = Piped(case.kind, case.tied, MESH[case.mesh])
+    with registry_of(tuple(zip(piped.topology.axes, piped.topology.sizes, strict=True))) as registry:
+        part = Part(piped, registry)
+        schedule = schedule_of(piped, part, registry, loss_fn=loss_sum, scale_grads=False)
+        chunks = [stage.submod for stage in getattr(schedule, "_stages", None) or [schedule._stage]]
+        shared = {part.table} if case.tied and len({0, piped.stages - 1} & {*part.own}) == 2 else set()
+        mesh = registry.device_mesh("data")
+        for chunk in chunks:
+            with keep_specs(chunk):
+                for module in (*chunk.blocks, chunk):
+                    fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=shared)
+        params = list(dict.fromkeys(param for chunk in chunks for param in chunk.parameters()))
+        sgd = torch.optim.SGD(params, lr=0.3, momentum=0.9, fused=True)
+        optimizer = ParallelOptimizer(sgd, registry, max_norm=MAX_NORM, data_parallel=chunks, accumulation_steps=2)
+        pipeline = Pipeline(schedule, optimizer)
+        losses, norms = [], []
+        for step in range(STEPS):
+            for micro in range(2):
+                inputs, targets = (shard(t, P("data"), registry) for t in batch(step + 10 * micro, 2))
+                loss = pipeline.backward(inputs, target=targets, weight=targets.numel())
+                stats = optimizer.step()
+            assert stats is not None
+            optimizer.zero_grad()
+            losses.append(None if loss is None else float(loss) / targets.numel())
+            norms.append(float(stats.total_norm))
+        return Result(losses, norms, [False] * STEPS, full_of(pipeline.modules, part, registry))
+
+
+def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(logits, targets) * targets.numel()
+
+
+def test_by_hand_with_sums_and_weights_and_stages_that_shard_again_after_forward(world: World) -> None:
+    cases = [Case(kind, tied, "fp32", "fsdp", "data", 2) for kind in TWO for tied in (False, True)]
+    for case, results in zip(cases, world.run_each(train_by_hand, [(4, (case,)) for case in cases]), strict=True):
+        assert_is_dense(case, results)
+
+
+def assert_all_are_dense(world: World, cases: list[Case]) -> list[list[Result]]:
+    found = world.run_each(train, [(case.ranks, (case,)) for case in cases])
+    for case, results in zip(cases, found, strict=True):
+        assert_is_dense(case, results)
+    return found
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fsdp"])
+def test_every_schedule_tied_or_not_trains_as_one_process(sharded: bool, world: World) -> None:
+    how = {"data_parallel": "fsdp", "mesh": "data"} if sharded else {}
+    cases = [
+        Case(kind, tied, precision, **how)  # type: ignore[arg-type]
+        for kind in SCHEDULES
+        for tied in (False, True)
+        for precision in ("fp32", "fp16")
+    ]
+    found = assert_all_are_dense(world, cases)
+    in_fp16 = [results[0].skipped for case, results in zip(cases, found, strict=True) if case.precision == "fp16"]
+    assert all(True in skipped and False in skipped for skipped in in_fp16), "some steps overflow, and some do not"
+
+
+def test_layers_within_stages_may_be_split_and_replicas_stepped_in_any_way(world: World) -> None:
+    cases = [Case(kind, tied=True, precision="fp32", mesh="tensor") for kind in SCHEDULES]
+    cases += [Case(kind, True, "fp32", how, "data") for kind in TWO for how in (None, "zero1", "zero2")]
+    cases += [Case(kind, True, "bf16", how, "data") for kind in TWO for how in (None, "zero2")]
+    assert_all_are_dense(world, cases)
+
+
+def test_a_window_may_have_several_calls(world: World) -> None:
+    cases = [Case(kind, True, "fp32", None, accumulate=2) for kind in SCHEDULES]
+    cases += [Case(kind, True, "fp32", how, "data", 2) for kind in TWO for how in ("zero2", "fsdp")]
+    assert_all_are_dense(world, cases)
+
+
+# What is refused --------------------------------------------------------------------------------------------------------
+
+
+def error_of_torchs_division(kind: Kind, tied: bool, accumulate: int) -> str:
+    """Of a schedule run as torch has it; "" where it trains as one process."""
+    piped = Piped(kind, tied)
+    with registry_of((("pipe", 2), ("tensor", 1))) as registry:
+        part = Part(piped, registry)
+        sgd = torch.optim.SGD(part.parameters(), lr=0.3, fused=True)
+        optimizer = ParallelOptimizer(sgd, registry)
+        schedule = schedule_of(piped, part, registry)
+        first, last = 0 in part.own, piped.stages - 1 in part.own
+        for micro in range(accumulate):
+            inputs, targets = batch(10 * micro)
+            with optimizer.window():
+                schedule.step(*([inputs] if first else []), target=targets if last else None)
+        try:
+            stats = optimizer.step()
+        except RuntimeError as error:
+            return str(error)
+        assert stats is not None
+        _, norms, _ = dense(tied, 1, (False,) * STEPS)
+        assert float(stats.total_norm) == pytest.approx(norms[0], rel=1e-5)
+        return ""
+
+
+def test_a_division_by_the_schedule_that_is_wrong_is_an_error_on_every_rank(world: World) -> None:
+    cases: list[tuple[Kind, bool, int]] = [("1f1b", True, 1), ("1f1b", False, 2)]
+    cases += [("zbv", False, 1), ("zbv", True, 1)] if ZBV_RUNS else []
+    right, accumulated, *in_a_v = world.run_each(error_of_torchs_division, [(2, case) for case in cases])
+    assert right == ["", ""]
+    assert in_a_v[:1] == [["", ""]] * ZBV_RUNS
+    for message in (*accumulated, *(message for messages in in_a_v[1:] for message in messages)):
+        assert "a pipeline schedule with scale_grads=True has divided gradients twice" in message
+
+
+def refusals(case: str) -> str:
+    piped = Piped("interleaved zero bubble" if case == "ddp" else "1f1b", tied=False, axes=MESH["data"])
+    with registry_of((("data", 2), ("pipe", 2), ("tensor", 1))) as registry:
+        part = Part(piped, registry)
+        sgd = torch.optim.SGD(part.parameters(), lr=0.3)
+        schedule: Any = schedule_of(piped, part, registry, **({"loss_fn": None} if case == "no loss" else {}))
+        if case == "group":
+            chunk = Chunk(part, registry.coordinate["pipe"], 2)
+            stage = PipelineStage(
+                chunk, registry.coordinate["pipe"], 2, torch.device("cpu"), group=registry.group("data")
+            )
+            schedule = SCHEDULES["1f1b"](stage, MICRO_BATCHES, loss_fn=cross_entropy)
+        if case == "ddp":
+            for stage in schedule._stages:
+                stage.submod = nn.parallel.DistributedDataParallel(stage.submod, process_group=registry.group("data"))
+        try:
+            if case == "by name":
+                Booster("fp32", registry, "ddp").boost(schedule, sgd)
+            elif case == "weight":
+                Booster("fp32", registry).boost(schedule, sgd)[0].backward(batch(0)[0], target=batch(0)[1], weight=3.0)
+            elif case in ("uneven", "no schedule"):
+                optimizer = ParallelOptimizer(sgd, registry)
+                Pipeline(schedule if case == "uneven" else part, optimizer).backward(*batch(0)[0][None, :6])  # type: ignore[arg-type]
+            else:
+                Booster("fp32", registry).boost(schedule, sgd)
+        except (TypeError, ValueError) as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("case", "match"),
+    [
+        ("no loss", "has no loss_fn"),
+        ("group", r"give PipelineStage(..., group=registry.group('pipe'))"),
+        ("ddp", "which would never average them"),
+        ("by name", "take None, 'zero1', 'zero2' or 'fsdp'"),
+        ("uneven", "can't be cut into 4 equal micro-batches"),
+        ("weight", "make the schedule with scale_grads=False"),
+        ("no schedule", "give one of torch.distributed.pipelining"),
+    ],
+)
+def test_what_would_not_train_is_refused_in_words_on_every_rank(case: str, match: str, world: World) -> None:
+    for message in world.run(4, refusals, case):
+        assert match in message

@@ -1,0 +1,64 @@
+"""Experts that no token came to: without a gradient, with one of zeros, on some of the ranks that copy them or on all."""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Any
+
+import pytest
+import torch
+from meshstep.optim import ParallelOptimizer, Sharded
+from meshstep.parallel import P, ProcessGroupRegistry, Topology
+from small_models import parameter
+from world import World
+
+ROLES: dict[str, Any] = {"expert": "data"}
+# What the tokens of a rank say of its expert: of the second one on the first data coordinate, of all others nothing.
+SAID = {"one data coordinate": (0.0, 8.0), "no rank": (0.0, 0.0)}
+
+
+def stepped(copies: int, idle: str, zeros: bool, options: dict[str, Any]) -> tuple[float, list[float], list[float]]:
+    """Norm, the expert and the router after two steps with momentum; in the first all experts have tokens."""
+    with ProcessGroupRegistry(Topology(roles=ROLES, data=copies, expert=4 // copies)) as registry:
+        expert, router = parameter("expert", 2, P("expert"), value=1.0), parameter("router", 2, value=1.0)
+        sgd = torch.optim.SGD([expert, router], lr=1.0, momentum=0.5)
+        optimizer = ParallelOptimizer(sgd, registry, max_norm=4.0, **options)
+        optimizer.backward((expert + router).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        busy = registry.rank("data") == 0 and registry.rank("expert") == 1
+        said = SAID[idle][busy]
+        optimizer.backward(2 * router.sum() + (said * expert.sum() if zeros or said else 0.0))
+        stats = optimizer.step()
+        assert stats is not None
+        return float(stats.total_norm), expert.tolist(), router.tolist()
+
+
+@pytest.mark.parametrize("options", [{}, {"states": Sharded("data")}, {"states": Sharded("data", gradients=True)}])
+@pytest.mark.parametrize("idle", SAID)
+@pytest.mark.parametrize("zeros", [False, True])
+def test_idle_experts_count_as_zeros_where_they_have_copies(
+    world: World, idle: str, zeros: bool, options: dict[str, Any]
+) -> None:
+    # First step: experts have 1/4 of the ranks' 1 each, two copies summed; the router has 1.
+    found = world.run(4, stepped, 2, idle, zeros, options)
+    said = sum(SAID[idle]) / 4
+    norm = sqrt(2 * said**2 + 2 * 2.0**2)
+    for rank, (total, expert, router) in enumerate(found):
+        assert total == pytest.approx(norm, rel=1e-6)
+        coef = min(1.0, 4.0 / (norm + 1e-6))
+        own = said if rank % 2 else 0.0
+        assert expert == pytest.approx([1 - 0.5 - (0.5 * 0.5 + own * coef)] * 2, rel=1e-6)
+        assert router == pytest.approx([1 - 1 - (0.5 * 1 + 2 * coef)] * 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"states": Sharded("data")}])
+def test_without_copies_what_has_no_gradient_is_left_out_of_the_step(world: World, options: dict[str, Any]) -> None:
+    found = world.run(4, stepped, 1, "one data coordinate", False, options)
+    norm = sqrt(2 * 2.0**2 + 2 * 2.0**2)
+    coef = 4.0 / (norm + 1e-6)
+    for rank, (total, expert, router) in enumerate(found):
+        assert total == pytest.approx(norm, rel=1e-6)
+        moved = 0.5 * 0.25 + 2.0 * coef if rank == 1 else 0.0
+        assert expert == pytest.approx([1 - 0.25 - moved] * 2, rel=1e-6)
+        assert router == pytest.approx([1 - 1 - (0.5 * 1 + 2 * coef)] * 2, rel=1e-6)

@@ -1,0 +1,291 @@
+"""Several inner optimizers, one step: one norm, one verdict, one state, in whatever precision and wherever states are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from meshstep.optim import (
+    HalfStates,
+    Offloaded,
+    ParallelOptimizer,
+    Placement,
+    Sharded,
+    TorchStates,
+    load_checkpoint,
+    save_checkpoint,
+)
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare, shard
+from precision_modes import MODES
+from probes import HostReadError, NoHostReads, no_host_reads
+from scenarios import SCENARIOS, batch, build, dense_loss, full_tensors
+from torch import Tensor, nn
+from world import World
+
+STEPS, BROKEN, SAVED, MAX_NORM = 6, 2, 3, 0.4  # one step overflows; then a checkpoint is read by another optimizer
+SCENARIO = SCENARIOS["data x tensor"]
+PLACEMENTS: dict[str, tuple[Placement, ...]] = {
+    "whole": (),
+    "zero1": (Sharded("data"),),
+    "zero2": (Sharded("data", gradients=True),),
+    "offloaded": (Sharded("data"), Offloaded(0.5)),
+    "half states": (HalfStates(),),
+}
+Make = Callable[[list[Tensor], list[Tensor]], Any]
+
+
+def adamw(params: list[Tensor], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=lr, fused=True)
+
+
+def two(matrices: list[Tensor], others: list[Tensor]) -> list[torch.optim.Optimizer]:
+    return [adamw(matrices, 0.02), adamw(others, 0.005)]
+
+
+def one(matrices: list[Tensor], others: list[Tensor]) -> torch.optim.Optimizer:
+    groups = [{"params": matrices, "lr": 0.02}, {"params": others, "lr": 0.005}]
+    return torch.optim.AdamW(groups, fused=True)
+
+
+def of_two_kinds(matrices: list[Tensor], others: list[Tensor]) -> list[torch.optim.Optimizer]:
+    """One steps on the device, the other on the host."""
+    return [adamw(matrices, 0.02), torch.optim.SGD(others, lr=0.1, momentum=0.9)]
+
+
+def halves(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """The matrices, and all else."""
+    params = list(model.parameters())
+    return [p for p in params if p.dim() == 2], [p for p in params if p.dim() != 2]
+
+
+def run(
+    make: Make, mode: str, where: str, directory: Path | None, dtype: torch.dtype = torch.float32
+) -> tuple[list[float], list[bool], dict[str, Tensor]]:
+    """Norms, what was skipped, full parameters."""
+    with ProcessGroupRegistry(SCENARIO.topology) as registry:
+
+        def made() -> tuple[nn.Module, ParallelOptimizer]:
+            model = build(SCENARIO, registry, dtype)
+            assert model is not None
+            MODES[mode].prepare(model, registry)
+            options: dict[str, Any] = {"max_norm": MAX_NORM, "precision": MODES[mode], "states": PLACEMENTS[where]}
+            return model, ParallelOptimizer(make(*halves(model)), registry, **options)
+
+        model, optimizer = made()
+        norms, skipped = [], []
+        for step in range(STEPS):
+            if step == SAVED and directory is not None:
+                save_checkpoint(directory, model, optimizer)
+                model, optimizer = made()
+                load_checkpoint(directory, model, optimizer)
+            optimizer.zero_grad()
+            loss = model(shard(batch(step), P("data"), registry))
+            broken = step == BROKEN and registry.coordinate["data"] == 1
+            optimizer.backward(loss * torch.inf if broken else loss)
+            stats = optimizer.step()
+            assert stats is not None
+            norms.append(float(stats.total_norm))
+            skipped.append(bool(stats.found_inf))
+        return norms, skipped, full_tensors(SCENARIO, model, registry, gradients=False)
+
+
+@pytest.mark.parametrize("where", PLACEMENTS)
+def test_in_every_precision_two_optimizers_are_to_the_bit_one_with_two_groups(
+    where: str, world: World, tmp_path: Path
+) -> None:
+    modes = list(MODES) if where == "whole" else ["fp32", "bf16"] if where == "half states" else ["fp16", "bf16"]
+    cases: list[tuple[int, tuple[Any, ...]]] = [(4, (make, mode, where, None)) for mode in modes for make in (two, one)]
+    cases += [(4, (two, mode, where, tmp_path / mode)) for mode in modes]
+    found = world.run_each(run, cases)
+    for index, mode in enumerate(modes):
+        several, single = found[2 * index], found[2 * index + 1]
+        saved = found[2 * len(modes) + index]
+        for mine, its, again in zip(several, single, saved, strict=True):
+            assert mine[1] == its[1] == again[1], mode
+            assert mine[1][BROKEN], mode
+            assert str(mine[0]) == str(its[0]) == str(again[0]), mode
+            for name in its[2]:
+                assert torch.equal(mine[2][name], its[2][name]), (mode, name)
+                assert torch.equal(mine[2][name], again[2][name]), (mode, name, "saved")
+
+
+def dense(make: Make) -> tuple[list[float], dict[str, Tensor]]:
+    """In float64: separate optimizers, clipped by the norm of all."""
+    with ProcessGroupRegistry(Topology(roles=None, data=1, tensor=1)) as registry:
+        model = build(SCENARIO, registry, torch.float64)
+        assert model is not None
+        weights = {
+            name: nn.Parameter(w) for name, w in full_tensors(SCENARIO, model, registry, gradients=False).items()
+        }
+    optimizers = make([w for w in weights.values() if w.dim() == 2], [w for w in weights.values() if w.dim() != 2])
+    norms = []
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        dense_loss(SCENARIO, dict(weights), batch(step)).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(weights.values(), MAX_NORM)))
+        for optimizer in optimizers if step != BROKEN else ():
+            optimizer.step()
+    return norms, {name: weight.detach() for name, weight in weights.items()}
+
+
+@pytest.mark.parametrize("make", [two, of_two_kinds])
+def test_optimizers_of_several_kinds_take_the_step_of_dense_ones_clipped_by_the_norm_of_all(
+    make: Make, world: World, tmp_path: Path
+) -> None:
+    norms, weights = dense(make)
+    assert any(norm > MAX_NORM for norm in norms), "some steps should be clipped"
+    cases = [
+        (4, (make, "fp32", where, directory, torch.float64))
+        for where in ("whole", "zero1")
+        for directory in (None, tmp_path / where)
+    ]
+    for by_rank in world.run_each(run, cases):
+        for found, skipped, full in by_rank:
+            assert skipped == [step == BROKEN for step in range(STEPS)]
+            taken = [step for step in range(STEPS) if step != BROKEN]
+            assert [found[step] for step in taken] == pytest.approx([norms[step] for step in taken], rel=1e-12)
+            for name, weight in weights.items():
+                torch.testing.assert_close(full[name], weight, rtol=1e-9, atol=1e-12)
+
+
+# In one process ---------------------------------------------------------------------------------------------------------
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    declare(model, {"*": P()})
+    return model
+
+
+def optimizer_of(make: Make, model: nn.Module, **options: Any) -> ParallelOptimizer:
+    return ParallelOptimizer(make(*halves(model)), ProcessGroupRegistry(Topology()), **options)
+
+
+def step(model: nn.Module, optimizer: ParallelOptimizer, seed: int) -> None:
+    optimizer.zero_grad()
+    optimizer.backward(model(torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))).square().mean())
+    optimizer.step()
+
+
+def test_the_host_reads_no_more_than_for_the_worst_of_them() -> None:
+    fused, mixed = small(), small()
+    on_device, on_host = optimizer_of(two, fused), optimizer_of(of_two_kinds, mixed)
+    for seed in range(2):
+        step(fused, on_device, seed)
+        step(mixed, on_host, seed)
+    with no_host_reads():
+        step(fused, on_device, 2)
+    with pytest.raises(HostReadError), NoHostReads():  # type: ignore[no-untyped-call]
+        step(mixed, on_host, 2)
+
+
+def test_schedules_reach_all_groups_and_those_of_one_optimizer_its_own() -> None:
+    model = small()
+    matrices, others = two(*halves(model))
+    optimizer = ParallelOptimizer([matrices, others], ProcessGroupRegistry(Topology()))
+    of_all = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    of_one = torch.optim.lr_scheduler.LambdaLR(others, lambda t: 0.1**t)
+    step(model, optimizer, 0)
+    of_all.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.0025]
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch puts new groups in the place of the old
+    of_one.step()
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.01, 0.0005])
+
+
+def test_a_copy_and_a_loaded_state_go_on_as_the_original() -> None:
+    model = small()
+    optimizer = optimizer_of(of_two_kinds, model, max_norm=0.1)
+    for seed in range(2):
+        step(model, optimizer, seed)
+    model2, optimizer2 = copy.deepcopy((model, optimizer))
+    model3 = copy.deepcopy(model)
+    declare(model3, {"*": P()})
+    optimizer3 = optimizer_of(of_two_kinds, model3, max_norm=0.1)
+    optimizer3.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    model4 = copy.deepcopy(model)
+    declare(model4, {"*": P()})
+    optimizer4 = optimizer_of(of_two_kinds, model4, max_norm=0.1)
+    TorchStates(optimizer4).load_state_dict(copy.deepcopy(TorchStates(optimizer).state_dict()))
+    for each, of in ((model, optimizer), (model2, optimizer2), (model3, optimizer3), (model4, optimizer4)):
+        for seed in range(2, 4):
+            step(each, of, seed)
+    for other in (model2, model3, model4):
+        for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(mine, its)
+    assert "AdamW" in repr(optimizer)
+    assert "SGD" in repr(optimizer)
+
+
+def test_a_new_group_says_whose_it_is() -> None:
+    model, more = small(), nn.Parameter(torch.ones(3))
+    optimizer = optimizer_of(of_two_kinds, model)
+    with pytest.raises(ValueError, match="say which one takes it"):
+        optimizer.add_param_group({"params": [more]})
+    assert len(optimizer.param_groups) == 2
+    optimizer.add_param_group({"params": [more], "optimizer": 1})
+    assert optimizer.param_groups[2]["momentum"] == 0.9
+    optimizer.backward(more.sum())
+    optimizer.step()
+    torch.testing.assert_close(more.detach(), torch.full((3,), 0.9))
+    assert "momentum_buffer" in optimizer.state[more]
+
+
+def test_lists_that_are_no_optimizer_are_refused_and_left_as_they_were() -> None:
+    model, registry = small(), ProcessGroupRegistry(Topology())
+    matrices, others = halves(model)
+
+    def refused(optimizers: Sequence[Any], error: type[Exception], match: str, **options: Any) -> None:
+        with pytest.raises(error, match=match):
+            ParallelOptimizer(optimizers, registry, **options)
+
+    refused([], ValueError, "empty")
+    refused([adamw(matrices, 0.1), model], TypeError, "optimizer 1 of the list is a Sequential")
+    refused(
+        [adamw(matrices, 0.1), adamw([*others, matrices[0]], 0.1)], ValueError, r"\(8, 6\) is in optimizers 0 and 1"
+    )
+    stepped = optimizer_of(two, small())
+    refused([adamw(matrices, 0.1), stepped], TypeError, "optimizer 1 of the list is a ParallelOptimizer")
+    refused([torch.optim.LBFGS(matrices), adamw(others, 0.1)], TypeError, "LBFGS evaluates the loss itself")
+    first, second = two(matrices, others)
+    states = [first.state_dict(), second.state_dict()]
+    refused([first, second], ValueError, "max_norm", max_norm=-1.0)
+    assert [first.state_dict(), second.state_dict()] == states
+    plain = ParallelOptimizer(adamw(list(small().parameters()), 0.1), registry)
+    mine = optimizer_of(two, small())
+    with pytest.raises(ValueError, match=r"of optimizers \[None\]"):
+        mine.load_state_dict(plain.state_dict())
+
+
+def whole_tensor_ones(make: Make) -> str:
+    with ProcessGroupRegistry(Topology(roles=None, data=1, tensor=2)) as registry:
+        model = build(SCENARIO, registry, torch.float32)
+        assert model is not None
+        try:
+            ParallelOptimizer(make(*halves(model)), registry)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+
+def whole_for_matrices(matrices: list[Tensor], others: list[Tensor]) -> Any:
+    return [torch.optim.Adafactor(matrices), adamw(others, 0.1)]
+
+
+def whole_for_positions(matrices: list[Tensor], others: list[Tensor]) -> Any:
+    """The norm's weight and bias are on every rank; the others are split."""
+    copied = [p for p in others if p.numel() == 8 and p is not others[2]][:2]
+    rest = [p for p in (*matrices, *others) if all(p is not c for c in copied)]
+    return [torch.optim.Adafactor(copied), adamw(rest, 0.1)]
+
+
+def test_one_that_takes_whole_tensors_may_step_those_that_are_whole(world: World) -> None:
+    split, copied = world.run_each(whole_tensor_ones, [(2, (whole_for_matrices,)), (2, (whole_for_positions,))])
+    assert all("Adafactor is not known to be" in message for message in split)
+    assert copied == ["", ""]

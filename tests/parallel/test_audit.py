@@ -1,0 +1,110 @@
+"""The audit of declared layouts, on layers whose truth is known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from meshstep.parallel.interop.audit import Audit, audit
+from torch import Tensor, nn
+from world import World
+
+# What one parameter of four elements is along `tensor`: its values and gradients on ranks 0 and 1.
+RAMP, OTHER, ZEROS = [0.1, 0.2, 0.3, 0.4], [0.5, -0.6, 0.7, 0.8], [0.0] * 4
+PIECE, TERM, COPY = (RAMP, OTHER, RAMP, OTHER), (RAMP, RAMP, RAMP, OTHER), (RAMP, RAMP, OTHER, OTHER)
+ZERO_PIECE, ZERO_COPY = (ZEROS, ZEROS, RAMP, OTHER), (ZEROS, ZEROS, OTHER, OTHER)
+UNUSED = (ZEROS, ZEROS, ZEROS, ZEROS)
+
+Truth = tuple[list[float], list[float], list[float], list[float]]
+
+
+def audited(truth: Truth, spec: P, dtype: torch.dtype, where: str) -> Audit:
+    with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
+        rank = registry.rank("tensor")
+        model = nn.ParameterDict({"w": nn.Parameter(torch.tensor(truth[rank], dtype=dtype))})
+        annotate(model["w"], spec, "w")
+        gradient: Tensor = torch.tensor(truth[2 + rank], dtype=dtype) * (1 + registry.rank("data"))
+        gradient = gradient * (1 + rank * torch.finfo(dtype).eps)  # as two ranks compute the same
+        if where != "none":
+            setattr(model["w"], where, gradient)
+        return audit(model, registry)
+
+
+RIGHT = [
+    (PIECE, P("tensor")), (TERM, P(partial="tensor")), (COPY, P()),
+    (ZERO_PIECE, P("tensor")), (ZERO_COPY, P()), (UNUSED, P()), (UNUSED, P("tensor")), (UNUSED, P(partial="tensor")),
+]  # fmt: skip
+WRONG = [
+    (PIECE, P(), "the values differ"),
+    (PIECE, P(partial="tensor"), "the values differ"),
+    (TERM, P(), "the gradients differ"),
+    (TERM, P("tensor"), "the values are equal and the gradients differ"),
+    (COPY, P("tensor"), "the values are equal and so are the gradients"),
+    (COPY, P(partial="tensor"), "the gradients are equal"),
+    (ZERO_PIECE, P(), "the gradients differ"),
+    (ZERO_COPY, P("tensor"), "the values are equal and so are the gradients"),
+    (ZERO_COPY, P(partial="tensor"), "the gradients are equal"),
+]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+def test_what_is_declared_as_it_is_passes(world: World) -> None:
+    cases = [(4, (truth, spec, dtype, "grad")) for truth, spec in RIGHT for dtype in DTYPES]
+    for found in world.run_each(audited, cases):
+        assert found == [Audit(1, ())] * 4
+    assert str(found[0]) == "1 parameters are what they are declared to be"
+
+
+def test_what_is_declared_as_something_else_is_named(world: World) -> None:
+    cases = [
+        (truth, spec, dtype, said, where)
+        for truth, spec, said in WRONG
+        for dtype in DTYPES
+        for where in ("grad", "main_grad")
+    ]
+    results = world.run_each(audited, [(4, (truth, spec, dtype, where)) for truth, spec, dtype, _, where in cases])
+    for (_, spec, _, said, _), found in zip(cases, results, strict=True):
+        assert found == [found[0]] * 4
+        (disagreement,) = found[0].disagreements
+        assert (disagreement.name, disagreement.axis, disagreement.found) == ("w", "tensor", said)
+        assert str(found[0]).startswith(f"w: declared {spec}, ")
+
+
+def test_values_alone_tell_pieces_from_copies(world: World) -> None:
+    found = world.run_each(
+        audited,
+        [(4, (truth, spec, torch.float32, "none")) for truth, spec in ((PIECE, P()), (COPY, P("tensor")), (TERM, P()))],
+    )
+    assert [[d.found for d in of_ranks[0].disagreements] for of_ranks in found] == [
+        ["the values differ"],
+        ["the values are equal"],
+        [],
+    ]
+
+
+def drifted() -> Audit:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        model = nn.ParameterDict({"w": nn.Parameter(torch.tensor([0.1, 0.2]) * (1 + registry.global_rank))})
+        annotate(model["w"], P(), "w")
+        model["w"].grad = torch.tensor([0.1, 0.2]) * (1 + registry.global_rank)
+        return audit(model, registry)
+
+
+def test_along_data_axes_copies_have_equal_values_and_gradients_of_their_own(world: World) -> None:
+    (disagreement,) = world.run(2, drifted)[0].disagreements
+    assert (disagreement.axis, disagreement.found) == ("data", "the values differ")
+
+
+def undeclared() -> str:
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        model = nn.Linear(2, 2)
+        if registry.global_rank == 0:
+            for param in model.parameters():
+                annotate(param, P())
+        with pytest.raises(ValueError, match="has no spec") as error:
+            audit(model, registry)
+        return str(error.value)
+
+
+def test_a_parameter_that_nobody_declared_is_an_error_on_every_rank(world: World) -> None:
+    assert all("shape (2, 2)" in text for text in world.run(2, undeclared))

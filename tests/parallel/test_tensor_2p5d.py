@@ -1,0 +1,114 @@
+"""2.5-D tensor parallelism over real ranks: each grid along depth computes its part of the dense model's batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dense import assert_layer_is_dense, collectives
+from meshstep.parallel import (
+    BiasLayout,
+    Classifier2p5D,
+    Embedding2p5D,
+    LayerNorm2p5D,
+    Linear2p5D,
+    P,
+    ProcessGroupRegistry,
+    Topology,
+    spec_of,
+)
+from torch import nn
+from world import World
+
+SEED = 99
+TOPOLOGIES = {
+    "two grids of 2 x 2": Topology(depth=2, row=2, col=2),
+    "depth named last": Topology(row=2, col=2, depth=2),
+    "two rows": Topology(depth=2, row=2, col=1),
+    "two columns": Topology(depth=2, row=1, col=2),
+    "three grids": Topology(depth=3, row=1, col=2),
+    "one grid": Topology(depth=1, row=2, col=2),
+    "one process": Topology(depth=1, row=1, col=1),
+}
+TAKES, IDS = P(("depth", "row"), None, "col"), P(("depth", "row"))
+
+
+def biases(layout: BiasLayout) -> P:
+    return {
+        "column": P("col", partial="depth"),
+        "all": P(("col", "row"), partial="depth"),
+        "row0": P("col", owned={"row": 0}, partial="depth"),
+    }[layout]
+
+
+def layers_equal_dense(topology: Topology, dims: tuple[int, int]) -> None:
+    features, outputs = dims
+    batch = 2 * topology.size("depth", "row")
+    weight, vector = P("row", "col", partial="depth"), P("col", partial="depth")
+    with ProcessGroupRegistry(topology) as registry:
+
+        def check(
+            layer: type[nn.Module], dense: type[nn.Module], *sizes: int, specs: dict[str, P], **options: object
+        ) -> None:
+            torch.manual_seed(SEED)
+            given = {"bias": options["bias"]} if dense is nn.Linear else {}
+            reference = dense(*sizes, **{key: value is not None and value is not False for key, value in given.items()})
+            reference = reference.double()
+            torch.manual_seed(SEED)
+            split = layer(*sizes, registry, **options).double()
+            is_table = dense is nn.Embedding
+            torch.manual_seed(SEED + 1)
+            x = (
+                torch.randint(sizes[0], (batch, 3))
+                if is_table
+                else torch.randn(batch, 3, sizes[0], dtype=torch.float64)
+            )
+            assert_layer_is_dense(split, reference, x, IDS if is_table else TAKES, TAKES, specs, registry)
+
+        layouts: tuple[BiasLayout, ...] = ("column", "all", "row0")
+        for layout in layouts:
+            specs = {"weight": weight, "bias": biases(layout)}
+            check(Linear2p5D, nn.Linear, features, outputs, specs=specs, bias=layout)
+        check(Linear2p5D, nn.Linear, features, outputs, specs={"weight": weight}, bias=None)
+        check(LayerNorm2p5D, nn.LayerNorm, features, specs={"weight": vector, "bias": vector})
+        check(Embedding2p5D, nn.Embedding, outputs, features, specs={"weight": weight})
+        check(Classifier2p5D, nn.Linear, features, outputs, specs={"weight": weight, "bias": vector}, bias=True)
+        check(Classifier2p5D, nn.Linear, features, outputs, specs={"weight": weight}, bias=False)
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_layers_are_the_dense_ones(world: World, name: str) -> None:
+    for dims in ((6, 12), (7, 9)):  # the latter divide by nothing
+        world.run(TOPOLOGIES[name].world_size, layers_equal_dense, TOPOLOGIES[name], dims)
+
+
+def counted() -> list[dict[str, int]]:
+    counts = []
+    with ProcessGroupRegistry(Topology(depth=2, row=1, col=1)) as registry:
+        for layer in (
+            Linear2p5D(4, 8, registry),
+            LayerNorm2p5D(4, registry),
+            Classifier2p5D(4, 8, registry, bias=True),
+        ):
+            with collectives() as seen:
+                torch.autograd.backward(layer(torch.randn(3, 4, requires_grad=True)).sum())
+            counts.append(dict(seen))
+    return counts
+
+
+def test_layers_communicate_within_their_grid_only(world: World) -> None:
+    assert world.run(2, counted) == [[{}, {}, {}]] * 2
+
+
+def other_names() -> None:
+    with ProcessGroupRegistry(Topology(z=2, y=1, x=2)) as registry:
+        assert spec_of(Linear2p5D(4, 8, registry, depth="z", row="y", col="x", blocks=2).weight).partial == ("z",)
+        with pytest.raises(ValueError, match="unknown axis 'depth'"):
+            LayerNorm2p5D(4, registry, row="y", col="x")
+        with pytest.raises(
+            ValueError, match=r"Linear2p5D of 4 features over x=2 takes 2 of them .* got shape \(3, 4\)"
+        ):
+            Linear2p5D(4, 8, registry, depth="z", row="y", col="x")(torch.randn(3, 4))
+
+
+def test_axes_have_the_names_that_they_are_given(world: World) -> None:
+    world.run(4, other_names)

@@ -163,7 +163,7 @@ class P:
         aliases = {**topology.aliases, **(dims or {})}
         if aliases.keys().isdisjoint(self.named_axes):
             return self
-        self._check_coordinates(topology, "on a mesh", aliases)
+        self._check_coordinates(topology, repr(topology), aliases)
         blocks = dict(self.blocks)
 
         def atoms(*names: str) -> tuple[str, ...]:

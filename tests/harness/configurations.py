@@ -131,7 +131,9 @@ LAYOUTS = {
     "experts, other samples": Layout(Topology(roles={"expert": "data"}, expert=3), _over("expert")),
     "experts, same samples": Layout(Topology(roles={"expert": "model"}, expert=2), _over("expert")),
     "folded": Layout(Topology(edp=2, mid=2, tensor=2, aliases=_ALIASES), _FOLDED, said=_SAID),
-    "folded, experts over data": Layout(Topology(edp=2, mid=2, tensor=1, aliases=_ALIASES), _FOLDED, said=_SAID),
+    "folded, experts over data": Layout(
+        Topology(edp=2, mid=2, tensor=1, aliases=_ALIASES), _FOLDED, said={**_SAID, "bias": P(owned={"expert": 1})}
+    ),
     "folded, all experts": Layout(Topology(edp=1, mid=2, tensor=2, aliases=_ALIASES), _FOLDED, said=_SAID),
     "two meshes of DTensors": Layout(
         Topology(edp=1, mid=2, tensor=2, aliases=_ALIASES),

@@ -135,10 +135,8 @@ class _Listed:
     def of(cls, params: Params, registry: ProcessGroupRegistry) -> _Listed:
         """Raises ValueError: the layout of a DTensor or of its gradient is none that can be worked with."""
         given = [params] if isinstance(params, Tensor) else list(params)
-        once, names = (
-            dict[int, Tensor](),
-            dict[int, str | None](),
-        )  # no tuples: a thousand of them wake the garbage collector
+        once = dict[int, Tensor]()  # no pairs in one: a thousand tuples wake the garbage collector
+        names = dict[int, str | None]()
         for item in given:
             name, param = item if isinstance(item, tuple) else (None, item)
             once[id(param)], names[id(param)] = param, name

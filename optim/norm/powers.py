@@ -104,9 +104,8 @@ def _powers_on_cpu(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     small = [i for i, numel in enumerate(numels) if numel <= SMALL]
     if small:
         # Gathered into one tensor: a thousand kernel calls on a few elements each would cost more than a copy of them.
-        values = (
-            _flatten_dense_tensors([gradients[i] for i in small]).double().abs()
-        )  # a float64 one is flattened to itself
+        # A float64 one is flattened to itself.
+        values = _flatten_dense_tensors([gradients[i] for i in small]).double().abs()
         sums = _segment_sums(values, norm_type, [numels[i] for i in small])
         if len(small) == len(gradients):
             return sums

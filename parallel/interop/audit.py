@@ -53,16 +53,16 @@ class Sketch(NamedTuple):
     def of(cls, tensor: Tensor) -> Sketch:
         """Host reads: one."""
         flat = tensor.detach().reshape(-1)
-        total = torch.zeros(1 + _PROJECTIONS, dtype=torch.float64, device=flat.device)
+        total = torch.zeros(2 + _PROJECTIONS, dtype=torch.float64, device=flat.device)
         generator = torch.Generator(flat.device).manual_seed(0)
         for part in flat.split(_CHUNK):
             part = part.double()
             signs = torch.randint(0, 2, (_PROJECTIONS, part.numel()), generator=generator, device=flat.device)
             total[0] += part.square().sum()
-            total[1:] += (2 * signs - 1).double() @ part
-        square, *projections = total.tolist()
-        constant = not flat.numel() or bool((flat == flat[0]).all())
-        return cls(square**0.5, tuple(projections), constant)
+            total[1:-1] += (2 * signs - 1).double() @ part
+        total[-1] = (flat == flat[:1]).all()
+        square, *projections, constant = total.tolist()
+        return cls(square**0.5, tuple(projections), bool(constant))
 
     def equals(self, other: Sketch, within: float) -> bool:
         """Whether the tensors are equal up to a part ``within`` of their norm."""

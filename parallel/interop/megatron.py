@@ -24,16 +24,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..layout.annotation import annotate
 from ..layout.blocks import blocks
-from ..layout.entries import Entry
+from ..layout.entries import Entry, parts_of
 from ..layout.spec import P
 from ..mesh.agreement import on_all_ranks
+from ..mesh.along import axes_along
+from ..mesh.refinement import steps_of
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.roles import Role
 from ..mesh.topology import Topology
@@ -136,7 +137,7 @@ class Rules:
         if expert:
             first = entries[0] if entries else None
             stacked = self._of("expert", name)
-            entries = (*stacked, *_parts(first)), *entries[1:]
+            entries = (*stacked, *parts_of(first)), *entries[1:]
             # Its DDP sums over all copies where a flag says so, which none does where a rank has all experts.
             summed = self._reduced and not getattr(param, "allreduce", True)
             partial = () if summed else tuple(a for a in self._of("expert_data", name) if self._is_model(a))
@@ -206,12 +207,12 @@ def axes_of(ranks: Ranks, registry: ProcessGroupRegistry, name: str = "a group")
     Raises:
         ValueError: No axes make it.
     """
-    topology = registry.topology
-    axes = tuple(axis for axis in topology.axes if len({topology.coordinate_of(rank, axis) for rank in ranks}) > 1)
-    if topology.peers(registry.global_rank, *axes) != tuple(sorted(ranks)):
+    axes = axes_along(tuple(sorted(ranks)), registry.topology)
+    if axes is None or registry.global_rank not in ranks:
         raise ValueError(
-            f"{name} has ranks {list(ranks)} on rank {registry.global_rank}, and no axes of {topology!r} make that group: "
-            "make the registry with registry_of(), or name the axes in the order of Megatron's ranks, the slowest first"
+            f"{name} has ranks {list(ranks)} on rank {registry.global_rank}, and no axes of {registry.topology!r} make "
+            "that group: make the registry with registry_of(), or name the axes in the order of Megatron's ranks, the "
+            "slowest first"
         )
     return axes
 
@@ -254,11 +255,11 @@ def topology_of(groups: Mapping[str, Ranks], world_size: int) -> Topology:
 
 def _side(name: str, ranks: Ranks) -> tuple[int, int]:
     """The stride of a group along an axis, and that of the next slower axis."""
-    steps = {after - before for before, after in pairwise(ranks)}
-    if len(steps) != 1 or min(steps) < 1:
+    steps = steps_of(ranks)
+    if steps is None or len(steps) != 1:
         raise ValueError(f"{name} has ranks {list(ranks)}, which aren't evenly spaced: no axis makes that group")
-    step = steps.pop()
-    return step, step * len(ranks)
+    ((size, stride),) = steps
+    return stride, stride * size
 
 
 def _groups_of(groups: object | None, names: Mapping[str, str]) -> dict[str, dist.ProcessGroup]:
@@ -283,7 +284,3 @@ def _groups_of(groups: object | None, names: Mapping[str, str]) -> dict[str, dis
 
 def _ranks(group: dist.ProcessGroup) -> Ranks:
     return tuple(dist.get_process_group_ranks(group))
-
-
-def _parts(entry: Entry) -> tuple[Any, ...]:
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)

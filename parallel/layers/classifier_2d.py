@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..layout.spec import P
 from ..mesh.collectives import copy_to
 from ..mesh.registry import ProcessGroupRegistry
-from .initialization import draw_linear, kept_piece
+from .initialization import draw_linear, kept_piece, sizes_of
 from .summa import Grid, autocast, summa_transposed
 
 
@@ -76,5 +76,5 @@ class Classifier2D(nn.Module):
         return output.reshape(*input.shape[:-1], output.size(-1))
 
     def extra_repr(self) -> str:
-        sizes = ", ".join(f"{axis}={self.registry.size(axis)}" for axis in (self._grid.row, self._grid.col))
+        sizes = sizes_of(self.registry, self._grid.row, self._grid.col)
         return f"{self.in_features}, {self.classes}, bias={self.bias is not None}, {sizes}"

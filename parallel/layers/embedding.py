@@ -16,7 +16,7 @@ from ..layout.spec import P
 from ..mesh.collectives import reduce_from, reduce_scatter_to
 from ..mesh.linear_maps import Over, all_gather
 from ..mesh.registry import ProcessGroupRegistry
-from .initialization import draw_embedding, kept_piece
+from .initialization import draw_embedding, kept_piece, sizes_of
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -117,7 +117,7 @@ class Embedding2D(nn.Module):
         return reduce_scatter_to(partial, self.registry, self.row, dim=0)
 
     def extra_repr(self) -> str:
-        sizes = ", ".join(f"{axis}={self.registry.size(axis)}" for axis in (self.row, self.col))
+        sizes = sizes_of(self.registry, self.row, self.col)
         return f"{self.num_embeddings}, {self.embedding_dim}, {sizes}"
 
 

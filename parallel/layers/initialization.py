@@ -70,6 +70,23 @@ def owned_piece(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> nn.Par
     return None
 
 
+def held_or_placeholder(param: Tensor | None, *shape: int, like: Tensor) -> Tensor:
+    """An owner's parameter on its way to the ranks that don't hold it, or on these what stands for it: of ``shape``, and of
+    the dtype and device of ``like``.
+
+    It requires grad on every rank, also where the owner's is frozen, of which the others can't know: the reduction in
+    backward needs all of them.
+    """
+    if param is None:
+        return like.new_empty(shape).requires_grad_()
+    return param if param.requires_grad else param.detach().requires_grad_()
+
+
+def sizes_of(registry: ProcessGroupRegistry, *axes: str) -> str:
+    """What a layer's repr says of its axes: ``row=2, col=2``."""
+    return ", ".join(f"{axis}={registry.size(axis)}" for axis in axes)
+
+
 def _check_pieces(full: Tensor, spec: P, topology: Topology) -> None:
     last = {axis: topology.size(axis) - 1 for axis in topology.axes}  # has the smallest piece
     for dim, length in enumerate(local_shape(full.shape, spec, topology, last)):

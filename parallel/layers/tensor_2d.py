@@ -30,7 +30,7 @@ from ..layout.shard import local_shape
 from ..layout.spec import P
 from ..mesh.collectives import all_gather_to, broadcast_from, copy_to
 from ..mesh.registry import ProcessGroupRegistry
-from .initialization import draw_linear, kept_piece, owned_piece
+from .initialization import draw_linear, held_or_placeholder, kept_piece, owned_piece, sizes_of
 from .summa import Grid, autocast, summa
 
 BiasLayout = Literal["column", "all", "row0"]
@@ -125,23 +125,14 @@ class Linear2D(nn.Module):
     def _column_bias(self) -> Tensor | None:
         """The bias [out/cols] of this rank's column, on every row."""
         if self.bias_layout == "row0":
-            return broadcast_from(self._held_or_placeholder(), self.registry, self.row, root=0)
+            held = held_or_placeholder(self.bias, self.weight.size(1), like=self.weight)
+            return broadcast_from(held, self.registry, self.row, root=0)
         if self.bias is None:
             return None
         if self.bias_layout == "all":
             return all_gather_to(self.bias, self.registry, self.row, dim=0, length=self.weight.size(1))
         return copy_to(self.bias, self.registry, self.row)
 
-    def _held_or_placeholder(self) -> Tensor:
-        """Row 0's bias, or what stands for it elsewhere.
-
-        It requires grad on every row, also where row 0's bias is frozen, of which the other rows can't know: the
-        reduction in backward needs all of them.
-        """
-        if self.bias is not None:
-            return self.bias if self.bias.requires_grad else self.bias.detach().requires_grad_()
-        return self.weight.new_empty(self.weight.size(1)).requires_grad_()
-
     def extra_repr(self) -> str:
-        sizes = ", ".join(f"{axis}={self.registry.size(axis)}" for axis in (self.row, self.col))
+        sizes = sizes_of(self.registry, self.row, self.col)
         return f"{self.in_features}, {self.out_features}, bias={self.bias_layout!r}, {sizes}"

@@ -33,7 +33,7 @@ from ..layout.shard import local_shape
 from ..layout.spec import P
 from ..mesh.collectives import all_gather_to, broadcast_from, copy_to, reduce_from, reduce_scatter_to
 from ..mesh.registry import ProcessGroupRegistry
-from .initialization import draw_embedding, draw_linear, kept_piece, owned_piece
+from .initialization import draw_embedding, draw_linear, held_or_placeholder, kept_piece, owned_piece, sizes_of
 from .layer_norm import SplitLayerNorm
 from .summa import autocast
 
@@ -96,7 +96,7 @@ class Linear3D(nn.Module):
         return output + copy_to(self.bias, self.registry, self.weight_axis, self.output).to(output.dtype)
 
     def extra_repr(self) -> str:
-        sizes = _sizes(self.registry, self.input, self.weight_axis, self.output)
+        sizes = sizes_of(self.registry, self.input, self.weight_axis, self.output)
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {sizes}"
 
 
@@ -160,12 +160,9 @@ class DiagonalTable(nn.Module):
     def table(self) -> Tensor:
         """[rows, features/output] on every rank; in backward the gradient is summed over ``input``, to the one that holds
         it, and over ``weight``."""
-        # It requires grad on every rank, also where the holder's is frozen, of which the others can't know.
-        if self.weight is None:
-            held = self.get_buffer("_like").new_empty(self.rows, self._takes).requires_grad_()
-        else:
-            whole = self.weight if self.weight.requires_grad else self.weight.detach().requires_grad_()
-            held = copy_to(whole, self.registry, self.weight_axis)
+        held = held_or_placeholder(self.weight, self.rows, self._takes, like=self.get_buffer("_like"))
+        if self.weight is not None:
+            held = copy_to(held, self.registry, self.weight_axis)
         return broadcast_from(held, self.registry, self.input, root=self.registry.coordinate[self.output])
 
 
@@ -209,7 +206,7 @@ class Embedding3D(DiagonalTable):
         return F.embedding(ids, self.table())
 
     def extra_repr(self) -> str:
-        return f"{self.rows}, {self.features}, {_sizes(self.registry, self.input, self.weight_axis, self.output)}"
+        return f"{self.rows}, {self.features}, {sizes_of(self.registry, self.input, self.weight_axis, self.output)}"
 
 
 class Classifier3D(DiagonalTable):
@@ -263,7 +260,7 @@ class Classifier3D(DiagonalTable):
         return logits + copy_to(self.bias, self.registry, self.weight_axis, self.input).to(logits.dtype)
 
     def extra_repr(self) -> str:
-        sizes = _sizes(self.registry, self.input, self.weight_axis, self.output)
+        sizes = sizes_of(self.registry, self.input, self.weight_axis, self.output)
         return f"{self.in_features}, {self.classes}, bias={self.bias is not None}, {sizes}"
 
 
@@ -274,7 +271,3 @@ def _check_features(layer: Linear3D | Classifier3D, input: Tensor, takes: int, a
             f"of them in the last dim, and a batch in the first, got shape {tuple(input.shape)}; split a full input with "
             f"scatter_to(input, registry, {axis!r}, dim=-1), and its batch over the two other axes"
         )
-
-
-def _sizes(registry: ProcessGroupRegistry, *axes: str) -> str:
-    return ", ".join(f"{axis}={registry.size(axis)}" for axis in axes)

@@ -12,7 +12,8 @@ Part = str | Blocks | Together
 Entry = str | Blocks | tuple[Part, ...] | None
 
 
-def _parts_of(entry: Entry) -> tuple[Part, ...]:
+def parts_of(entry: Entry) -> tuple[Part, ...]:
+    """What an entry names, slowest first. Raises ValueError where it is none."""
     parts = () if entry is None else (entry,) if isinstance(entry, str | Blocks) else entry
     if not isinstance(parts, tuple) or not all(map(_is_part, parts)):
         raise ValueError(f"{entry!r} is no entry of a spec; give an axis name, a tuple of axis names or None")
@@ -26,7 +27,7 @@ def _is_part(part: object) -> bool:
 
 def axes_of(entry: Entry) -> tuple[str, ...]:
     """All axes of an entry, slowest first. Raises ValueError where it is none."""
-    return tuple(axis for part in _parts_of(entry) for axis in _axes_of_part(part))
+    return tuple(axis for part in parts_of(entry) for axis in _axes_of_part(part))
 
 
 def _axes_of_part(part: Part) -> tuple[str, ...]:
@@ -35,7 +36,7 @@ def _axes_of_part(part: Part) -> tuple[str, ...]:
 
 def together_of(entry: Entry) -> Iterator[Together]:
     """Those of its axes that cut at once."""
-    return (part for part in _parts_of(entry) if isinstance(part, tuple) and len(part) > 1)
+    return (part for part in parts_of(entry) if isinstance(part, tuple) and len(part) > 1)
 
 
 def alone(axes: str | Together) -> str | Together:
@@ -45,6 +46,6 @@ def alone(axes: str | Together) -> str | Together:
 
 def blocks_of(entry: Entry) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(axis, sizes) pairs of its axes that cut several blocks."""
-    for part in _parts_of(entry):
+    for part in parts_of(entry):
         if isinstance(part, Blocks) and len(part.sizes) > 1:
             yield from ((axis, part.sizes) for axis in part.axes)

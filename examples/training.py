@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from meshstep.optim import Booster, GradStats, Monitor, ParallelOptimizer, Report, newest_checkpoint
 from meshstep.parallel import ShardedDataLoader, init_distributed
@@ -17,6 +18,20 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
 Row = tuple[int, float, float]  # step, loss, gradient norm
+
+
+# The reference computes in float64, the model in float32: what is left is the rounding of its forward and backward.
+LARGEST_DIFFERENCE = 1e-5
+
+
+def verdict(differences: Sequence[float]) -> tuple[str, bool]:
+    """Of norms to the dense model's, relative: what --verify says of them, and whether they are right; NaN is not."""
+    largest = float(torch.tensor([0.0, *differences]).max())
+    right = largest <= LARGEST_DIFFERENCE
+    return (
+        f"the norm is at most {largest:.1e} (relative) off the dense model's in float64: {'right' if right else 'WRONG'}",
+        right,
+    )
 
 
 def steps_asked(options: argparse.Namespace, per_epoch: int) -> int:

@@ -322,10 +322,10 @@ def case_of(number: int) -> Case:
     setting, resumed = setting_of(rng), setting_of(rng)
     goes_on = rng.choice(["on", "on", "same", "other states", "other layout", "other layout"])
     precision = rng.choice(sorted(PRECISIONS))
-    if precision != "fp32":  # torch adds the gradients of a DTensor up in its own dtype
-        setting, resumed = (s if not s.at.meshes else replace(s, micro=1) for s in (setting, resumed))
     if goes_on == "other states":
         resumed = replace(resumed, layout=setting.layout)
+    if precision != "fp32":  # torch adds the gradients of a DTensor up in its own dtype
+        setting, resumed = (s if not s.at.meshes else replace(s, micro=1) for s in (setting, resumed))
     return Case(
         setting,
         {"on": None, "same": setting}.get(goes_on, resumed),

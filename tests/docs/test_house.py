@@ -21,13 +21,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 FRONT = ROOT / "src" / "meshstep" / "__init__.py"
-PACKAGES = ("parallel", "amp", "optim")  # each uses those before it
+FOLDERS = {"parallel": "parallel", "amp": "amp", "optim": "optim", "testing": "src/meshstep/testing"}
+PACKAGES = tuple(FOLDERS)  # each uses those before it
+OFFERED = ("parallel", "amp", "optim")  # at the front as well
 # Within a package, from the ground floor up: a room uses rooms of lower floors, not its neighbours. A room is a folder,
 # or a file directly in the package; "*" is all files there that no floor names. `__init__` is the front door, above all.
 FLOORS: Mapping[str, tuple[frozenset[str], ...]] = {
     "parallel": (
         frozenset({"mesh", "launch"}),
-        frozenset({"layout", "data"}),
+        frozenset({"layout", "data", "ranks"}),
         frozenset({"interop", "layers"}),
         frozenset({"__main__"}),
     ),
@@ -43,10 +45,12 @@ FLOORS: Mapping[str, tuple[frozenset[str], ...]] = {
         frozenset({"parallel_optimizer"}),
         frozenset({"schedule", "monitor", "checkpoint"}),
         frozenset({"recipe"}),
+        frozenset({"proof"}),
     ),
+    "testing": (frozenset({"*"}),),
 }
 # What examples and snippets import from.
-PUBLIC = {f"meshstep.{package}" for package in PACKAGES} | {"meshstep.parallel.launch"}
+PUBLIC = {f"meshstep.{package}" for package in PACKAGES} | {"meshstep.parallel.launch", "meshstep.testing.strategies"}
 LINES = 300
 
 Arrow = tuple[str, str]
@@ -56,8 +60,17 @@ Arrow = tuple[str, str]
 
 
 def library(root: Path) -> list[str]:
-    """The library's files, as paths from the root."""
-    return sorted(str(path.relative_to(root)) for package in PACKAGES for path in (root / package).rglob("*.py"))
+    """The library's files, as paths from the root; those of a folder that is not there, by its package."""
+    return sorted(
+        f"{package}/{path.relative_to(root / folder)}"
+        for package, folder in FOLDERS.items()
+        for path in (root / folder).rglob("*.py")
+    )
+
+
+def text_of(root: Path, name: str) -> str:
+    package, _, rest = name.partition("/")
+    return (root / FOLDERS[package] / rest).read_text()
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[int, str, tuple[str, ...]]]:
@@ -75,7 +88,7 @@ def arrows(root: Path) -> set[Arrow]:
     modules = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in files}
     found = set()
     for name in files:
-        for level, module, names in imported(ast.parse((root / name).read_text())):
+        for level, module, names in imported(ast.parse(text_of(root, name))):
             above = Path(name).parts[:-level] if level else ()
             whole = ".".join((*above, module) if module else above).removeprefix("meshstep.")
             # `from .room import thing`: the thing is a file of the room, or a name in the room's __init__.
@@ -159,17 +172,18 @@ def test_rooms_use_what_is_below_them(package: str) -> None:
 def test_every_floor_is_there() -> None:
     for package, floors in FLOORS.items():
         for room in frozenset().union(*floors) - {"*"}:
-            assert (ROOT / package / room).is_dir() or (ROOT / package / f"{room}.py").is_file(), f"{package}/{room}"
+            place = ROOT / FOLDERS[package] / room
+            assert place.is_dir() or place.with_suffix(".py").is_file(), f"{package}/{room}"
 
 
 def test_the_library_imports_itself_relatively() -> None:
     for name in library(ROOT):
-        for level, module, _ in imported(ast.parse((ROOT / name).read_text())):
+        for level, module, _ in imported(ast.parse(text_of(ROOT, name))):
             assert level or module.partition(".")[0] != "meshstep", f"{name} imports {module}"
 
 
 def test_no_file_is_long() -> None:
-    lengths = {name: (ROOT / name).read_text().count("\n") for name in library(ROOT)}
+    lengths = {name: text_of(ROOT, name).count("\n") for name in library(ROOT)}
     assert {name: length for name, length in lengths.items() if length > LINES} == {}
 
 
@@ -177,17 +191,19 @@ def test_no_file_is_long() -> None:
 def test_a_package_offers_what_it_imports_and_nothing_else(package: str) -> None:
     module = importlib.import_module(f"meshstep.{package}")
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
-    tree = ast.parse((ROOT / package / "__init__.py").read_text())
+    tree = ast.parse(text_of(ROOT, f"{package}/__init__.py"))
     assert sorted(module.__all__) == sorted(name for _, _, names in imported(tree) for name in names)
 
 
 def test_what_is_installed_is_every_folder_with_an_init() -> None:
-    folders = {str(path.parent.relative_to(ROOT)) for name in library(ROOT) if (path := ROOT / name).stem == "__init__"}
+    inits = [name.removesuffix("/__init__.py") for name in library(ROOT) if name.endswith("/__init__.py")]
+    folders = {name: name.replace((package := name.partition("/")[0]), FOLDERS[package], 1) for name in inits}
     table = (ROOT / "pyproject.toml").read_text().partition("[tool.setuptools]")[2]
     listed = re.search(r"^packages = (\[.*?\])$", table, re.MULTILINE | re.DOTALL)
     assert listed is not None
     packages = ast.literal_eval(listed[1])
-    expected = {"meshstep": "src/meshstep"} | {"meshstep." + folder.replace("/", "."): folder for folder in folders}
+    expected = {"meshstep." + name.replace("/", "."): folder for name, folder in folders.items()}
+    expected["meshstep"] = "src/meshstep"
     assert sorted(packages) == sorted(expected)
     where = table.partition("[tool.setuptools.package-dir]")[2].partition("\n[")[0]
     assert dict(re.findall(r'^"?([\w.]+)"? = "(.*)"$', where, re.MULTILINE)) == expected
@@ -195,7 +211,7 @@ def test_what_is_installed_is_every_folder_with_an_init() -> None:
 
 def test_all_that_the_packages_offer_is_offered_at_the_front_as_well() -> None:
     offered = [
-        (package, name) for package in PACKAGES for name in importlib.import_module(f"meshstep.{package}").__all__
+        (package, name) for package in OFFERED for name in importlib.import_module(f"meshstep.{package}").__all__
     ]
     assert len({name for _, name in offered}) == len(offered), "a name means one thing"
     front: Any = meshstep
@@ -204,7 +220,7 @@ def test_all_that_the_packages_offer_is_offered_at_the_front_as_well() -> None:
         assert name in dir(meshstep)
         assert name in front.__all__
     assert [(level, module, names) for level, module, names in imported(ast.parse(FRONT.read_text())) if level] == [
-        (1, package, ("*",)) for package in sorted(PACKAGES)
+        (1, package, ("*",)) for package in sorted(OFFERED)
     ], "what type checkers see"
 
 
@@ -221,7 +237,7 @@ def test_to_ask_for_the_version_loads_nothing() -> None:
 
 
 def test_examples_and_readmes_need_no_more_than_what_is_offered() -> None:
-    readmes = [ROOT / "README.md", *(ROOT / package / "README.md" for package in PACKAGES)]
+    readmes = [ROOT / "README.md", *(ROOT / package / "README.md" for package in OFFERED)]
     texts = [path for path in (*sorted((ROOT / "examples").glob("*.py")), *readmes) if path.is_file()]
     assert sum("meshstep" in path.read_text() for path in texts) > 8
     assert {str(path.relative_to(ROOT)): deep for path in texts if (deep := too_deep(path.read_text()))} == {}

@@ -32,7 +32,7 @@ def candidates(known: Known, topology: Topology, split: Sequence[str], first: Wa
 def _along(known: Known, axis: str, topology: Topology, split: bool) -> tuple[Along, ...]:
     if len(known.coordinates(axis, topology)) == 1:
         return (AVERAGED_PIECE, TERM) if axis in topology.data_axes else (TERM,)  # one holder, whose product counts
-    if not known.equal_along(axis, topology):
+    if not known.shared_along(axis, topology) or not known.equal_along(axis, topology):
         return (AVERAGED_PIECE, PIECE) if axis in topology.data_axes else (PIECE,)
     alike: tuple[Along, ...] = (AVERAGED, COPY, TERM) if axis in topology.data_axes else (COPY, TERM)
     if not known.constant:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...parallel.interop.local import local_tensor
-from ...parallel.mesh.agreement import gather_objects
+from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 
@@ -47,10 +47,9 @@ class Objective:
 
     def differentiate(self) -> Losses:
         """One forward and backward; the gradients stay in ``.grad``. Collectives: the model's, and an object all-gather."""
-        for param in self._params:
-            param.grad = None
         with self._same_circumstances():
             loss = self._loss()
+            on_all_ranks(lambda: _number(loss), self.registry)
             ours = loss is not None and loss.requires_grad
             if ours:
                 assert loss is not None
@@ -72,6 +71,8 @@ class Objective:
 
     @contextmanager
     def _same_circumstances(self) -> Iterator[None]:
+        for param in self._params:
+            param.grad = None  # a new one, should loss_fn call backward itself: the first one's are kept
         _set_random_state(self._random)
         self.calls += 1
         try:

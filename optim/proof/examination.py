@@ -228,7 +228,8 @@ class _Examination:
         flowing = {"backward is wrong", "a sum is missing", "counted several times", "divided too often"}
         labels = {finding.name for finding in findings if finding.cause in flowing}
         last = next((known for known in reversed(wrong) if known.label in labels), None)
-        if last is None:
+        several = len({finding.module for finding in findings if finding.name in labels}) > 1
+        if last is None or not (several or any(finding.cause == "backward is wrong" for finding in findings)):
             return None
         sites, split = order.until_right(last, wrong), self._split()
         place = first_wrong(self.model, self.objective, sites, self.registry, self.digits, split)

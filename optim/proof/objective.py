@@ -8,6 +8,7 @@ every rank computes the same loss, from pieces of the same model.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import isfinite
@@ -41,6 +42,7 @@ class Objective:
         self._params = list(model.parameters())
         self._gradients = [param.grad for param in self._params]
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        self._fully_sharded = _fully_sharded(model)
         self._random = _random_state()
         self._backward_is_ours = True
         self.calls = 0
@@ -61,7 +63,10 @@ class Objective:
     def __call__(self) -> Losses:
         """One forward. Collectives: the model's, and an object all-gather over the world."""
         with self._same_circumstances(), torch.set_grad_enabled(not self._backward_is_ours):
-            return gather_objects(_number(self._loss()), self.registry)
+            loss = _number(self._loss())
+        for module in self._fully_sharded:
+            module.reshard()  # without a backward, it would go on with the parameters that it has gathered
+        return gather_objects(loss, self.registry)
 
     def close(self) -> None:
         """Everything as it was before."""
@@ -126,6 +131,13 @@ def _number(loss: Tensor | None) -> float | None:
             f"loss_fn returned a tensor of shape {tuple(loss.shape)}; return the loss, which is one number"
         )
     return float(local_tensor(loss.detach()).double())
+
+
+def _fully_sharded(model: nn.Module) -> list[Any]:
+    """The modules that torch's ``fully_shard`` has changed; there are none before its module is loaded."""
+    loaded = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(loaded, "FSDPModule", None)
+    return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
 
 
 def _random_state() -> tuple[Any, ...]:

@@ -29,7 +29,7 @@ from meshstep.parallel.mesh.linear_maps import (
     own_slice,
     reduce_scatter,
 )
-from proof_models import Built, Drawn, Stage, build, drawn_model
+from proof_models import OF_TORCH, Built, Drawn, Stage, build, drawn_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -107,7 +107,7 @@ def mutated(number: int) -> Outcome | None:
 
 @contextmanager
 def _registry(drawn: Drawn) -> Iterator[ProcessGroupRegistry]:
-    with registry_of(drawn.axes) if drawn.family == "DTensor" else ProcessGroupRegistry(drawn.topology) as registry:
+    with registry_of(drawn.axes) if drawn.family in OF_TORCH else ProcessGroupRegistry(drawn.topology) as registry:
         yield registry
 
 
@@ -143,6 +143,7 @@ class _Calls:
 
     def __init__(self, which: int = -1, change: Callable[[Map, Map, Over], tuple[Map, Map]] | None = None) -> None:
         self.which, self.change, self.seen = which, change, list[tuple[Map, Map, Over]]()
+        self.shapes: list[tuple[int, ...]] = []
         self.modules: list[str] = []  # whose forward made each call
         self.within: list[str] = []
         self._apply = collectives.apply
@@ -155,6 +156,7 @@ class _Calls:
             return tensor
         index = len(self.seen)
         self.seen.append((forward, backward, over))
+        self.shapes.append(tuple(tensor.shape))
         self.modules.append(self.within[-1] if self.within else "")
         if index == self.which and self.change is not None:
             forward, backward = self.change(forward, backward, over)
@@ -233,6 +235,8 @@ def _backward_mistake(
         raise NoMistake
     which = rng.choice(possible)
     _, _, over = calls.seen[which]
+    if len(set(gather_objects(calls.shapes[which], registry))) > 1:
+        raise NoMistake  # over another axis that would be no sum at all
     other = [axis for axis in others if axis not in over.axes]
 
     def change(forward: Map, backward: Map, over: Over) -> tuple[Map, Map]:
@@ -430,7 +434,7 @@ class _Make:
 
 
 _OWN = ("1-D", "sequence", "2-D", "2.5-D", "3-D", "experts")
-_ALL = (*_OWN, "pipe", "DTensor")
+_ALL = (*_OWN, "pipe", *OF_TORCH)
 _KINDS: dict[str, _Make] = {
     kind: _Make(kind, mistake, families, weight)
     for kind, mistake, families, weight in (

@@ -72,8 +72,10 @@ _MESHES: dict[str, list[tuple[tuple[str, int], ...]]] = {
     "experts": [(("expert", 2),), (("data", 2), ("expert", 2)), (("expert", 2), ("tensor", 2))],
     "pipe": [(("pipe", 2),), (("data", 2), ("pipe", 2))],
     "DTensor": [(("tensor", 2),), (("data", 2), ("tensor", 2))],
+    "FSDP2": [(("data", 2),), (("data", 2), ("tensor", 2)), (("data", 3),)],
 }
 _OFTEN = ["1-D", "1-D", "sequence", "2-D", "experts", "pipe", "DTensor", "2-D", "sequence"]
+OF_TORCH = ("DTensor", "FSDP2")  # whose meshes torch remembers: see `dtensors.registry_of`
 
 
 def drawn_model(number: int) -> Drawn:
@@ -310,12 +312,20 @@ class Mlp(nn.Module):
 
 
 def _dtensor(drawn: Drawn, registry: ProcessGroupRegistry) -> Built:
+    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     model = Mlp(drawn)
     plan = {"ups.*": ColwiseParallel(), "downs.*": RowwiseParallel()}
-    parallelize_module(model, registry.device_mesh("tensor"), plan)  # type: ignore[arg-type]
-    declare(model, {"*": P()} if registry.topology.data_axes else {"norms.*": P(), "ups.*": P(), "downs.*": P()})
+    axes = registry.topology.axes
+    mesh = registry.device_mesh(*axes)
+    if "tensor" in axes:
+        parallelize_module(model, mesh["tensor"], plan)  # type: ignore[arg-type]
+    if drawn.family == "FSDP2":
+        for layer in (*model.ups, *model.downs):
+            fully_shard(layer, mesh=mesh["data"])
+        fully_shard(model, mesh=mesh["data"])
+    declare(model, {"*": P()})
     where = [registry.coordinate[axis] for axis in registry.topology.data_axes]
     generator = torch.Generator().manual_seed(zlib.crc32(repr((drawn.seed, where)).encode()))
     x = torch.randn(5, drawn.width, generator=generator, dtype=torch.float64)
@@ -331,4 +341,5 @@ _BUILDERS: dict[str, Callable[[Drawn, ProcessGroupRegistry], Built]] = {
     "experts": _experts,
     "pipe": _pipe,
     "DTensor": _dtensor,
+    "FSDP2": _dtensor,
 }

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, copy_to, declare, reduce_from
 from meshstep.testing import Proof, prove
 from mutants import Outcome, mutated
-from proof_models import build, drawn_model
+from proof_models import OF_TORCH, build, drawn_model
 from properties import WITHOUT_SHRINKING, random_cases
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,7 +23,7 @@ NUMBERS = st.integers(0, 10**6)
 
 def _proved(number: int) -> Proof:
     drawn = drawn_model(number)
-    with registry_of(drawn.axes) if drawn.family == "DTensor" else ProcessGroupRegistry(drawn.topology) as registry:
+    with registry_of(drawn.axes) if drawn.family in OF_TORCH else ProcessGroupRegistry(drawn.topology) as registry:
         built = build(drawn, registry)
         return prove(built.model, built.loss, registry)
 

@@ -146,7 +146,7 @@ class _Calls:
         self.shapes: list[tuple[int, ...]] = []
         self.modules: list[str] = []  # whose forward made each call
         self.within: list[str] = []
-        self._apply = collectives.apply
+        self._apply = vars(collectives)["apply"]
 
     def leave(self) -> None:
         self.within.pop()

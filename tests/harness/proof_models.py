@@ -253,7 +253,7 @@ class Stage(nn.Module):
         self.inner = nn.ModuleList(nn.Linear(drawn.width, drawn.width) for _ in range(drawn.depth))
         with torch.no_grad():
             for layer in self.inner:
-                layer.weight.copy_(weights[0 if self.first else 1])  # type: ignore[operator, union-attr]
+                layer.weight.copy_(weights[0 if self.first else 1])  # type: ignore[operator]
 
     def run(self, ids: Tensor) -> Tensor | None:
         """Forward and backward of this stage; the loss on the last."""
@@ -320,7 +320,7 @@ def _dtensor(drawn: Drawn, registry: ProcessGroupRegistry) -> Built:
     axes = registry.topology.axes
     mesh = registry.device_mesh(*axes)
     if "tensor" in axes:
-        parallelize_module(model, mesh["tensor"], plan)  # type: ignore[arg-type]
+        parallelize_module(model, mesh["tensor"], plan)
     if drawn.family == "FSDP2":
         for layer in (*model.ups, *model.downs):
             fully_shard(layer, mesh=mesh["data"])

@@ -146,7 +146,7 @@ class _Calls:
         self.shapes: list[tuple[int, ...]] = []
         self.modules: list[str] = []  # whose forward made each call
         self.within: list[str] = []
-        self._apply = vars(collectives)["apply"]
+        self._apply: Callable[[Tensor, Map, Map, Over], Tensor] = vars(collectives)["apply"]
 
     def leave(self) -> None:
         self.within.pop()

@@ -3,5 +3,10 @@
 from ..optim.proof.findings import Finding, Proof
 from ..optim.proof.infer import Inferred, infer
 from ..optim.proof.prove import prove
+from ..parallel.ranks.errors import RanksError
+from ..parallel.ranks.fake import fake_world
+from ..parallel.ranks.interface import Ranks
+from ..parallel.ranks.pool import RankPool
+from ..parallel.ranks.run import run_ranks
 
-__all__ = ["Finding", "Inferred", "Proof", "infer", "prove"]
+__all__ = ["Finding", "Inferred", "Proof", "RankPool", "Ranks", "RanksError", "fake_world", "infer", "prove", "run_ranks"]

@@ -1,4 +1,4 @@
-"""Tests of parallel models: functions on several ranks, proofs by the loss, exactness against a dense model, random layouts."""
+"""Tests of parallel models: functions on ranks, proofs by the loss, exactness against a dense model, random layouts."""
 
 from ..optim.proof.findings import Finding, Proof
 from ..optim.proof.infer import Inferred, infer
@@ -9,4 +9,15 @@ from ..parallel.ranks.interface import Ranks
 from ..parallel.ranks.pool import RankPool
 from ..parallel.ranks.run import run_ranks
 
-__all__ = ["Finding", "Inferred", "Proof", "RankPool", "Ranks", "RanksError", "fake_world", "infer", "prove", "run_ranks"]
+__all__ = [
+    "Finding",
+    "Inferred",
+    "Proof",
+    "RankPool",
+    "Ranks",
+    "RanksError",
+    "fake_world",
+    "infer",
+    "prove",
+    "run_ranks",
+]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from ...parallel.mesh.topology import Topology
-from .layouts import cuts_that_fit
+from .layouts import cuts_that_fit, cutting_axes
 from .measured import Known
 from .ways import AVERAGED, AVERAGED_PIECE, COPY, PIECE, TERM, Along, Way, larger_axes
 
@@ -24,7 +24,7 @@ def candidates(known: Known, topology: Topology, split: Sequence[str], first: Wa
     axes = larger_axes(topology)
     for choice in product(*(_along(known, axis, topology, axis in split) for axis in axes)):
         way = Way(tuple(zip(axes, choice, strict=True)))
-        cutting = [axis for axis in way.apart if axis not in topology.pipe_axes]
+        cutting = cutting_axes(known, way, topology)
         if way != first and (known.full is None or any(True for _ in cuts_that_fit(known, cutting, topology))):
             yield way
 
@@ -32,7 +32,7 @@ def candidates(known: Known, topology: Topology, split: Sequence[str], first: Wa
 def _along(known: Known, axis: str, topology: Topology, split: bool) -> tuple[Along, ...]:
     if len(known.coordinates(axis, topology)) == 1:
         return (AVERAGED_PIECE, TERM) if axis in topology.data_axes else (TERM,)  # one holder, whose product counts
-    if not known.equal_along(axis, topology):
+    if not known.shared_along(axis, topology) or not known.equal_along(axis, topology):
         return (AVERAGED_PIECE, PIECE) if axis in topology.data_axes else (PIECE,)
     alike: tuple[Along, ...] = (AVERAGED, COPY, TERM) if axis in topology.data_axes else (COPY, TERM)
     if not known.constant:

@@ -96,6 +96,10 @@ class Known:
         groups = ([self.seen[rank] for rank in ranks if rank in self.seen] for ranks in topology.groups(axis))
         return all(len({(one.shape, one.value) for one in group}) <= 1 for group in groups)
 
+    def shared_along(self, axis: str, topology: Topology) -> bool:
+        """Whether several ranks of one group along the axis hold it."""
+        return any(len([rank for rank in ranks if rank in self.seen]) > 1 for ranks in topology.groups(axis))
+
     def coordinates(self, axis: str, topology: Topology) -> tuple[int, ...]:
         """Of the ranks that hold it."""
         return tuple(sorted({topology.coordinate_of(rank, axis) for rank in self.seen}))

@@ -41,6 +41,7 @@ class Inferred:
         unknown = "".join(
             f"\n# {name}: the dims are a guess; infer(..., shapes=) knows them" for name in self.dims_unknown
         )
+        unknown += "".join(f"\n# {name}: by its values; the loss hardly depends on it" for name in self.proof.untold)
         wrong = "" if self.proof.right else "\n" + "\n".join(f"# {line}" for line in str(self.proof).splitlines())
         return "\n".join(["declare(model, {", *lines, "})"]) + unknown + wrong
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from ...parallel.mesh.topology import Topology
-from .layouts import cuts_that_fit
+from .layouts import cuts_that_fit, cutting_axes
 from .measured import Known
 from .ways import AVERAGED, AVERAGED_PIECE, COPY, PIECE, TERM, Along, Way, larger_axes
 
@@ -27,7 +27,7 @@ def candidates(known: Known, topology: Topology, split: Sequence[str], first: Wa
     odd = [axis in topology.data_axes for axis in axes]
     for chosen in sorted(product(*map(range, map(len, choices))), key=lambda chosen: _count(chosen, odd)):
         way = Way(tuple((axis, choice[at]) for axis, choice, at in zip(axes, choices, chosen, strict=True)))
-        cutting = [axis for axis in way.apart if axis not in topology.pipe_axes]
+        cutting = cutting_axes(known, way, topology)
         if way != first and (known.full is None or any(True for _ in cuts_that_fit(known, cutting, topology))):
             yield way
 

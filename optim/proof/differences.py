@@ -100,6 +100,10 @@ class Differences:
         """Whether it is what the gradients promise, of terms that add up to ``size`` without their signs."""
         return abs(found.value - promised) <= self.digits.relative * size + found.rounding
 
+    def never_tells(self, size: float) -> bool:
+        """Whether effects of this size are lost in rounding at the largest step too."""
+        return self.digits.noise * self.loss / self.digits.largest > 0.01 * size
+
     def tells(self, found: Difference, size: float) -> bool:
         """Whether what it is to be compared with isn't lost in rounding."""
         return found.rounding <= 0.01 * size

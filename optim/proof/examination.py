@@ -32,7 +32,7 @@ EXPLAINED = (
 
 @dataclass
 class Examined:
-    """Args: ways: Of the parameters that are right. known: All that were looked at."""
+    """Args: ways: Of the parameters that are right, or of which the loss tells nothing. known: All that were looked at."""
 
     proof: Proof
     ways: dict[str, Way]
@@ -131,7 +131,8 @@ class _Examination:
         proved = tuple(k.label for k in self.known if k.label not in wrong_labels and k.label not in left)
         where = None if place is None else str(place)
         proof = Proof(proved, tuple(left), tuple(findings), where, self.objective.calls)
-        return Examined(proof, {label: self.ways[label] for label in proved}, self.known)
+        told = (*proved, *(known.label for known in untold))
+        return Examined(proof, {label: self.ways[label] for label in told}, self.known)
 
     # What the gradients promise ---------------------------------------------------------------------------------------
 
@@ -144,7 +145,7 @@ class _Examination:
         for (known, direction), products in zip(directions, self.measured.products(directions), strict=True):
             value, spread = self.ways[known.label].derivative(products, self.topology)
             size = max(known.effect, *map(abs, products.values()))
-            alike = spread <= 10 * self.digits.relative * size
+            alike = spread <= 10 * self.digits.relative * size or self.differences.never_tells(size)
             found.append((known, Promise(known, direction, value, size) if alike else None))
         return found
 

@@ -20,7 +20,7 @@ _CASTS = ("float", "half", "bfloat16")
 @contextmanager
 def in_float64(model: nn.Module) -> Iterator[None]:
     """Within it, parameters and buffers of ``model`` are float64, in place, and so is everything that torch's functions
-    make of them; casts to a lower dtype are left out. Afterwards it has its own tensors again.
+    make of them; casts to a lower dtype are left out. Afterwards it has its own tensors again, and their gradients.
 
     Raises:
         TypeError: A parameter is a DTensor that is not float64.
@@ -34,20 +34,35 @@ def in_float64(model: nn.Module) -> Iterator[None]:
             "DTensors can't be computed in another dtype for a while: build the model in float64 "
             "(torch.set_default_dtype), or prove it as it is, with dtype=None"
         )
-    before = [tensor.data for tensor in tensors]
+    before = [_Before(tensor) for tensor in tensors]
     default = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float64)
         for tensor in tensors:
             tensor.grad = None
             tensor.data = tensor.data.double()
+            if tensor.grad_dtype != torch.float64:  # as main grads have
+                tensor.grad_dtype = None
         with _AllInFloat64():
             yield
     finally:
         torch.set_default_dtype(default)
-        for tensor, data in zip(tensors, before, strict=True):
-            tensor.grad = None
-            tensor.data = data
+        for one in before:
+            one.put_back()
+
+
+class _Before:
+    """A tensor as it is now."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._data, self._gradient, self._grad_dtype = tensor, tensor.data, tensor.grad, tensor.grad_dtype
+
+    def put_back(self) -> None:
+        self._tensor.grad = None
+        self._tensor.data = self._data
+        if self._tensor.grad_dtype != self._grad_dtype:
+            self._tensor.grad_dtype = self._grad_dtype
+        self._tensor.grad = self._gradient
 
 
 class _AllInFloat64(TorchFunctionMode):

@@ -41,6 +41,7 @@ class Inferred:
         unknown = "".join(
             f"\n# {name}: the dims are a guess; infer(..., shapes=) knows them" for name in self.dims_unknown
         )
+        unknown += "".join(f"\n# {name}: by its values; the loss hardly depends on it" for name in self.proof.untold)
         wrong = "" if self.proof.right else "\n" + "\n".join(f"# {line}" for line in str(self.proof).splitlines())
         return "\n".join(["declare(model, {", *lines, "})"]) + unknown + wrong
 
@@ -72,7 +73,9 @@ def infer(
         model, loss_fn, dtype, seed: As in `prove`.
         shapes: Of the logical tensors, by name, or a model of one process that has them (on the meta device will do): then
             it is told which dims are cut.
-    Raises, collectives, host reads: As `prove`; a parameter whose layout isn't what values suggest costs forwards more.
+    Raises:
+        ValueError: On every rank: what ranks hold of a parameter is no part of its shape in ``shapes``. Or as `prove`.
+    Collectives, host reads: As `prove`; a parameter whose layout isn't what values suggest costs forwards more.
     """
     logical = _shapes(shapes)
 
@@ -108,7 +111,13 @@ def _shapes(shapes: nn.Module | Mapping[str, Sequence[int]] | None) -> dict[str,
 
 def _first(known: Known, everything: Sequence[Known], topology: Topology) -> Way:
     """The likeliest way; a DTensor's placements are taken as they are."""
-    way = next(candidates(known, topology, split_beside(known, everything, topology), None))
+    way = next(candidates(known, topology, split_beside(known, everything, topology), None), None)
+    if way is None:
+        held = " or ".join(sorted({str(seen.shape) for seen in known.seen.values()}))
+        raise ValueError(
+            f"{known.label}: ranks hold {held}, which is no part of {known.full}, its shape in `shapes`; give the "
+            "logical tensors as this model has them (transposed ones are others), or leave it out"
+        )
     said = declared_way(known.first.spec or P(), known.first.averaged, topology)
     return Way(
         tuple((axis, said.along(axis) if axis in known.first.averaged else along) for axis, along in way.by_axis)

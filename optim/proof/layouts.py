@@ -21,29 +21,33 @@ def spec_of_way(known: Known, way: Way, topology: Topology, beside: Beside) -> t
     Args:
         beside: Of the other parameters of its module the local shape, and whether they are cut over the same axes.
     """
-    partial, owned, tied, cutting = [], dict[str, int | str](), dict[str, tuple[int, ...]](), []
+    partial, owned, tied = [], dict[str, int | str](), dict[str, tuple[int, ...]]()
     for axis, along in way.by_axis:
         held = known.coordinates(axis, topology)
         if along.apart:
-            if axis not in topology.pipe_axes:
-                cutting.append(axis)
-        elif len(held) == 1:
+            continue
+        if len(held) == 1:
             if axis not in topology.pipe_axes:
                 owned[axis] = held[0]
         elif len(held) < topology.size(axis) or (axis in topology.pipe_axes and along.products == "sum"):
             tied[axis] = held
         elif along.products == "sum" and axis not in topology.data_axes:
             partial.append(axis)
-    for axis, other in _diagonals(known, cutting, topology):
-        cutting = [cut for cut in cutting if cut != axis]
-        owned[axis] = other
-    entries, told = _entries(known, cutting, topology, beside)
+    owned |= dict(_diagonals(known, way, topology))
+    entries, told = _entries(known, cutting_axes(known, way, topology), topology, beside)
     return P(*entries, partial=tuple(partial), owned=owned, tied=tied), told
 
 
-def _diagonals(known: Known, cutting: Sequence[str], topology: Topology) -> Iterator[tuple[str, str]]:
+def cutting_axes(known: Known, way: Way, topology: Topology) -> list[str]:
+    """The axes that cut a dim: those along which ranks are moved apart, but for stages, and one of those of a diagonal."""
+    diagonals = dict(_diagonals(known, way, topology))
+    return [axis for axis in way.apart if axis not in topology.pipe_axes and axis not in diagonals]
+
+
+def _diagonals(known: Known, way: Way, topology: Topology) -> Iterator[tuple[str, str]]:
     """(axis, the axis whose coordinate is the owner's) where holders lie on a diagonal."""
     done: set[str] = set()
+    cutting = [axis for axis in way.apart if axis not in topology.pipe_axes]
     for other in cutting:
         for axis in cutting:
             pairs = {(topology.coordinate_of(rank, axis), topology.coordinate_of(rank, other)) for rank in known.seen}

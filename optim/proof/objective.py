@@ -7,7 +7,7 @@ every rank computes the same loss, from pieces of the same model.
 
 from __future__ import annotations
 
-import random
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,10 +18,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ...parallel.data.random_state import random_state, set_random_state
 from ...parallel.interop.local import local_tensor
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
+
+_LOGGER = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=nn.Module)
 Losses = Sequence[float | None]
@@ -41,52 +44,64 @@ class Objective:
         self._loss: Callable[[], Tensor | None] = lambda: loss_fn(model)
         self._params = list(model.parameters())
         self._gradients = [param.grad for param in self._params]
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        self._buffers = [
+            (module, name, buffer, buffer.detach().clone())
+            for module in model.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
         self._fully_sharded = _fully_sharded(model)
-        self._random = _random_state()
+        self._random = random_state()
         self._backward_is_ours = True
         self.calls = 0
 
     def differentiate(self) -> Losses:
-        """One forward and backward; the gradients stay in ``.grad``. Collectives: the model's, and an object all-gather."""
+        """One forward and backward; the gradients stay in ``.grad``. Collectives: the model's, and object all-gathers."""
         with self._same_circumstances():
-            loss = self._loss()
-            on_all_ranks(lambda: _number(loss), self.registry)
+            loss, number = on_all_ranks(self._computed, self.registry)
             ours = loss is not None and loss.requires_grad
             if ours:
                 assert loss is not None
                 loss.backward()
-        said = gather_objects((_number(loss), ours), self.registry)
+        said = gather_objects((number, ours), self.registry)
         self._backward_is_ours = all(ours for value, ours in said if value is not None)
         return [value for value, _ in said]
 
     def __call__(self) -> Losses:
-        """One forward. Collectives: the model's, and an object all-gather over the world."""
+        """One forward. Collectives: the model's, and object all-gathers over the world."""
         with self._same_circumstances(), torch.set_grad_enabled(not self._backward_is_ours):
-            loss = _number(self._loss())
+            _, number = on_all_ranks(self._computed, self.registry)
         for module in self._fully_sharded:
             module.reshard()  # without a backward, it would go on with the parameters that it has gathered
-        return gather_objects(loss, self.registry)
+        return gather_objects(number, self.registry)
+
+    def _computed(self) -> tuple[Tensor | None, float | None]:
+        """The loss, and its value. An error is told at once: other ranks may be waiting for this one in the model."""
+        try:
+            loss = self._loss()
+            return loss, _number(loss)
+        except Exception:
+            _LOGGER.exception("loss_fn raised on rank %d", self.registry.global_rank)
+            raise
 
     def close(self) -> None:
         """Everything as it was before."""
         for param, gradient in zip(self._params, self._gradients, strict=True):
             param.grad = gradient
-        _set_random_state(self._random)
+        set_random_state(self._random)
 
     @contextmanager
     def _same_circumstances(self) -> Iterator[None]:
         for param in self._params:
             param.grad = None  # a new one, should loss_fn call backward itself: the first one's are kept
-        _set_random_state(self._random)
+        set_random_state(self._random)
         self.calls += 1
         try:
             yield
         finally:
             with torch.no_grad():
-                for buffer, before in self._buffers:
-                    if buffer.shape == before.shape:
-                        buffer.copy_(before)
+                for module, name, buffer, before in self._buffers:
+                    setattr(module, name, buffer)
+                    buffer.copy_(before)
 
 
 def whole_loss(losses: Losses, topology: Topology) -> float:
@@ -138,15 +153,3 @@ def _fully_sharded(model: nn.Module) -> list[Any]:
     loaded = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(loaded, "FSDPModule", None)
     return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
-
-
-def _random_state() -> tuple[Any, ...]:
-    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return random.getstate(), torch.get_rng_state(), on_gpus
-
-
-def _set_random_state(state: tuple[Any, ...]) -> None:
-    random.setstate(state[0])
-    torch.set_rng_state(state[1])
-    if state[2]:
-        torch.cuda.set_rng_state_all(state[2])

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from .text import named_ranks
 from .topology import Topology
 
 LOOKS_EVERY = 1.0  # seconds
@@ -131,7 +132,7 @@ def check_same_call(calls: Sequence[str | None]) -> None:
         where: dict[str | None, list[int]] = {}
         for rank, call in enumerate(calls):
             where.setdefault(call, []).append(rank)
-        told = ", ".join(f"{_ranks(ranks)} in {call}" for call, ranks in where.items())
+        told = ", ".join(f"{named_ranks(ranks)} in {call}" for call, ranks in where.items())
         raise RuntimeError(f"ranks meet in different calls: {told}. {_SAME_CALLS}")
 
 
@@ -158,7 +159,7 @@ def _explained(call: Call, rank: int, world_size: int, error: BaseException) -> 
         if other != rank:
             doing = answers.get(other, "no answer (the process has ended, or is stopped)")
             others.setdefault(doing, []).append(other)
-    told = "; ".join(f"{_ranks(of)}: {doing}" for doing, of in others.items())
+    told = "; ".join(f"{named_ranks(of)}: {doing}" for doing, of in others.items())
     given_up = f"(its last, {call}, raised RuntimeError)"
     if all(doing == f"in {call}" or given_up in doing for doing in others):
         why = "All came to the same call: a connection was lost, or one of them took longer than the timeout"
@@ -217,19 +218,6 @@ def _is_library(frame: FrameType) -> bool:
 def _ordinal(number: int) -> str:
     ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{ending}"
-
-
-def _ranks(ranks: list[int]) -> str:
-    """``rank 1``, or ``ranks 1-3, 5``."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    return f"ranks {', '.join('-'.join(map(str, run)) for run in runs)}"
 
 
 # The answers ----------------------------------------------------------------------------------------------------------

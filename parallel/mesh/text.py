@@ -1,4 +1,4 @@
-"""Tables as plain text."""
+"""Tables and ranks as plain text."""
 
 from __future__ import annotations
 
@@ -26,3 +26,16 @@ def _padded(row: Sequence[str], widths: Sequence[int], right: Collection[int]) -
         cell.rjust(width) if column in right else cell.ljust(width)
         for column, (cell, width) in enumerate(zip(row, widths, strict=True))
     ]
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """``rank 1``, or ``ranks 1-3, 5``, of ascending numbers."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    return f"ranks {', '.join('-'.join(map(str, run)) for run in runs)}"

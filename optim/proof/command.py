@@ -1,0 +1,225 @@
+"""``python -m meshstep.testing audit SCRIPT:BUILD --topology data=2,tensor=2``: is this model's layout right?"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ...parallel.launch.environment import read_environment
+from ...parallel.layout.spec import P
+from ...parallel.mesh.registry import ProcessGroupRegistry
+from ...parallel.mesh.text import named_ranks
+from ...parallel.mesh.topology import Topology
+from ...parallel.ranks.errors import RanksError
+from ...parallel.ranks.run import run_ranks
+from .findings import Proof
+from .infer import Inferred, infer
+from .prove import prove
+from .report import report
+
+WRONG, UNTOLD = 1, 2  # exit codes: something is wrong; the arguments are, or the script, so that nothing is told
+
+
+class Audit(NamedTuple):
+    """What is to be done on each rank.
+
+    Args:
+        build: ``SCRIPT:BUILD``.
+        topology: As on the command line.
+        rules: Whether `infer` is asked.
+        most: ``max_parameters`` of `prove`.
+        own_dtype: Whether the model is computed in its own dtype.
+    """
+
+    build: str
+    topology: str
+    rules: bool
+    most: int | None
+    own_dtype: bool
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Audit, print, and return the exit code: 0 where all is right, `WRONG` or `UNTOLD`.
+
+    Where a launcher has started this process as one of several, these are the ranks: the first one prints, and only its
+    exit code is another than 0.
+    """
+    parser = _parser()
+    first = _launched()[0] == 0
+    try:
+        options = parser.parse_args(arguments)
+        found = _audited(options)
+    except (ValueError, RanksError) as error:
+        if first:
+            print(f"{parser.prog} audit: error: {error}", file=sys.stderr)
+        return UNTOLD if first else 0
+    except SystemExit as ended:  # of argparse, which has printed
+        return int(ended.code or 0) if first else 0
+    if not first:
+        return 0
+    proof = found[0].proof if isinstance(found[0], Inferred) else found[0]
+    print(json.dumps(_values(found), indent=2) if options.json else _text(found))
+    return 0 if proof.right else WRONG
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m meshstep.testing", description="Tests of parallel models, from the command line."
+    )
+    audit = parser.add_subparsers(required=True, metavar="audit").add_parser(
+        "audit",
+        help="is a model's layout right?",
+        description="Build a parallel model on local processes, compare the gradient of every parameter with the loss "
+        "itself, and print what is wrong. Exit code 0: nothing is wrong; 1: something is; 2: it can't be told.",
+        epilog="example: python -m meshstep.testing audit train.py:build --topology data=2,tensor=2",
+        allow_abbrev=False,
+    )
+    add = audit.add_argument
+    add("build", metavar="SCRIPT:BUILD", help="a file or module, and its function: registry -> (model, loss_fn)")
+    add("--topology", required=True, metavar="AXIS=SIZE,...", help="process axes, slowest first")
+    add("--infer", action="store_true", help="print the rules for declare(), found without any that are declared")
+    add("--json", action="store_true", help="print JSON")
+    add("--max-parameters", type=int, metavar="N", help="look at so many parameters only, evenly over the model")
+    add("--own-dtype", action="store_true", help="compute in the model's own dtype, not in float64; DTensors need it")
+    add("--timeout", type=float, default=600.0, metavar="SECONDS", help="for all of it (default: %(default)s)")
+    return parser
+
+
+def _launched() -> tuple[int, int]:
+    """This process's rank, and the number of processes; (0, 1) where no launcher has started it."""
+    try:
+        place = read_environment(os.environ)
+    except RuntimeError:
+        return 0, 1
+    return place.rank, place.world_size
+
+
+def _audited(options: argparse.Namespace) -> list[Proof] | list[Inferred]:
+    """By rank.
+
+    Raises:
+        ValueError: An argument is wrong.
+        RanksError: The script's function raised, or `prove`.
+    """
+    topology = Topology.parse(options.topology)
+    processes = _launched()[1]
+    if processes > 1 and processes != topology.world_size:
+        raise ValueError(
+            f"--topology {options.topology} has {topology.world_size} ranks, and {processes} processes were launched: "
+            f"launch {topology.world_size}, or start without a launcher"
+        )
+    loaded(options.build)
+    audit = Audit(options.build, options.topology, options.infer, options.max_parameters, options.own_dtype)
+    return run_ranks(on_rank, topology.world_size, audit, timeout=options.timeout)
+
+
+def loaded(build: str) -> Callable[[ProcessGroupRegistry], Any]:
+    """The function that ``SCRIPT:BUILD`` names; the script is run as an import runs it.
+
+    Raises:
+        ValueError: There is no such script, or no such function in it.
+    """
+    script, colon, name = build.rpartition(":")
+    if not colon or not script or not name:
+        raise ValueError(f"{build!r} is not SCRIPT:BUILD: name a file or module and its function, as in train.py:build")
+    module = _of_file(Path(script)) if script.endswith(".py") else _of_name(script)
+    function = getattr(module, name, None)
+    if not callable(function):
+        there = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"]
+        raise ValueError(f"{script} has no function {name}; it has {', '.join(there) or 'none'}")
+    return function  # type: ignore[no-any-return]
+
+
+def _of_file(path: Path) -> Any:
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    name = path.stem
+    if getattr(sys.modules.get(name), "__file__", None) != str(path.resolve()):
+        spec = importlib.util.spec_from_file_location(name, path.resolve())
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        if str(path.resolve().parent) not in sys.path:
+            sys.path.insert(0, str(path.resolve().parent))  # what is beside it, as for a script that is started
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            del sys.modules[name]
+            raise _not_imported(path, error) from error
+    return sys.modules[name]
+
+
+def _of_name(name: str) -> Any:
+    try:
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError:  # of its package
+        found = None
+    if found is None:
+        raise ValueError(f"there is no module {name}; a file's name ends in .py")
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise _not_imported(name, error) from error
+
+
+def _not_imported(script: object, error: Exception) -> ValueError:
+    return ValueError(f"{script} can't be imported: {type(error).__name__}: {error}")
+
+
+def on_rank(audit: Audit) -> Proof | Inferred:
+    """Build, and prove. Raises TypeError: the function returned something else than it should."""
+    with ProcessGroupRegistry(Topology.parse(audit.topology)) as registry:
+        made = loaded(audit.build)(registry)
+        if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
+            raise TypeError(
+                f"{audit.build} returned {type(made).__name__}; return (model, loss_fn): an nn.Module, and a function "
+                "that is given the model and returns the loss"
+            )
+        model, loss_fn = made
+        dtype = None if audit.own_dtype else torch.float64
+        if audit.rules:
+            return infer(model, loss_fn, registry, dtype=dtype)
+        return prove(model, loss_fn, registry, max_parameters=audit.most, dtype=dtype)
+
+
+def _text(found: Sequence[Proof | Inferred]) -> str:
+    if isinstance(found[0], Proof):
+        return report(found[0])
+    blocks = [f"# on {named_ranks(ranks)}\n{one}" for ranks, one in _by_rules(found)]
+    return blocks[0].partition("\n")[2] if len(blocks) == 1 else "\n\n".join(blocks)
+
+
+def _values(found: Sequence[Proof | Inferred]) -> Mapping[str, Any]:
+    if isinstance(found[0], Proof):
+        return found[0].to_json()
+    rules = [{"ranks": ranks, "declare": _texts(one.rules)} for ranks, one in _by_rules(found)]
+    return {"rules": rules, "dims_unknown": found[0].dims_unknown, "proof": found[0].proof.to_json()}
+
+
+def _texts(rules: Mapping[str, P]) -> dict[str, str]:
+    return {name: repr(spec) for name, spec in rules.items()}
+
+
+def _by_rules(found: Sequence[Proof | Inferred]) -> list[tuple[list[int], Inferred]]:
+    """Ranks that have the same parameters together: stages of a pipeline have others."""
+    groups: list[tuple[list[int], Inferred]] = []
+    for rank, one in enumerate(found):
+        assert isinstance(one, Inferred)
+        group = next((ranks for ranks, other in groups if other.rules == one.rules), None)
+        if group is None:
+            groups.append(([rank], one))
+        else:
+            group.append(rank)
+    return groups

@@ -1,0 +1,8 @@
+"""``python -m meshstep.testing audit SCRIPT:BUILD --topology AXIS=SIZE,...``."""
+
+import sys
+
+from ..optim.proof.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""Every exhibit of optim/proof/MUSEUM.md prints what it shows, on as many ranks as it says.
+
+An exhibit is a heading of the third level with a Python block, whose first line is ``# on N ranks``, and directly below it what
+rank 0 prints. ``python tests/docs/test_museum.py``, with ``tests/harness`` on the path, writes what is printed into the page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from world import World
+
+PAGE = Path(__file__).parent.parent.parent / "optim" / "proof" / "MUSEUM.md"
+EXHIBIT = re.compile(r"^### (.*?)\n(.*?^```python\n# on (\d+) ranks\n(.*?)^```\n\n)```text\n(.*?)^```$", re.M | re.S)
+NORMS = re.compile(r"norm ([\d.]+), right: ([\d.]+) ")
+
+
+def printed_by(beginning: str, code: str) -> str:
+    """What the beginning of the page and then an exhibit print on this rank."""
+    namespace: dict[str, Any] = {"__name__": "museum"}
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            exec(compile(beginning, "the beginning", "exec"), namespace)
+            exec(compile(code, "the exhibit", "exec"), namespace)
+    finally:
+        if "registry" in namespace:
+            namespace["registry"].close()
+    return printed.getvalue()
+
+
+def beginning_of(page: str) -> str:
+    return page.partition("```python\n")[2].partition("```")[0]
+
+
+def test_every_exhibit_is_run() -> None:
+    page = PAGE.read_text()
+    assert [found[0] for found in EXHIBIT.findall(page)] == re.findall(r"^### (.*)$", page, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "code", "shown"),
+    [(int(found[2]), found[3], found[4]) for found in EXHIBIT.findall(PAGE.read_text())],
+    ids=[found[0] for found in EXHIBIT.findall(PAGE.read_text())],
+)
+def test_an_exhibit_is_wrong_in_silence_and_prove_says_what_is_shown(
+    ranks: int, code: str, shown: str, world: World
+) -> None:
+    first, *others = world.run(ranks, printed_by, beginning_of(PAGE.read_text()), code)
+    assert first == shown
+    for wrong, right in NORMS.findall(first):
+        assert abs(float(wrong) / float(right) - 1) > 1e-3
+    proofs = [NORMS.sub("", text) for text in (first, *others)]
+    assert len({re.sub(r"\(.*?%\)", "", proof) for proof in proofs}) == 1, "all ranks know the same"
+    assert " wrong:\n" in first
+
+
+def write() -> None:
+    """Into the page, what its exhibits print now."""
+    world, page = World(), PAGE.read_text()
+    for _, before, ranks, code, shown in EXHIBIT.findall(page):
+        found = world.run(int(ranks), printed_by, beginning_of(page), code)[0]
+        page = page.replace(f"{before}```text\n{shown}```", f"{before}```text\n{found}```")
+    PAGE.write_text(page)
+    world.close()
+
+
+if __name__ == "__main__":
+    write()

@@ -1,0 +1,188 @@
+"""``python -m meshstep.testing audit``: what it prints, in which form, and with which exit code it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from meshstep.optim.proof.command import main
+from meshstep.optim.proof.findings import Finding, Proof
+from meshstep.optim.proof.report import report
+from meshstep.parallel import P
+from meshstep.parallel.ranks.run import ranks_of_this_process
+
+SCRIPT = """
+import torch
+from meshstep.parallel import ColumnParallelLinear, P, RowParallelLinear, declare, shard
+
+
+class Mlp(torch.nn.Module):
+    def __init__(self, registry, copied):
+        super().__init__()
+        torch.manual_seed(1)
+        self.up = ColumnParallelLinear(6, 8, registry)
+        self.down = RowParallelLinear(8, 4, registry)
+        declare(self, copied)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
+def made(registry, copied):
+    model = Mlp(registry, copied)
+    batch = shard(torch.randn(4, 6), P("data"), registry)
+    return model, lambda model: model(batch).square().mean()
+
+
+def build(registry):
+    return made(registry, {})
+
+
+def build_wrong(registry):
+    return made(registry, {"up.bias": P()})
+
+
+def build_nothing(registry):
+    return None
+
+
+def build_on_rank_1(registry):
+    if registry.global_rank == 1:
+        raise KeyError("what only rank 1 lacks")
+    return build(registry)
+
+
+NUMBER = 3
+"""
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("audited")
+    (path / "script.py").write_text(SCRIPT)
+    (path / "broken.py").write_text("import no_such_thing")
+    return path
+
+
+def audit(folder: Path, *arguments: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
+    launcher = [*TORCHRUN, str(processes)] if processes > 1 else []
+    command = [sys.executable, *launcher, "-m", "meshstep.testing", "audit", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+GRID = ("--topology", "data=2,tensor=2")
+
+Audited = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def audited(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Audited]:
+    """In this process: exit code, and what is printed to stdout and stderr."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(["audit", *arguments])
+        return code, *capsys.readouterr()
+
+    yield run
+    sys.modules.pop("script", None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks() -> Iterator[None]:
+    yield
+    ranks_of_this_process().close()
+
+
+def test_a_right_model(audited: Audited) -> None:
+    assert audited("script.py:build", *GRID) == (0, "4 parameters are right, in 3 forwards\n", "")
+
+
+def test_a_wrong_one_by_the_name_of_its_module(folder: Path) -> None:
+    done = audit(folder, "script:build_wrong", *GRID)
+    assert (done.returncode, done.stderr) == (1, "")
+    lines = done.stdout.splitlines()
+    assert lines[-2].startswith(
+        "up.bias: declared P(), each rank of 'tensor' has a piece of its own; it is P('tensor')"
+    )
+    assert lines[-1].startswith("The other 3 parameters are right")
+    (row,) = [line for line in lines if "split, not declared" in line]
+    assert [word in row for word in ("up.bias", "P()", "P('tensor')", "tensor")] == [True] * 4
+
+
+def test_json_of_launched_processes(folder: Path) -> None:
+    done = audit(folder, "script.py:build_wrong", *GRID, "--json", processes=4)
+    assert done.returncode == 1, done.stderr
+    values = json.loads(done.stdout)
+    (finding,) = values["findings"]
+    assert not values["right"]
+    assert sorted(values["proved"]) == ["down.bias", "down.weight", "up.weight"]
+    named = {key: finding[key] for key in ("name", "module", "declared", "inferred", "cause", "axes")}
+    assert named == {
+        "name": "up.bias",
+        "module": "up",
+        "declared": "P()",
+        "inferred": "P('tensor')",
+        "cause": "split, not declared",
+        "axes": ["tensor"],
+    }
+
+
+def test_rules_for_declare(audited: Audited) -> None:
+    code, printed, told = audited("script.py:build_wrong", *GRID, "--infer")
+    assert (code, told) == (0, "")
+    assert printed.splitlines()[:2] == ["declare(model, {", "    'up.weight': P('tensor'),"]
+    values = json.loads(audited("script.py:build_wrong", *GRID, "--infer", "--json")[1])
+    (rules,) = values["rules"]
+    assert rules["ranks"] == [0, 1, 2, 3]
+    assert rules["declare"]["up.bias"] == "P('tensor')"
+    assert values["proof"]["right"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("script.py", *GRID), "'script.py' is not SCRIPT:BUILD: name a file or module and its function"),
+        (("none.py:build", *GRID), "there is no file none.py"),
+        (("none:build", *GRID), "there is no module none; a file's name ends in .py"),
+        (
+            ("broken.py:build", *GRID),
+            "broken.py can't be imported: ModuleNotFoundError: No module named 'no_such_thing'",
+        ),
+        (("script.py:bild", *GRID), "script.py has no function bild; it has declare, shard, made, build, build_wrong"),
+        (("script.py:NUMBER", *GRID), "script.py has no function NUMBER"),
+        (("script.py:build_nothing", *GRID), "returned NoneType; return (model, loss_fn)"),
+        (("script.py:build_on_rank_1", "--topology", "tensor=2"), "KeyError: 'what only rank 1 lacks'"),
+        (("script.py:build", "--topology", "tensor"), "'tensor' doesn't say axis=size"),
+        (("script.py:build",), "the following arguments are required: --topology"),
+    ],
+)
+def test_what_is_wrong_with_the_arguments(audited: Audited, arguments: tuple[str, ...], told: str) -> None:
+    code, printed, error = audited(*arguments)
+    assert (code, printed) == (2, "")
+    assert told in error
+
+
+def test_another_number_of_processes_is_launched(folder: Path) -> None:
+    done = audit(folder, "script.py:build", *GRID, processes=2)
+    assert done.returncode != 0
+    told = (
+        "--topology data=2,tensor=2 has 4 ranks, and 2 processes were launched: launch 4, or start without a launcher"
+    )
+    assert done.stderr.count(told) == 1
+
+
+def test_the_table_with_rich_has_what_it_has_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich", reason="needs rich (the extra `testing`)")
+    finding = Finding("up.bias", "up", P(), P("tensor"), "counted several times", ("tensor",), 2.0, "words [bold]")
+    proof = Proof((), (), (finding,), None, 3)
+    table, _, text = report(proof).partition("\n\n")
+    for word in ("parameter", "up.bias", "P()", "P('tensor')", "counted several times", "2.0000"):
+        assert word in table
+    assert text == str(proof)

@@ -1,0 +1,336 @@
+"""A pool of ranks: results come back by rank, errors of all ranks together, and nothing is left behind."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from meshstep.testing import RankPool, RanksError, run_ranks
+from torch import Tensor
+
+PATIENCE = 60.0
+
+
+def scaled_sum(scale: float) -> tuple[int, float]:
+    value = torch.tensor(scale * dist.get_rank())
+    dist.all_reduce(value)
+    return dist.get_rank(), value.item()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool() as ranks:
+        yield ranks
+
+
+# Results --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_results_come_back_by_rank(pool: RankPool, size: int) -> None:
+    total = 2.0 * sum(range(size))
+    assert pool.run(scaled_sum, size, 2.0) == [(rank, total) for rank in range(size)]
+
+
+@dataclass
+class Payload:
+    weight: Tensor
+    name: str
+
+
+def changed(payload: Payload, *, by: float) -> Payload:
+    payload.weight += by * (dist.get_rank() + 1)
+    return payload
+
+
+def test_arguments_and_results_go_by_value(pool: RankPool) -> None:
+    given = Payload(torch.zeros(3), "weight")
+    found = pool.run(functools.partial(changed, by=2.0), 2, given)
+    assert [payload.weight.tolist() for payload in found] == [[2.0] * 3, [4.0] * 3]
+    assert [payload.name for payload in found] == ["weight"] * 2
+    assert given.weight.tolist() == [0.0] * 3
+
+
+def own_process() -> tuple[int, int, float]:
+    return os.getpid(), torch.get_num_threads(), torch.rand(()).item()
+
+
+def test_ranks_stay_warm_and_begin_alike(pool: RankPool) -> None:
+    first, second = pool.run(own_process, 2), pool.run(own_process, 2)
+    assert first == second
+    assert len({pid for pid, _, _ in first} | {os.getpid()}) == 3
+    assert {threads for _, threads, _ in first} == {1}
+    assert len({drawn for _, _, drawn in first}) == 1
+
+
+def test_the_pool_of_the_process_runs_a_call_here_and_there() -> None:
+    assert run_ranks(scaled_sum, 2, 3.0) == [(0, 3.0), (1, 3.0)]
+    assert run_ranks(own_process, 2) == run_ranks(own_process, 2)
+
+
+def test_where_the_system_does_not_fork_ranks_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as context:
+        context.setattr(sys, "platform", "darwin")
+        pool = RankPool()
+    with pool:
+        assert pool._context.get_start_method() == "spawn"
+        assert pool.run(scaled_sum, 2, 2.0) == [(0, 2.0), (1, 2.0)]
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+
+
+def fail_on(*ranks: int) -> None:
+    if dist.get_rank() in ranks:
+        raise ValueError("planted")
+    if not ranks:
+        raise ValueError(f"planted on {dist.get_rank()}")
+
+
+def test_errors_of_all_ranks_are_shown_together_each_text_once() -> None:
+    with RankPool() as pool:
+        with pytest.raises(RanksError, match=r"3 of 4 ranks failed in test_ranks\.fail_on\n\nranks 1-3: ") as error:
+            pool.run(fail_on, 4, 1, 2, 3)
+        assert str(error.value).count("planted") == 2, "once in the code, once in the error"
+        assert [*error.value.failures] == [1, 2, 3]
+        with pytest.raises(RanksError, match=r"(?s)rank 0: .*planted on 0.*rank 1: .*planted on 1"):
+            pool.run(fail_on, 2)
+        assert len(pool.run(scaled_sum, 2, 1.0)) == 2, "it goes on"
+        again = pickle.loads(pickle.dumps(error.value))
+        assert (str(again), again.failures) == (str(error.value), error.value.failures)
+
+
+def wait_for_rank_2() -> None:
+    dist.all_reduce(torch.ones(1))
+
+
+def sleep_on(*ranks: int) -> None:
+    if dist.get_rank() in ranks:
+        doze()
+
+
+def doze() -> None:
+    time.sleep(600)
+
+
+def test_a_call_that_is_late_says_where_each_rank_stood() -> None:
+    with RankPool() as pool:
+        begin = time.monotonic()
+        with pytest.raises(RanksError) as late:
+            pool.run(sleep_on, 3, 0, 2, timeout=3.0)
+        assert time.monotonic() - begin < PATIENCE
+    assert [*late.value.failures] == [0, 2]
+    for text in late.value.failures.values():
+        assert "did not come to an end within 3 seconds" in text
+        stood = text.partition("it stood at\n")[2].splitlines()
+        assert "in doze" in stood[0]
+        assert "in sleep_on" in stood[-1], "no lines of the pool's own"
+
+
+def fail_while_others_wait() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("planted")
+    wait_for_rank_2()
+
+
+def test_those_who_wait_for_a_rank_that_failed_are_not_waited_for() -> None:
+    begin = time.monotonic()
+    with RankPool() as pool, pytest.raises(RanksError) as error:
+        pool.run(fail_while_others_wait, 3)
+    assert time.monotonic() - begin < PATIENCE
+    assert "planted" in error.value.failures[1]
+    for rank in (0, 2):
+        assert "in wait_for_rank_2" in error.value.failures[rank]
+
+
+def die(how: str) -> None:
+    if dist.get_rank() == 1:
+        os._exit(3) if how == "exit" else os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("how", "told"), [("exit", "with exit code 3"), ("kill", "by signal SIGKILL")])
+def test_a_rank_that_dies_is_told_from_one_that_raises(how: str, told: str) -> None:
+    with RankPool() as pool:
+        with pytest.raises(RanksError, match=f"rank 1: the process died {told}"):
+            pool.run(die, 2, how)
+        assert len(pool.run(scaled_sum, 2, 1.0)) == 2
+
+
+def returns_a_lock() -> object:
+    import threading
+
+    return threading.Lock()
+
+
+class Local:
+    @staticmethod
+    def of_a_class() -> int:
+        return dist.get_world_size()
+
+
+def test_what_can_not_be_sent_is_refused_before_anybody_starts(pool: RankPool) -> None:
+    def within() -> None:
+        raise NotImplementedError
+
+    before = pool.run(own_process, 2)
+    for function, args, told in (
+        (lambda: 0, (), r"is a lambda: other processes find functions by their names\. Define it with def at the top"),
+        (within, (), r"is defined within test_what_can_not_be_sent.*pass what it uses as arguments"),
+        (functools.partial(lambda x: x, 1), (), "is a lambda"),
+        (scaled_sum, (lambda: 0,), r"the arguments of test_ranks\.scaled_sum can't be sent to other processes"),
+    ):
+        with pytest.raises(TypeError, match=told):
+            pool.run(function, 2, *args)
+    for size in (0, -1, True, 2.0):
+        with pytest.raises(ValueError, match=f"{size!r} is no number of ranks"):
+            pool.run(scaled_sum, size, 1.0)  # type: ignore[arg-type]
+    assert pool.run(own_process, 2) == before, "the same processes"
+    assert pool.run(Local.of_a_class, 2) == [2, 2]
+
+
+def test_a_result_that_can_not_be_sent_is_that_ranks_error() -> None:
+    with RankPool() as pool, pytest.raises(RanksError, match=r"returned lock, which can't be sent back"):
+        pool.run(returns_a_lock, 1)
+
+
+# Functions of scripts and of test files -------------------------------------------------------------------------------
+
+SCRIPT = """\
+import torch
+import torch.distributed as dist
+from meshstep.testing import run_ranks
+
+
+def total(scale):
+    value = torch.tensor(scale * (dist.get_rank() + 1))
+    dist.all_reduce(value)
+    return value.item()
+
+
+if __name__ == "__main__":
+    print(run_ranks(total, 3, 2.0))
+"""
+
+
+def run_python(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def with_files_in(folder: Path) -> dict[str, str]:
+    """The environment of a process with temporary files of its own. torch has a cache there, which it keeps."""
+    return {"TMPDIR": str(folder / "temporary"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
+
+
+@pytest.mark.parametrize("how", [["script.py"], ["-m", "script"]], ids=["by path", "by name"])
+def test_functions_of_a_script_run_and_nothing_is_left(tmp_path: Path, how: list[str]) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "temporary").mkdir()
+    done = run_python("-W", "error", *how, cwd=tmp_path, **with_files_in(tmp_path))
+    assert (done.stdout, done.stderr) == ("[12.0, 12.0, 12.0]\n", "")
+    assert [*(tmp_path / "temporary").iterdir()] == []
+
+
+def test_a_session_without_a_file_is_told_to_write_one(tmp_path: Path) -> None:
+    done = run_python("-c", SCRIPT, cwd=tmp_path)
+    assert "total is defined in an interactive session, a notebook or by python -c" in done.stderr
+
+
+def test_a_script_that_guards_nothing_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT.replace('if __name__ == "__main__":\n    ', ""))
+    done = run_python("script.py", cwd=tmp_path)
+    assert 'a script that uses ranks needs if __name__ == "__main__":' in done.stderr
+
+
+@pytest.mark.parametrize("mode", ["prepend", "importlib"])
+def test_functions_of_a_test_file_run_however_pytest_imported_it(tmp_path: Path, mode: str) -> None:
+    folder = tmp_path / "deep" / "er"
+    folder.mkdir(parents=True)
+    test = SCRIPT.partition("if __name__")[0] + "def test(ranks):\n    assert ranks.run(total, 2, 1.0) == [3.0, 3.0]\n"
+    (folder / "test_of_a_user.py").write_text(test)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    done = run_python(
+        *("-m", "pytest", "-p", "meshstep.pytest_plugin", f"--import-mode={mode}", "-W", "error"), cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
+
+
+# The end --------------------------------------------------------------------------------------------------------------
+
+ENDLESS = """\
+import os, time
+from meshstep.testing import RankPool
+
+
+def sleep(folder):
+    open(f"{folder}/{os.getpid()}", "w").close()
+    time.sleep(600)
+
+
+if __name__ == "__main__":
+    RankPool().run(sleep, 3, "pids")
+"""
+
+
+def is_running(pid: int) -> bool:
+    with suppress(OSError):
+        os.kill(pid, 0)
+        # One that has ended stays in the table until somebody asks; in a container perhaps nobody does.
+        return "Z" not in subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout
+    return False
+
+
+def until(condition: Callable[[], Any]) -> None:
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < PATIENCE
+        time.sleep(0.05)
+
+
+def test_ranks_end_with_a_process_that_is_killed_in_the_middle_of_a_call(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(ENDLESS)
+    for folder in ("pids", "temporary"):
+        (tmp_path / folder).mkdir()
+    environment = {**os.environ, **with_files_in(tmp_path)}
+    with subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path, env=environment) as process:
+        try:
+            until(lambda: len([*(tmp_path / "pids").iterdir()]) == 3)
+            workers = [int(path.name) for path in (tmp_path / "pids").iterdir()]
+            assert all(map(is_running, workers))
+        finally:
+            process.kill()
+    until(lambda: not any(map(is_running, workers)))
+    until(lambda: [*(tmp_path / "temporary").iterdir()] == [])
+
+
+def test_a_closed_pool_has_no_processes_and_starts_new_ones() -> None:
+    pool = RankPool()
+    first = [pid for pid, _, _ in pool.run(own_process, 2)]
+    pool.close()
+    pool.close()
+    assert not any(map(is_running, first))
+    with pool:
+        second = [pid for pid, _, _ in pool.run(own_process, 2)]
+    assert not {*first} & {*second}
+    assert not any(map(is_running, second))

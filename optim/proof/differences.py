@@ -122,7 +122,7 @@ class Differences:
                 continue
             told = True
             off, allowed = abs(difference.value - promised), self.digits.relative * size + difference.rounding
-            if off <= allowed and all(other > 4 * allowed for other in before):
+            if off <= allowed and all(other > 1.5 * allowed for other in before):
                 return "kept"
             before.append(off)
         return "wrong" if told else "untold"

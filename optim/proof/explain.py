@@ -168,6 +168,8 @@ def cause_of(
     changed = [(axis, was, found.way.along(axis)) for axis, was in declared.by_axis if was != found.way.along(axis)]
     assert changed
     axis, was, now = changed[0]
+    if now.apart and was.apart:
+        return ("divided too often" if now.products == "sum" else "counted several times"), (axis,)
     if now.apart:
         return "split, not declared", (axis,)
     if was.apart:

@@ -1,10 +1,25 @@
-"""Tests of parallel models: functions on several ranks, exactness against a dense model, random layouts."""
+"""Tests of parallel models: functions on several ranks, proofs by the loss, exactness against a dense model, random layouts."""
 
 from ..optim.proof.exact import assert_exact
+from ..optim.proof.findings import Finding, Proof
+from ..optim.proof.infer import Inferred, infer
+from ..optim.proof.prove import prove
 from ..parallel.ranks.errors import RanksError
 from ..parallel.ranks.fake import fake_world
 from ..parallel.ranks.interface import Ranks
 from ..parallel.ranks.pool import RankPool
 from ..parallel.ranks.run import run_ranks
 
-__all__ = ["RankPool", "Ranks", "RanksError", "assert_exact", "fake_world", "run_ranks"]
+__all__ = [
+    "Finding",
+    "Inferred",
+    "Proof",
+    "RankPool",
+    "Ranks",
+    "RanksError",
+    "assert_exact",
+    "fake_world",
+    "infer",
+    "prove",
+    "run_ranks",
+]

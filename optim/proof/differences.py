@@ -1,0 +1,173 @@
+"""Whether the loss changes by what the gradients say: central differences in few steps, for many parameters at once.
+
+Parameters that are moved together, each along its own random direction, change the loss by the sum of what each does: if
+that is what their gradients promise, all of them are right, for errors don't cancel along random directions. If it isn't,
+halves are moved. So a right model costs two forwards for some dozens of parameters, and a wrong parameter as many as a
+search takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import log10
+
+import torch
+from torch import Tensor
+
+from .measured import Known, Measured
+from .objective import Losses, Objective, unequal_along, whole_loss
+
+TOGETHER = 64  # parameters that are moved at once: an error of one is seen if it is this many times the tolerance
+ALIKE = 1.5  # powers of ten within which their effects are
+_STEPS = (1.0, 0.1, 10.0)
+_CHANGE = 1e-6  # of the loss, that a step is to make
+
+
+@dataclass(frozen=True)
+class Digits:
+    """How exactly losses of a dtype tell a derivative."""
+
+    relative: float  # of a derivative, what differences may be off
+    noise: float  # of a loss: rounding
+    smallest: float  # step, of the size of the elements
+    largest: float
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> Digits:
+        """Raises TypeError: differences of losses of this dtype tell nothing."""
+        if dtype == torch.float64:
+            return cls(1e-7, 5e-15, 1e-7, 1e-3)
+        if dtype == torch.float32:
+            return cls(5e-3, 1e-6, 1e-3, 1e-1)
+        raise TypeError(
+            f"differences of losses in {dtype} have no digits to tell a derivative: prove the model in float64, which "
+            "leaves it as it is afterwards, or build it in float64 or float32"
+        )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A derivative of the loss along a direction, by a difference.
+
+    Args:
+        rounding: How much of it may be rounding.
+        unequal: The axes along which ranks that share a loss got different ones on the way.
+    """
+
+    value: float
+    rounding: float
+    unequal: tuple[str, ...]
+
+
+class Differences:
+    """Derivatives of an objective in the parameters that were measured."""
+
+    def __init__(self, objective: Objective, measured: Measured, base: Losses, digits: Digits) -> None:
+        self.objective, self.measured, self.digits = objective, measured, digits
+        self.topology = measured.topology
+        self.loss = abs(whole_loss(base, self.topology))
+
+    def along(self, directions: Sequence[tuple[Known, Tensor | None]], size: float) -> Iterator[Difference]:
+        """With one step after another, each two forwards, as long as somebody asks.
+
+        Args:
+            size: About how much the loss changes along the directions.
+        """
+        digits = self.digits
+        wanted = _CHANGE * self.loss / size if size else digits.largest
+        first = min(max(wanted, 10 * digits.smallest), digits.largest)
+        for factor in _STEPS:
+            step = first * factor
+            pair = [self._moved(directions, sign * step) for sign in (1, -1)]
+            up, down = (whole_loss(losses, self.topology) for losses in pair)
+            rounding = digits.noise * self.loss / step
+            apart = {axis for losses in pair for axis in unequal_along(losses, self.topology, self._within(step, size))}
+            yield Difference((up - down) / (2 * step), rounding, tuple(sorted(apart)))
+
+    def _within(self, step: float, size: float) -> float:
+        """By how much equal losses may differ."""
+        return 10 * self.digits.noise * self.loss + 1e-3 * step * size
+
+    def _moved(self, directions: Sequence[tuple[Known, Tensor | None]], step: float) -> Losses:
+        before = self.measured.move(directions, step)
+        try:
+            return self.objective()
+        finally:
+            self.measured.put_back(before)
+
+    def agrees(self, found: Difference, promised: float, size: float) -> bool:
+        """Whether it is what the gradients promise, of terms that add up to ``size`` without their signs."""
+        return abs(found.value - promised) <= self.digits.relative * size + found.rounding
+
+    def tells(self, found: Difference, size: float) -> bool:
+        """Whether what it is to be compared with isn't lost in rounding."""
+        return found.rounding <= 0.01 * size
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What the gradients of one parameter say that the loss changes by along its direction.
+
+    Args:
+        size: How large such a value is on average, over all directions.
+    """
+
+    known: Known
+    direction: Tensor | None
+    value: float
+    size: float
+
+    def scaled(self, size: float) -> tuple[tuple[Known, Tensor | None], float]:
+        """With a direction along which it is about ``size`` large."""
+        factor = size / self.size if self.size else 1.0
+        return (self.known, None if self.direction is None else self.direction * factor), self.value * factor
+
+
+def wrong_ones(differences: Differences, promises: Sequence[Promise]) -> tuple[list[Known], list[Known]]:
+    """Those whose promise is not kept, and those of which nothing can be told: what they do is lost in rounding."""
+    wrong: list[Known] = []
+    untold: list[Known] = []
+    for group in _groups(promises):
+        for found, sort in _search(differences, group):
+            (wrong if sort == "wrong" else untold).append(found)
+    return wrong, untold
+
+
+def _groups(promises: Sequence[Promise]) -> Iterator[list[Promise]]:
+    """Of effects of about one size; those that promise none for themselves."""
+    by_size: dict[int | None, list[Promise]] = {}
+    for promise in promises:
+        size = None if not promise.size else int(log10(promise.size) // ALIKE)
+        by_size.setdefault(size, []).append(promise)
+    for group in by_size.values():
+        for start in range(0, len(group), TOGETHER):
+            yield group[start : start + TOGETHER]
+
+
+def _search(differences: Differences, group: list[Promise]) -> Iterator[tuple[Known, str]]:
+    sort = _kept(differences, group)
+    if sort == "kept":
+        return
+    if len(group) == 1:
+        yield group[0].known, sort
+        return
+    middle = len(group) // 2
+    yield from _search(differences, group[:middle])
+    yield from _search(differences, group[middle:])
+
+
+def _kept(differences: Differences, group: Sequence[Promise]) -> str:
+    typical = sorted(promise.size for promise in group)[len(group) // 2]
+    scaled = [promise.scaled(typical) for promise in group]
+    promised, size = sum(value for _, value in scaled), len(group) * typical
+    told = False
+    for found in differences.along([pair for pair, _ in scaled], size):
+        if not size:  # no gradient: the loss must not change at all
+            return "kept" if abs(found.value) <= 10 * found.rounding else "wrong"
+        if not differences.tells(found, size):
+            continue
+        told = True
+        if differences.agrees(found, promised, size):
+            return "kept"
+    return "wrong" if told else "untold"

@@ -1,0 +1,152 @@
+"""The loss of a parallel model as a function of its parameters: computed again and again, each time under the same
+circumstances.
+
+What stands for the loss is the mean over data ranks of what each returns. Along model axes it must be one number: there
+every rank computes the same loss, from pieces of the same model.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import isfinite
+from statistics import fmean
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ...parallel.interop.local import local_tensor
+from ...parallel.mesh.agreement import gather_objects, on_all_ranks
+from ...parallel.mesh.registry import ProcessGroupRegistry
+from ...parallel.mesh.topology import Topology
+
+M = TypeVar("M", bound=nn.Module)
+Losses = Sequence[float | None]
+"""Of each rank; None where it has none, as on all but the last stage of a pipeline."""
+
+
+class Objective:
+    """``loss_fn(model)``, with the same random numbers and buffers at every call.
+
+    Args:
+        loss_fn: Returns this rank's loss, 0-dim; None where there is none. Where it has called backward itself, as the
+            schedule of a pipeline does, it returns the loss detached, or None.
+    """
+
+    def __init__(self, model: M, loss_fn: Callable[[M], Tensor | None], registry: ProcessGroupRegistry) -> None:
+        self.topology, self.registry = registry.topology, registry
+        self._loss: Callable[[], Tensor | None] = lambda: loss_fn(model)
+        self._params = list(model.parameters())
+        self._gradients = [param.grad for param in self._params]
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        self._fully_sharded = _fully_sharded(model)
+        self._random = _random_state()
+        self._backward_is_ours = True
+        self.calls = 0
+
+    def differentiate(self) -> Losses:
+        """One forward and backward; the gradients stay in ``.grad``. Collectives: the model's, and an object all-gather."""
+        with self._same_circumstances():
+            loss = self._loss()
+            on_all_ranks(lambda: _number(loss), self.registry)
+            ours = loss is not None and loss.requires_grad
+            if ours:
+                assert loss is not None
+                loss.backward()
+        said = gather_objects((_number(loss), ours), self.registry)
+        self._backward_is_ours = all(ours for value, ours in said if value is not None)
+        return [value for value, _ in said]
+
+    def __call__(self) -> Losses:
+        """One forward. Collectives: the model's, and an object all-gather over the world."""
+        with self._same_circumstances(), torch.set_grad_enabled(not self._backward_is_ours):
+            loss = _number(self._loss())
+        for module in self._fully_sharded:
+            module.reshard()  # without a backward, it would go on with the parameters that it has gathered
+        return gather_objects(loss, self.registry)
+
+    def close(self) -> None:
+        """Everything as it was before."""
+        for param, gradient in zip(self._params, self._gradients, strict=True):
+            param.grad = gradient
+        _set_random_state(self._random)
+
+    @contextmanager
+    def _same_circumstances(self) -> Iterator[None]:
+        for param in self._params:
+            param.grad = None  # a new one, should loss_fn call backward itself: the first one's are kept
+        _set_random_state(self._random)
+        self.calls += 1
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in self._buffers:
+                    if buffer.shape == before.shape:
+                        buffer.copy_(before)
+
+
+def whole_loss(losses: Losses, topology: Topology) -> float:
+    """The mean over data ranks of their losses.
+
+    Raises:
+        ValueError: There is no loss for some data rank, or one is not finite.
+    """
+    by_samples: dict[tuple[int, ...], list[float]] = {}
+    for rank, loss in enumerate(losses):
+        found = by_samples.setdefault(tuple(topology.coordinate_of(rank, axis) for axis in topology.data_axes), [])
+        if loss is not None:
+            found.append(loss)
+            if not isfinite(loss):
+                raise ValueError(f"the loss of rank {rank} is {loss}: give a model and a batch whose loss is finite")
+    for samples, found in by_samples.items():
+        if not found:
+            at = ", ".join(f"{axis}={index}" for axis, index in zip(topology.data_axes, samples, strict=True))
+            raise ValueError(
+                f"no rank {f'at {at} ' if at else ''}returned a loss: loss_fn must return it where it is computed"
+            )
+    return fmean(fmean(found) for found in by_samples.values())
+
+
+def unequal_along(losses: Losses, topology: Topology, within: float) -> tuple[str, ...]:
+    """The axes, data axes apart, along which the losses of two ranks differ by more than ``within``."""
+    found = []
+    for axis in topology.axes:
+        if axis not in topology.data_axes and topology.size(axis) > 1:
+            groups = ([losses[rank] for rank in ranks] for ranks in topology.groups(axis))
+            there = ([loss for loss in group if loss is not None] for group in groups)
+            if any(group and max(group) - min(group) > within for group in there):
+                found.append(axis)
+    return tuple(found)
+
+
+def _number(loss: Tensor | None) -> float | None:
+    if loss is None:
+        return None
+    if loss.numel() != 1:
+        raise ValueError(
+            f"loss_fn returned a tensor of shape {tuple(loss.shape)}; return the loss, which is one number"
+        )
+    return float(local_tensor(loss.detach()).double())
+
+
+def _fully_sharded(model: nn.Module) -> list[Any]:
+    """The modules that torch's ``fully_shard`` has changed; there are none before its module is loaded."""
+    loaded = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(loaded, "FSDPModule", None)
+    return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
+
+
+def _random_state() -> tuple[Any, ...]:
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return random.getstate(), torch.get_rng_state(), on_gpus
+
+
+def _set_random_state(state: tuple[Any, ...]) -> None:
+    random.setstate(state[0])
+    torch.set_rng_state(state[1])
+    if state[2]:
+        torch.cuda.set_rng_state_all(state[2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -38,13 +39,12 @@ def test_worlds_may_be_nested() -> None:
     assert not dist.is_initialized()
 
 
-def sums(*groups: dist.ProcessGroup | None) -> list[float]:
+def sums(*groups: Any) -> list[float]:
     found = []
     for group in groups:
         value = torch.ones(1)
         dist.all_reduce(value, group=group)
         found.append(value.item())
-        assert group is not None
         found.append(_functional_collectives.all_reduce(torch.ones(1), "sum", group).item())
     return found
 

@@ -1,4 +1,4 @@
-"""Tests of parallel models: functions on several ranks, proofs by the loss, exactness against a dense model, random layouts."""
+"""Tests of parallel models: functions on ranks, proofs by the loss, exactness against a dense model, random layouts."""
 
 from ..optim.proof.exact import assert_exact
 from ..optim.proof.findings import Finding, Proof

@@ -34,6 +34,13 @@ class Dense(nn.Module):
 class Mine(nn.Module):
     """The same in pieces, by hand; ``up`` is stored as [in, out]. A bug is planted by its name."""
 
+    scale: Tensor
+    shift: Tensor
+    up: Tensor
+    up_bias: Tensor
+    down: Tensor
+    down_bias: Tensor
+
     def __init__(self, registry: ProcessGroupRegistry, bug: str = "") -> None:
         super().__init__()
         self.registry, self.bug = registry, bug

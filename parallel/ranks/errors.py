@@ -21,7 +21,9 @@ class RanksError(AssertionError):
         ranks_of: dict[str, list[int]] = {}
         for rank, text in self.failures.items():
             ranks_of.setdefault(text.strip(), []).append(rank)
-        told = (f"{named_ranks(ranks)}: {text}" for text, ranks in ranks_of.items())
+        # First those that raised: where others stood is what followed from it.
+        causes_first = sorted(ranks_of.items(), key=lambda item: not item[0].startswith("Traceback"))
+        told = (f"{named_ranks(ranks)}: {text}" for text, ranks in causes_first)
         count = f"{len(failures)} of {world_size} ranks" if world_size > 1 else "the only rank"
         super().__init__("\n\n".join([f"{count} failed in {function}", *told]))
         self._arguments = function, world_size, self.failures

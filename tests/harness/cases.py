@@ -6,15 +6,21 @@ import zlib
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from math import inf, prod
+from math import inf
 
 import torch
 from hypothesis import strategies as st
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from meshstep.testing.strategies import DTYPES, specs, topologies
 from torch import Tensor, nn
 
 NORM_TYPES = (1.0, 2.0, 3.0, inf)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Axes = tuple[tuple[str, int], ...]
+
+
+def axes_of(topology: Topology) -> Axes:
+    """Its axes and their sizes, in its order."""
+    return tuple(zip(topology.axes, topology.sizes, strict=True))
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ class Param:
 class Case:
     """A mesh and the parameters on it; gradients follow from the seed."""
 
-    axes: tuple[tuple[str, int], ...]
+    axes: Axes
     params: tuple[Param, ...]
     seed: int = 0
     scale: float = 1.0
@@ -118,49 +124,14 @@ def parameters_on(case: Case, registry: ProcessGroupRegistry) -> list[tuple[str,
     return found
 
 
-AXES = {"pipe": "pipe", "data": "data", "row": "model", "col": "model", "tensor": "model", "expert": "model"}
-
-
-@st.composite
-def topologies(draw: st.DrawFn, most_ranks: int = 8) -> tuple[tuple[str, int], ...]:
-    names = draw(st.permutations(sorted(AXES)))[: draw(st.integers(1, 4))]
-    axes: list[tuple[str, int]] = []
-    for name in names:
-        room = most_ranks // prod(size for _, size in axes)
-        axes.append((name, draw(st.sampled_from([size for size in (2, 1, 3, 4) if size <= room]))))
-    return tuple(axes)
-
-
-@st.composite
-def specs(draw: st.DrawFn, axes: tuple[tuple[str, int], ...], ndim: int) -> P:
-    """A spec of any kind: each axis shards a dim, is partial, owned (also on a diagonal), tied, or is not named."""
-    entries: list[tuple[str, ...]] = [() for _ in range(ndim)]
-    partial: list[str] = []
-    owned: dict[str, int | str] = {}
-    tied: dict[str, tuple[int, ...]] = {}
-    for axis, size in draw(st.permutations(axes)):
-        use = draw(st.sampled_from(["none", "shard", "shard", "partial", "owned", "diagonal", "tied"]))
-        smaller = [other for other, pieces in axes if pieces <= size and any(other in entry for entry in entries)]
-        if use == "shard" and ndim and axis != "data":
-            dim = draw(st.integers(0, ndim - 1))
-            entries[dim] = (*entries[dim], axis)
-        elif use == "partial" and axis not in ("pipe", "data"):
-            partial.append(axis)
-        elif use == "diagonal" and axis != "data" and smaller:
-            owned[axis] = draw(st.sampled_from(smaller))
-        elif use == "owned" and axis != "data":
-            owned[axis] = draw(st.integers(0, size - 1))
-        elif use == "tied" and axis == "pipe":
-            tied[axis] = draw(st.sampled_from([(0, -1), (0,), (-1,)]))
-    return P(*(entry or None for entry in entries), partial=tuple(partial), owned=owned, tied=tied)
-
-
 @st.composite
 def cases(draw: st.DrawFn, most_ranks: int = 8, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Case:
-    axes = draw(topologies(most_ranks))
+    topology = draw(topologies(most_ranks))
     params = []
     for _ in range(draw(st.integers(1, 5))):
         shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
-        spec = draw(specs(axes, len(shape)))
+        spec = draw(specs(topology, shape, uneven=True))
         params.append(Param(shape, spec, draw(st.sampled_from(dtypes)), draw(st.integers(0, 5)) == 0))
-    return Case(axes, tuple(params), draw(st.integers(0, 2**16)), draw(st.sampled_from([1.0, 1e-4, 300.0])))
+    return Case(
+        axes_of(topology), tuple(params), draw(st.integers(0, 2**16)), draw(st.sampled_from([1.0, 1e-4, 300.0]))
+    )

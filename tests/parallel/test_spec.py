@@ -7,10 +7,10 @@ from math import prod
 from typing import Any
 
 import pytest
-from cases import specs, topologies
 from hypothesis import given
 from hypothesis import strategies as st
 from meshstep.parallel import P, Topology, annotate, blocks, declare, spec_of
+from meshstep.testing.strategies import specs, topologies
 from torch import nn
 
 GRID = Topology(pipe=2, data=2, row=2, col=2)
@@ -39,8 +39,8 @@ def test_distinct_pieces_and_holders(spec: P, distinct: tuple[str, ...], holders
 
 @given(data=st.data())
 def test_pieces_times_holders_are_the_ranks_that_hold(data: st.DataObject) -> None:
-    axes = data.draw(topologies())
-    topology, spec = Topology(roles=None, **dict(axes)), data.draw(specs(axes, 2))
+    topology = data.draw(topologies())
+    spec = data.draw(specs(topology, (4, 4), uneven=True))
     ranks = sum(spec.holds(topology.coordinate(rank), topology) for rank in range(topology.world_size))
     pieces = prod(topology.size(axis) for axis in spec.distinct_axes(topology))
     assert pieces * spec.holders(topology) == ranks

@@ -1,5 +1,6 @@
 """Tests of parallel models: functions on ranks, proofs by the loss, exactness against a dense model, random layouts."""
 
+from ..optim.proof.exact import assert_exact
 from ..optim.proof.findings import Finding, Proof
 from ..optim.proof.infer import Inferred, infer
 from ..optim.proof.prove import prove
@@ -16,6 +17,7 @@ __all__ = [
     "RankPool",
     "Ranks",
     "RanksError",
+    "assert_exact",
     "fake_world",
     "infer",
     "prove",

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from arguments import arguments
-from cases import slice_of, specs, topologies
+from cases import axes_of, slice_of
 from hypothesis import given
 from hypothesis import strategies as st
 from layouts import Axes, Run
 from meshstep.optim import ParallelOptimizer, load_checkpoint, save_checkpoint
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, blocks
 from meshstep.parallel.layout.pieces import Region, boxes_of_run
+from meshstep.testing.strategies import AXES, specs, topologies
 from properties import WITHOUT_SHRINKING, random_cases
 from scenarios import SCENARIOS, backward, batch, build
 from torch import Tensor, nn
@@ -209,9 +210,10 @@ def in_blocks(draw: st.DrawFn, spec: P, shape: tuple[int, ...], axes: Axes) -> P
 
 @st.composite
 def any_layouts(draw: st.DrawFn) -> Layout:
-    axes = tuple((axis, size) for axis, size in draw(topologies(4)) if axis != "pipe")
+    topology = draw(topologies(4, axes=[axis for axis in AXES if axis != "pipe"]))
+    axes = axes_of(topology)
     zero = draw(st.sampled_from([None, *(axis for axis, _ in axes)]))
-    drawn = (draw(in_blocks(draw(specs(axes, len(shape))), shape, axes)) for shape in SHAPES)
+    drawn = (draw(in_blocks(draw(specs(topology, shape, uneven=True)), shape, axes)) for shape in SHAPES)
     return axes, tuple(drawn), zero
 
 

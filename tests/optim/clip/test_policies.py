@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, Param, parameters_on, slice_of, specs, topologies
+from cases import Case, Param, axes_of, parameters_on, slice_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshstep.amp import Bf16, NaiveFp16
@@ -29,6 +29,7 @@ from meshstep.optim import (
     Sharded,
 )
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from meshstep.testing.strategies import specs, topologies
 from planted import LAYOUTS, Dense, Full, Part, Planted, parts, run_step
 from probes import collectives, no_host_reads
 from torch import Tensor, nn
@@ -646,22 +647,24 @@ class OneOfTwoGroups(DenseRule):
 @st.composite
 def batches(draw: st.DrawFn) -> list[Random]:
     """Some cases on one mesh, so that a mesh is built once."""
-    axes = draw(topologies(4))
-    topology = Topology(roles=None, **dict(axes))
+    topology = draw(topologies(4))
     found = []
     for _ in range(6):
         rule = draw(st.sampled_from(list(RULES.values())[:-1]))  # the last one remembers steps
         params = []
         for _ in range(draw(st.integers(1, 4))):
             shape = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
-            spec = draw(specs(axes, len(shape)))
+            spec = draw(specs(topology, shape, uneven=True))
             if isinstance(rule, Adaptive):  # which refuses uneven pieces
                 shape = tuple(n * topology.size(*spec.dim_axes(dim)) for dim, n in enumerate(shape))
             if isinstance(rule, Adaptive) and rule.unit_dim == 1:
                 shape, spec = (shape, spec) if len(shape) != 1 else ((), P())
             params.append(Param(shape, spec, torch.float64, draw(st.integers(0, 5)) == 0))
         found.append(
-            Random(Case(axes, tuple(params), draw(st.integers(0, 2**16)), draw(st.sampled_from([3.0, 1e-2]))), rule)
+            Random(
+                Case(axes_of(topology), tuple(params), draw(st.integers(0, 2**16)), draw(st.sampled_from([3.0, 1e-2]))),
+                rule,
+            )
         )
     return found
 

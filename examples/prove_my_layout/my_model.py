@@ -1,0 +1,88 @@
+"""A user's own tensor-parallel network, on plain torch.distributed, and the dense one that it stands for.
+
+y = down(gelu(up(norm(x))))        up: split by its output features, down: by its input features
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from meshstep import P, ProcessGroupRegistry, declare, shard
+from torch import Tensor, nn
+
+
+class DenseNet(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return y
+
+
+class MyNet(nn.Module):
+    """The same weights in pieces.
+
+    Args:
+        forget_sum: A bug: backward leaves the gradient of what `up` was given as it is on each rank, a part of a sum.
+            Training goes on, only slightly wrong, and `norm` drifts apart between the ranks.
+    """
+
+    def __init__(self, dense: DenseNet, registry: ProcessGroupRegistry, forget_sum: bool = False) -> None:
+        super().__init__()
+        self.axis = "tensor" if "tensor" in registry.topology.axes else None
+        self.group = registry.group("tensor") if self.axis and registry.size("tensor") > 1 else None
+        self.forget_sum = forget_sum
+        specs = {
+            "norm.weight": P(),
+            "norm.bias": P(),
+            "up.weight": P(self.axis, None),
+            "up.bias": P(self.axis),
+            "down.weight": P(None, self.axis),
+            "down.bias": P(),
+        }
+        pieces = {name: shard(param, specs[name], registry) for name, param in dense.named_parameters()}
+        hidden, width = pieces["up.weight"].shape
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.to(registry.device, pieces["up.weight"].dtype)
+        self.load_state_dict(pieces)
+        declare(self, specs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        if self.group is not None and not self.forget_sum:
+            x = SumInBackward.apply(x, self.group)
+        y = nn.functional.linear(nn.functional.gelu(self.up(x)), self.down.weight)
+        if self.group is not None:
+            y = SumInForward.apply(y, self.group)
+        return y + self.down.bias
+
+
+class SumInBackward(torch.autograd.Function):
+    """Each rank uses its copy of x, so that the gradient of x is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class SumInForward(torch.autograd.Function):
+    """y is the sum of what ranks have; each has a term, whose gradient is that of y."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, group: dist.ProcessGroup) -> Tensor:
+        y = y.clone()
+        dist.all_reduce(y, group=group)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

@@ -1,0 +1,83 @@
+"""A user's project, elsewhere, with the wheel installed: its tests pass, and fail when its bug is planted."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+PROJECT = ROOT / "examples" / "prove_my_layout"
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of it in a folder of its own, with ``site`` beside it, where the wheel lies."""
+    pytest.importorskip("setuptools")
+    folder = tmp_path_factory.mktemp("of_a_user")
+    source, project = folder / "source", folder / "project"
+    # A copy: a build leaves files beside the sources, where an installation may be at work.
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "build", "*.egg-info", "tests", "examples")
+    shutil.copytree(ROOT, source, ignore=left_out)
+    for package in ("parallel", "amp", "optim"):
+        link = source / "src" / "meshstep" / package  # of an editable installation; copied with what it leads to
+        shutil.rmtree(link, ignore_errors=True)
+    build = f"from setuptools import build_meta; print(build_meta.build_wheel({str(folder)!r}))"
+    subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, check=True)
+    (wheel,) = folder.glob("*.whl")
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(folder / "site")]
+    subprocess.run([*pip, str(wheel)], capture_output=True, check=True)
+    shutil.copytree(PROJECT, project, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    return project
+
+
+def run_tests(project: Path, *flags: str, processes: int = 0) -> tuple[int, str]:
+    """Exit code, and what was printed."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes else []
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment |= {"PYTHONPATH": str(project.parent / "site"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", "pytest", "-p", "no:cacheprovider", "-W", "error", "-rs", *flags],
+        cwd=project,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_it_uses_what_is_installed(project: Path) -> None:
+    code = "import meshstep.testing, meshstep.pytest_plugin; print(meshstep.testing.__file__)"
+    environment = {**os.environ, "PYTHONPATH": str(project.parent / "site")}
+    done = subprocess.run([sys.executable, "-c", code], cwd=project, env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == str(project.parent / "site" / "meshstep" / "testing" / "__init__.py"), done.stderr
+
+
+def test_its_tests_pass(project: Path) -> None:
+    code, printed = run_tests(project)
+    assert code == 0, printed
+    assert "5 passed" in printed
+
+
+def test_its_bug_is_found_and_the_parameters_are_named(project: Path) -> None:
+    code, printed = run_tests(project, "--forget-sum")
+    assert code == 1, printed
+    assert "5 failed" in printed
+    for name in ("norm.weight", "norm.bias"):
+        assert printed.count(f"the gradient of {name}, ranks 0-") == 3, "a step on two meshes, and on any mesh"
+    assert not re.search(r"the gradient of (up|down)\.", printed)
+
+
+@pytest.mark.parametrize("flag", ["", "--forget-sum"])
+def test_launched_processes_say_the_same(project: Path, flag: str) -> None:
+    _, printed = run_tests(project, *filter(None, [flag]), processes=2)
+    outcome = "2 failed, 3 skipped" if flag else "2 passed, 3 skipped"
+    assert printed.count(outcome) == 2, printed
+    assert "is_exact needs 4 ranks, and 2 processes were launched" in printed

@@ -1,0 +1,222 @@
+"""One file of tests, run twice: by pytest, with a pool of ranks, and by torchrun, whose processes are the ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LAUNCHED = 3
+
+CONFTEST = """\
+import json, os
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "call" or report.outcome != "passed":
+        with open(f"outcomes-{os.environ.get('RANK', 'pool')}", "a") as file:
+            print(json.dumps([report.location[2], report.outcome, str(report.longrepr)]), file=file)
+"""
+
+TESTS = """\
+import os, time
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings, strategies as st
+from meshstep import ProcessGroupRegistry, Topology
+
+LAUNCHED = "RANK" in os.environ
+RANK = int(os.environ.get("RANK", 0))
+only_launched = pytest.mark.skipif(not LAUNCHED, reason="in one process nobody is alone")
+
+
+def total(scale):
+    with ProcessGroupRegistry(Topology(tensor=dist.get_world_size())) as registry:
+        value = torch.tensor(scale * (registry.global_rank + 1), device=registry.device)
+        dist.all_reduce(value, group=registry.group("tensor"))
+        return value.item()
+
+
+def test_all_processes_are_ranks(ranks):
+    assert ranks.run(total, 3, 2.0) == [12.0] * 3
+
+
+def test_of_fewer_ranks_all_get_the_results(ranks):
+    for size in (2, 3, 1, 3, 2):
+        assert ranks.run(total, size, 2.0) == [float(size * (size + 1))] * size
+    assert ranks.run_each(total, [(2, (1.0,)), (1, (1.0,)), (2, (2.0,))]) == [[3.0, 3.0], [1.0], [6.0, 6.0]]
+
+
+def test_of_more_ranks(ranks):
+    assert ranks.run(total, 4, 1.0) == [10.0] * 4
+
+
+def large():
+    return torch.full((3_000_000,), float(dist.get_rank()))
+
+
+def test_large_results(ranks):
+    assert [found.mean().item() for found in ranks.run(large, 2)] == [0.0, 1.0]
+
+
+@settings(max_examples=5)
+@given(st.integers(0, 10**9))
+def test_all_draw_the_same(ranks, number):
+    assert ranks.run(total, 2, number) == [3 * number] * 2
+
+
+def raise_on_one():
+    if dist.get_rank() == 1:
+        raise ValueError("planted")
+    dist.all_reduce(torch.ones(1))
+
+
+def test_fails_where_one_rank_raises(ranks):
+    ranks.run(raise_on_one, 3)
+
+
+@only_launched
+def test_fails_where_one_process_leaves_before(ranks):
+    assert RANK != 1, "left early"
+    ranks.run(total, 3, 1.0)
+
+
+@only_launched
+def test_fails_where_one_process_fails_after(ranks):
+    ranks.run(total, 3, 1.0)
+    assert RANK != 2, "failed late"
+
+
+@only_launched
+def test_fails_where_arguments_differ(ranks):
+    ranks.run(total, 2, float(RANK == 2))
+
+
+def sleep_on_rank_1():
+    if dist.get_rank() == 1:
+        doze()
+
+
+def doze():
+    time.sleep(6)
+
+
+def test_fails_where_one_rank_is_late(ranks):
+    ranks.run(sleep_on_rank_1, 2, timeout=3)
+
+
+def test_skips_where_all_do(ranks):
+    ranks.run(total, 2, 1.0)
+    pytest.skip("as planned")
+
+
+@only_launched
+def test_the_default_group_of_all_stays_what_it_is(ranks):
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    before = dist.group.WORLD
+    assert ranks.run(total, 2, 1.0) == [3.0, 3.0]
+    dist.all_reduce(value)
+    assert value.item() == 9.0
+    assert dist.group.WORLD is before
+
+
+def test_goes_on_as_at_the_beginning(ranks):
+    assert ranks.run(total, 3, 2.0) == [12.0] * 3
+"""
+
+Outcomes = dict[str, tuple[str, str]]
+
+
+def run(folder: Path, *command: str) -> tuple[dict[str, Outcomes], str]:
+    """By process the outcome and the text of each test, and what was printed."""
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "test_of_a_user.py").write_text(TESTS)
+    (folder / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\naddopts = --strict-markers\n")
+    pytest_of_it = ["-m", "pytest", "-p", "meshstep.pytest_plugin", "-p", "no:cacheprovider", "-q"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        [*command, *pytest_of_it],
+        cwd=folder,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    found: dict[str, Outcomes] = {}
+    for path in folder.glob("outcomes-*"):
+        lines: list[Any] = [json.loads(line) for line in path.read_text().splitlines()]
+        found[path.name.removeprefix("outcomes-")] = {name: (outcome, text) for name, outcome, text in lines}
+    return found, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> list[Outcomes]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(LAUNCHED)]
+    found, printed = run(tmp_path_factory.mktemp("launched"), *torchrun)
+    assert sorted(found) == [str(rank) for rank in range(LAUNCHED)], printed
+    return [found[str(rank)] for rank in range(LAUNCHED)]
+
+
+def test_a_pool_runs_them(tmp_path: Path) -> None:
+    found, printed = run(tmp_path, sys.executable)
+    assert [*found] == ["pool"], printed
+    for name, (outcome, text) in found["pool"].items():
+        expected = "failed" if "_fails_" in name else "skipped" if "_skips_" in name else "passed"
+        assert outcome == expected or "nobody is alone" in text, (name, text)
+
+
+def test_launched_processes_come_to_the_same_outcomes(launched: list[Outcomes]) -> None:
+    first = launched[0]
+    assert len(first) == TESTS.count("def test_")
+    for name, (outcome, text) in first.items():
+        assert {of_rank[name][0] for of_rank in launched} == {outcome}, name
+        expected = "failed" if "_fails_" in name else "skipped" if "_skips_" in name else "passed"
+        assert outcome == ("skipped" if name == "test_of_more_ranks" else expected), (name, text)
+
+
+@pytest.mark.parametrize(
+    ("test", "texts"),
+    [
+        ("test_of_more_ranks", ["total needs 4 ranks, and 3 processes were launched"] * 3),
+        ("test_fails_where_one_rank_raises", ["planted"] * 3),
+        (
+            "test_fails_where_one_process_leaves_before",
+            ["rank 1: left the test: ", "left early", "rank 1: left the test: "],
+        ),
+        ("test_fails_where_one_process_fails_after", ["failed on rank 2:\n", "failed on rank 2:\n", "failed late"]),
+        ("test_fails_where_arguments_differ", ["the launched processes call different things (ranks 0-1: "] * 3),
+        ("test_fails_where_one_rank_is_late", ["did not come to an end within 3 seconds; it stood at"] * 3),
+    ],
+)
+def test_each_of_them_says_why(launched: list[Outcomes], test: str, texts: list[str]) -> None:
+    for of_rank, text in zip(launched, texts, strict=True):
+        assert text in of_rank[test][1]
+
+
+def test_where_a_late_rank_stood_is_told_by_all(launched: list[Outcomes]) -> None:
+    for of_rank in launched:
+        assert "in doze" in of_rank["test_fails_where_one_rank_is_late"][1]
+
+
+def test_processes_of_xdist_are_no_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("xdist")
+    (tmp_path / "test_nothing.py").write_text("")
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "meshstep.pytest_plugin", "-n", "2"],
+        cwd=tmp_path,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "launched processes are the ranks: give pytest -n 0" in done.stderr

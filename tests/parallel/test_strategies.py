@@ -1,0 +1,127 @@
+"""What the strategies draw fits together, and a user's property test with them is ten lines."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import find, given, settings
+from hypothesis import strategies as st
+from meshstep.optim import global_norm
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, local_shape, shard
+from meshstep.testing import Ranks
+from meshstep.testing.strategies import Kind, Layout, dtypes, layouts, shapes, specs, topologies
+from torch import nn
+from world import World
+
+
+@given(layout=layouts())
+def test_a_layout_fits_to_its_mesh(layout: Layout) -> None:
+    topology, shape, spec = layout
+    assert topology.world_size <= 8
+    spec.validate(len(shape), topology)
+    local_shape(shape, spec, topology)  # else it raises: every dim divides
+    assert sum(spec.holds(topology.coordinate(rank), topology) for rank in range(topology.world_size)) > 0
+
+
+@given(layout=layouts(uneven=True))
+def test_uneven_pieces_are_those_of_some_rank(layout: Layout) -> None:
+    topology, shape, spec = layout
+    for rank in range(topology.world_size):
+        assert len(local_shape(shape, spec, topology, topology.coordinate(rank))) == len(shape)
+
+
+@given(data=st.data())
+def test_only_what_was_asked_for_is_drawn(data: st.DataObject) -> None:
+    topology = data.draw(topologies(6, axes=("tensor", "data"), most_axes=2, largest=3))
+    assert {*topology.axes} <= {"tensor", "data"}
+    assert topology.world_size <= 6
+    assert max(topology.sizes) <= 3
+    only: tuple[Kind, ...] = ("sharded",)
+    spec = data.draw(specs(topology, (4, 4), kinds=only))
+    assert spec.named_axes == spec.sharded_axes
+    assert "data" not in spec.sharded_axes
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_every_kind_comes(kind: Kind) -> None:
+    def has(layout: Layout) -> bool:
+        spec = layout.spec
+        along = {owner for _, owner in spec.owned}
+        return {
+            "copied": not spec.named_axes,
+            "sharded": bool(spec.sharded_axes),
+            "partial": bool(spec.partial),
+            "owned": any(isinstance(owner, int) for owner in along),
+            "diagonal": any(isinstance(owner, str) for owner in along),
+            "tied": bool(spec.tied),
+        }[kind]
+
+    found = find(layouts(), lambda layout: has(layout) and layout.topology.world_size > 1)
+    assert len(found.topology.axes) <= 4
+
+
+@given(shape=shapes(2, 5, smallest=3), dtype=dtypes())
+def test_shapes_and_dtypes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    assert len(shape) <= 2
+    assert all(3 <= length <= 5 for length in shape)
+    assert dtype.is_floating_point
+
+
+COMPLETE: tuple[Kind, ...] = ("sharded", "owned", "diagonal")  # there is no sum to be made first
+
+
+# A user's property test: ten lines from here ...
+def norm_of_pieces(layout: Layout, scale: float) -> float:
+    with ProcessGroupRegistry(layout.topology) as registry:
+        piece = nn.Parameter(shard(full_gradient(layout, scale), layout.spec, registry))
+        annotate(piece, layout.spec)
+        piece.grad = piece.detach().clone()
+        held = layout.spec.holds(registry.coordinate, layout.topology)
+        return float(global_norm([piece] if held else [], registry).total_norm)
+
+
+@settings(max_examples=20)
+@given(layouts(4, axes=("data", "row", "col", "tensor"), kinds=COMPLETE), st.floats(0.1, 100))
+def test_the_norm_of_pieces_is_that_of_the_tensor(ranks: Ranks, layout: Layout, scale: float) -> None:
+    norms = ranks.run(norm_of_pieces, layout.topology.world_size, layout, scale)
+    assert norms == pytest.approx([full_gradient(layout, scale).norm().item()] * layout.topology.world_size, rel=1e-12)
+
+
+# ... to here.
+
+
+def full_gradient(layout: Layout, scale: float) -> torch.Tensor:
+    return scale * torch.randn(layout.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(scope="module")
+def ranks(world: World) -> Ranks:
+    """The suite's, instead of the plugin's own."""
+    return world.ranks
+
+
+def test_the_property_fails_where_copies_are_declared_as_pieces(ranks: Ranks) -> None:
+    norms = ranks.run(norm_of_copies, 2)
+    assert norms == pytest.approx([2**0.5 * 2.0] * 2)
+
+
+def norm_of_copies() -> float:
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        piece = nn.Parameter(torch.zeros(4))
+        annotate(piece, P("tensor"))  # it is whole on both
+        piece.grad = torch.ones(4)
+        return float(global_norm([piece], registry).total_norm)
+
+
+def test_nothing_else_of_testing_needs_hypothesis() -> None:
+    code = "import sys; import meshstep.testing, meshstep.pytest_plugin; assert 'hypothesis' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_plugin_itself_loads_no_torch() -> None:
+    code = "import sys; import meshstep.pytest_plugin; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

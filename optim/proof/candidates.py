@@ -22,11 +22,18 @@ def candidates(known: Known, topology: Topology, split: Sequence[str], first: Wa
     if first is not None:
         yield first
     axes = larger_axes(topology)
-    for choice in product(*(_along(known, axis, topology, axis in split) for axis in axes)):
-        way = Way(tuple(zip(axes, choice, strict=True)))
+    choices = [_along(known, axis, topology, axis in split) for axis in axes]
+    # What is odd along a data axis, whose gradients the optimizer averages, is likelier so along another of its size.
+    odd = [axis in topology.data_axes for axis in axes]
+    for chosen in sorted(product(*map(range, map(len, choices))), key=lambda chosen: _count(chosen, odd)):
+        way = Way(tuple((axis, choice[at]) for axis, choice, at in zip(axes, choices, chosen, strict=True)))
         cutting = cutting_axes(known, way, topology)
         if way != first and (known.full is None or any(True for _ in cuts_that_fit(known, cutting, topology))):
             yield way
+
+
+def _count(chosen: Sequence[int], odd: Sequence[bool]) -> int:
+    return sum(1 for at, counts in zip(chosen, odd, strict=True) if at and counts)
 
 
 def _along(known: Known, axis: str, topology: Topology, split: bool) -> tuple[Along, ...]:

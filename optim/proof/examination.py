@@ -17,12 +17,12 @@ from .differences import Differences, Digits, Promise, wrong_ones
 from .explain import Explainer, cause_of
 from .findings import Cause, Finding, Proof
 from .float64 import in_float64
-from .forward_order import ForwardOrder, Recorded
+from .forward_order import ForwardOrder, Recorded, Site
 from .layouts import spec_of_way
 from .measured import Known, Measured
 from .objective import M, Objective, unequal_along
 from .sites import Place, first_wrong
-from .ways import COPY, Way, declared_way
+from .ways import Way, declared_way
 from .words import words
 
 EXPLAINED = (
@@ -103,25 +103,27 @@ class _Examination:
 
     def made(self) -> Examined:
         """The proof."""
-        unequal = unequal_along(self.base, self.topology, 1e-9 * self.differences.loss * self.digits.relative / 1e-7)
+        order = ForwardOrder(self.recorded, self.known, self.registry)
+        unequal = unequal_along(self.base, self.topology, self.digits.relative / 100 * self.differences.loss)
         if unequal:
-            return self._with_other_losses(unequal)
+            return self._other_forward(order, unequal[0], None)
         suspects: dict[str, Cause | None] = {}
         promises = []
         for known, promise in self._promises():
             if self._held_by_others(known):
                 suspects[known.label] = "held by others"
-            elif promise is None or self._values_contradict(known, self.ways[known.label]):
+            elif promise is None or self._contradicted(known, self.ways[known.label]):
                 suspects[known.label] = None
             else:
                 promises.append(promise)
         wrong, untold = wrong_ones(self.differences, promises)
         suspects.update((known.label, None) for known in wrong)
-        order = ForwardOrder(self.recorded, self.known, self.registry)
         in_order = [known for known in order.sorted() if known.label in suspects]
         findings = self._findings(in_order, suspects)
         in_order = [known for known in in_order if known.label in {finding.name for finding in findings}]
         place = self._place(order, in_order, findings)
+        if place is not None and place.cause == "forward differs":
+            return self._other_forward(order, place.axes[0], place.wrong)
         if place is not None:
             findings = [self._placed(finding, place) for finding in findings]
         left = [known.label for known in (*untold, *self.left_out)]
@@ -155,17 +157,18 @@ class _Examination:
         places = map(self.topology.coordinate, range(self.topology.world_size))
         return {rank for rank, at in enumerate(places) if spec.holds(at, self.topology)} != set(known.seen)
 
-    def _values_contradict(self, known: Known, way: Way) -> bool:
+    def _copies_differ(self, known: Known, way: Way) -> bool:
+        return any(not along.apart and not known.equal_along(axis, self.topology) for axis, along in way.by_axis)
+
+    def _contradicted(self, known: Known, way: Way) -> bool:
         """Whether copies differ, or pieces are equal, though not constant."""
-        differ = any(not along.apart and not known.equal_along(axis, self.topology) for axis, along in way.by_axis)
-        return differ or self._pieces_alike(known, way)
+        return self._copies_differ(known, way) or self._pieces_alike(known, way)
 
     def _pieces_alike(self, known: Known, way: Way) -> bool:
         if any(seen.constant for seen in known.seen.values()):
             return False
         return any(
-            known.equal_along(axis, self.topology) and len(known.coordinates(axis, self.topology)) > 1
-            for axis in way.apart
+            known.equal_along(axis, self.topology) and known.shared_along(axis, self.topology) for axis in way.apart
         )
 
     # What is wrong ----------------------------------------------------------------------------------------------------
@@ -187,8 +190,8 @@ class _Examination:
         if not any(seen.gradient for seen in known.seen.values()):
             return self._finding(known, "no gradient comes", (), 1.0, None)
         declared = self.ways[known.label]
-        likeliest = None if self.inferring or self._pieces_alike(known, declared) else declared
-        explanation = self.explainer.explain(known, likeliest)
+        doubtful = self.inferring or self._pieces_alike(known, declared) or self._copies_differ(known, declared)
+        explanation = self.explainer.explain(known, None if doubtful else declared)
         split = split_beside(known, self.measured.known, self.topology)
         if self.inferring and explanation.way is not None and explanation.factor == 1.0:
             self.ways[known.label] = explanation.way
@@ -226,10 +229,24 @@ class _Examination:
         flowing = {"backward is wrong", "a sum is missing", "counted several times", "divided too often"}
         labels = {finding.name for finding in findings if finding.cause in flowing}
         last = next((known for known in reversed(wrong) if known.label in labels), None)
-        if last is None:
+        several = len({finding.module for finding in findings if finding.name in labels}) > 1
+        if last is None or not (several or any(finding.cause == "backward is wrong" for finding in findings)):
             return None
-        sites = order.until_right(last, wrong)
-        return first_wrong(self.model, self.objective, sites, self.registry, self.digits)
+        sites, split = order.until_right(last, wrong), self._split()
+        place = first_wrong(self.model, self.objective, sites, self.registry, self.digits, split)
+        module = last.name.rpartition(".")[0]
+        if place is None and split.get(module):  # what comes out of its module is right
+            return Place(Site(module, "input"), Site(module, "output"), "a sum is missing", split[module], likely=True)
+        return place
+
+    def _split(self) -> dict[str, tuple[str, ...]]:
+        """By module, the axes that split its parameters."""
+        found: dict[str, tuple[str, ...]] = {}
+        for known in self.known:
+            apart = tuple(axis for axis in self.ways[known.label].apart if axis in self.topology.model_axes)
+            module = known.name.rpartition(".")[0]
+            found[module] = found.get(module) or apart
+        return found
 
     def _placed(self, finding: Finding, place: Place) -> Finding:
         """With the cause that was found where backward goes wrong, if its own is none."""
@@ -238,18 +255,15 @@ class _Examination:
         text = words("backward is wrong", finding.axes, 1.0, None, place.inside)
         return replace(finding, cause=place.cause, axes=place.axes or finding.axes, text=text)
 
-    def _with_other_losses(self, axes: tuple[str, ...]) -> Examined:
-        """Nothing can be proved: there is no one loss."""
-        order = ForwardOrder(self.recorded, self.measured.known, self.registry)
-        copied = (known for known in self.known if self.ways[known.label].along(axes[0]) == COPY)
-        last, modules = order.unequal_from(axes[0], copied)
-        since = "the start" if last is None else str(last)
-        where = (
-            f"Until {since} they have the same; what comes then: {', '.join(modules) or 'no module with parameters'}."
+    def _other_forward(self, order: ForwardOrder, axis: str, until: Site | None) -> Examined:
+        """Nothing can be proved where ranks compute other things than they should: they begin to, and end at ``until``."""
+        last, modules = order.before_unequal(axis, until)
+        since = "in nothing" if last is None else f"at {last} for the last time"
+        where = f"They agree {since}; what comes then: {', '.join(modules) or 'no module with parameters'}."
+        text = words("forward differs", (axis,), 1.0, None, None)
+        finding = Finding(
+            "the forward", modules[-1] if modules else "", None, None, "forward differs", (axis,), None, text
         )
-        text = words("the loss differs", axes, 1.0, None, None)
-        module = modules[-1] if modules else ""
-        finding = Finding("the loss", module, None, None, "the loss differs", axes, None, text)
         left = tuple(known.label for known in self.measured.known)
         return Examined(Proof((), left, (finding,), where, self.objective.calls), {}, self.known)
 

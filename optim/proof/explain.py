@@ -88,6 +88,21 @@ class Explainer:
                 return Explanation(way, factor, even)
         return Explanation(None, 1.0, even)
 
+    def copied_along(self, known: Known) -> tuple[str, ...]:
+        """The model axes along which values differ and yet the gradient is one: it is taken for a copy, and is none.
+
+        Collectives: object all-gathers.
+        """
+        differ = [axis for axis in self.topology.model_axes if not known.equal_along(axis, self.topology)]
+        found = []
+        for axis in differ:
+            way = next(candidates(known, self.topology, (), None))
+            alike = Way(tuple((other, COPY if other == axis else along) for other, along in way.by_axis))
+            probe = Probe(self.differences, known, alike, _SEEDS[0])
+            if axis in self._even(probe):
+                found.append(axis)
+        return tuple(found)
+
     def _fits(self, way: Way, probe: Probe) -> bool:
         value, spread = way.derivative(probe.products, self.topology)
         if spread > self.differences.digits.relative * 10 * probe.size:
@@ -135,6 +150,11 @@ def cause_of(
     known: Known, declared: Way, found: Explanation, split: Iterable[str], topology: Topology
 ) -> tuple[Cause, tuple[str, ...]]:
     """The kind of mistake, and the axes along which it is."""
+    differ = tuple(
+        axis for axis, along in declared.by_axis if not along.apart and not known.equal_along(axis, topology)
+    )
+    if differ and (found.way is None or {*differ} & {*topology.data_axes}):
+        return "copies differ", differ
     if found.way is None:
         uneven = tuple(axis for axis, along in declared.by_axis if along == COPY and axis not in found.even)
         return "backward is wrong", uneven
@@ -144,16 +164,18 @@ def cause_of(
         return ("counted several times" if too_large else "divided too often"), axes
     changed = [(axis, was, found.way.along(axis)) for axis, was in declared.by_axis if was != found.way.along(axis)]
     if not changed:
-        return "copies differ", tuple(
-            axis for axis, along in declared.by_axis if not along.apart and not known.equal_along(axis, topology)
-        )
+        return "lost in rounding", ()  # it is what it should be, when it is moved alone
     axis, was, now = changed[0]
+    if was.apart and now.apart:
+        return ("divided too often" if now.products == "sum" else "counted several times"), (axis,)
     if now.apart:
         return "split, not declared", (axis,)
     if was.apart:
         return "declared split, but a copy", (axis,)
     if was == TERM:
         return "counted several times", (axis,)
+    if axis in topology.data_axes:
+        return ("divided too often" if now.products == "sum" else "counted several times"), (axis,)
     if now.products == "sum" and axis in found.even:
         return ("added on every rank" if axis in split and len(known.first.shape) == 1 else "divided too often"), (
             axis,

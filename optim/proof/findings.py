@@ -18,7 +18,7 @@ Cause = Literal[
     "no gradient comes",
     "copies differ",
     "backward is wrong",
-    "the loss differs",
+    "forward differs",
     "lost in rounding",
 ]
 

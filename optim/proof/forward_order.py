@@ -55,8 +55,9 @@ class Recorded:
     def _record(self, site: Site, values: Any) -> None:
         value = first_tensor(values)
         hashed = None
-        if value is not None and value.is_floating_point():
-            hashed = tuple(value.shape), int(fingerprint(local_tensor(value)))
+        if value is not None and not value.is_complex():
+            value = local_tensor(value)
+            hashed = tuple(value.shape), int(fingerprint(value if value.is_floating_point() else value.double()))
         self.hashes[site] = hashed  # of the last call
 
 
@@ -105,25 +106,23 @@ class ForwardOrder:
         module = order[min(later)].module
         return order[: max(index for index, site in enumerate(order) if site.module == module) + 1]
 
-    def unequal_from(self, axis: str, copied: Iterable[Known]) -> tuple[Site | None, list[str]]:
-        """Where ranks along ``axis`` begin to differ that end with different losses.
+    def before_unequal(self, axis: str, until: Site | None) -> tuple[Site | None, list[str]]:
+        """Where ranks along ``axis`` begin to differ.
 
         Args:
-            copied: Parameters that are copies along the axis; where their modules work, activations should be equal.
+            until: Where it was found that they do, and should not; None: in their losses.
         Returns:
-            The last site at which they had the same, and the modules from there to the next copied parameter.
+            The last site before at which they had the same, and the modules with parameters that ran from there.
         """
-        ranks = next(iter(self._topology.groups(axis)))
-        order = list(self._hashes[ranks[0]])
-
-        def equal(site: Site) -> bool:
-            return len({self._hashes[rank].get(site) for rank in ranks}) == 1
-
-        told = [index for index, site in enumerate(order) if self._hashes[ranks[0]][site] is not None]
-        last = max((index for index in told if equal(order[index])), default=-1)
-        copies = {known.name.rpartition(".")[0] for known in copied}
-        after = [site for site in order[last + 1 :] if site.side == "input"]
-        until = next((index for index, site in enumerate(after) if site.module in copies), len(after))
-        inside = [site.module for site in after[:until]]
+        groups = list(self._topology.groups(axis))
+        order = list(self._hashes[groups[0][0]])
+        end = len(order) if until is None else order.index(until)
+        told = [index for index in range(end) if self._hashes[groups[0][0]][order[index]] is not None]
+        equal = (index for index in told if all(self._equal(order[index], ranks) for ranks in groups))
+        last = max(equal, default=-1)
         owners = {known.name.rpartition(".")[0] for known in self._known}
-        return (order[last] if last >= 0 else None), [module for module in inside if module in owners]
+        inside = (site.module for site in order[last + 1 : end + 1] if site.side == "output" and site.module in owners)
+        return (order[last] if last >= 0 else None), list(inside)
+
+    def _equal(self, site: Site, ranks: Sequence[int]) -> bool:
+        return len({self._hashes[rank].get(site) for rank in ranks}) == 1

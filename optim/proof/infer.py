@@ -66,6 +66,7 @@ def infer(
     Where ranks have equal values there are copies, where they have others there are pieces; which of the gradients are
     complete and which are terms of a sum, the loss tells, as in `prove`. A vector of one constant on all ranks (ones of a
     norm, zeros of a bias) may be a piece or a term: it is taken for a piece where another parameter of its module is one.
+    Parameters of one name on several stages of a pipeline are taken for different ones, unless they are declared tied.
     Initialise at random where that is not enough, or give shapes.
 
     Args:

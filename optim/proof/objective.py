@@ -8,11 +8,12 @@ every rank computes the same loss, from pieces of the same model.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import isfinite
 from statistics import fmean
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -48,14 +49,13 @@ class Objective:
             for module in model.modules()
             for name, buffer in module.named_buffers(recurse=False)
         ]
+        self._fully_sharded = _fully_sharded(model)
         self._random = random_state()
         self._backward_is_ours = True
         self.calls = 0
 
     def differentiate(self) -> Losses:
         """One forward and backward; the gradients stay in ``.grad``. Collectives: the model's, and object all-gathers."""
-        for param in self._params:
-            param.grad = None
         with self._same_circumstances():
             loss, number = on_all_ranks(self._computed, self.registry)
             ours = loss is not None and loss.requires_grad
@@ -70,6 +70,8 @@ class Objective:
         """One forward. Collectives: the model's, and object all-gathers over the world."""
         with self._same_circumstances(), torch.set_grad_enabled(not self._backward_is_ours):
             _, number = on_all_ranks(self._computed, self.registry)
+        for module in self._fully_sharded:
+            module.reshard()  # without a backward, it would go on with the parameters that it has gathered
         return gather_objects(number, self.registry)
 
     def _computed(self) -> tuple[Tensor | None, float | None]:
@@ -89,6 +91,8 @@ class Objective:
 
     @contextmanager
     def _same_circumstances(self) -> Iterator[None]:
+        for param in self._params:
+            param.grad = None  # a new one, should loss_fn call backward itself: the first one's are kept
         set_random_state(self._random)
         self.calls += 1
         try:
@@ -142,3 +146,10 @@ def _number(loss: Tensor | None) -> float | None:
             f"loss_fn returned a tensor of shape {tuple(loss.shape)}; return the loss, which is one number"
         )
     return float(local_tensor(loss.detach()).double())
+
+
+def _fully_sharded(model: nn.Module) -> list[Any]:
+    """The modules that torch's ``fully_shard`` has changed; there are none before its module is loaded."""
+    loaded = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(loaded, "FSDPModule", None)
+    return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]

@@ -6,9 +6,9 @@ of a parameter must. A module whose output's gradient is right, and whose input'
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,14 +16,13 @@ from torch import Tensor, nn
 
 from ...parallel.interop.local import has_dtensors
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from ...parallel.mesh.topology import Topology
 from .differences import Differences, Digits
 from .explain import Explainer, Explanation, axes_of_factor
 from .findings import Cause
 from .forward_order import Site
-from .measured import Measured, Seen
+from .measured import Known, Measured, Seen
 from .objective import Losses, Objective
-from .ways import COPY
+from .ways import COPY, larger_axes
 
 _MOST = 24  # sites that are looked at
 
@@ -76,12 +75,14 @@ class Place:
         wrong: The last site whose gradient is wrong.
         right: The first one after it whose gradient is right; None: the loss.
         cause: What is wrong with it; along which axes.
+        likely: No more than that explains it best.
     """
 
     wrong: Site
     right: Site | None
     cause: Cause
     axes: tuple[str, ...]
+    likely: bool = False
 
     @property
     def inside(self) -> str:
@@ -92,15 +93,15 @@ class Place:
         return f"the backward of what lies between {self.wrong} and {after}"
 
     def __str__(self) -> str:
+        over = " or ".join(map(repr, self.axes)) or "some axis"
         said = {
-            "a sum is missing": "has to be summed over",
-            "counted several times": "is summed once too often, over",
-            "divided too often": "is averaged where it has to be summed, over",
-        }.get(self.cause)
-        more = (
-            f": the gradient of {self.wrong} {said} {' or '.join(map(repr, self.axes)) or 'some axis'}" if said else ""
-        )
-        return f"The mistake is in {self.inside}{more}."
+            "a sum is missing": f": the gradient of {self.wrong} has to be summed over {over}",
+            "counted several times": f": the gradient of {self.wrong} is summed once too often, over {over}",
+            "divided too often": f": the gradient of {self.wrong} is averaged over {over}, where it has to be summed",
+        }.get(self.cause, "")
+        if self.likely:
+            said = f", where most likely a sum over {over} is missing"
+        return f"The mistake is in {self.inside}{said}."
 
 
 def first_wrong(
@@ -109,11 +110,13 @@ def first_wrong(
     events: Sequence[Site],
     registry: ProcessGroupRegistry,
     digits: Digits,
+    split: Mapping[str, tuple[str, ...]],
 ) -> Place | None:
     """From the last of ``events`` backwards, the first site whose gradient is wrong. The same on all ranks.
 
     Args:
         events: In forward order, the same on all ranks; ranks that lack a module have nothing there.
+        split: By module, the axes that split its parameters.
     """
     events = events[-_MOST:]
     with _added(model, events) as added:
@@ -132,21 +135,37 @@ def first_wrong(
             if known is None or not any(one.gradient for one in known.seen.values()):
                 continue
             found = explainer.explain(known, None)
-            wrong = _cause(found, registry.topology)
-            if wrong is not None:
-                return Place(site, right, *wrong)
+            problem = _problem(known, found, explainer)
+            if problem is not None:
+                return _likeliest(Place(site, right, *problem), split)
             right = site
     return None
 
 
-def _cause(found: Explanation, topology: Topology) -> tuple[Cause, tuple[str, ...]] | None:
-    """None: the gradient of this activation is right."""
+def _likeliest(place: Place, split: Mapping[str, tuple[str, ...]]) -> Place:
+    """Of a module whose own parameters are right, but not what it gives to those before it, what explains that best: it
+    lacks what other ranks have to add. What is added twice would be a factor."""
+    inside = place.right is not None and place.right.module == place.wrong.module
+    if place.cause == "backward is wrong" and inside and split.get(place.wrong.module):
+        return replace(place, cause="a sum is missing", axes=split[place.wrong.module], likely=True)
+    return place
+
+
+def _problem(known: Known, found: Explanation, explainer: Explainer) -> tuple[Cause, tuple[str, ...], bool] | None:
+    """The cause, along which axes, and whether that is no more than likely. None: the gradient is right."""
+    topology = explainer.topology
     if found.way is None:
-        return "backward is wrong", ()
+        uneven = (axis for axis in larger_axes(topology) if axis in topology.model_axes and axis not in found.even)
+        copied = tuple(axis for axis in uneven if known.equal_along(axis, topology))
+        if copied:
+            return "a sum is missing", copied, True
+        taken_for_copies = explainer.copied_along(known)
+        return ("forward differs", taken_for_copies, False) if taken_for_copies else ("backward is wrong", (), False)
     if found.factor != 1.0:
         times = max(found.factor, 1 / found.factor)
-        return ("counted several times" if found.factor > 1 else "divided too often"), axes_of_factor(times, topology)
-    axes = tuple(
+        cause: Cause = "counted several times" if found.factor > 1 else "divided too often"
+        return cause, axes_of_factor(times, topology), False
+    terms = tuple(
         axis for axis, along in found.way.by_axis if axis in topology.model_axes and not along.apart and along != COPY
     )
-    return ("a sum is missing", axes) if axes else None
+    return ("a sum is missing", terms, False) if terms else None

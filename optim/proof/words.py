@@ -25,21 +25,21 @@ def words(cause: Cause, axes: Sequence[str], factor: float, spec: P | None, wher
             f"{becomes}"
         ),
         "divided too often": (
-            f"the gradient is {1 / factor if factor else 0:.4f} times too small: averaged where it is to be summed, over "
-            f"{either}"
+            f"the gradient is {1 / factor if factor else 0:.4f} times too small: averaged over {either}, where it is to be "
+            "summed"
         ),
         "added on every rank": (
-            f"the loss has it once for each rank of {over}: a bias that every rank adds before the sum over {over}; add "
-            "it after the sum, or on one rank"
+            f"the loss has it once for each rank of {over}, as a bias that every rank adds before the sum over {over}: add "
+            "it after the sum, or on one rank; or its gradient is averaged where it is to be summed"
         ),
         "held by others": f"other ranks hold it than its spec says{becomes}",
         "no gradient comes": "the loss depends on it, and no gradient comes: it is detached on the way",
         "copies differ": f"its values differ along {over}, where they are declared copies: start from the same weights",
         "backward is wrong": "no layout makes its gradient the derivative of the loss"
         + (f": ranks of {over} that should have the same gradient have others" if axes else ""),
-        "the loss differs": (
-            f"ranks of {over} compute other losses, which should be the same one: a sum or a gather over {over} is missing "
-            "in forward, or is made over another axis, or copies differ"
+        "forward differs": (
+            f"ranks of {over} compute different things that should be one and the same: a sum or a gather over {over} is "
+            "missing in forward or made over another axis, copies of a parameter differ, or ranks have other batches"
         ),
         "lost in rounding": "the loss hardly depends on it",
     }[cause]

@@ -1,0 +1,70 @@
+"""What `prove` finds: models with one mistake each, drawn at random, and as many without one.
+
+    python tests/benchmarks/mutants.py [--mutants 200] [--right 200] [--start 0]
+
+Counts by kind of mistake: made, found, with exactly the wrong parameters named, with the right cause. Misses are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
+
+from dtensors import registry_of
+from meshstep.parallel import ProcessGroupRegistry
+from meshstep.testing import Proof, prove
+from mutants import mutated
+from proof_models import OF_TORCH, build, drawn_model
+from tqdm import tqdm
+from world import World
+
+
+def right_model(number: int) -> Proof:
+    """On one rank."""
+    drawn = drawn_model(number)
+    with registry_of(drawn.axes) if drawn.family in OF_TORCH else ProcessGroupRegistry(drawn.topology) as registry:
+        built = build(drawn, registry)
+        return prove(built.model, built.loss, registry)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--mutants", type=int, default=200)
+    parser.add_argument("--right", type=int, default=200)
+    parser.add_argument("--start", type=int, default=0)
+    options = parser.parse_args()
+    world = World()
+    alarms = [0, 0]
+    for number in tqdm(range(options.start, options.start + options.right), desc="right models"):
+        proof = world.run(drawn_model(number).topology.world_size, right_model, number)[0]
+        alarms[0 if proof.right else 1] += 1
+        if not proof.right:
+            print(f"{drawn_model(number)}:\n{proof}\n")
+    counts: dict[str, Counter[str]] = {}
+    number, made = options.start, 0
+    with tqdm(total=options.mutants, desc="mutants") as bar:
+        while made < options.mutants:
+            outcome = world.run(drawn_model(number).topology.world_size, mutated, number)[0]
+            number += 1
+            if outcome is None:
+                continue
+            made += 1
+            bar.update()
+            told = {"made": True, "found": outcome.found, "named": outcome.named, "cause": outcome.cause}
+            for kind in (outcome.kind, "all"):
+                counts.setdefault(kind, Counter()).update({name: int(value) for name, value in told.items()})
+            if not all(told.values()):
+                print(f"model {number - 1}, {outcome.kind}, {outcome.family}: {told}\n{outcome.text}\n")
+    world.close()
+    print(f"right models: {alarms[0]} proved, {alarms[1]} false alarms")
+    print(f"{'mistake':28}" + "".join(f"{name:>8}" for name in ("made", "found", "named", "cause")))
+    for kind, counted in sorted(counts.items()):
+        print(f"{kind:28}" + "".join(f"{counted[name]:8}" for name in ("made", "found", "named", "cause")))
+
+
+if __name__ == "__main__":
+    main()

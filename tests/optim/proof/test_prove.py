@@ -1,0 +1,288 @@
+"""`prove`: nothing is found in right models of any layout, and of wrong ones the parameters and the mistake are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from dtensors import registry_of
+from hypothesis import strategies as st
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, copy_to, declare, reduce_from
+from meshstep.testing import Proof, prove
+from mutants import Outcome, mutated
+from proof_models import OF_TORCH, build, drawn_model
+from properties import WITHOUT_SHRINKING, random_cases
+from torch import Tensor, nn
+from torch.nn import functional as F
+from world import World, WorldError
+
+NUMBERS = st.integers(0, 10**6)
+
+
+def _proved(number: int) -> Proof:
+    drawn = drawn_model(number)
+    with registry_of(drawn.axes) if drawn.family in OF_TORCH else ProcessGroupRegistry(drawn.topology) as registry:
+        built = build(drawn, registry)
+        return prove(built.model, built.loss, registry)
+
+
+@random_cases(NUMBERS, 16, phases=WITHOUT_SHRINKING)
+def test_nothing_is_found_in_right_models(world: World, drawn: list[int]) -> None:
+    proofs = world.run_each(_proved, [(drawn_model(number).topology.world_size, (number,)) for number in drawn])
+    for number, (first, *others) in zip(drawn, proofs, strict=True):
+        assert first.right, f"{drawn_model(number)}: {first}"
+        assert first.proved
+        assert not first.untold
+        assert all(other == first for other in others)
+
+
+@random_cases(NUMBERS, 24, phases=WITHOUT_SHRINKING)
+def test_every_mistake_is_found_and_its_parameters_are_named(world: World, drawn: list[int]) -> None:
+    calls = [(drawn_model(number).topology.world_size, (number,)) for number in drawn]
+    made: list[Outcome] = []
+    for number, outcomes in zip(drawn, world.run_each(mutated, calls), strict=True):
+        first = outcomes[0]
+        assert all(outcome == first for outcome in outcomes)
+        if first is not None:
+            assert first.found, f"{drawn_model(number)}: {first}"
+            assert first.named, f"{drawn_model(number)}: {first}"
+            made.append(first)
+    wrong = [outcome for outcome in made if not outcome.cause]
+    assert len(wrong) <= len(made) // 4, wrong
+
+
+# One mistake each -------------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """A pair of layers split over ``tensor``, between two that are copies."""
+
+    def __init__(self, registry: ProcessGroupRegistry, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.registry = registry
+        self.first = nn.Linear(5, 6, dtype=dtype)
+        self.norm = nn.LayerNorm(6, dtype=dtype)
+        up, down = torch.randn(8, 6, dtype=dtype) / 2, torch.randn(6, 8, dtype=dtype) / 2
+        size, rank = registry.size("tensor"), registry.rank("tensor")
+        self.up = nn.Parameter(up.chunk(size)[rank].clone())
+        self.down = nn.Parameter(down.chunk(size, 1)[rank].clone())
+        self.bias = nn.Parameter(torch.randn(6, dtype=dtype))
+        declare(self, {"*": P(), "up": P("tensor"), "down": P(None, "tensor")})
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x))
+        hidden = torch.tanh(copy_to(x, self.registry, "tensor") @ self.up.t())
+        x = x + reduce_from(hidden @ self.down.t(), self.registry, "tensor") + self.bias
+        return x.square().mean()
+
+
+def _net(
+    change: Callable[[Net], None] | None = None, dtype: torch.dtype = torch.float64, **options: Any
+) -> tuple[Proof, dict[str, Tensor]]:
+    with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
+        net = Net(registry, dtype)
+        if change is not None:
+            change(net)
+        x = torch.randn(7, 5, dtype=dtype, generator=torch.Generator().manual_seed(registry.rank("data")))
+        proof = prove(net, lambda net: net(x), registry, **options)
+        return proof, {name: param.detach() for name, param in net.named_parameters()}
+
+
+def test_a_right_model_costs_few_forwards(world: World) -> None:
+    proof = world.run(4, _net)[0][0]
+    assert proof.right
+    assert len(proof.proved) == 7
+    assert proof.forwards <= 5  # with the backward; two sizes of effects
+    assert str(proof) == f"7 parameters are right, in {proof.forwards} forwards"
+    proof.check()
+
+
+def _detached(net: Net) -> None:
+    net.first.register_forward_hook(lambda module, inputs, output: output.detach())
+
+
+def _bias_on_all(net: Net) -> None:
+    def forward(x: Tensor) -> Tensor:
+        x = net.norm(net.first(x))
+        hidden = torch.tanh(copy_to(x, net.registry, "tensor") @ net.up.t())
+        return (x + reduce_from(hidden @ net.down.t() + net.bias, net.registry, "tensor")).square().mean()
+
+    net.forward = forward  # type: ignore[method-assign]
+
+
+def _no_copy_to(net: Net) -> None:
+    def forward(x: Tensor) -> Tensor:
+        x = net.norm(net.first(x))
+        hidden = torch.tanh(x @ net.up.t())
+        return (x + reduce_from(hidden @ net.down.t(), net.registry, "tensor") + net.bias).square().mean()
+
+    net.forward = forward  # type: ignore[method-assign]
+
+
+def _no_sum(net: Net) -> None:
+    def forward(x: Tensor) -> Tensor:
+        x = net.norm(net.first(x))
+        return (x + torch.tanh(x @ net.up.t()) @ net.down.t() + net.bias).square().mean()
+
+    net.forward = forward  # type: ignore[method-assign]
+
+
+def _other_seed(net: Net) -> None:
+    with torch.no_grad():
+        net.first.weight += 0.1 * net.registry.rank("data")
+
+
+def _slightly_off(net: Net) -> None:
+    net.down.register_hook(lambda gradient: gradient * 1.0001)
+
+
+def _held_by_all(net: Net) -> None:
+    annotate(net.bias, P(owned={"tensor": 0}))
+
+
+@pytest.mark.parametrize(
+    ("change", "cause", "axes", "names"),
+    [
+        (_detached, "no gradient comes", (), {"first.weight", "first.bias"}),
+        (_bias_on_all, "added on every rank", ("tensor",), {"bias"}),
+        (_no_copy_to, "a sum is missing", ("tensor",), {"first.weight", "first.bias", "norm.weight", "norm.bias"}),
+        (_no_sum, "forward differs", ("tensor",), {"the forward"}),
+        (_other_seed, "copies differ", ("data",), {"first.weight"}),
+        (_slightly_off, "counted several times", (), {"down"}),
+        (_held_by_all, "held by others", (), {"bias"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_mistake(
+    world: World, change: Callable[[Net], None], cause: str, axes: tuple[str, ...], names: set[str]
+) -> None:
+    proofs = [proof for proof, _ in world.run(4, _net, change)]
+    assert all(proof == proofs[0] for proof in proofs)
+    assert {finding.name for finding in proofs[0].findings} == names
+    assert {finding.cause for finding in proofs[0].findings} == {cause}, proofs[0]
+    if axes:
+        assert {finding.axes for finding in proofs[0].findings} == {axes}
+    with pytest.raises(AssertionError, match="parameters are wrong"):
+        proofs[0].check()
+    assert proofs[0].to_json()["findings"][0]["cause"] == cause
+
+
+def _declared(net: Net) -> None:
+    annotate(net.up, P())
+    annotate(net.norm.weight, P(partial="tensor"))
+    annotate(net.down, P(partial="tensor"))
+    annotate(net.bias, P("tensor"))
+
+
+def test_wrong_specs_are_told_what_they_are(world: World) -> None:
+    proof = world.run(4, _net, _declared)[0][0]
+    found = {finding.name: (finding.cause, finding.inferred, finding.factor) for finding in proof.findings}
+    assert found == {
+        "up": ("split, not declared", P("tensor"), None),
+        "norm.weight": ("counted several times", P(), 2.0),
+        "down": ("split, not declared", P("tensor"), None),
+        "bias": ("declared split, but a copy", P(), None),
+    }
+
+
+# Dtypes -----------------------------------------------------------------------------------------------------------------
+
+
+class Casting(nn.Module):
+    """Casts to float32 within, as norms of large models do."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 6, dtype=dtype)
+        self.gain = nn.Parameter(torch.rand(6, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        y = F.softmax(self.gain * normed.to(x.dtype), dim=-1, dtype=torch.float32).to(x.dtype)
+        return (y * torch.arange(6, dtype=x.dtype)).mean()
+
+
+def _casting(dtype: torch.dtype, hooked: float, proved_in: torch.dtype | None) -> tuple[Proof, bool]:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        model = Casting(dtype)
+        declare(model, {"*": P()})
+        before = [param.data for param in model.parameters()]
+        model.gain.register_hook(lambda gradient: gradient * hooked)
+        x = torch.randn(3, 6, dtype=dtype)
+        proof = prove(model, lambda model: model(x), registry, dtype=proved_in)
+        same = all(
+            param.data.data_ptr() == was.data_ptr() for param, was in zip(model.parameters(), before, strict=True)
+        )
+        return proof, same and torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_model_of_any_dtype_is_proved_in_float64_and_left_as_it_is(world: World, dtype: torch.dtype) -> None:
+    (right, kept), _ = world.run(2, _casting, dtype, 1.0, torch.float64)
+    (wrong, _), _ = world.run(2, _casting, dtype, 1.001, torch.float64)
+    assert right.right
+    assert kept
+    assert [finding.name for finding in wrong.findings] == ["gain"]
+    assert wrong.findings[0].factor == pytest.approx(1.001, abs=1e-5)
+
+
+def test_in_float32_errors_of_some_percent_are_found(world: World) -> None:
+    (right, _), _ = world.run(2, _casting, torch.float32, 1.0, None)
+    (wrong, _), _ = world.run(2, _casting, torch.float32, 1.1, None)
+    assert right.right
+    assert [finding.name for finding in wrong.findings] == ["gain"]
+
+
+def test_half_precision_tells_nothing(world: World) -> None:
+    with pytest.raises(WorldError, match="no digits to tell a derivative"):
+        world.run(2, _casting, torch.bfloat16, 1.0, None)
+    with pytest.raises(WorldError, match="prove in float64, or with None"):
+        world.run(2, _casting, torch.bfloat16, 1.0, torch.float32)
+
+
+# Misuse -----------------------------------------------------------------------------------------------------------------
+
+
+def _misused(kind: str) -> Proof:
+    with ProcessGroupRegistry(Topology(data=2, tensor=1)) as registry:
+        model = nn.Linear(3, 2, dtype=torch.float64)
+        if kind != "undeclared":
+            declare(model, {"*": P()})
+        x = torch.ones(4, 3, dtype=torch.float64)
+        losses: dict[str, Callable[[nn.Module], Tensor | None]] = {
+            "none": lambda model: None if registry.rank("data") else model(x).mean(),
+            "nan": lambda model: model(x).mean() * float("nan" if registry.rank("data") else 1),
+            "vector": lambda model: model(x),
+            "undeclared": lambda model: model(x).mean(),
+        }
+        return prove(model, losses[kind], registry)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("none", "no rank at data=1 returned a loss"),
+        ("nan", "the loss of rank 1 is nan"),
+        ("vector", r"shape \(4, 2\); return the loss, which is one number"),
+        ("undeclared", "no spec for weight, bias.*infer"),
+    ],
+)
+def test_misuse_is_an_error_on_every_rank(world: World, kind: str, text: str) -> None:
+    with pytest.raises(WorldError, match=rf"(?s)rank 0.*{text}.*rank 1.*{text}"):
+        world.run(2, _misused, kind)
+
+
+def test_no_more_parameters_than_said(world: World) -> None:
+    proof = world.run(4, _net_of_few)[0]
+    assert len(proof.proved) == 3
+    assert len(proof.untold) == 4
+
+
+def _net_of_few() -> Proof:
+    return _net(max_parameters=3)[0]

@@ -108,7 +108,9 @@ def main() -> None:
             rows.append((name, mistake, str(forwards), f"{forwards / count:.3f}", f"{times:.1f}"))
             print("  ".join(rows[-1]), flush=True)
     print("\n".join(aligned(rows, right={2, 3, 4})))
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, {platform.processor() or platform.machine()}")
+    print(
+        f"torch {torch.__version__}, Python {platform.python_version()}, {platform.processor() or platform.machine()}"
+    )
 
 
 if __name__ == "__main__":

@@ -32,8 +32,9 @@ def prove(
     something else, it is found out under which layout they would be right, and in which module backward goes wrong. What it
     can't see is a model that computes, and differentiates rightly, another function than the one it is meant to be.
 
-    Call it on every rank, at the start of training or in a test. Dropout sees the same random numbers at every forward;
-    gradients, buffers, parameters and random states are afterwards what they were.
+    Call it on every rank, in a test, at the start of training or between two steps; not between a backward that reduces
+    (`Reduce(overlap=True)`) and its step, which would refuse the gradients. Dropout sees the same random numbers at every
+    forward; gradients, buffers, parameters and random states are afterwards what they were.
 
     Args:
         model: With declared parameters (`declare`); what a layer or a DTensor's placements say needs no more.
@@ -47,6 +48,8 @@ def prove(
 
     Raises:
         ValueError: On every rank: a parameter is not declared; a loss is not finite, or missing.
+        RuntimeError: ``loss_fn`` raised on another rank, whose own error is logged there at once. (Ranks that wait for it
+            in the model's collectives learn of it when these time out.)
         TypeError: Half precision and ``dtype=None``; DTensors that would have to be cast.
     Collectives: the model's, in one backward and about two forwards for 64 parameters that are right, and object
         all-gathers over the world. Host reads: yes.

@@ -34,7 +34,8 @@ def words(cause: Cause, axes: Sequence[str], factor: float, spec: P | None, wher
         ),
         "held by others": f"other ranks hold it than its spec says{becomes}",
         "no gradient comes": "the loss depends on it, and no gradient comes: it is detached on the way",
-        "copies differ": f"its values differ along {over}, where they are declared copies: start from the same weights",
+        "copies differ": f"its values differ along {over}, where they are declared copies: start from the same weights, "
+        "or declare it split where each rank has its own, as experts are",
         "backward is wrong": "no layout makes its gradient the derivative of the loss"
         + (f": ranks of {over} that should have the same gradient have others" if axes else ""),
         "forward differs": (

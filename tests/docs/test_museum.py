@@ -1,7 +1,7 @@
 """Every exhibit of optim/proof/MUSEUM.md prints what it shows, on as many ranks as it says.
 
-An exhibit is a heading of the third level with a Python block, whose first line is ``# on N ranks``, and directly below it what
-rank 0 prints. ``python tests/docs/test_museum.py``, with ``tests/harness`` on the path, writes what is printed into the page.
+An exhibit is a heading of the third level with a Python block, whose first line is ``# on N ranks``, and directly below it
+what rank 0 prints. ``python tests/docs/test_museum.py``, with ``tests/harness`` on the path, writes that into the page.
 """
 
 from __future__ import annotations

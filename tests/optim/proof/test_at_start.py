@@ -36,6 +36,7 @@ class Model(nn.Module):
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()
         torch.manual_seed(3)
+        random.seed(3)
         self.frozen = nn.Linear(6, 6).requires_grad_(False)
         self.up = ColumnParallelLinear(6, 8, registry)
         self.down = RowParallelLinear(8, 6, registry)

@@ -132,6 +132,23 @@ def inferred(case: Case) -> Found:
         return Found(specs, first.rules, second.rules, first.dims_unknown, (str(first.proof), str(second.proof)))
 
 
+def with_shapes_of_another_model() -> str:
+    with ProcessGroupRegistry(Topology(row=2, col=3)) as registry:
+        model = Grid(registry, "column")
+        ids = torch.arange(12)
+        dense = {"up.weight": (18, 12)}  # as nn.Linear has it, and not as it is multiplied here
+        with pytest.raises(ValueError, match="no part of") as told:
+            infer(model, lambda model: model(ids), registry, shapes=dense)
+        return str(told.value)
+
+
+def test_shapes_that_are_not_the_models_are_told(world: World) -> None:
+    for told in world.run(6, with_shapes_of_another_model):
+        assert told.startswith(
+            "up.weight: ranks hold (6, 6), which is no part of (18, 12), its shape in `shapes`; give"
+        )
+
+
 def without_ones(spec: P, topology: Topology) -> P:
     """Without the axes of one rank, of which there is nothing to tell."""
     larger = [axis for axis in topology.axes if topology.size(axis) > 1]

@@ -1,0 +1,53 @@
+"""A parameter that changes nothing: its gradient is rounding, other on each rank, and that is no mistake."""
+
+from __future__ import annotations
+
+import torch
+from meshstep.optim.proof.infer import infer
+from meshstep.optim.proof.prove import prove
+from meshstep.parallel import (
+    ColumnParallelLinear,
+    P,
+    ProcessGroupRegistry,
+    RowParallelLinear,
+    Topology,
+    declare,
+)
+from torch import Tensor, nn
+from world import World
+
+
+class Attention(nn.Module):
+    """One head a rank. ``shift`` is added to all keys, which attention doesn't see."""
+
+    def __init__(self, registry: ProcessGroupRegistry) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.query, self.key, self.value = (ColumnParallelLinear(6, 8, registry).double() for _ in range(3))
+        self.out = RowParallelLinear(8, 6, registry).double()
+        self.shift = nn.Parameter(torch.randn(4, dtype=torch.float64))
+        declare(self, {"shift": P(partial="tensor")})
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.query(x) @ (self.key(x) + self.shift).mT
+        out: Tensor = self.out(scores.softmax(-1) @ self.value(x))
+        return out.square().mean()
+
+
+def untold() -> tuple[tuple[str, ...], str, tuple[str, ...], bool]:
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        model = Attention(registry)
+        x = torch.randn(3, 5, 6, dtype=torch.float64)
+        proof = prove(model, lambda model: model(x), registry)
+        declare(model, {"shift": P()})  # sums that are rounding differ on copies
+        copied = prove(model, lambda model: model(x), registry)
+        found = infer(model, lambda model: model(x), registry)
+        assert "# shift: by its values; the loss hardly depends on it" in str(found)
+        return proof.untold, str(copied), copied.untold, "shift" in found.rules and found.proof.right
+
+
+def test_nothing_is_said_of_it_however_it_is_declared(world: World) -> None:
+    for found, told, copied, has_rule in world.run(2, untold):
+        assert "key.bias" in found, "all heads' keys are shifted by it too"
+        assert {*found} == {*copied} == {"shift", "key.bias"}, told
+        assert has_rule

@@ -6,6 +6,9 @@ from contextlib import suppress
 
 # Before torch is imported anywhere: one intra-op thread a rank, or the ranks fight for the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Nothing here needs a name server, but a store of torch's asks one for the name of whoever connects from ::ffff:127.0.0.1,
+# and all wait for it: five seconds where an answer is lost. So nobody is asked.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 import pytest
 import torch

@@ -12,6 +12,7 @@ import gc
 import multiprocessing as mp
 import os
 import pickle
+import socket
 import tempfile
 import threading
 import time
@@ -42,6 +43,10 @@ PRELOAD = [
     "hypothesis.strategies",
     "pytest",
     "unittest.mock",
+    # Of the examples; whoever has them.
+    "sklearn.datasets",
+    "torchvision.datasets",
+    "tqdm",
 ]
 
 # Of `World.run_each`: a call comes to an end well within RUN_TIMEOUT.
@@ -158,7 +163,12 @@ class World:
         self._size: int | None = None
         self._groups = 0
         # In this process. One in a file is looked at a hundred times a second: most of what a group costs would be waiting.
-        self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        # Of IPv4 alone: of who comes to torch's own from ::ffff:127.0.0.1 a name server is asked, while all others wait.
+        listening = socket.create_server(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+        self._store = TCPStore(
+            "localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
 
     def run(self, world_size: int, function: Callable[..., T], *args: Any) -> list[T]:
         """Results of ``function(*args)`` by rank; raises `WorldError` when a rank raises, dies or hangs."""

@@ -63,9 +63,9 @@ def world() -> Iterator[World]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest files first, the examples' (they train models), or one process works at the end while the other waits."""
+    """The longest files first, those that train models, or one process works at the end while the other waits."""
     if is_sample():
         chosen = set(sample(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
-    items.sort(key=lambda item: "examples" not in item.path.parts)
+    items.sort(key=lambda item: {"examples", "test_torchtitan.py"}.isdisjoint(item.path.parts))

@@ -6,6 +6,9 @@ from contextlib import suppress
 
 # Before torch is imported anywhere: one intra-op thread a rank, or the ranks fight for the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Nothing here needs a name server, but a store of torch's asks one for the name of whoever connects from ::ffff:127.0.0.1,
+# and all wait for it: five seconds where an answer is lost. So nobody is asked.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 import pytest
 import torch
@@ -60,9 +63,9 @@ def world() -> Iterator[World]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest files first, the examples' (they train models), or one process works at the end while the other waits."""
+    """The longest files first, those that train models, or one process works at the end while the other waits."""
     if is_sample():
         chosen = set(sample(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
-    items.sort(key=lambda item: "examples" not in item.path.parts)
+    items.sort(key=lambda item: {"examples", "test_torchtitan.py"}.isdisjoint(item.path.parts))

@@ -22,6 +22,7 @@ import os
 import pickle
 import re
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -121,7 +122,12 @@ class RankPool(Ranks):
         """Failures and results, by rank."""
         if self._store is None:
             # In this process. One in a file is looked at a hundred times a second: most of a group's cost is waiting.
-            self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            # Of IPv4 alone: of who comes to torch's own from ::ffff:127.0.0.1 a name server is asked, while all others wait.
+            with socket.create_server(("127.0.0.1", 0)) as listening:
+                port = listening.getsockname()[1]
+                self._store = TCPStore(
+                    "localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+                )
         while len(self._workers) < world_size:
             self._start_worker()
         if self._group != (world_size, timeout):

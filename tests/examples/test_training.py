@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 from importlib.util import find_spec
-from math import nan
+from math import inf, nan
 from pathlib import Path
 
 import pytest
@@ -73,6 +73,19 @@ def test_the_plot_has_a_curve_for_loss_and_norm_and_gaps_where_they_are_not_fini
     *_, (_, bottom), _ = (tuple(map(float, point.split(","))) for point in curves[0])
     script = example("plot")
     assert (right - left, bottom - top) == (script.WIDTH, script.HEIGHT)
+
+
+def test_a_norm_that_is_no_number_is_not_right() -> None:
+    verdict = example("training").verdict
+    for wrong in ([nan], [1e-7, nan], [nan, 1e-7], [inf], [1e-7, 2e-5]):
+        said, right = verdict(wrong)
+        assert not right
+        assert said.endswith("WRONG")
+    for differences in ([], [0.0], [9e-6, 1e-7]):
+        said, right = verdict(differences)
+        assert right
+        assert said.endswith("right")
+    assert verdict([])[0].startswith("the norm is at most 0.0e+00 ")
 
 
 def test_a_run_without_reports_draws_empty_frames() -> None:

@@ -19,7 +19,7 @@ from meshstep.amp import NaiveFp16
 from meshstep.parallel import P, Topology, blocks
 from torch import Tensor
 
-STEPS = 4
+STEPS = 5
 Coordinate = dict[str, int]
 
 # The model --------------------------------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
 """Megatron-core as it is, on CPU ranks over gloo: what it asks of CUDA and apex is answered by torch on the CPU.
 
 Replaced, within `megatron`, for this process: the device "cuda" of tensors that are made (norms, overflow flags), the
-answers of ``torch.cuda.current_device`` and ``Tensor.type`` (it asserts "torch.cuda.FloatTensor"), the states of CUDA's
-random generators, and the kernel of apex that its own `FusedLayerNorm` calls, without which it has no layer norm for
-sequence parallelism; a name is added that its router looks for where TransformerEngine is missing. Nothing of layers,
-flags, gradients, norms or optimizers is.
+answers of ``torch.cuda.current_device``, ``synchronize`` and ``Tensor.type`` (it asserts "torch.cuda.FloatTensor"), the
+states of CUDA's random generators, and the kernel of apex that its own `FusedLayerNorm` calls, without which it has no
+layer norm for sequence parallelism; a name is added that its router looks for where TransformerEngine is missing. Nothing
+of layers, flags, gradients, norms or optimizers is.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ def megatron(**sizes: int) -> Iterator[None]:
             replace(random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state))
             replace(torch.cuda, "get_rng_state", lambda *_: torch.get_rng_state())
             replace(torch.cuda, "manual_seed", torch.manual_seed)
+            replace(torch.cuda, "synchronize", lambda *_: None)
             replace(torch.cuda, "current_device", lambda: torch.device("cpu"))
             stack.enter_context(_OnCpu())
             parallel_state.initialize_model_parallel(create_gloo_process_groups=False, **sizes)
@@ -111,7 +112,9 @@ def config_of(**options: Any) -> Any:
 
 
 def gpt(seed: int = 0, tied: bool = False, **options: Any) -> Any:
-    """Megatron's GPTModel by its local spec; the weights of one seed are the same on every mesh."""
+    """Megatron's GPTModel by its local spec, of this pipeline stage; the weights of one seed are the same on every mesh
+    without stages."""
+    from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -127,6 +130,8 @@ def gpt(seed: int = 0, tied: bool = False, **options: Any) -> Any:
         max_sequence_length=LENGTH,
         position_embedding_type="learned_absolute",
         share_embeddings_and_output_weights=tied,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
     )
 
 

@@ -33,8 +33,7 @@ class Run:
         self.optimizer = ParallelOptimizer(torch.optim.AdamW(self.model.parameters()), self.registry, max_norm=0.5)
         for _ in range(2):
             self.train()
-        set_timeout: Any = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
-        set_timeout(timedelta(seconds=seconds), self.registry.group("data"))
+        set_timeout(self.registry.group("data"), seconds)
 
     def train(self) -> None:
         self.optimizer.zero_grad()
@@ -46,6 +45,12 @@ class Run:
 
     def load(self, path: Path) -> None:
         load_checkpoint(path, self.model, self.optimizer)
+
+
+def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """From now on, and not while its ranks meet: on a busy machine some come late."""
+    change: Any = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    change(timedelta(seconds=seconds), group)
 
 
 def evaluate() -> None:

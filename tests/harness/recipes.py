@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from free_ports import free_port
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -35,3 +41,19 @@ def torchrun(script: Path, processes: int, *arguments: str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def in_turn(*parts: Callable[[], None]) -> None:
+    """On each rank of a script that `torchrun` starts: one part after the other, each in a process of its own, and so in a
+    process group of its own, as if it were started alone; but what is imported already is imported once for all of them."""
+    agents = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # there each part would find the addresses of the one before
+    for number, part in enumerate(parts):
+        if os.environ["RANK"] == "0":
+            agents.set(f"port of part {number}", free_port())
+        os.environ["MASTER_PORT"] = agents.get(f"port of part {number}").decode()
+        process = mp.get_context("fork").Process(target=part)
+        process.start()
+        process.join()
+        if process.exitcode:
+            sys.exit(f"part {number} ends with {process.exitcode}")

@@ -16,7 +16,8 @@ T = TypeVar("T")
 
 # All that each worker would else import for itself; some of it only on first use, by checkpoints: seconds.
 OF_TESTS = ("torch.distributed.checkpoint", "hypothesis.strategies", "pytest", "unittest.mock")
-PRELOAD = [*OF_EVERY_POOL, *OF_TESTS]
+OF_EXAMPLES = ("sklearn.datasets", "torchvision.datasets", "tqdm")  # whoever has them
+PRELOAD = [*OF_EVERY_POOL, *OF_TESTS, *OF_EXAMPLES]
 WorldError = RanksError
 
 
@@ -24,7 +25,7 @@ class World:
     """A pool whose calls say the number of ranks first: ``world.run(4, f, *args)``."""
 
     def __init__(self) -> None:
-        self.ranks = RankPool(preload=OF_TESTS, initializer=destroy_in_a_thread)
+        self.ranks = RankPool(preload=(*OF_TESTS, *OF_EXAMPLES), initializer=destroy_in_a_thread)
 
     def run(self, world_size: int, function: Callable[..., T], *args: Any) -> list[T]:
         """`Ranks.run`."""

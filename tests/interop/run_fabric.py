@@ -1,8 +1,9 @@
-"""Some steps with Lightning Fabric, by itself or with the recipe: run_fabric.py stock|ours FOLDER FIRST LAST."""
+"""Some steps with Lightning Fabric, by itself, with the recipe, and stopped and resumed with it: run_fabric.py FOLDER."""
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "harness"))
@@ -10,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "harness"))
 import torch
 from lightning_fabric import Fabric
 from lightning_fabric.strategies import DDPStrategy
-from recipes import recipe
+from recipes import in_turn, recipe
 from torch import Tensor, nn
 
 MAX_NORM = 0.05
@@ -31,6 +32,8 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 def main(how: str, folder: Path, first: int, last: int) -> None:
+    folder = folder / how
+    folder.mkdir(exist_ok=True)
     if how == "ours":
         fabric, model, optimizer = recipe("Lightning Fabric")["set_up"](build_model, sgd, MAX_NORM)
     else:
@@ -48,10 +51,9 @@ def main(how: str, folder: Path, first: int, last: int) -> None:
             fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM)
         optimizer.step()
     fabric.save(folder / f"{last}.ckpt", state)
-    torch.save(
-        [param.detach() for param in model.parameters()], folder / f"{how} {first} {last} {fabric.global_rank}.pt"
-    )
+    torch.save([param.detach() for param in model.parameters()], folder / f"{first} {last} {fabric.global_rank}.pt")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    runs = [("stock", 0, 6), ("ours", 0, 6), ("ours", 0, 3), ("ours", 3, 6)]
+    in_turn(*(partial(main, how, Path(sys.argv[1]), first, last) for how, first, last in runs))

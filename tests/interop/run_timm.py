@@ -1,14 +1,15 @@
-"""Epochs of timm's loop, by itself or with the recipe: run_timm.py stock|ours FOLDER FIRST LAST."""
+"""Epochs of timm's loop, by itself, with the recipe, and stopped and resumed with it: run_timm.py FOLDER."""
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "harness"))
 
 import torch
-from recipes import recipe
+from recipes import in_turn, recipe
 from timm.models import create_model
 from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
@@ -28,6 +29,8 @@ def batches(epoch: int) -> list[tuple[Tensor, Tensor]]:
 
 def main(how: str, folder: Path, first: int, last: int) -> None:
     torch.distributed.init_process_group("gloo")
+    folder = folder / how
+    folder.mkdir(exist_ok=True)
     torch.manual_seed(3)
     sizes = {"embed_dim": 16, "depth": 2, "num_heads": 2, "img_size": 32, "patch_size": 8, "num_classes": 5}
     model: nn.Module = create_model("vit_tiny_patch16_224", **sizes)
@@ -58,9 +61,10 @@ def main(how: str, folder: Path, first: int, last: int) -> None:
     if torch.distributed.get_rank() == 0:
         torch.save({name: part.state_dict() for name, part in parts.items()}, folder / f"{last}.pt")
     weights = {"model": model.state_dict(), "average": average.module.state_dict()}
-    torch.save(weights, folder / f"{how} {first} {last} {torch.distributed.get_rank()}.pt")
+    torch.save(weights, folder / f"{first} {last} {torch.distributed.get_rank()}.pt")
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    runs = [("stock", 0, 4), ("ours", 0, 4), ("ours", 0, 2), ("ours", 2, 4)]
+    in_turn(*(partial(main, how, Path(sys.argv[1]), first, last) for how, first, last in runs))

@@ -1,14 +1,16 @@
-"""torchtitan's llama3 debug model on FSDP2=2 x TP=2, by itself or with the recipe.
+"""torchtitan's llama3 debug model on FSDP2=2 x TP=2, by itself, with the recipe, and resumed with it.
 
-run_torchtitan.py stock|ours FOLDER LAST. It goes on from the newest checkpoint in FOLDER. Made to run on CPUs, which
-torchtitan is not: see `on_cpus`.
+run_torchtitan.py FOLDER. Made to run on CPUs, which torchtitan is not: see `on_cpus`.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +18,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parent.parent / "harness"))
 
 import torch
-from recipes import recipe
+from recipes import in_turn, recipe
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -32,7 +34,7 @@ with mock.patch("torch._utils._get_available_device_type", return_value="cpu"): 
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
     from torchtitan.trainer import Trainer
 
-VOCAB, LENGTH, BATCH = 2048, 32, 2
+VOCAB, LENGTH, BATCH, STEPS, SAVE_EVERY = 2048, 32, 2, 10, 5
 
 
 class Data(BaseDataLoader):  # type: ignore[misc, unused-ignore]  # the package may be missing
@@ -106,15 +108,15 @@ def on_cpus() -> None:
     dist_utils.set_pg_timeouts = lambda **_: None
 
 
-def config_of(folder: Path, last: int) -> Any:
+def config_of(folder: Path) -> Any:
     config = llama3_debugmodel()
     config.model_spec = llama3.model_registry("debugmodel")
     config.dataloader, config.tokenizer, config.hf_assets_path = Data.Config(), Numbers.Config(), ""
-    config.training.seq_len, config.training.local_batch_size, config.training.steps = LENGTH, BATCH, 10
+    config.training.seq_len, config.training.local_batch_size, config.training.steps = LENGTH, BATCH, STEPS
     config.training.disable_cuda_graphs, config.training.mixed_precision_param = True, "float32"
     config.parallelism.data_parallel_shard_degree = config.parallelism.tensor_parallel_degree = 2
     config.debug.seed, config.validator.enable, config.activation_checkpoint = 42, False, None
-    config.checkpoint.enable, config.checkpoint.interval, config.dump_folder = True, 5, str(folder)
+    config.checkpoint.enable, config.checkpoint.interval, config.dump_folder = True, SAVE_EVERY, str(folder)
     return config
 
 
@@ -123,9 +125,12 @@ def exact_norm(model: nn.Module) -> float:
     return float(torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt())
 
 
-def main(how: str, folder: Path, last: int) -> None:
+def main(how: str, folder: Path, resumed: bool) -> None:
+    """Resumed: from the last checkpoint but one."""
+    if resumed and os.environ["RANK"] == "0":  # before the others can go on
+        shutil.rmtree(folder / how / "checkpoint" / f"step-{STEPS}")
     on_cpus()
-    config = config_of(folder, last)
+    config = config_of(folder / how)
     if how == "ours":
         config.optimizer = recipe("torchtitan")["Optimizers"].Config(param_groups=config.optimizer.param_groups)
     trainer = Trainer(config)
@@ -140,13 +145,13 @@ def main(how: str, folder: Path, last: int) -> None:
     dist_utils.clip_grad_norm_ = measured
     rows: list[tuple[int, float, float]] = []
     trainer.metrics_processor.log = lambda step, loss, _, norm, **__: rows.append((step, loss, norm))
-    trainer.should_continue_training = lambda: trainer.step < last
     trainer.train()
     if torch.distributed.get_rank() == 0:
         for row, norm in zip(rows, exact, strict=True):
-            print(*row, norm)
+            print("resumed" if resumed else how, *row, norm)
     trainer.close()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    runs = [("stock", False), ("ours", False), ("ours", True)]
+    in_turn(*(partial(main, how, Path(sys.argv[1]), resumed) for how, resumed in runs))

@@ -14,21 +14,17 @@ from recipes import torchrun
 SCRIPT = Path(__file__).parent / "run_fabric.py"
 
 
-def run(folder: Path, how: str, first: int, last: int) -> list[list[torch.Tensor]]:
-    """The weights of both ranks after steps ``first`` to ``last``."""
-    torchrun(SCRIPT, 2, how, str(folder), str(first), str(last))
-    return [torch.load(folder / f"{how} {first} {last} {rank}.pt") for rank in range(2)]
+def weights(folder: Path, first: int, last: int) -> list[list[torch.Tensor]]:
+    """Of both ranks after steps ``first`` to ``last``."""
+    return [torch.load(folder / f"{first} {last} {rank}.pt") for rank in range(2)]
 
 
 def test_weights_are_those_of_fabrics_own_run_and_its_checkpoints_resume(tmp_path: Path) -> None:
-    folders = {how: tmp_path / how for how in ("ours", "stock")}
-    for folder in folders.values():
-        folder.mkdir()
-    (expected, _), ours = run(folders["stock"], "stock", 0, 6), run(folders["ours"], "ours", 0, 6)
+    torchrun(SCRIPT, 2, str(tmp_path))
+    (expected, _), ours = weights(tmp_path / "stock", 0, 6), weights(tmp_path / "ours", 0, 6)
     for found in ours:
         assert all(torch.equal(one, other) for one, other in zip(found, ours[0], strict=True))
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
-    run(folders["ours"], "ours", 0, 3)
-    for found in run(folders["ours"], "ours", 3, 6):
+    for found in weights(tmp_path / "ours", 3, 6):
         assert all(torch.equal(one, other) for one, other in zip(found, ours[0], strict=True))

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("megatron.core", reason="needs megatron-core, of the extra `interop`")
 
-from megatron_on_cpu import gpt, loss_of, megatron, tokens_of
+from megatron_on_cpu import BATCH, LENGTH, gpt, loss_of, megatron, tokens_of
 from meshstep.optim import Measure, ParallelOptimizer
 from meshstep.parallel import P, ProcessGroupRegistry, annotate, shard, unshard
 from meshstep.parallel.interop.audit import Audit, audit
@@ -106,8 +106,8 @@ def stepped_by_megatron(options: dict[str, Any], broken: str = "") -> tuple[list
         return norms, gathered(model, registry)
 
 
-def dense(first: Weights, options: dict[str, Any]) -> tuple[list[float], Weights]:
-    """The same four steps by one process, in float64."""
+def dense(first: Weights, options: dict[str, Any], steps: int = STEPS) -> tuple[list[float], Weights]:
+    """The same steps by one process, in float64."""
     with megatron():
         model = gpt(**{**options, "sequence_parallel": False}).double()
         params = dict(model.named_parameters())
@@ -116,7 +116,7 @@ def dense(first: Weights, options: dict[str, Any]) -> tuple[list[float], Weights
                 param.copy_(first[name])
         optimizer = torch.optim.AdamW(params.values(), lr=LR, eps=EPS, weight_decay=0.1)
         norms = []
-        for step in range(STEPS):
+        for step in range(steps):
             optimizer.zero_grad()
             for rank in range(2):
                 tokens, positions, mask = tokens_of(2 * step + rank)
@@ -163,6 +163,65 @@ def test_where_its_ddp_is_kept_gradients_are_read_from_its_buffers(
     for _, norms, last in world.run(4, stepped_by_us, options, its, *how):
         assert norms == pytest.approx(alone[1], rel=1e-6)
         assert farthest(last, alone[2]) < 1e-6
+
+
+# Its pipeline ---------------------------------------------------------------------------------------------------------
+
+
+def by_its_schedule(tensor: int) -> tuple[Weights, list[float], Weights]:
+    """What this rank's stage has, by the dense model's names, before and after two steps of two micro-batches; norms."""
+    sizes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": 2}
+    with megatron(**sizes), registry_of() as registry:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        stage = registry.rank("pipe")
+        model = gpt(tied=True, pipeline_dtype=torch.float32, **sizes, **LARGE)
+        declare_by_flags(model, registry)
+        adam = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.1, fused=True)
+        optimizer = ParallelOptimizer(adam, registry, max_norm=MAX_NORM)
+
+        def forward_step(batches: Any, model: Any) -> Any:
+            tokens, positions, mask = tokens_of(next(batches))
+            losses = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])
+            return losses, lambda losses: (optimizer.scale_loss(losses.mean()), {})
+
+        def by_dense_names() -> Weights:
+            moved = {"layers.0": f"layers.{stage}", "output_layer.weight": "embedding.word_embeddings.weight"}
+            found = {}
+            for name, weight in gathered(model, registry).items():
+                for here, there in moved.items():
+                    name = name.replace(here, there)
+                found[name] = weight
+            return found
+
+        first, norms = by_dense_names(), []
+        for step in range(2):
+            with optimizer.window():
+                get_forward_backward_func()(
+                    forward_step_func=forward_step,
+                    data_iterator=iter([2 * step, 2 * step + 1]),
+                    model=[model],
+                    num_microbatches=2,
+                    seq_length=LENGTH,
+                    micro_batch_size=BATCH,
+                )
+            norms.append(float(optimizer.step().total_norm))
+            optimizer.zero_grad()
+        return first, norms, by_dense_names()
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_its_pipeline_with_tied_embeddings_is_stepped_as_the_dense_model(world: World, tensor: int) -> None:
+    ours = world.run(2 * tensor, by_its_schedule, tensor)
+    (first, _, last), (first_of_1, _, last_of_1) = ours[0], ours[tensor]  # of the stages
+    (shared,) = last.keys() & last_of_1.keys()
+    assert shared == "embedding.word_embeddings.weight"
+    assert torch.equal(last[shared], last_of_1[shared])
+    first, last = {**first, **first_of_1}, {**last, **last_of_1}
+    norms, weights = world.run(1, dense, first, {**LARGE, "tied": True}, 2)[0]
+    for _, found, _ in ours:
+        assert found == pytest.approx(norms, rel=1e-6)
+    assert farthest(last, weights) < 2e-6
 
 
 # Experts --------------------------------------------------------------------------------------------------------------

@@ -15,10 +15,9 @@ from torch import Tensor
 SCRIPT = Path(__file__).parent / "run_timm.py"
 
 
-def run(folder: Path, how: str, first: int, last: int) -> list[dict[str, dict[str, Tensor]]]:
-    """The weights of both ranks, and their averages, after epochs ``first`` to ``last``."""
-    torchrun(SCRIPT, 2, how, str(folder), str(first), str(last))
-    return [torch.load(folder / f"{how} {first} {last} {rank}.pt") for rank in range(2)]
+def weights(folder: Path, first: int, last: int) -> list[dict[str, dict[str, Tensor]]]:
+    """Of both ranks, and their averages, after epochs ``first`` to ``last``."""
+    return [torch.load(folder / f"{first} {last} {rank}.pt") for rank in range(2)]
 
 
 def largest_difference(one: dict[str, dict[str, Tensor]], other: dict[str, dict[str, Tensor]]) -> float:
@@ -27,13 +26,10 @@ def largest_difference(one: dict[str, dict[str, Tensor]], other: dict[str, dict[
 
 
 def test_weights_are_those_of_timms_own_run_and_its_checkpoints_resume(tmp_path: Path) -> None:
-    folders = {how: tmp_path / how for how in ("ours", "stock")}
-    for folder in folders.values():
-        folder.mkdir()
-    (expected, _), ours = run(folders["stock"], "stock", 0, 4), run(folders["ours"], "ours", 0, 4)
+    torchrun(SCRIPT, 2, str(tmp_path))
+    (expected, _), ours = weights(tmp_path / "stock", 0, 4), weights(tmp_path / "ours", 0, 4)
     for found in ours:
         assert largest_difference(found, ours[0]) == 0.0
         assert largest_difference(found, expected) <= 1e-5
-    run(folders["ours"], "ours", 0, 2)
-    for found in run(folders["ours"], "ours", 2, 4):
+    for found in weights(tmp_path / "ours", 2, 4):
         assert largest_difference(found, ours[0]) == 0.0

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from free_ports import free_port
 from meshstep.parallel import ProcessGroupRegistry, Topology, gather_objects
 from meshstep.parallel.mesh.calls import in_call
 from meshstep.parallel.mesh.flat_collectives import all_gather_flat
-from out_of_step import Run
+from out_of_step import Run, set_timeout
 from world import World
 
 Call = Callable[[], object]
@@ -129,7 +128,7 @@ def test_a_rank_that_comes_too_late_is_told_that_the_others_have_given_up(world:
 
 
 def in_one_call_with_other_collectives() -> tuple[str, str, float]:
-    registry = ProcessGroupRegistry(Topology(data=2), timeout=timedelta(seconds=10), apart=True)
+    registry = ProcessGroupRegistry(Topology(data=2), apart=True)
     group = registry.group("data")
 
     def meet() -> None:
@@ -141,6 +140,7 @@ def in_one_call_with_other_collectives() -> tuple[str, str, float]:
 
     with registry:
         gather_objects(None, registry)
+        set_timeout(group, 2.0)
         return error_of(meet)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from math import inf
 from typing import Any
 
@@ -63,13 +64,19 @@ def train(
         return {name: tensor.float() for name, tensor in whole.items()}, norms, each
 
 
+@cache
+def fifty_replicated_steps(world: World, axes: Axes) -> tuple[dict[str, Tensor], list[float]]:
+    expected, norms, _ = world.run(size_of(axes), train, axes, "fp32", "sgd", 50, {"max_norm": 0.3})[0]
+    assert min(norms) < 0.3 < max(norms)
+    return expected, norms
+
+
 @pytest.mark.parametrize("options", [ZERO1, ZERO2], ids=["zero1", "zero2"])
 @pytest.mark.parametrize("axes", [DATA2, DATA4, BOTH, REPLICAS], ids=str)
 def test_fifty_steps_equal_replicated_ones(world: World, axes: Axes, options: dict[str, Any]) -> None:
-    clip = {"max_norm": 0.3}
-    expected, norms, _ = world.run(size_of(axes), train, axes, "fp32", "sgd", 50, clip)[0]
-    assert min(norms) < 0.3 < max(norms)
-    for found, measured, _ in world.run(size_of(axes), train, axes, "fp32", "sgd", 50, {**clip, **options}):
+    expected, norms = fifty_replicated_steps(world, axes)
+    sharded = {"max_norm": 0.3, **options}
+    for found, measured, _ in world.run(size_of(axes), train, axes, "fp32", "sgd", 50, sharded):
         assert difference(found, expected) <= 1e-6
         assert measured == pytest.approx(norms, rel=1e-6)
 

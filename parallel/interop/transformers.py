@@ -25,6 +25,7 @@ from ..layout.annotation import annotate, annotation_of
 from ..layout.spec import P
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.topology import Topology
+from .divided_once import divide_once
 
 _DENSE = ("pp", "dp_replicate", "fsdp", "tp")
 _EXPERTS = ("pp", "dp_replicate", "efsdp", "ep")
@@ -60,6 +61,7 @@ def registry_of(model: nn.Module) -> ProcessGroupRegistry:
     pending = {id(param) for module in summed for param in module.parameters(recurse=False)}
     for module, forward in summed.items():
         _take_hooks(module, forward)
+    divide_once(model)
     for name, param in model.named_parameters():
         if annotation_of(param) is None:
             annotate(param, P(partial="tp") if id(param) in pending else P(), name)

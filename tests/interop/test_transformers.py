@@ -146,24 +146,16 @@ def test_a_split_model_is_stepped_as_the_whole_one(
         assert_equal(found, expected, 1e-12)
 
 
-@pytest.mark.parametrize("mesh", [(4, 1, 2), (2, 2, 2)])
+# (2, 1, 2) last: torch remembers what it did on an equal mesh of a default group that is gone.
+@pytest.mark.parametrize("mesh", [(4, 1, 2), (2, 2, 2), (2, 2, 4), (2, 1, 2)])
 def test_experts_on_another_mesh_are_stepped_as_in_the_whole_model(
     world: World, saved: Callable[[str], str], mesh: Mesh
 ) -> None:
-    """fsdp x tp of the dense layers, and ep of the experts, which are fully sharded over efsdp=2."""
+    """fsdp x tp of the dense layers, and ep of the experts, which are fully sharded over efsdp=2, or over one rank."""
     path = saved("qwen3_moe")
     expected = whole_run(path)
     for found in world.run(mesh[0] * mesh[1], split_run, path, mesh):
         assert_equal(found, expected, 1e-12)
-
-
-@pytest.mark.parametrize("mesh", [(2, 1, 2), (2, 2, 4)])
-def test_experts_that_only_one_rank_has(world: World, saved: Callable[[str], str], mesh: Mesh) -> None:
-    """In float32: fully_shard over one rank divides float64 gradients by set_gradient_divide_factor's number twice."""
-    path = saved("qwen3_moe")
-    expected = whole_run(path)
-    for found in world.run(mesh[0] * mesh[1], split_run, path, mesh, torch.float32):
-        assert_equal(found, expected, 1e-4)
 
 
 def in_modes(path: str, mesh: Mesh) -> list[Trained]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from typing import Any
 
 from torch import Tensor, nn
@@ -117,21 +116,3 @@ def _take_hooks(module: nn.Module, forward: Any) -> None:
     if getattr(inner["original_forward"], "__func__", None) is not type(module).forward:
         module.forward = inner["original_forward"]
     module._meshstep_released = True  # type: ignore[assignment]
-
-
-def clips_around() -> str | None:
-    """What is wrong with a Transformers `Trainer` that is calling: it has clipped the gradients already. None: nothing."""
-    loaded = sys.modules.get("transformers.trainer")
-    frame = sys._getframe() if loaded is not None else None
-    while frame is not None and loaded is not None:
-        trainer = frame.f_locals.get("self")
-        if isinstance(trainer, loaded.Trainer):
-            norm = trainer.args.max_grad_norm
-            if norm:
-                return (
-                    f"the Trainer has clipped the gradients by max_grad_norm={norm} before the optimizer's own step: write "
-                    "TrainingArguments(max_grad_norm=0) and give ParallelOptimizer max_norm="
-                )
-            return None
-        frame = frame.f_back
-    return None

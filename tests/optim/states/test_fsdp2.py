@@ -231,18 +231,20 @@ def divided(dtype: torch.dtype, replicas: int, sums: bool) -> tuple[Full, Full]:
     """The gradients under a factor of 4, of the sum over ``replicas``; and those of one process."""
     axes = {"replica": replicas, "shard": 1}
     with ProcessGroupRegistry(Topology(roles={"replica": "data", "shard": "data"}, **axes)) as registry:
-        net, dense = nn.Linear(5, 3).to(dtype), nn.Linear(5, 3).to(dtype)
-        dense.load_state_dict(net.state_dict())
-        fully_shard(net, mesh=registry.device_mesh("replica", "shard"))
+        layer, dense = nn.Linear(5, 3).to(dtype), nn.Linear(5, 3).to(dtype)
+        dense.load_state_dict(layer.state_dict())
+        net = fully_shard(layer, mesh=registry.device_mesh("replica", "shard"))
         net.set_gradient_divide_factor(4.0)
         net.set_force_sum_reduction_for_comms(sums)
-        optimizer = ParallelOptimizer(adamw(net.named_parameters()), registry, data_parallel=net)
+        optimizer = ParallelOptimizer(adamw(layer.named_parameters()), registry, data_parallel=layer)
         x = data(0, 4).to(dtype)
-        optimizer.backward(net(x[registry.rank("replica") :: replicas]).sum())
+        optimizer.backward(layer(x[registry.rank("replica") :: replicas]).sum())
         (dense(x).sum() / 4).backward()
-        gradients = ({name: param.grad for name, param in module.named_parameters()} for module in (net, dense))
-        found, expected = ({name: local(grad).double() for name, grad in grads.items()} for grads in gradients)
-        return found, expected
+        return gradients(layer), gradients(dense)
+
+
+def gradients(module: nn.Module) -> Full:
+    return {name: local(param.grad).double() for name, param in module.named_parameters() if param.grad is not None}
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -14,6 +14,7 @@ from .norm.plan import Bucket, ReductionPlan
 from .norm.replicas import ReplicaMismatchError
 from .norm.stats import GradStats
 from .parallel_optimizer import ParallelOptimizer
+from .recipe.accelerated import take_over_clipping
 from .recipe.align_copies import align_copies
 from .recipe.booster import Booster
 from .recipe.data_parallel import DataParallel, share_weights
@@ -80,4 +81,5 @@ __all__ = [
     "save_checkpoint",
     "share_weights",
     "sync_gradients",
+    "take_over_clipping",
 ]

@@ -288,7 +288,7 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         self._window.asked = clip
         return None  # type: ignore[return-value]
 
-    def _clip_now(self, clip: Clip) -> Verdict:
+    def _clip_now(self, clip: Clip | None) -> Verdict:
         problem = self._completion(self._window, self._switch)
         verdict = self._clipping(clip, self._window.divisor(self.registry, self._scale, self._device), now=True)
         if self._window.verdict is not None:  # a second clip in one window must not hide what the first one found

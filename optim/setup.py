@@ -13,6 +13,7 @@ from ..amp.by_name import Mode, precision_of
 from ..amp.casting import HALF_DTYPES
 from ..amp.precision import Precision
 from ..amp.stochastic_rounding import check_named
+from ..parallel.interop.divided_once import divide_once
 from ..parallel.interop.local import local_parameter
 from ..parallel.mesh.agreement import check_same, gather_objects, on_all_ranks
 from ..parallel.mesh.registry import ProcessGroupRegistry
@@ -272,6 +273,8 @@ class Setup:
             before: Who did before param groups were added, and may have been turned off meanwhile.
         """
         if completion.early is None:
+            for module in modules_in(self.data_parallel) if before is None else ():
+                divide_once(module)
             return before or self.binding(precision_of(self.precision)).data_parallel
         chain, entries = completion.chain, completion.plan.entries
         names = {id(param): entry.name for param, entry in zip(chain.model_params, entries, strict=True)}

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...parallel.interop.accelerate import wrong_around
 from ...parallel.interop.local import local_tensor, sums_seen
 from ...parallel.interop.pending_sums import Sums
-from ...parallel.interop.transformers import clips_around
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from .window import Window
@@ -31,7 +31,7 @@ class Seen(NamedTuple):
     unknown: bool  # a backward raised
     divided_again: bool  # by a pipeline schedule
     sums: Sums  # of gradients that are DTensors
-    wrong: str | None  # with them
+    wrong: str | None  # with them, or with who clips them
 
     @classmethod
     def of(cls, window: Window[Any, Any], params: Sequence[Tensor]) -> Seen:
@@ -44,7 +44,7 @@ class Seen(NamedTuple):
         # Where backward has reduced them they are taken, or sums that every rank has.
         some = window.came if window.reduced else bool(gradients)
         elsewhere = any(getattr(param, "main_grad", None) is not None for param in params)
-        wrong, sums = clips_around(), dict[Any, Any]()
+        wrong, sums = wrong_around(), dict[Any, Any]()
         try:
             sums = {**sums_seen(params)}
         except ValueError as error:
@@ -62,7 +62,8 @@ def check_gradients_came(seen: Sequence[Seen], scaled: bool) -> None:
     Raises:
         RuntimeError: Nobody scaled the loss, though there is a loss scale; there is no gradient anywhere; or a pipeline
             schedule divided some twice.
-        ValueError: The gradient of a DTensor is laid out in a way of which nothing can be made; a Trainer has clipped.
+        ValueError: The gradient of a DTensor is laid out in a way of which nothing can be made; a Trainer
+            has clipped, or accelerate would.
     """
     for rank, of_rank in enumerate(seen):
         if of_rank.wrong is not None:

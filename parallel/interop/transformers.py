@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from ..layout.annotation import annotate, annotation_of
 from ..layout.spec import P
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.topology import Topology
+from .divided_once import divide_once
 
 _DENSE = ("pp", "dp_replicate", "fsdp", "tp")
 _EXPERTS = ("pp", "dp_replicate", "efsdp", "ep")
@@ -60,6 +60,7 @@ def registry_of(model: nn.Module) -> ProcessGroupRegistry:
     pending = {id(param) for module in summed for param in module.parameters(recurse=False)}
     for module, forward in summed.items():
         _take_hooks(module, forward)
+    divide_once(model)
     for name, param in model.named_parameters():
         if annotation_of(param) is None:
             annotate(param, P(partial="tp") if id(param) in pending else P(), name)
@@ -115,21 +116,3 @@ def _take_hooks(module: nn.Module, forward: Any) -> None:
     if getattr(inner["original_forward"], "__func__", None) is not type(module).forward:
         module.forward = inner["original_forward"]
     module._meshstep_released = True  # type: ignore[assignment]
-
-
-def clips_around() -> str | None:
-    """What is wrong with a Transformers `Trainer` that is calling: it has clipped the gradients already. None: nothing."""
-    loaded = sys.modules.get("transformers.trainer")
-    frame = sys._getframe() if loaded is not None else None
-    while frame is not None and loaded is not None:
-        trainer = frame.f_locals.get("self")
-        if isinstance(trainer, loaded.Trainer):
-            norm = trainer.args.max_grad_norm
-            if norm:
-                return (
-                    f"the Trainer has clipped the gradients by max_grad_norm={norm} before the optimizer's own step: write "
-                    "TrainingArguments(max_grad_norm=0) and give ParallelOptimizer max_norm="
-                )
-            return None
-        frame = frame.f_back
-    return None

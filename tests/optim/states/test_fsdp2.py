@@ -222,3 +222,38 @@ def resumed() -> bool:
 
 def test_state_dict(world: World) -> None:
     assert world.run(2, resumed) == [True, True]
+
+
+# A factor of one's own over one rank ------------------------------------------------------------------------------------
+
+
+def divided(dtype: torch.dtype, replicas: int, sums: bool) -> tuple[Full, Full]:
+    """The gradients under a factor of 4, of the sum over ``replicas``; and those of one process."""
+    axes = {"replica": replicas, "shard": 1}
+    with ProcessGroupRegistry(Topology(roles={"replica": "data", "shard": "data"}, **axes)) as registry:
+        layer, dense = nn.Linear(5, 3).to(dtype), nn.Linear(5, 3).to(dtype)
+        dense.load_state_dict(layer.state_dict())
+        net = fully_shard(layer, mesh=registry.device_mesh("replica", "shard"))
+        net.set_gradient_divide_factor(4.0)
+        net.set_force_sum_reduction_for_comms(sums)
+        optimizer = ParallelOptimizer(adamw(layer.named_parameters()), registry, data_parallel=layer)
+        x = data(0, 4).to(dtype)
+        optimizer.backward(layer(x[registry.rank("replica") :: replicas]).sum())
+        (dense(x).sum() / 4).backward()
+        return gradients(layer), gradients(dense)
+
+
+def gradients(module: nn.Module) -> Full:
+    return {name: local(param.grad).double() for name, param in module.named_parameters() if param.grad is not None}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_a_factor_of_ones_own_divides_once_where_nothing_is_scattered(
+    world: World, dtype: torch.dtype, replicas: int
+) -> None:
+    for sums in (False, True):
+        for found, expected in world.run(replicas, divided, dtype, replicas, sums):
+            for name, gradient in expected.items():
+                tolerance = 2 * torch.finfo(dtype).eps
+                torch.testing.assert_close(found[name], gradient, rtol=tolerance, atol=tolerance, msg=name)

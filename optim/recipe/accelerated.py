@@ -1,0 +1,139 @@
+"""accelerate, and a Transformers `Trainer`, clip by the optimizer's own norm."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from functools import partial
+from math import isinf
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ...parallel.interop.accelerate import innermost, taken_over
+from ...parallel.mesh.agreement import on_all_ranks
+from ..parallel_optimizer import ParallelOptimizer
+
+
+def take_over_clipping(driver: Any, optimizer: Any) -> None:
+    """Let what accelerate clips by, and a `Trainer` logs, be the exact norm of ``optimizer``.
+
+        take_over_clipping(trainer, optimizer)  # max_grad_norm= of its arguments is the threshold
+        take_over_clipping(accelerator, optimizer)  # after prepare; accelerator.clip_grad_norm_(...) as ever
+
+    Their ``clip_grad_norm_`` then completes and measures the gradients of all parameters of the optimizer, clips them in
+    place and returns the norm before that: 0-dim, float64. It is `ParallelOptimizer.clip_grad_by_norm`, and takes the place
+    of the optimizer's ``max_norm=``; by ``inf``, which is how a Trainer without ``max_grad_norm`` measures, that is what is
+    clipped by. ``clip_grad_value_`` is `ParallelOptimizer.clip_grad_by_value`. No other method of theirs changes.
+
+    Args:
+        driver: The accelerator, or the Trainer before its ``train``.
+        optimizer: The `ParallelOptimizer`, or what accelerate made of it.
+    Raises:
+        TypeError: ``driver`` or ``optimizer`` is something else.
+        ValueError: What they do can't be right: a loss scale of accelerate's own (``mixed_precision="fp16"``), windows that
+            both manage, a `DistributedDataParallel` around a model that is split. Nothing is changed.
+    Their ``clip_grad_norm_`` raises, on every rank:
+        ValueError: It is given some of the optimizer's parameters only; or the model has been wrapped since.
+        RuntimeError: In the middle of a window: write ``if accelerator.sync_gradients:`` before it.
+    Collectives: an object all-gather, and so in the clips before the first step. Else of a clip those of a step, which then
+    has none left. Host reads: of a clip none, but for the first one.
+    """
+    inner, accelerator = innermost(optimizer), getattr(driver, "accelerator", driver)
+    if not isinstance(inner, ParallelOptimizer):
+        raise TypeError(f"take_over_clipping(..., {type(optimizer).__name__}): give the ParallelOptimizer")
+    if not hasattr(accelerator, "clip_grad_norm_") or not hasattr(accelerator, "sync_gradients"):
+        raise TypeError(f"take_over_clipping({type(driver).__name__}, ...): give an Accelerator or a Trainer")
+    on_all_ranks(lambda: _check(accelerator, inner), inner.registry)
+    clip = partial(_clip_norm, accelerator, inner)
+    accelerator.clip_grad_norm_, accelerator.clip_grad_value_ = clip, partial(_clip_value, accelerator, inner)
+    if driver is not accelerator:  # what a Trainer takes where gradients are on several meshes
+        driver._mixed_mesh_grad_norm = lambda model, max_norm: clip(model.parameters(), max_norm)
+    taken_over(inner)
+
+
+def _check(accelerator: Any, optimizer: ParallelOptimizer[Any]) -> None:
+    if getattr(accelerator, "scaler", None) is not None:
+        raise ValueError(
+            'mixed_precision="fp16" has a loss scale that each rank decides on alone: give the accelerator "bf16" or "no"'
+        )
+    if optimizer._setup.accumulation_steps is not None:
+        raise ValueError(
+            "accelerate manages windows of micro-batches itself: leave accumulation_steps= of ParallelOptimizer out"
+        )
+    _check_not_wrapped(optimizer)
+
+
+@torch.no_grad()
+def _clip_norm(
+    accelerator: Any,
+    optimizer: ParallelOptimizer[Any],
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float | None = None,
+) -> Tensor:
+    _look_at_call(accelerator, optimizer, parameters)
+    if isinf(max_norm):
+        stats = optimizer._clip_now(optimizer.clip).stats
+    else:
+        stats = optimizer.clip_grad_by_norm(float(max_norm), norm_type)
+    norm: Tensor = stats.total_norm
+    return norm
+
+
+def _clip_value(
+    accelerator: Any, optimizer: ParallelOptimizer[Any], parameters: Tensor | Iterable[Tensor], clip_value: float
+) -> None:
+    _look_at_call(accelerator, optimizer, parameters)
+    optimizer.clip_grad_by_value(clip_value)
+
+
+def _look_at_call(accelerator: Any, optimizer: ParallelOptimizer[Any], parameters: Tensor | Iterable[Tensor]) -> None:
+    """Before the first step together with all ranks."""
+    given = {id(param) for param in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+
+    def check() -> None:
+        own = optimizer._model_params
+        missing = sum(id(param) not in given for param in own)
+        if missing:
+            raise ValueError(
+                f"{missing} of the optimizer's {len(own)} parameters are not among those to be clipped, and its norm is "
+                "that of all of them: give model.parameters(), or ParallelOptimizer a max_norm= in param groups"
+            )
+        if not accelerator.sync_gradients:
+            raise RuntimeError(
+                "in the middle of a window of micro-batches there is nothing to clip yet: write `if "
+                "accelerator.sync_gradients:` before the clip"
+            )
+        if optimizer.last_stats is None:
+            _check_not_wrapped(optimizer)
+
+    if optimizer.last_stats is None:
+        on_all_ranks(check, optimizer.registry)
+    else:
+        check()
+
+
+def _check_not_wrapped(optimizer: ParallelOptimizer[Any]) -> None:
+    """accelerate does not tell what it wrapped, so all modules there are are looked at."""
+    registry, topology = optimizer.registry, optimizer.registry.topology
+    replicas = topology.peers(registry.global_rank, *topology.data_axes)
+    split = {
+        id(param): entry.name
+        for param, entry in zip(optimizer._model_params, optimizer.plan.entries, strict=True)
+        if topology.size(*(axis for axis in entry.spec.distinct_axes(topology) if axis not in topology.data_axes)) > 1
+    }
+    for module in gc.get_objects() if split else ():
+        if not issubclass(type(module), DistributedDataParallel):
+            continue
+        name = next((split[id(param)] for param in module.parameters() if id(param) in split), None)
+        ranks = dist.get_process_group_ranks(module.process_group)
+        if name is not None and not {*ranks} <= {*replicas}:
+            raise ValueError(
+                f"a DistributedDataParallel over the ranks {ranks} is around {name}, of which they hold different pieces: "
+                "it has given all of them the weights of one, and averages gradients that are not the same. Load the model "
+                "anew, and prepare it by accelerator.prepare_model(model, evaluation_mode=True), which does not wrap it"
+            )

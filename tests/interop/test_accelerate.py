@@ -1,0 +1,69 @@
+"""A loop of accelerate's with the recipe of MIGRATING.md, beside its own run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate", reason="needs accelerate, of the extra `interop`")
+pytest.importorskip("transformers", reason="needs transformers, of the extra `interop`")
+
+from recipes import torchrun
+from transformers_models import made
+
+SCRIPT = Path(__file__).parent / "run_accelerate.py"
+
+
+@pytest.fixture(scope="module")
+def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("accelerate")
+    made("qwen3").save_pretrained(folder / "model")
+    torchrun(SCRIPT, 2, str(folder), str(folder / "model"))
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("model", ["copies", "split"])
+def test_norms_and_weights_are_those_of_accelerates_own_run_and_its_states_resume(
+    by_rank: list[dict[str, Any]], model: str
+) -> None:
+    for found in by_rank:
+        runs = found[model]
+        (expected_norms, expected), (norms, weights), (later, resumed) = (
+            runs[how] for how in ("stock", "ours", "resumed")
+        )
+        assert norms == pytest.approx(expected_norms, rel=1e-6)
+        assert min(norms) > 0.1, "clipped in every step"
+        for one, other in zip(weights, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+        assert later == norms[len(norms) // 2 :]
+        assert all(torch.equal(one, other) for one, other in zip(resumed, weights, strict=True))
+
+
+def test_its_other_clips_are_the_optimizers_too(by_rank: list[dict[str, Any]]) -> None:
+    for found in by_rank:
+        (value, stock_value), (norm, clipped), stock_norm = found["other clips"]
+        assert all(torch.equal(one, other) for one, other in zip(value, stock_value, strict=True))
+        assert max(float(grad.abs().max()) for grad in value) == pytest.approx(0.01)
+        assert norm == pytest.approx(stock_norm, rel=1e-6)
+        assert norm > clipped == pytest.approx(0.05, rel=1e-4)
+
+
+def test_who_clips_by_another_norm_or_wraps_what_is_split_is_told_on_every_rank(by_rank: list[dict[str, Any]]) -> None:
+    for found in by_rank:
+        told = found["told"]
+        assert "accelerate steps this optimizer" in told["clips by itself"]
+        assert "call meshstep.optim.take_over_clipping(accelerator, optimizer)" in told["clips by itself"]
+        assert "write `if accelerator.sync_gradients:` before the clip" in told["in a window"]
+        assert "1 of the optimizer's 4 parameters are not among those" in told["some parameters"]
+        assert "leave accumulation_steps= of ParallelOptimizer out" in told["windows of both"]
+        for when in ("later", "before"):
+            assert (
+                "DistributedDataParallel over the ranks [0, 1] is around parameter 0 of group 0 (shape (sharded, 6)), of"
+                in told[f"wrapped {when}"]
+            )
+        assert 'give the accelerator "bf16" or "no"' in told["a loss scale"]
+        assert "take_over_clipping(..., SGD): give the ParallelOptimizer" in told["no optimizer of ours"]
+        assert "take_over_clipping(ColumnParallelLinear, ...): give an Accelerator" in told["no accelerator"]

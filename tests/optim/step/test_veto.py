@@ -66,7 +66,12 @@ def run_clipped_by_hand() -> list[tuple[bool, float]]:
     """(moved, vetoed) of each step, of which the gradients were clipped twice before."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         asked: list[int] = []
-        run = Run("data", registry, every=None, commit=lambda: asked.append(0) or len(asked) != 2, max_norm=None)
+
+        def commit() -> bool:
+            asked.append(0)
+            return len(asked) != 2
+
+        run = Run("data", registry, every=None, commit=commit, max_norm=None)
         found = []
         for _ in range(3):
             before = bits_of(run.everything())
@@ -120,7 +125,7 @@ def test_what_it_raises_is_a_veto_to_the_others_who_go_on(world: World, what: st
 def counted(kind: str) -> list[Any]:
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         answer = torch.tensor(True)
-        options = {} if kind == "none" else {"commit": lambda: True if kind == "bool" else answer}
+        options: dict[str, Any] = {} if kind == "none" else {"commit": lambda: True if kind == "bool" else answer}
         run, seen = Run("data", registry, every=None, **options), []
         run.step()
         for _ in range(3):

@@ -9,7 +9,7 @@ from .gradients.sync import sync_gradients
 from .monitor import Monitor, Report, TensorBoardWriter
 from .norm.entries import ParameterEntry
 from .norm.global_norm import GlobalNorm, Norms
-from .norm.measure import Measure
+from .norm.measure import Fingerprints, Measure
 from .norm.plan import Bucket, ReductionPlan
 from .norm.replicas import ReplicaMismatchError
 from .norm.stats import GradStats
@@ -24,6 +24,7 @@ from .states.half_states import HalfStates
 from .states.link import Binding, Link, Placement, Position
 from .states.offloaded import Offloaded
 from .states.pieces import Piece
+from .states.replayable import Replayable, replay
 from .states.sharded import Sharded
 from .step.data_parallel import Reduce
 from .step.skips import Skip
@@ -44,6 +45,7 @@ __all__ = [
     "DataParallel",
     "Exact",
     "Exchange",
+    "Fingerprints",
     "GlobalNorm",
     "GradStats",
     "HalfStates",
@@ -65,6 +67,7 @@ __all__ = [
     "Position",
     "Reduce",
     "ReductionPlan",
+    "Replayable",
     "ReplicaMismatchError",
     "Report",
     "Sharded",
@@ -78,6 +81,7 @@ __all__ = [
     "global_norm",
     "load_checkpoint",
     "newest_checkpoint",
+    "replay",
     "save_checkpoint",
     "share_weights",
     "sync_gradients",

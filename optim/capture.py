@@ -17,6 +17,7 @@ from torch import Tensor
 from ..amp.capture import is_captured
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .clip.decide import Clipping
+from .norm.measure import Fingerprints
 from .states.chain import Chain
 from .states.completion import Completion
 from .states.link import AnyWindow
@@ -70,7 +71,11 @@ def _reasons(parts: Parts) -> Iterator[str]:
         yield "a GradScaler calls it: leave it out, and take a precision with a loss scale of its own, 'fp16' say"
     if parts.on_nonfinite == "raise":
         yield "on_nonfinite='raise' reads the norm: leave it out, and call poll() between replays"
-    if parts._clipping.measure.check_replicas is True:
+    if parts._clipping.ballot is not None and parts._clipping.ballot.commit is not None:
+        yield "commit= is asked in Python: leave it out, and decide before a replay"
+    if isinstance(parts._clipping.measure.check_replicas, Fingerprints):
+        yield "Measure(check_replicas=Fingerprints(...)) counts steps in Python: leave it out"
+    elif parts._clipping.measure.check_replicas is True:
         yield "Measure(check_replicas=True) reads what it compared: leave it out, copies are compared in the first step"
     elif parts._clipping.checks:
         yield "copies have not been compared yet, in a step that was not skipped: make some steps more without a graph"

@@ -31,6 +31,7 @@ from .states.copies import Recipe, rebuilt
 from .states.pieces import Piece, named_params_of
 from .states.saved import Saved
 from .step.data_parallel import Switch
+from .step.grad_scaler import scale_of_scaler
 from .step.skips import OnNonfinite, SkipMonitor
 from .step.stopped import stopped
 from .step.window import Window
@@ -107,19 +108,8 @@ class OptimizerFacade(torch.optim.Optimizer):
         return self.optimizer.defaults
 
     def _scale_of_scaler(self) -> Tensor | None:
-        """What a GradScaler that calls `step` multiplied the loss by, and has not undone; it sets ``self.grad_scale``."""
-        if not hasattr(self, "_overflow_is_agreed"):
-            raise RuntimeError(
-                "torch's GradScaler decides on each rank alone whether to step: take meshstep.amp.GradScaler(registry), or "
-                "leave it out and give precision='fp16', whose loss scale is the optimizer's own"
-            )
-        if self._states.bringing or self.loss_scale is not None:
-            raise RuntimeError(
-                f"a GradScaler can't see the gradients that are stepped with in precision={self.precision.name!r} with "
-                "these states: leave it out and take a precision with a loss scale of its own, 'fp16' or 'fp16_naive'"
-            )
-        scale: Tensor | None = getattr(self, "grad_scale", None)
-        return scale
+        in_sight = not self._states.bringing and self.loss_scale is None
+        return scale_of_scaler(self, in_sight, self.precision.name)
 
     # Binding ---------------------------------------------------------------------------------------------------------
 
@@ -217,8 +207,13 @@ class OptimizerFacade(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped so far. Host reads: one."""
+        """How many steps were skipped so far, whatever the reason. Host reads: one."""
         return self._skips.total()
+
+    @property
+    def vetoed_steps(self) -> int:
+        """Those of them, in this process, that ``commit=`` of any rank refused. Host reads: one."""
+        return self._skips.vetoed()
 
     @public_call
     def poll(self) -> None:
@@ -226,7 +221,7 @@ class OptimizerFacade(torch.optim.Optimizer):
         Every rank calls it, at the same replay, every few dozen of them.
 
         Raises: FloatingPointError, RuntimeError: On every rank, as `step`: too many steps in a row were skipped; gradients
-            came past `backward`. Collectives: where it raises. Host reads: one, which waits for the GPU.
+            came past `backward`. ReplicaMismatchError: copies have parted. Collectives: where it raises. Host reads: one.
         """
         if reason := self._skips.poll(self.on_nonfinite):
             raise stopped(reason, self._clipping)
@@ -262,6 +257,7 @@ class OptimizerFacade(torch.optim.Optimizer):
         Collectives: two object all-gathers. Host reads: a few.
         """
         self._skips.restore(self._saved().load(state_dict))
+        self._clipping.start_over()
         self._window.close()
         if self._switch is not None:
             self._switch.expect(self._window)
@@ -286,6 +282,7 @@ class OptimizerFacade(torch.optim.Optimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OptimizerFacade:
         """As torch's: of copies of the parameters, without hooks and gradients. Raises, collectives: as the constructor."""
+        memo[id(self._setup.commit)] = self._setup.commit  # its owner is no part of the optimizer
         return rebuilt(type(self), deepcopy(self._recipe(), memo))
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -162,7 +162,7 @@ class Monitor:
         if stats is None:
             return
         self._close_window(stats)
-        self._skipped += stats.found_inf
+        self._skipped += stats.skipped
         self.step += 1
         self._last = stats
         if self.step % self.every == 0:

@@ -13,6 +13,7 @@ from ..amp.by_name import Mode
 from ..amp.precision import Precision
 from ..parallel.mesh.agreement import on_all_ranks
 from ..parallel.mesh.registry import ProcessGroupRegistry
+from .clip.ballot import Commit
 from .clip.policies import Clip
 from .norm.measure import Measure
 from .norm.stats import GradStats
@@ -36,6 +37,7 @@ class StepOptions(TypedDict, total=False):
     states: Placement | Sequence[Placement]
     measure: Measure
     on_nonfinite: OnNonfinite
+    commit: Commit | None
 
 
 class AllOptions(StepOptions, total=False):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, overload
 
 import torch
@@ -15,6 +13,7 @@ from ..amp.by_name import Mode, precision_of
 from ..amp.precision import Precision
 from ..parallel.interop.transformers import registry_of
 from ..parallel.mesh.registry import ProcessGroupRegistry
+from .clip.ballot import Commit
 from .clip.decide import Verdict
 from .clip.policies import ByNorm, ByValue, Clip, clip_of
 from .facade import OptimizerFacade
@@ -75,6 +74,9 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         measure: What is measured, and how; see `Measure`.
         on_nonfinite: ``"skip"`` the step on every rank (`Skip` says how many in a row are an error), or ``"raise"``
             FloatingPointError on every rank with the parameters' names (one host read a step).
+        commit: Asked on each rank, once before each update, when gradients are complete: "did all come through?" It returns
+            a bool, or a 0-dim bool tensor that the host does not read. Where any rank says False all skip; no overflow, the
+            loss scale stays. What it raises is a False to the others, and is raised on its rank when the step is over.
 
     Raises:
         ValueError, TypeError: On every rank, when an argument is out of range or when, on any rank, a parameter is
@@ -114,13 +116,14 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         states: Placement | Sequence[Placement] = (),
         measure: Measure = Measure(),  # noqa: B008 (frozen)
         on_nonfinite: OnNonfinite = "skip",
+        commit: Commit | None = None,
         **removed: object,
     ) -> None:
         optimizer = as_one(optimizer, registry)
         super().__init__(optimizer)
         self.registry, self.on_nonfinite = registry, on_nonfinite
         given = (registry, max_norm, precision, accumulation_steps, data_parallel, states, measure, on_nonfinite)
-        self._setup = Setup(optimizer, *given, wrong_arguments(removed, optimizer, ParallelOptimizer))
+        self._setup = Setup(optimizer, *given, commit, wrong_arguments(removed, optimizer, ParallelOptimizer))
         self._groups = [named_params_of([group]) for group in self.param_groups]
         with unchanged(optimizer):
             self._plan, thresholds = self._setup.agreed_plan(self._groups)
@@ -224,7 +227,7 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
             GradStats, device tensors; None in the middle of a managed window, where nothing is done.
         Raises:
             FloatingPointError: On every rank: with ``on_nonfinite="raise"``; or too many steps in a row were skipped.
-            ReplicaMismatchError: On every rank, with ``Measure(check_replicas=True)``.
+            ReplicaMismatchError: On every rank, with ``Measure(check_replicas=True)``, or `Fingerprints` (16 steps late).
             TypeError: A gradient is complex or sparse; later than in the first step only on the rank that has it.
             ValueError: A closure is given.
             RuntimeError: torch's own GradScaler calls it; `fully_shard` has not reduced the window's gradients (see
@@ -248,10 +251,7 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         stats = verdict.stats
         reason = self._skips.count(verdict, self.on_nonfinite)
         if reason is None:
-            update: Callable[[], object] = Update(self.optimizer, stats.found_inf, verdict.factor)
-            for link in self._states.stepping:
-                update = partial(link.step, update)
-            update()
+            self._states.update(Update(self.optimizer, stats.skipped, verdict.factor))
         if self.loss_scale is not None:
             self.loss_scale.update(stats.found_inf)  # only now: gradients were divided by the scale that backward used
         self.last_stats = stats
@@ -260,7 +260,7 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
             self._switch.expect(self._window)
         if reason is not None:
             raise stopped(reason, self._clipping)  # whoever catches it goes on with a lower loss scale
-        if problem is not None:
+        if problem := problem or verdict.problem:
             raise problem
         return stats  # type: ignore[return-value]
 
@@ -290,10 +290,8 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
 
     def _clip_now(self, clip: Clip | None) -> Verdict:
         problem = self._completion(self._window, self._switch)
-        verdict = self._clipping(clip, self._window.divisor(self.registry, self._scale, self._device), now=True)
-        if self._window.verdict is not None:  # a second clip in one window must not hide what the first one found
-            found_inf = torch.maximum(verdict.stats.found_inf, self._window.verdict.stats.found_inf)
-            verdict = verdict._replace(stats=replace(verdict.stats, found_inf=found_inf), factor=None)
+        divisor = self._window.divisor(self.registry, self._scale, self._device)
+        verdict = self._clipping(clip, divisor, now=True, earlier=self._window.verdict)
         self._window.clipped(verdict)
         if problem is not None:
             raise problem  # only now: `step` must do on this rank what it does on the others

@@ -14,9 +14,9 @@ from ..amp.casting import HALF_DTYPES
 from ..amp.precision import Precision
 from ..amp.stochastic_rounding import check_named
 from ..parallel.interop.divided_once import divide_once
-from ..parallel.interop.local import local_parameter
 from ..parallel.mesh.agreement import check_same, gather_objects, on_all_ranks
 from ..parallel.mesh.registry import ProcessGroupRegistry
+from .clip.ballot import Ballot, Commit
 from .clip.decide import Clipping
 from .clip.policies import Clip, clip_of
 from .clip.thresholds import AgreedThresholds, agreed_thresholds, check_thresholds
@@ -28,9 +28,9 @@ from .norm.agreement import agree, with_names
 from .norm.entries import count_as_copies, entries_of
 from .norm.measure import Measure
 from .norm.plan import ReductionPlan
-from .norm.replicas import ReplicaCheck
 from .norm.units import Units
 from .states.chain import Chain
+from .states.compared import checks_of, watch_of
 from .states.completion import Completion
 from .states.elementwise import check_each_alone, check_whole
 from .states.link import Binding, Placement, Position
@@ -59,6 +59,7 @@ class Setup:
     states: Placement | Sequence[Placement]
     measure: Measure
     on_nonfinite: OnNonfinite
+    commit: Commit | None = None
     wrong_call: TypeError | None = None
 
     @property
@@ -129,6 +130,7 @@ class Setup:
             "reduction": measure.reduction,
             "per_parameter": measure.per_parameter,
             "check_replicas": measure.check_replicas,
+            "commit": "given" if self.commit is not None else None,
         }
         stage = [self.registry.coordinate[axis] for axis in topology.pipe_axes]
         where = f" of pipeline stage {stage}" if topology.size(*topology.pipe_axes) > 1 else ""
@@ -174,6 +176,8 @@ class Setup:
             check_each_alone(self.optimizer, "stochastic rounding steps bucket by bucket")
         self.measure.check()
         checked_nonfinite(self.on_nonfinite)
+        if self.commit is not None and not callable(self.commit):
+            raise TypeError(f"commit={self.commit!r}: give a function without arguments that returns True or False")
         Window[Any, Any](self.accumulation_steps)
         self._check_clip()
         self.reduce.check()
@@ -221,7 +225,9 @@ class Setup:
         """What placements are to fit."""
         switch = switch_of(modules_in(self.data_parallel))
         reduce = self.reduce
-        return Binding(self.optimizer, precision, self.registry, reduce.average_data, switch, reduce.overlap)
+        return Binding(
+            self.optimizer, precision, self.registry, reduce.average_data, switch, reduce.overlap, self.placements
+        )
 
     def chain(self, precision: Precision) -> Chain:
         """What stands in for the optimizer's parameters, installed. Collectives: those of the links."""
@@ -234,15 +240,18 @@ class Setup:
     def clipping(self, plan: ReductionPlan, chain: Chain, thresholds: AgreedThresholds) -> Clipping:
         """What measures the gradients of what the chain steps, and applies rules to them."""
         regions = [piece.region for piece in chain.pieces(plan.entries)]
-        derived, topology = chain.derive(plan), self.registry.topology
-        checks, device = [], self.device_of([[(None, param) for _, param, _ in chain.given]])
-        if self.measure.check_replicas and topology.world_size > 1:
-            checks.append(ReplicaCheck(derived, chain.compared(), device))
-            if derived.cut_over is not None:  # equal pieces say nothing of the copies that they were cut from
-                whole = [local_parameter(param, topology) for _, param, _ in chain.given]
-                checks.append(ReplicaCheck(plan, whole, device))
+        device = self.device_of([[(None, param) for _, param, _ in chain.given]])
+        watch = watch_of(plan, chain, self.measure, device)
         return Clipping(
-            chain.measured(), regions, derived, self.registry, self.measure, thresholds, self.optimizer, checks
+            chain.measured(),
+            regions,
+            chain.derive(plan),
+            self.registry,
+            self.measure,
+            thresholds,
+            self.optimizer,
+            checks_of(plan, chain, self.measure, device),
+            Ballot(self.commit, watch, device) if self.commit is not None or watch is not None else None,
         )
 
     def completion(self, plan: ReductionPlan, chain: Chain) -> Completion:

@@ -9,7 +9,7 @@ sees the norms of the gradients as they will be stepped with, and so does whoeve
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
@@ -27,21 +27,32 @@ from ..norm.plan import ReductionPlan
 from ..norm.replicas import ReplicaCheck, ReplicaMismatchError
 from ..norm.stats import GradStats
 from ..norm.units import UnitDim, Units
+from .ballot import Ballot
 from .policies import ByGroup, Clip
 from .thresholds import AgreedThresholds
 
 
 class Verdict(NamedTuple):
-    """What a step does: it skips where ``stats.found_inf`` is 1, else multiplies all gradients by ``factor`` (None: by 1,
+    """What a step does: it skips where ``stats.skipped`` is 1, else multiplies all gradients by ``factor`` (None: by 1,
     or it has been done).
 
     Args:
         past: 0-dim bool: it skips because gradients came past `backward`. None: they may come as they like.
+        problem: What ``commit=`` raised on this rank.
     """
 
     stats: GradStats
     factor: Tensor | None
     past: Tensor | None = None
+    problem: Exception | None = None
+
+    def after(self, earlier: Verdict | None) -> Verdict:
+        """Of a second clip in one window, which must not hide what the first one found."""
+        if earlier is None:
+            return self
+        found_inf = torch.maximum(self.stats.found_inf, earlier.stats.found_inf)
+        stats = replace(self.stats, found_inf=found_inf, vetoed=earlier.stats.vetoed, parted=earlier.stats.parted)
+        return self._replace(stats=stats, factor=None, problem=earlier.problem)
 
 
 class Divisor(NamedTuple):
@@ -85,6 +96,7 @@ class Clipping:
         thresholds: Those of single param groups.
         optimizer: Its param groups may have them.
         checks: Of copies, in the first measurement or in all; the first one of what is measured, gradients too.
+        ballot: What else ranks say there.
 
     Attributes:
         checks: Those that are still to be made.
@@ -100,10 +112,11 @@ class Clipping:
         thresholds: AgreedThresholds,
         optimizer: torch.optim.Optimizer,
         checks: Sequence[ReplicaCheck] = (),
+        ballot: Ballot | None = None,
     ) -> None:
         self.params, self.plan, self.registry, self.measure = list(params), plan, registry, measure
         self.thresholds, self.optimizer = thresholds, optimizer
-        self._regions, self.checks = list(regions), list(checks)
+        self._regions, self.checks, self.ballot = list(regions), list(checks), ballot
         self._measurers: dict[Needs, GlobalNorm] = {}
         self._constants = Constants()
 
@@ -112,22 +125,31 @@ class Clipping:
         self.plan = plan
         self._measurers.clear()
 
-    def __call__(self, clip: Clip | None, divisor: Divisor, *, now: bool = False) -> Verdict:
+    def start_over(self) -> None:
+        """Other weights and states are there now."""
+        if self.ballot is not None and self.ballot.watch is not None:
+            self.ballot.watch.start_over()
+
+    def __call__(
+        self, clip: Clip | None, divisor: Divisor, *, now: bool = False, earlier: Verdict | None = None
+    ) -> Verdict:
         """What is done with the gradients; it has been done where it is not one factor for all.
 
         Args:
             clip: None: measure only.
             divisor: What is still in the gradients.
             now: Unscale and clip in place, even where the factor could be folded into the update.
+            earlier: Of the same window, in which ranks have had their say.
         Raises:
             ValueError: A group's threshold was changed, of which other ranks would not know.
             ReplicaMismatchError: On every rank, if copies are compared and differ.
         Collectives: one. Host reads: none, unless copies are compared.
         """
         norm_type = self.measure.norm_type if clip is None or clip.norm_type is None else clip.norm_type
-        clip = self._with_thresholds(clip, norm_type, divisor.slots)
+        ballot = self.ballot if earlier is None else None
+        clip = self._with_thresholds(clip, norm_type, divisor.slots, ballot)
         needs = Needs(norm_type) if clip is None else Needs(norm_type, clip.level, clip.weights, clip.unit_dim)
-        norms = self._measured(needs, divisor.slots)
+        norms, cast = self._measured(needs, divisor.slots, ballot)
         inverse = divisor.inverse(norms.extra)
         if inverse is not None:
             inverse = inverse.to(norms.total)
@@ -136,6 +158,7 @@ class Clipping:
         if divisor.is_missing is not None:
             past = divisor.is_missing(norms.extra) & (norms.total != 0)  # states are also made by gradients of zeros
             finite = finite & ~past
+        vetoed, parted = (None, None) if ballot is None else ballot.count(cast, finite)
         factors = None
         if clip is not None:
             with keeps_state_in_place(clip):
@@ -162,14 +185,18 @@ class Clipping:
             group_norms=norms.groups,
             loss_scale=None if divisor.loss_scale is None else divisor.loss_scale.clone(),
             parameter_norms=dict(zip(names, norms.parameters.unbind(), strict=True)) if names else {},
+            vetoed=vetoed,
+            parted=parted,
         )
-        return Verdict(stats, factor, past)
+        return Verdict(stats, factor, past, None if ballot is None else ballot.problem).after(earlier)
 
     def _one(self, like: Tensor) -> Tensor:
         """Asked for in every step: one that is captured in a CUDA graph, and clips for the first time, finds it made."""
         return self._constants("one", lambda: [1.0], like.dtype, like.device)[0]
 
-    def _with_thresholds(self, clip: Clip | None, norm_type: float, slots: Tensor) -> Clip | None:
+    def _with_thresholds(
+        self, clip: Clip | None, norm_type: float, slots: Tensor, ballot: Ballot | None
+    ) -> Clip | None:
         """The rule, with the thresholds of single param groups in it."""
         groups = self.optimizer.param_groups
         if not (
@@ -179,32 +206,39 @@ class Clipping:
         try:
             return self.thresholds.rule(clip, groups, norm_type)
         except ValueError:
-            self._measured(Needs(norm_type), slots)  # as the other ranks do, which must not wait
+            self._measured(Needs(norm_type), slots, ballot)  # as the other ranks do, which must not wait
             raise
 
     # Measuring -------------------------------------------------------------------------------------------------------
 
-    def _measured(self, needs: Needs, extra: Tensor) -> Norms:
-        """The norms of the gradients as they are; ``Norms.extra`` is the sum of all ranks' ``extra``."""
+    def _measured(self, needs: Needs, extra: Tensor, ballot: Ballot | None) -> tuple[Norms, Sequence[Tensor]]:
+        """The norms of the gradients as they are, and the sums of what the ``ballot`` says; ``Norms.extra`` is the sum of
+        all ranks' ``extra``."""
         if needs not in self._measurers:
             self._measurers[needs] = self._measurer(needs)
         gradients = [param.grad for param in self.params]
         weights = self.params if needs.weights else ()
-        if not self.checks:
-            return self._measurers[needs](gradients, extra, weights)
         slots = [check.slots(None if index else gradients) for index, check in enumerate(self.checks)]
-        norms = self._measurers[needs](gradients, torch.cat([extra, *slots]), weights)
-        extra, *totals = norms.extra.split([len(extra), *(check.numel for check in self.checks)])
+        cast = [] if ballot is None else ballot.slots(gradients)
+        if not slots and not cast:
+            return self._measurers[needs](gradients, extra, weights), ()
+        norms = self._measurers[needs](gradients, torch.cat([extra, *slots, *cast]), weights)
+        extra, *totals = norms.extra.split([len(extra), *map(len, slots), *map(len, cast)])
+        if slots:
+            self._compare(norms.total, totals[: len(slots)])
+        return norms._replace(extra=extra), totals[len(slots) :]
+
+    def _compare(self, total: Tensor, sums: Sequence[Tensor]) -> None:
+        """Raise ReplicaMismatchError where copies differ. Host reads: one."""
         # One read of all of it.
-        total, *totals = torch.cat([norms.total.view(1), *totals]).cpu().split([1, *map(len, totals)])
+        total, *totals = torch.cat([total.view(1), *sums]).cpu().split([1, *map(len, sums)])
         # A step that is skipped says nothing of copies yet: an overflow may be in one of them alone.
-        first = self.measure.check_replicas == "first"
+        first = self.measure.check_replicas is not True
         if not first or bool(total.isfinite()):
-            found = (check.mismatches(sums) for check, sums in zip(self.checks, totals, strict=True))
+            found = (check.mismatches(of_check) for check, of_check in zip(self.checks, totals, strict=True))
             if mismatches := [mismatch for of_check in found for mismatch in of_check]:
                 raise ReplicaMismatchError(mismatches)
             self.checks = [] if first else self.checks
-        return norms._replace(extra=extra)
 
     def _measurer(self, needs: Needs) -> GlobalNorm:
         return GlobalNorm(

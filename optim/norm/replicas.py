@@ -1,54 +1,72 @@
 """Find replicas that differ, in the collective that measures the norm anyway.
 
-Copies of one piece must have the same bits, in the parameter and in its gradient. Each rank hashes its copy to a 31-bit
-integer h; along each replica axis the copy at coordinate 0 adds -(n - 1) h to a slot and the n - 1 others add h. Equal
-copies cancel exactly (integers below 2^53 are exact in float64), so a slot that is not 0 names a parameter and an axis
-along which it differs. Different copies cancel by chance once in about 2^31.
+Copies of one piece must have the same bits, in the parameter, in its gradient and in its optimizer state. Each rank
+makes numbers h of the bits of its copy (`BitSums`); along each replica axis the copy at coordinate 0 adds -(n - 1) h to a
+slot and the n - 1 others add h. Equal copies cancel exactly (integers below 2^53 are exact in float64), so a slot that is
+not 0 names a parameter and an axis along which it differs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...parallel.layout.spec import P
+from .bits import NONE, WORDS, BitSums, as_words, odd
 from .constants import Constants
 from .plan import ReductionPlan
 
-KINDS = ("parameter", "gradient")
-CHUNK = 2**20  # elements that are hashed at a time, in 8 bytes each
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+States = Callable[[], Sequence[Mapping[str, Tensor]]]
+
+ADVICE = (
+    "A parameter that differs was initialised or stepped differently (the same seed on all replicas, or "
+    "share_weights(model, registry)), or is split and declared as if it were not; a gradient that differs lacks a "
+    "reduction over that axis (a layer that should all-reduce in backward, or P(partial=...) that was not said), or comes "
+    "of another batch than its copies' (Measure(check_replicas=False) where copies may differ)"
+)
 
 
 class ReplicaMismatchError(RuntimeError):
-    """Replicas of a parameter, or of its gradient, have different values; ``mismatches`` says which."""
+    """Replicas of a parameter, its gradient or its optimizer state have different values; ``mismatches`` says which."""
 
-    def __init__(self, mismatches: Sequence[Mismatch]) -> None:
+    def __init__(
+        self, mismatches: Sequence[Mismatch], since: str = "replicas differ, nothing was stepped", advice: str = ADVICE
+    ) -> None:
         self.mismatches = tuple(mismatches)
         shown = "\n".join(f"  {mismatch}" for mismatch in self.mismatches[:20])
         more = f"\n  and {len(self.mismatches) - 20} more" if len(self.mismatches) > 20 else ""
-        super().__init__(
-            f"replicas differ, nothing was stepped:\n{shown}{more}\nA parameter that differs was initialised or stepped "
-            "differently (the same seed on all replicas, or share_weights(model, registry)), or is split and declared as "
-            "if it were not; a gradient that differs lacks a reduction over that axis (a layer that should all-reduce in "
-            "backward, or P(partial=...) that was not said), or comes of another batch than its copies' "
-            "(Measure(check_replicas=False) where copies may differ)"
-        )
+        super().__init__(f"{since}:\n{shown}{more}\n{advice}")
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One parameter whose copies differ along one axis."""
+    """One parameter whose copies differ along one axis.
+
+    Args:
+        kind: "parameter", "gradient", "master", "stepped weight" (a piece, or a copy elsewhere), "state", or which one:
+            "state exp_avg".
+        ranks: The global ranks whose copies differ from most of the others; all that hold one, where there is no such
+            majority. Empty where nobody asked.
+        copies: How many ranks hold one.
+    """
 
     name: str
     axis: str
     kind: str
+    ranks: tuple[int, ...] = ()
+    copies: int = 0
 
     def __str__(self) -> str:
-        return f"{self.name}: the {self.kind} differs along axis {self.axis!r}"
+        text = f"{self.name}: the {self.kind} differs along axis {self.axis!r}"
+        if not self.ranks:
+            return text
+        ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
+        if len(self.ranks) < self.copies:
+            return f"{text}, on {ranks} from {self.copies - len(self.ranks)} other copies"
+        return f"{text}, between {ranks}, of which nobody can say who is right"
 
 
 class ReplicaCheck:
@@ -57,41 +75,70 @@ class ReplicaCheck:
     Args:
         params: The tensors of its entries.
         device: Where the slots are.
+        states: What asks for the optimizer's states of the entries, by name; None: they are not compared.
+        exact: All bits count; see `BitSums`.
+        what: What ``params`` are.
     """
 
-    def __init__(self, plan: ReductionPlan, params: Sequence[Tensor], device: torch.device) -> None:
-        self.plan, self.params, self.device = plan, list(params), device
-        self._axes, self._constants = plan.topology.axes, Constants()
-        self.numel = len(plan.parameter_names) * len(self._axes) * len(KINDS)
+    def __init__(
+        self,
+        plan: ReductionPlan,
+        params: Sequence[Tensor],
+        device: torch.device,
+        states: States | None = None,
+        *,
+        exact: bool = False,
+        what: str = "parameter",
+    ) -> None:
+        self.plan, self.params, self.device, self.states = plan, list(params), device, states
+        self.kinds = (what, "gradient") if states is None else (what, "gradient", "state")
+        self.axes, self._constants, self.sums = plan.topology.axes, Constants(), BitSums(device, exact)
+        self.numel = len(plan.parameter_names) * len(self.axes) * len(self.kinds) * WORDS
 
     def slots(self, gradients: Sequence[Tensor | None] | None = None) -> Tensor:
         """[numel] float64: what this rank adds. Reads the parameters, and the gradients if they are given, once more. Host
         reads: none."""
-        counts = len(self.plan.parameter_names), len(self._axes), len(KINDS)
+        return self.weighted(self.numbers(gradients))
+
+    def numbers(self, gradients: Sequence[Tensor | None] | None = None) -> Tensor:
+        """[entries, kinds] int64: of the bits that this rank holds. Host reads: none."""
+        given = [None] * len(self.params) if gradients is None else list(gradients)
+        states = [] if self.states is None else [[value for _, value in sorted(of.items())] for of in self.states()]
+        flat = [state for of_entry in states for state in of_entry]
+        found = self.sums([*self.params, *given, *flat])
+        size = len(self.params)
+        columns = [found[:size], found[size : 2 * size]]
+        if self.states is not None:
+            columns.append(self._together(found[2 * size :], [len(of_entry) for of_entry in states]))
+        return torch.stack(columns, dim=1)
+
+    def _together(self, sums: Tensor, counts: Sequence[int]) -> Tensor:
+        """[entries] int64: one number for all states of each. A change in one of them is a change in it."""
+        total = torch.full((len(counts),), NONE, dtype=torch.int64, device=self.device)
+        if not len(sums):
+            return total
+        key = ("of states", *counts)
+        owners = self._constants(
+            (*key, "owners"), lambda: [at for at, n in enumerate(counts) for _ in range(n)], torch.int64, self.device
+        )
+        factors = self._constants(
+            (*key, "factors"), lambda: [odd(at + 1) for n in counts for at in range(n)], torch.int64, self.device
+        )
+        return total.index_add_(0, owners, sums * factors)
+
+    def weighted(self, numbers: Tensor) -> Tensor:
+        """[numel] float64: the slots of those."""
+        counts = len(self.plan.parameter_names), len(self.axes), len(self.kinds), WORDS
         values = torch.zeros(counts, dtype=torch.float64, device=self.device)
         if self.params:
-            given = [None] * len(self.params) if gradients is None else gradients
-            tensors = [tensor for pair in zip(self.params, given, strict=True) for tensor in pair]
-            hashes = self._hashes(tensors).view(-1, 1, len(KINDS))
             where = self._constants("slots", lambda: self.plan.parameter_slots, torch.int64, self.device)
-            signs = self._constants("signs", self._signs, torch.float64, self.device).view(-1, len(self._axes), 1)
-            values[where] = signs * hashes
+            signs = self._constants("signs", self._signs, torch.float64, self.device).view(-1, len(self.axes), 1, 1)
+            values[where] = signs * as_words(numbers).unsqueeze(1)
         return values.view(-1)
-
-    def _hashes(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """[n] on `device`, of tensors of which some may be on another: one transfer for all of those."""
-        none = self._constants("none", lambda: [1.0], torch.float64, self.device)[0]
-        here = [none if tensor is None else fingerprint(tensor) for tensor in tensors]
-        away = [index for index, found in enumerate(here) if found.device != self.device]
-        if away:
-            arrived = torch.stack([here[index] for index in away]).to(self.device)
-            for index, found in zip(away, arrived.unbind(), strict=True):
-                here[index] = found
-        return torch.stack(here)
 
     def _signs(self) -> list[float]:
         """Of every entry along every axis."""
-        return [self._sign(axis, entry.spec) for entry in self.plan.entries for axis in self._axes]
+        return [self._sign(axis, entry.spec) for entry in self.plan.entries for axis in self.axes]
 
     def _sign(self, axis: str, spec: P) -> float:
         """Weights that cancel over the copies along ``axis``; 0 where there are no copies."""
@@ -104,24 +151,17 @@ class ReplicaCheck:
             return 0.0
         return 1.0 - len(where) if at == where[0] else 1.0
 
+    def copied_over(self, index: int) -> tuple[str, ...]:
+        """The axes along which this rank's entry has copies."""
+        spec = self.plan.entries[index].spec
+        return tuple(axis for axis in self.axes if self._sign(axis, spec) and self.plan.topology.size(axis) > 1)
+
+    def differing(self, totals: Tensor) -> list[tuple[int, str, str]]:
+        """(slot, axis, kind) of what the summed slots, on the host, say. The first is an index of the parameters' names."""
+        shape = len(self.plan.parameter_names), len(self.axes), len(self.kinds), WORDS
+        where = totals.view(shape).ne(0).any(-1).nonzero().tolist()
+        return [(slot, self.axes[axis], self.kinds[kind]) for slot, axis, kind in where]
+
     def mismatches(self, totals: Tensor) -> list[Mismatch]:
         """What the summed slots, on the host, say."""
-        where = totals.view(len(self.plan.parameter_names), len(self._axes), len(KINDS)).nonzero().tolist()
-        return [Mismatch(self.plan.parameter_names[slot], self._axes[axis], KINDS[kind]) for slot, axis, kind in where]
-
-
-def fingerprint(tensor: Tensor) -> Tensor:
-    """0-dim float64, an integer below 2^31: a hash of the bits of ``tensor``, of all NaNs alike, -0 as 0."""
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    start = 1
-    for part in tensor.detach().reshape(-1).split(CHUNK):
-        value = part + 0.0
-        value = torch.where(value.isnan(), torch.full_like(value, torch.nan), value)
-        bits = value.view(_INTEGERS[value.element_size()]).to(torch.int64)
-        position = torch.arange(start, start + bits.numel(), device=bits.device)
-        # Multiplication by odd constants and shifts mixes the bits; int64 wraps around.
-        mixed = (bits ^ (position * -7046029254386353131)) * -4658895280553007687
-        mixed = (mixed ^ (mixed >> 29)) * -7723592293110705685
-        total += mixed.sum()
-        start += bits.numel()
-    return ((total * -7046029254386353131 >> 33) & 0x7FFFFFFF).double()
+        return [Mismatch(self.plan.parameter_names[slot], axis, kind) for slot, axis, kind in self.differing(totals)]

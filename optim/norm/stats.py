@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 
@@ -21,10 +22,14 @@ class GradStats:
             clipping, inf or NaN as it is.
         clip_coef: 0-dim, same dtype: what the gradients were (or will be) multiplied by; 1 without clipping or when the
             norm is not finite. Where param groups have their own ``max_norm``, that of the others.
-        found_inf: 0-dim float32: 1 when the norm is not finite and the step is skipped, else 0.
+        found_inf: 0-dim float32: 1 when the norm is not finite and the step is skipped, else 0. It may be skipped for other
+            reasons, see `skipped`.
         group_norms: [number of param groups]: the global p-norm of each param group.
         loss_scale: 0-dim float32: what backward had multiplied the loss by; None in modes without a loss scale.
         parameter_norms: By parameter name, where asked for: the global p-norm of each logical parameter.
+        vetoed: 0-dim float32: 1 when ``commit=`` of any rank refused the step, else 0; None without ``commit=``.
+        parted: 0-dim float32: 1 from the step on in which copies were found to differ until the error is raised that names
+            them, else 0; None without `Fingerprints`.
     """
 
     total_norm: Tensor
@@ -33,11 +38,21 @@ class GradStats:
     group_norms: Tensor
     loss_scale: Tensor | None = None
     parameter_norms: Mapping[str, Tensor] = field(default_factory=dict)
+    vetoed: Tensor | None = None
+    parted: Tensor | None = None
+
+    @property
+    def skipped(self) -> Tensor:
+        """0-dim float32: 1 when the step is skipped, for whatever reason, else 0. Host reads: none."""
+        reasons = [reason for reason in (self.found_inf, self.vetoed, self.parted) if reason is not None]
+        return reasons[0] if len(reasons) == 1 else torch.stack(reasons).amax()
 
     def __str__(self) -> str:
         parts = [f"norm {float(self.total_norm):.3g}"]
-        if self.found_inf:
-            parts.append("skipped")
+        if self.skipped:
+            whys = {"a rank's veto": self.vetoed, "copies that differ": self.parted}
+            why = ", ".join(reason for reason, flag in whys.items() if flag is not None and flag)
+            parts.append(f"skipped ({why})" if why else "skipped")
         elif self.clip_coef < 1:
             parts.append(f"clipped x{float(self.clip_coef):.3g}")
         if self.loss_scale is not None:

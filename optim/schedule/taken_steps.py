@@ -73,7 +73,7 @@ class TakenSteps:
             return
         self._seen = stats
         earlier = self.all_skipped if self._ended else None
-        self.all_skipped = stats.found_inf if earlier is None else torch.minimum(earlier, stats.found_inf)
+        self.all_skipped = stats.skipped if earlier is None else torch.minimum(earlier, stats.skipped)
         self._ended = True
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -150,7 +151,21 @@ class Chain:
             plan = link.derive(plan, self.held, measured)
         return plan
 
+    def states(self) -> list[dict[str, Tensor]]:
+        """The tensors of the optimizer's state of what is stepped, by name, in the same order."""
+        state = self.optimizer.state
+        return [
+            {key: value for key, value in state.get(tensor, {}).items() if isinstance(value, Tensor)}
+            for tensor in self.stepped
+        ]
+
     # The step --------------------------------------------------------------------------------------------------------
+
+    def update(self, update: Callable[[], object]) -> None:
+        """Call ``update``, which steps the optimizer or skips, within what the links do around it."""
+        for link in self.stepping:
+            update = partial(link.step, update)
+        update()
 
     @property
     def around_backward(self) -> list[Callable[[AnyWindow], AbstractContextManager[None]]]:

@@ -44,6 +44,8 @@ class Position(IntEnum):
     """Copies of another dtype."""
     STATE = 4
     """Nothing is replaced; the optimizer's state is."""
+    UPDATE = 5
+    """Nothing is replaced at all; next to the optimizer."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Binding:
         averages_data: Whether the optimizer itself averages gradients over the data axes.
         data_parallel: torch's, if that is used.
         overlap: Whether gradients are reduced while backward runs.
+        placements: All that were given.
     """
 
     optimizer: torch.optim.Optimizer
@@ -65,6 +68,7 @@ class Binding:
     averages_data: bool = True
     data_parallel: DataParallelSwitch | None = None
     overlap: bool = False
+    placements: Sequence[Placement] = ()
 
     @property
     def main_grads(self) -> bool:

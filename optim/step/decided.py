@@ -20,12 +20,15 @@ class Update:
     Args:
         optimizer, found_inf, factor: As for `apply_update`. Where these are on a CUDA device and some parameters are not,
             they are sent to the CPU at once: a fused optimizer would send them too, but read what has not arrived.
+
+    Attributes:
+        skipped: 0-dim float32: ``found_inf``.
     Collectives: none. Host reads: those of `apply_update`; and one wait, for these two numbers, before parameters on the
     CPU are stepped.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
-        self.optimizer, self._decided = optimizer, (found_inf, factor)
+        self.optimizer, self.skipped, self._decided = optimizer, found_inf, (found_inf, factor)
         self._sent: tuple[Tensor, torch.cuda.Event] | None = None
         self._here: tuple[Tensor, Tensor | None] | None = None
         if found_inf.is_cuda and self._some_are_on_the_cpu():

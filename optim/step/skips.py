@@ -11,9 +11,12 @@ from torch import Tensor
 
 from ...amp.capture import is_captured
 from ..clip.decide import Verdict
+from ..norm.stats import GradStats
 from .first_look import SAY_SO
 
 LAG = 16
+KINDS = 5
+PARTED = "copies have parted"
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ def _too_many(in_a_row: int, on_nonfinite: OnNonfinite) -> str | None:
 
 
 class SkipMonitor:
-    """Counts of skipped steps: in all, in a row, and because gradients came past `backward`.
+    """Counts of skipped steps: in all; in a row because of the norm; because gradients came past `backward`; because of a
+    veto; and whether copies have parted.
 
     The counts live on the device. Each step copies them to host memory without waiting, and `count` reads the
     copy that was made `LAG` steps earlier, which has arrived long since. All ranks read the same step's counts, so what
@@ -60,25 +64,29 @@ class SkipMonitor:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.counts = torch.zeros(3, dtype=torch.float64, device=device)  # no integers: found_inf would be cast first
-        self._copies = torch.zeros(LAG, 3, dtype=torch.float64, pin_memory=device.type == "cuda")
+        self.counts = torch.zeros(
+            KINDS, dtype=torch.float64, device=device
+        )  # no integers: found_inf would be cast first
+        self._copies = torch.zeros(LAG, KINDS, dtype=torch.float64, pin_memory=device.type == "cuda")
         self._arrived: list[torch.cuda.Event | None] = [None] * LAG
         self._step = 0
 
     def count(self, verdict: Verdict, on_nonfinite: OnNonfinite) -> str | None:
-        """Count one step, which is skipped where ``found_inf`` is 1, before it is made.
+        """Count one step, which is skipped where ``stats.skipped`` is 1, before it is made.
 
         Returns:
-            Why training should end here, if it should; the same on every rank.
+            Why training should end here, if it should, `PARTED` say; the same on every rank.
         Raises:
             RuntimeError: On every rank: gradients came past `backward`, `LAG` steps ago; or now, with ``"raise"``.
         Host reads: one or two with ``"raise"``, else none.
         """
         stats = verdict.stats
-        in_a_row, past = self._before()
-        self._add(stats.found_inf, verdict.past)
+        in_a_row, past, parted = self._before()
+        self._add(stats, verdict.past)
         if past or (on_nonfinite == "raise" and verdict.past is not None and bool(verdict.past)):
             raise self._came_past(f", the first one {LAG} steps ago" if past else ", this one")
+        if parted or (on_nonfinite == "raise" and stats.parted is not None and bool(stats.parted)):
+            return self._parted()
         if reason := _too_many(in_a_row, on_nonfinite):
             return reason
         if on_nonfinite == "raise" and bool(stats.found_inf):
@@ -87,10 +95,16 @@ class SkipMonitor:
 
     def poll(self, on_nonfinite: OnNonfinite) -> str | None:
         """As `count`, of all steps so far, those that a CUDA graph replayed among them. Host reads: one."""
-        _, in_a_row, past = map(int, self.counts.tolist())
+        _, in_a_row, past, _, parted = map(int, self.counts.tolist())
         if past:
             raise self._came_past("")
+        if parted:
+            return self._parted()
         return _too_many(in_a_row, on_nonfinite)
+
+    def _parted(self) -> str:
+        self.counts[4] = self._step = 0
+        return PARTED
 
     def _came_past(self, since: str) -> RuntimeError:
         self.counts[2] = self._step = 0
@@ -99,11 +113,17 @@ class SkipMonitor:
             f"them were skipped{since}: {SAY_SO}"
         )
 
-    def _add(self, found_inf: Tensor, past: Tensor | None) -> None:
-        self.counts[:2].add_(found_inf)
-        self.counts[1].mul_(found_inf)
+    def _add(self, stats: GradStats, past: Tensor | None) -> None:
+        self.counts[:2].add_(stats.found_inf)
+        self.counts[1].mul_(stats.found_inf)
         if past is not None:
             self.counts[2].add_(past)
+        if stats.vetoed is not None or stats.parted is not None:
+            self.counts[0].add_(stats.skipped - stats.found_inf)
+        if stats.vetoed is not None:
+            self.counts[3].add_(stats.vetoed)
+        if stats.parted is not None:
+            self.counts[4].copy_(stats.parted)
         if is_captured():
             return  # the counts go on in the replays, and `poll` looks at them
         slot = self._step % LAG
@@ -113,20 +133,26 @@ class SkipMonitor:
             self._arrived[slot].record()  # type: ignore[union-attr]
         self._step += 1
 
-    def _before(self) -> tuple[int, int]:
-        """Steps skipped in a row, and because gradients came past, as of `LAG` steps before this one; 0 at first."""
+    def _before(self) -> tuple[int, int, int]:
+        """Steps skipped in a row, and because gradients came past, and whether copies had parted, as of `LAG` steps before
+        this one; 0 at first."""
         if self._step < LAG or is_captured():
-            return 0, 0
+            return 0, 0, 0
         slot = self._step % LAG
         event = self._arrived[slot]
         if event is not None:
             event.synchronize()
-        _, in_a_row, past = (ctypes.c_double * 3).from_address(self._copies.data_ptr() + slot * 3 * 8)
-        return int(in_a_row), int(past)
+        copied = (ctypes.c_double * KINDS).from_address(self._copies.data_ptr() + slot * KINDS * 8)
+        _, in_a_row, past, _, parted = map(int, copied)
+        return in_a_row, past, parted
 
     def total(self) -> int:
         """Skipped steps in all. Host reads: one."""
         return int(self.counts[0])
+
+    def vetoed(self) -> int:
+        """Those of them that some rank refused. Host reads: one."""
+        return int(self.counts[3])
 
     def restore(self, total: int) -> None:
         """Start again from ``total`` skipped steps and none in a row."""

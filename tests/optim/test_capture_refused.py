@@ -10,7 +10,18 @@ import torch
 from cpu_graph import CpuGraph, capturing
 from graph_runs import Run, Setting
 from meshstep.amp import Bf16, Fp32, GradScaler, NaiveFp16
-from meshstep.optim import Clip, GradStats, HalfStates, Measure, Monitor, Norms, Offloaded, Skip
+from meshstep.optim import (
+    Clip,
+    Fingerprints,
+    GradStats,
+    HalfStates,
+    Measure,
+    Monitor,
+    Norms,
+    Offloaded,
+    Replayable,
+    Skip,
+)
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from precision_modes import differences, snapshot
 from torch import Tensor
@@ -49,6 +60,12 @@ REFUSED: dict[str, tuple[Callable[[], Run], str]] = {
         lambda: run_of(measure=Measure(check_replicas=True)),
         r"Measure\(check_replicas=True\) reads what it compared",
     ),
+    "fingerprints": (
+        lambda: run_of(measure=Measure(check_replicas=Fingerprints())),
+        r"Measure\(check_replicas=Fingerprints\(\.\.\.\)\) counts steps in Python",
+    ),
+    "veto": (lambda: run_of(commit=lambda: True), "commit= is asked in Python: leave it out"),
+    "replay": (lambda: run_of(states=Replayable()), "Replayable asks on the host whether an update is made"),
     "raise": (lambda: run_of(on_nonfinite="raise"), "on_nonfinite='raise' reads the norm.*call poll"),
     "offloaded": (lambda: run_of(states=Offloaded(0.5)), "Offloaded waits for the GPU and steps on the CPU"),
     "half states": (lambda: run_of(states=HalfStates()), "HalfStates draws by the number of the step"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from meshstep.optim import ReplicaMismatchError
-from meshstep.optim.norm.replicas import CHUNK, fingerprint
+from meshstep.optim.norm.bits import CHUNK, BitSums
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from optimizers import optimizer_for, snapshot
 from scenarios import SCENARIOS, backward, batch
@@ -68,8 +68,8 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_hashing_takes_no_more_memory_for_a_larger_tensor(dtype: torch.dtype) -> None:
-    """Eight bytes an element of a part."""
+    """Eight bytes a word of a part."""
     tensor = torch.ones(3 * CHUNK + 5, dtype=dtype)
     with Largest() as memory:
-        fingerprint(tensor)
+        BitSums(torch.device("cpu"))([tensor])
     assert memory.nbytes == 8 * CHUNK

@@ -1,0 +1,114 @@
+"""What it costs to watch copies, and how often a clean run is taken for one that is not.
+
+    python tests/benchmarks/fingerprints.py [--seconds 20] [--clean 10000]
+
+The cost: the process's own time of one of two gloo ranks (one thread each) for a step of AdamW that clips, of a
+transformer's parameters, interleaved; as a ratio to the same step without a watch. A run that compares every N steps is in
+between the two rows of such a run: ``between + (compares - between) / N``.
+
+Clean steps: that many in all, spread over layouts, with accumulated micro-batches, clipping and (in fp16) overflows;
+compared in every step. Exits with 1 where any was taken for parted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
+
+from flips import LAYOUTS, Run
+from meshstep.optim import Fingerprints, Measure, ParallelOptimizer, Replayable, ReplicaMismatchError
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from world import World
+
+AT_A_TIME = 500  # steps of one call, which may take a minute
+
+
+def contenders(registry: ProcessGroupRegistry, width: int) -> dict[str, Callable[[], object]]:
+    """Name -> one step, each of its own parameters and gradients."""
+    sizes = [(3072, width), (512, width), *[(width,), (3 * width, width), (width, width), (4 * width, width)] * 9]
+    ways: dict[str, dict[str, Any]] = {
+        "no watch": {"measure": Measure()},
+        "a step that compares": {"measure": Measure(check_replicas=Fingerprints(every=1))},
+        "a step between": {"measure": Measure(check_replicas=Fingerprints(every=10**6))},
+        "commit=": {"commit": lambda: True},
+        "Replayable": {"states": Replayable()},
+    }
+    steps: dict[str, Callable[[], object]] = {}
+    for name, options in ways.items():
+        generator = torch.Generator().manual_seed(0)
+        model = nn.ParameterList([torch.randn(size, generator=generator) * 0.02 for size in sizes])
+        declare(model, {"*": P()})
+        for param in model:
+            param.grad = torch.randn(param.shape, generator=generator)
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        steps[name] = ParallelOptimizer(adamw, registry, max_norm=0.7, **options).step
+    return steps
+
+
+def timed(seconds: float, width: int) -> dict[str, float]:
+    """Name -> milliseconds of this process, the median of the rounds."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        steps = contenders(registry, width)
+        times: dict[str, list[float]] = {name: [] for name in steps}
+        for step in steps.values():
+            step()
+        rounds = torch.tensor(0.0)
+        end = time.perf_counter() + seconds
+        while not rounds:
+            for name, step in steps.items():
+                start = time.process_time()
+                step()
+                times[name].append((time.process_time() - start) * 1e3)
+            rounds = torch.tensor(float(time.perf_counter() > end))
+            torch.distributed.all_reduce(rounds)  # all stop together
+        return {name: median(values) for name, values in times.items()}
+
+
+def clean(name: str, steps: int) -> str:
+    """What a clean run of so many steps says in the end."""
+    with ProcessGroupRegistry(LAYOUTS[name].topology) as registry:
+        run = Run(name, registry, every=1, accumulation_steps=2)
+        try:
+            for step in range(steps):
+                run.step(1e6 if step % 50 == 7 else 1.0)
+            run.optimizer.poll()
+        except ReplicaMismatchError as error:
+            return f"step {run.steps}: {error}"
+        return f"nothing found, {run.optimizer.skipped_steps} skipped"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=20.0, help="time for the table")
+    parser.add_argument("--width", type=int, default=256, help="of the transformer: 512 has 30M parameters")
+    parser.add_argument("--clean", type=int, default=10_000, help="steps in all layouts together")
+    arguments = parser.parse_args()
+    world, parted = World(), False
+    if arguments.seconds:
+        found = world.run(2, timed, arguments.seconds, arguments.width)[0]
+        print(f"AdamW on data=2, float32, width {arguments.width}, torch {torch.__version__}")
+        for name, milliseconds in found.items():
+            print(f"  {name:22s} {milliseconds:9.2f} ms   {milliseconds / found['no watch']:5.2f}x")
+    each = -(-arguments.clean // len(LAYOUTS))
+    for name in sorted(LAYOUTS) if arguments.clean else ():
+        for start in range(0, each, AT_A_TIME):
+            steps = min(AT_A_TIME, each - start)
+            said = {*world.run(LAYOUTS[name].topology.world_size, clean, name, steps)}
+            parted |= any("nothing found" not in text for text in said)
+            print(f"  {name:28s} {steps:5d} steps: {'; '.join(said)}", flush=True)
+    world.close()
+    sys.exit(int(parted))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""A bit that turns in one copy of a weight, a gradient or a state is found in time, named, and not stepped with."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from flips import EVERY, LAYOUTS, Run, What, bits_of, flip
+from hypothesis import strategies as st
+from meshstep.optim import Fingerprints, Measure, ParallelOptimizer, ReplicaMismatchError
+from meshstep.optim.step.skips import LAG
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from probes import collectives, no_host_reads
+from properties import random_cases
+from torch import nn
+from world import World
+
+SIZES = {name: layout.topology.world_size for name, layout in LAYOUTS.items()}
+STATES: list[What] = ["parameter", "gradient", "exp_avg", "exp_avg_sq", "step"]
+
+
+def flipped(
+    name: str, what: What, parameter: str, bit: int, victim: int, at: int, **options: Any
+) -> tuple[list[tuple[str, str, str, tuple[int, ...]]], int, bool]:
+    """(mismatches, in which step the error came, weights and states are those of the step that compared). Step -1: the
+    gradients were not finite in the step of the flip."""
+    with ProcessGroupRegistry(LAYOUTS[name].topology) as registry:
+        run = Run(name, registry, **options)
+        before, held = run.everything(), False
+        for step in range(3 * EVERY + LAG):
+            run.backward()
+            if step == at and what == "gradient":
+                run.optimizer._completion(run.optimizer._window, None)  # complete: what copies hold
+            if step == at and registry.global_rank == victim:
+                flip(run.tensor(what, parameter), bit)
+            compared = step % EVERY == 0
+            if compared and step >= at and not held:
+                before, held = run.everything(), True
+            try:
+                run.optimizer.step()
+            except ReplicaMismatchError as error:
+                found = [(m.name, m.axis, m.kind, m.ranks) for m in error.mismatches]
+                return found, step, bits_of(before) == bits_of(run.everything())
+            if step == at and run.optimizer.last_stats is not None and run.optimizer.last_stats.found_inf:
+                return [], -1, bits_of(before) == bits_of(run.everything())
+        return [], -1, False
+
+
+def kind_of(name: str, what: What) -> str:
+    if what == "model":
+        return "parameter"
+    if what == "parameter":
+        return "master" if "masters" in name else "stepped weight" if "ZeRO" in name else "parameter"
+    return what if what == "gradient" else f"state {what}"
+
+
+@pytest.mark.parametrize("what", STATES)
+@pytest.mark.parametrize("name", ["data", "data x tensor", "ZeRO-1, copied over tensor", "bf16 masters", "experts"])
+def test_a_flipped_bit_is_named_and_the_step_is_not_made(world: World, name: str, what: What) -> None:
+    """The lowest bit of a float32 mantissa, in the step that compares; the error comes as late as it may."""
+    victim = 1 if "ZeRO" in name else SIZES[name] - 1  # which holds the piece
+    for found, step, kept in world.run(SIZES[name], flipped, name, what, "bias", 0, victim, EVERY):
+        # Of pieces only the copies over tensor are the same; three copies tell which of them is wrong.
+        alone = SIZES[name] > 2 and "ZeRO" not in name
+        expected = {("bias", kind_of(name, what), (victim,) if alone else (0, 1))}
+        if "ZeRO" in name and what == "parameter":  # a piece is a part of the model's own
+            expected.add(("bias", "parameter", (victim,)))
+        assert {(of, kind, ranks) for of, _, kind, ranks in found} == expected
+        assert {axis for _, axis, _, _ in found} <= {*dict(LAYOUTS[name].axes)}
+        assert step == EVERY + LAG
+        assert kept
+
+
+@pytest.mark.parametrize("name", ["bf16 masters", "ZeRO-1, copied over tensor"])
+def test_a_bit_of_the_model_s_own_weight_is_seen_beside_what_is_stepped(world: World, name: str) -> None:
+    """On a rank that steps no piece of it."""
+    for found, step, kept in world.run(4, flipped, name, "model", "bias", 3, 3, EVERY):
+        assert {(of, kind, ranks) for of, _, kind, ranks in found} == {("bias", "parameter", (3,))}
+        assert step == EVERY + LAG
+        assert kept
+
+
+def test_a_bit_that_turned_between_comparisons_is_found_in_the_next_one(world: World) -> None:
+    """By then moments and gradients have followed the weight; the error says so of all of them."""
+    for found, step, kept in world.run(2, flipped, "data", "exp_avg", "matrix", 20, 1, EVERY + 1):
+        assert ("matrix", "data", "state exp_avg", (0, 1)) in found
+        assert {of for of, *_ in found} == {"matrix"}
+        assert step == 2 * EVERY + LAG
+        assert kept
+
+
+@st.composite
+def flips(draw: st.DrawFn) -> tuple[str, What, str, int, int, int]:
+    """Arguments of `flipped`: a bit of what has copies, in the step that compares. (Later than that an update may have
+    rounded a last bit away.)"""
+    name = draw(st.sampled_from(sorted(LAYOUTS)))
+    what = draw(st.sampled_from(STATES))
+    parameter = "bias" if "ZeRO" in name else draw(st.sampled_from(["bias", "matrix"]))
+    victim = draw(st.integers(0, 1 if "ZeRO" in name else SIZES[name] - 1))  # data rank 0 has the bias's piece
+    bit = draw(st.sampled_from([0, 22, 30, 31]) | st.integers(0, 31))
+    return name, what, parameter, bit, victim, EVERY
+
+
+@random_cases(flips(), 60)
+def test_any_flipped_bit_of_any_copy_is_found(world: World, drawn: list[tuple[str, What, str, int, int, int]]) -> None:
+    """Signs, exponents and lowest bits; but for gradients that are not finite any more, with which nobody steps anyway."""
+    results = world.run_each(flipped, [(SIZES[case[0]], case) for case in drawn])
+    for (name, what, parameter, _, victim, _), by_rank in zip(drawn, results, strict=True):
+        assert len({repr(result) for result in by_rank}) == 1
+        found, step, kept = by_rank[0]
+        assert kept
+        if step < 0:
+            assert what == "gradient"
+            continue
+        assert {of for of, *_ in found} == {parameter}
+        assert all(victim in ranks for *_, ranks in found)
+        assert kind_of(name, what) in {kind for _, _, kind, _ in found}
+        assert step == EVERY + LAG
+
+
+def watched(steps: int, name: str, options: dict[str, Any], scale: float) -> tuple[int, int, bytes]:
+    """(steps, skipped ones, weights) of a clean run."""
+    with ProcessGroupRegistry(LAYOUTS[name].topology) as registry:
+        run = Run(name, registry, **options)
+        for step in range(steps):
+            run.step(scale if step % 7 == 3 else 1.0)
+        run.optimizer.poll()
+        return run.steps, run.optimizer.skipped_steps, bits_of(run.everything())
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+def test_a_clean_run_is_the_same_with_and_without_a_watch(world: World, name: str) -> None:
+    """With accumulated micro-batches and clipping; in fp16 with overflows as well."""
+    scale = 1e6 if "fp16" in name else 1.0
+    runs = [
+        world.run(SIZES[name], watched, 25, name, {"accumulation_steps": 2, "every": every}, scale)
+        for every in (1, 3, None)
+    ]
+    assert runs[0] == runs[1] == runs[2]
+    assert all((skipped > 2) is ("fp16" in name) for _, skipped, _ in runs[0])
+
+
+def test_where_nothing_has_a_copy_a_warning_says_so(world: World) -> None:
+    for warned in world.run(2, uncopied):
+        assert warned == ["nothing"]
+
+
+def uncopied() -> list[str]:
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = nn.ParameterList([torch.ones(3)])
+        declare(model, {"*": P("tensor")})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ParallelOptimizer(optimizer, registry, measure=Measure(check_replicas=Fingerprints()))
+        return [str(w.message)[:7] for w in caught if "Fingerprints" in str(w.message)]
+
+
+def overhead(every: int | None) -> list[list[str]]:
+    """The collectives of each step."""
+    with ProcessGroupRegistry(LAYOUTS["data x tensor"].topology) as registry:
+        run, logs = Run("data x tensor", registry, every=every), []
+        for step in range(5):
+            run.backward()
+            with no_host_reads() if step else nullcontext(), collectives() as log:
+                run.optimizer.step()
+            logs.append([str(event) for event in log])
+        return logs
+
+
+def test_a_comparison_takes_no_collective_more_and_no_host_read(world: World) -> None:
+    for with_watch, without in zip(world.run(6, overhead, 2), world.run(6, overhead, None), strict=True):
+        assert list(map(len, with_watch)) == list(map(len, without))
+        assert min(map(len, without)) > 0
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True])
+def test_a_number_of_steps_that_is_none_is_refused(every: Any) -> None:
+    with pytest.raises(ValueError, match=r"Fingerprints\(every=.*\): give a whole number of steps >= 1"):
+        Measure(check_replicas=Fingerprints(every=every)).check()
+
+
+def healed() -> tuple[list[tuple[int, ...]], int, bool]:
+    """(ranks of each error, steps skipped for good, copies are equal at the end) of a run that goes on after an error."""
+    with ProcessGroupRegistry(LAYOUTS["data x tensor"].topology) as registry:
+        run, errors = Run("data x tensor", registry), []
+        for step in range(2 * EVERY + LAG):
+            run.backward()
+            if step == EVERY and registry.global_rank == 4:
+                flip(run.tensor("exp_avg", "bias"), 0)
+            try:
+                run.optimizer.step()
+            except ReplicaMismatchError as error:
+                errors += [mismatch.ranks for mismatch in error.mismatches]
+                if registry.global_rank == 4:
+                    flip(run.tensor("exp_avg", "bias"), 0)
+        run.optimizer.poll()
+        return errors, run.optimizer.skipped_steps, run.optimizer.last_stats is not None
+
+
+def test_who_mends_the_copy_goes_on(world: World) -> None:
+    for errors, skipped, _ in world.run(6, healed):
+        assert set(errors) == {(4,)}
+        assert skipped == LAG + 1  # the one that compared to the one that told
+
+
+def polled(what: str) -> str:
+    with ProcessGroupRegistry(LAYOUTS["data"].topology) as registry:
+        run = Run("data", registry, on_nonfinite="raise" if what == "raise" else "skip")
+        for step in range(EVERY + 1):
+            run.backward()
+            if step == EVERY and registry.global_rank == 1:
+                flip(run.tensor("parameter", "matrix"), 31)
+            try:
+                run.optimizer.step()
+            except ReplicaMismatchError as error:
+                return f"in step {step}: {error.mismatches[0]}"
+        assert "copies that differ" in str(run.optimizer.last_stats)
+        if what == "load":
+            run.optimizer.load_state_dict(run.optimizer.state_dict())
+        try:
+            run.optimizer.poll()
+        except ReplicaMismatchError as error:
+            return f"poll: {error.mismatches[0]}"
+        try:
+            run.step()
+            run.optimizer.poll()
+        except ReplicaMismatchError as error:
+            return f"next step: {error.mismatches[0]}"
+        return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("what", "when"),
+    [("poll", "poll"), ("raise", f"in step {EVERY}"), ("load", "next step")],
+)
+def test_what_was_found_is_told_where_the_host_looks(world: World, what: str, when: str) -> None:
+    """After a state was loaded copies are compared anew."""
+    told = "matrix: the parameter differs along axis 'data', between ranks 0, 1, of which nobody can say who is right"
+    assert world.run(2, polled, what) == [f"{when}: {told}"] * 2

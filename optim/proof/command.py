@@ -105,7 +105,7 @@ def _launched() -> tuple[int, int]:
     return place.rank, place.world_size
 
 
-def _audited(options: argparse.Namespace) -> list[Proof] | list[Inferred]:
+def _audited(options: argparse.Namespace) -> list[Proof | Inferred]:
     """By rank.
 
     Raises:

@@ -160,7 +160,7 @@ def without_ones(spec: P, topology: Topology) -> P:
 def entries(spec: P) -> list[set[str]]:
     """Of each dim, the axes that cut it: their order no shape tells. Without trailing dims that are whole."""
     along = {axis: min(axis, owner) for axis, owner in dict(spec.owned).items() if isinstance(owner, str)}
-    along |= {max(pair): min(pair) for pair in dict(spec.owned).items() if pair[0] in along}
+    along |= {str(owner): along[axis] for axis, owner in dict(spec.owned).items() if axis in along}
     found = [{along.get(axis, axis) for axis in spec.dim_axes(dim)} for dim in range(len(spec.entries))]
     while found and not found[-1]:
         found.pop()

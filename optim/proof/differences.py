@@ -8,9 +8,10 @@ search takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import log10
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,8 +21,10 @@ from .objective import Losses, Objective, unequal_along, whole_loss
 
 TOGETHER = 64  # parameters that are moved at once: an error of one is seen if it is this many times the tolerance
 ALIKE = 1.5  # powers of ten within which their effects are
-_STEPS = (1.0, 0.1, 10.0)
+_STEPS = (1.0, 0.1, 0.01, 0.001, 10.0)
 _CHANGE = 1e-6  # of the loss, that a step is to make
+_TINY = 1e-13  # a step that shows nothing but rounding
+Kept = Literal["kept", "wrong", "untold"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Digits:
     """How exactly losses of a dtype tell a derivative."""
 
     relative: float  # of a derivative, what differences may be off
-    noise: float  # of a loss: rounding
+    noise: float  # of a loss: rounding, at least
     smallest: float  # step, of the size of the elements
     largest: float
 
@@ -63,10 +66,20 @@ class Difference:
 class Differences:
     """Derivatives of an objective in the parameters that were measured."""
 
-    def __init__(self, objective: Objective, measured: Measured, base: Losses, digits: Digits) -> None:
+    def __init__(
+        self, objective: Objective, measured: Measured, base: Losses, digits: Digits, noise: float = 0.0
+    ) -> None:
         self.objective, self.measured, self.digits = objective, measured, digits
         self.topology = measured.topology
         self.loss = abs(whole_loss(base, self.topology))
+        self.noise = max(noise, digits.noise * self.loss)
+
+    def measure_noise(self, promises: Sequence[Promise]) -> None:
+        """How much rounding is in a loss: it can be a small difference of large numbers. Collectives: of two forwards."""
+        promised = sum(promise.value for promise in promises)
+        up, down = (self._moved([(p.known, p.direction) for p in promises], sign * _TINY) for sign in (1, -1))
+        change = whole_loss(up, self.topology) - whole_loss(down, self.topology)
+        self.noise = max(self.noise, 10 * abs(change - 2 * _TINY * promised))
 
     def along(self, directions: Sequence[tuple[Known, Tensor | None]], size: float) -> Iterator[Difference]:
         """With one step after another, each two forwards, as long as somebody asks.
@@ -81,13 +94,13 @@ class Differences:
             step = first * factor
             pair = [self._moved(directions, sign * step) for sign in (1, -1)]
             up, down = (whole_loss(losses, self.topology) for losses in pair)
-            rounding = digits.noise * self.loss / step
+            rounding = self.noise / step
             apart = {axis for losses in pair for axis in unequal_along(losses, self.topology, self._within(step, size))}
             yield Difference((up - down) / (2 * step), rounding, tuple(sorted(apart)))
 
     def _within(self, step: float, size: float) -> float:
         """By how much equal losses may differ."""
-        return 10 * self.digits.noise * self.loss + 1e-3 * step * size
+        return 10 * self.noise + 1e-3 * step * size
 
     def _moved(self, directions: Sequence[tuple[Known, Tensor | None]], step: float) -> Losses:
         before = self.measured.move(directions, step)
@@ -96,13 +109,27 @@ class Differences:
         finally:
             self.measured.put_back(before)
 
-    def agrees(self, found: Difference, promised: float, size: float) -> bool:
-        """Whether it is what the gradients promise, of terms that add up to ``size`` without their signs."""
-        return abs(found.value - promised) <= self.digits.relative * size + found.rounding
+    def judge(self, found: Iterable[Difference], promised: float, size: float) -> Kept:
+        """Whether differences are what the gradients promise, of terms that add up to ``size`` without their signs.
+
+        A kink of the loss (ReLU, maximum, top-k) within a step makes a difference wrong, and smaller steps meet fewer: so
+        one that agrees is enough, if those before it were too far off to be the same error, seen more exactly.
+        """
+        before: list[float] = []
+        told = False
+        for difference in found:
+            if not self.tells(difference, size):
+                continue
+            told = True
+            off, allowed = abs(difference.value - promised), self.digits.relative * size + difference.rounding
+            if off <= allowed and all(other > 1.5 * allowed for other in before):
+                return "kept"
+            before.append(off)
+        return "wrong" if told else "untold"
 
     def never_tells(self, size: float) -> bool:
         """Whether effects of this size are lost in rounding at the largest step too."""
-        return self.digits.noise * self.loss / self.digits.largest > 0.01 * size
+        return self.noise / self.digits.largest > 0.01 * size
 
     def tells(self, found: Difference, size: float) -> bool:
         """Whether what it is to be compared with isn't lost in rounding."""
@@ -161,17 +188,12 @@ def _search(differences: Differences, group: list[Promise]) -> Iterator[tuple[Kn
     yield from _search(differences, group[middle:])
 
 
-def _kept(differences: Differences, group: Sequence[Promise]) -> str:
+def _kept(differences: Differences, group: Sequence[Promise]) -> Kept:
     typical = sorted(promise.size for promise in group)[len(group) // 2]
     scaled = [promise.scaled(typical) for promise in group]
     promised, size = sum(value for _, value in scaled), len(group) * typical
-    told = False
-    for found in differences.along([pair for pair, _ in scaled], size):
-        if not size:  # no gradient: the loss must not change at all
-            return "kept" if abs(found.value) <= 10 * found.rounding else "wrong"
-        if not differences.tells(found, size):
-            continue
-        told = True
-        if differences.agrees(found, promised, size):
-            return "kept"
-    return "wrong" if told else "untold"
+    found = differences.along([pair for pair, _ in scaled], size)
+    if not size:  # no gradient: the loss must not change at all
+        first = next(found)
+        return "kept" if abs(first.value) <= 10 * first.rounding else "wrong"
+    return differences.judge(found, promised, size)

@@ -116,6 +116,7 @@ class _Examination:
                 suspects[known.label] = None
             else:
                 promises.append(promise)
+        self.differences.measure_noise(promises)
         wrong, untold = wrong_ones(self.differences, promises)
         suspects.update((known.label, None) for known in wrong)
         in_order = [known for known in order.sorted() if known.label in suspects]
@@ -186,7 +187,7 @@ class _Examination:
         return found
 
     def _explained(self, known: Known, cause: Cause | None) -> Finding | None:
-        """None: it is another layout than was guessed, and right."""
+        """None: it is right after all, or another layout than was guessed."""
         if not any(seen.gradient for seen in known.seen.values()):
             return self._finding(known, "no gradient comes", (), 1.0, None)
         declared = self.ways[known.label]
@@ -201,6 +202,8 @@ class _Examination:
             spec, _ = spec_of_way(known, explanation.way, self.topology, {})
         if cause is not None:
             return self._finding(known, cause, (), 1.0, spec)
+        if explanation.way == declared and explanation.factor == 1.0 and not doubtful:
+            return None  # moved alone, and along other directions, it is right
         cause, axes = cause_of(known, declared, explanation, split, self.topology)
         factor = explanation.factor
         if cause == "counted several times" and factor == 1.0:
@@ -233,7 +236,9 @@ class _Examination:
         if last is None or not (several or any(finding.cause == "backward is wrong" for finding in findings)):
             return None
         sites, split = order.until_right(last, wrong), self._split()
-        place = first_wrong(self.model, self.objective, sites, self.registry, self.digits, split)
+        place = first_wrong(
+            self.model, self.objective, sites, self.registry, self.digits, self.differences.noise, split
+        )
         module = last.name.rpartition(".")[0]
         if place is None and split.get(module):  # what comes out of its module is right
             return Place(Site(module, "input"), Site(module, "output"), "a sum is missing", split[module], likely=True)

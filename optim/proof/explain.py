@@ -108,14 +108,17 @@ class Explainer:
         if spread > self.differences.digits.relative * 10 * probe.size:
             return False
         size = max(abs(value), probe.size)
-        return any(not found.unequal and self.differences.agrees(found, value, size) for found in probe.differences())
+        found = (difference for difference in probe.differences() if not difference.unequal)
+        return self.differences.judge(found, value, size) == "kept"
 
     def _factor(self, way: Way, probes: Iterable[Probe]) -> float | None:
         """How many times too large the gradient is, where that is one number along all directions."""
         found: list[float] = []
         for probe in probes:
             value, spread = way.derivative(probe.products, self.topology)
-            difference = next(iter(probe.differences()), None)
+            # Of the smallest step, which meets the fewest kinks, as far as rounding leaves digits.
+            exact = [difference for difference in probe.differences() if difference.rounding <= 1e-5 * probe.size]
+            difference = min(exact or probe.differences(), key=lambda one: -one.rounding, default=None)
             if difference is None or not difference.value or spread > 1e-6 * probe.size:
                 return None
             found.append(value / difference.value)
@@ -163,10 +166,9 @@ def cause_of(
         axes = axes_of_factor(found.factor if too_large else 1 / found.factor, topology)
         return ("counted several times" if too_large else "divided too often"), axes
     changed = [(axis, was, found.way.along(axis)) for axis, was in declared.by_axis if was != found.way.along(axis)]
-    if not changed:
-        return "lost in rounding", ()  # it is what it should be, when it is moved alone
+    assert changed
     axis, was, now = changed[0]
-    if was.apart and now.apart:
+    if now.apart and was.apart:
         return ("divided too often" if now.products == "sum" else "counted several times"), (axis,)
     if now.apart:
         return "split, not declared", (axis,)

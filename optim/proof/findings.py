@@ -19,7 +19,6 @@ Cause = Literal[
     "copies differ",
     "backward is wrong",
     "forward differs",
-    "lost in rounding",
 ]
 
 

@@ -110,6 +110,7 @@ def first_wrong(
     events: Sequence[Site],
     registry: ProcessGroupRegistry,
     digits: Digits,
+    noise: float,
     split: Mapping[str, tuple[str, ...]],
 ) -> Place | None:
     """From the last of ``events`` backwards, the first site whose gradient is wrong. The same on all ranks.
@@ -128,7 +129,7 @@ def first_wrong(
                 seen[str(site)] = Seen.of(one.value, one.zeros.grad, None, registry.topology)
                 one.zeros = tensors[str(site)]
         measured = Measured(tensors, gradients, seen, registry)
-        explainer = Explainer(Differences(objective, measured, base, digits))
+        explainer = Explainer(Differences(objective, measured, base, digits, noise))
         right: Site | None = None
         for site in reversed(events):
             known = next((known for known in measured.known if known.name == str(site)), None)

@@ -42,6 +42,5 @@ def words(cause: Cause, axes: Sequence[str], factor: float, spec: P | None, wher
             f"ranks of {over} compute different things that should be one and the same: a sum or a gather over {over} is "
             "missing in forward or made over another axis, copies of a parameter differ, or ranks have other batches"
         ),
-        "lost in rounding": "the loss hardly depends on it",
     }[cause]
     return text if where is None or cause == "copies differ" else f"{text} (see {where})"

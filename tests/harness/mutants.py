@@ -350,6 +350,13 @@ def _divisor(
     built: Built, drawn: Drawn, registry: ProcessGroupRegistry, rng: random.Random, _: Kind
 ) -> Iterator[Truth]:
     topology = registry.topology
+    if drawn.family == "FSDP2":  # which takes no notice of a parameter's hooks
+        index, which = rng.randrange(drawn.depth), rng.choice(["ups", "downs"])
+        layer: Any = built.model.get_submodule(f"{which}.{index}")
+        layer.set_gradient_divide_factor(1.0)
+        wrong = {f"{which}.{index}.{name}" for name in ("weight", "bias")}
+        yield Truth(wrong, ("counted several times",), (), f"{which}.{index}: gradients are summed, not averaged")
+        return
     names = sorted(set().union(*gather_objects(set(dict(built.model.named_parameters())), registry)))
     name = rng.choice(names)
     axis = rng.choice([axis for axis in topology.axes if topology.size(axis) > 1])

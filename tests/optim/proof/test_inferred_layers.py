@@ -135,7 +135,7 @@ def inferred(case: Case) -> Found:
 def with_shapes_of_another_model() -> str:
     with ProcessGroupRegistry(Topology(row=2, col=3)) as registry:
         model = Grid(registry, "column")
-        ids = torch.arange(12)
+        ids = torch.arange(12).reshape(12, 1)
         dense = {"up.weight": (18, 12)}  # as nn.Linear has it, and not as it is multiplied here
         with pytest.raises(ValueError, match="no part of") as told:
             infer(model, lambda model: model(ids), registry, shapes=dense)

@@ -136,16 +136,16 @@ def with_shapes_of_another_model() -> str:
     with ProcessGroupRegistry(Topology(row=2, col=3)) as registry:
         model = Grid(registry, "column")
         ids = torch.arange(12).reshape(12, 1)
-        dense = {"up.weight": (18, 12)}  # as nn.Linear has it, and not as it is multiplied here
+        other = {"up.weight": (20, 12)}
         with pytest.raises(ValueError, match="no part of") as told:
-            infer(model, lambda model: model(ids), registry, shapes=dense)
+            infer(model, lambda model: model(ids), registry, shapes=other)
         return str(told.value)
 
 
 def test_shapes_that_are_not_the_models_are_told(world: World) -> None:
     for told in world.run(6, with_shapes_of_another_model):
         assert told.startswith(
-            "up.weight: ranks hold (6, 6), which is no part of (18, 12), its shape in `shapes`; give"
+            "up.weight: ranks hold (6, 6), which is no part of (20, 12), its shape in `shapes`; give"
         )
 
 

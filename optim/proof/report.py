@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 from ...parallel.mesh.text import aligned
 from .findings import Finding, Proof
@@ -16,7 +18,7 @@ def report(proof: Proof) -> str:
     installed."""
     if proof.right:
         return str(proof)
-    table = _with_rich if importlib.util.find_spec("rich") else _plain
+    table = _with_rich if find_spec("rich") else _plain
     return f"{table([_row(finding) for finding in proof.findings])}\n\n{proof}"
 
 
@@ -36,15 +38,12 @@ def _plain(rows: list[tuple[str, ...]]) -> str:
 
 
 def _with_rich(rows: list[tuple[str, ...]]) -> str:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(*_HEADER)
+    table: Any = import_module("rich.table").Table(*_HEADER)
     table.columns[5].justify = "right"
+    text: Any = import_module("rich.text").Text
     for row in rows:
-        table.add_row(*map(Text, row))
-    console = Console(file=io.StringIO(), width=max(len(" | ".join(row)) for row in (_HEADER, *rows)) * 2)
-    console.print(table)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue().rstrip()
+        table.add_row(*map(text, row))
+    widest = sum(max(map(len, column)) + 3 for column in zip(_HEADER, *rows, strict=True)) + 1
+    written = io.StringIO()
+    import_module("rich.console").Console(file=written, width=widest).print(table)
+    return written.getvalue().rstrip()

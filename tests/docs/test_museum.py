@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from meshstep.optim.proof.prove import prove
+from meshstep.parallel import P, ProcessGroupRegistry, declare
+from proof_models import Drawn, build
 from world import World
 
 PAGE = Path(__file__).parent.parent.parent / "optim" / "proof" / "MUSEUM.md"
@@ -58,6 +61,29 @@ def test_an_exhibit_is_wrong_in_silence_and_prove_says_what_is_shown(
     proofs = [NORMS.sub("", text) for text in (first, *others)]
     assert len({re.sub(r"\(.*?%\)", "", proof) for proof in proofs}) == 1, "all ranks know the same"
     assert " wrong:\n" in first
+
+
+def test_the_first_screen_shows_one_of_them() -> None:
+    readme = (PAGE.parent.parent.parent / "README.md").read_text()
+    before, _, after = readme.partition("```text\n")
+    assert "optim/proof/MUSEUM.md" in before
+    (shown,) = [found for found in EXHIBIT.findall(PAGE.read_text()) if after.partition("```")[0] in found[4]]
+    ((wrong, right),) = NORMS.findall(shown[4])
+    assert f"clipped by a norm {1 - float(wrong) / float(right):.1%} too small" in " ".join(before.split())
+
+
+def untied_table() -> tuple[bool, bool]:
+    """Of a table on both stages of a pipeline: the proof where it is declared tied, and where it isn't."""
+    drawn = Drawn("pipe", (("pipe", 2),), width=8, depth=1, dropout=0.0, tied=True, trained=True, seed=1)
+    with ProcessGroupRegistry(drawn.topology) as registry:
+        model, loss_fn = build(drawn, registry)
+        tied = prove(model, loss_fn, registry).right
+        declare(model, {"table": P()})
+        return tied, prove(model, loss_fn, registry).right
+
+
+def test_a_tie_that_nobody_declares_is_out_of_sight(world: World) -> None:
+    assert world.run(2, untied_table) == [(True, True)] * 2
 
 
 def write() -> None:

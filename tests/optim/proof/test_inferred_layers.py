@@ -135,17 +135,17 @@ def inferred(case: Case) -> Found:
 def with_shapes_of_another_model() -> str:
     with ProcessGroupRegistry(Topology(row=2, col=3)) as registry:
         model = Grid(registry, "column")
-        ids = torch.arange(12)
-        dense = {"up.weight": (18, 12)}  # as nn.Linear has it, and not as it is multiplied here
+        ids = torch.arange(12).reshape(12, 1)
+        other = {"up.weight": (20, 12)}
         with pytest.raises(ValueError, match="no part of") as told:
-            infer(model, lambda model: model(ids), registry, shapes=dense)
+            infer(model, lambda model: model(ids), registry, shapes=other)
         return str(told.value)
 
 
 def test_shapes_that_are_not_the_models_are_told(world: World) -> None:
     for told in world.run(6, with_shapes_of_another_model):
         assert told.startswith(
-            "up.weight: ranks hold (6, 6), which is no part of (18, 12), its shape in `shapes`; give"
+            "up.weight: ranks hold (6, 6), which is no part of (20, 12), its shape in `shapes`; give"
         )
 
 
@@ -160,7 +160,7 @@ def without_ones(spec: P, topology: Topology) -> P:
 def entries(spec: P) -> list[set[str]]:
     """Of each dim, the axes that cut it: their order no shape tells. Without trailing dims that are whole."""
     along = {axis: min(axis, owner) for axis, owner in dict(spec.owned).items() if isinstance(owner, str)}
-    along |= {max(pair): min(pair) for pair in dict(spec.owned).items() if pair[0] in along}
+    along |= {str(owner): along[axis] for axis, owner in dict(spec.owned).items() if axis in along}
     found = [{along.get(axis, axis) for axis in spec.dim_axes(dim)} for dim in range(len(spec.entries))]
     while found and not found[-1]:
         found.pop()

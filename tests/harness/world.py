@@ -30,6 +30,8 @@ T = TypeVar("T")
 # A peer that is gone must be an error soon; a busy 2-core machine must not be one.
 GROUP_TIMEOUT = timedelta(seconds=60)
 RUN_TIMEOUT = 180.0
+# When a rank has failed the others may wait for it until the group timeout: they get a moment, no more.
+MOMENT = 5.0
 
 # All that each worker would else import for itself; some of it only on first use, by optimizers and checkpoints: seconds.
 PRELOAD = [
@@ -221,8 +223,7 @@ class World:
                 except (EOFError, ConnectionError):
                     replies[rank] = (False, "died")
             if any(not ok for ok, _ in replies.values()):
-                # The others may wait for the failed rank until the group timeout: give them a moment, no more.
-                deadline = min(deadline, time.monotonic() + 5.0)
+                deadline = min(deadline, time.monotonic() + MOMENT)
         return replies
 
     def _log(self, rank: int) -> str:

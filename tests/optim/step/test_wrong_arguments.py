@@ -31,7 +31,10 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
         ("gradient_accumulation_steps", "write accumulation_steps="),
         ("mixed_precision", "write precision="),
         ("max_nrom", "write max_norm="),
-        ("colour", "there are accumulation_steps, commit, data_parallel, max_norm, measure, on_nonfinite, precision, states"),
+        (
+            "colour",
+            "there are accumulation_steps, commit, data_parallel, max_norm, measure, on_nonfinite, precision, states",
+        ),
     ],
 )
 def test_an_argument_of_another_library_says_what_it_is_here(name: str, advice: str) -> None:

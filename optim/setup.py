@@ -241,7 +241,8 @@ class Setup:
         """What measures the gradients of what the chain steps, and applies rules to them."""
         regions = [piece.region for piece in chain.pieces(plan.entries)]
         device = self.device_of([[(None, param) for _, param, _ in chain.given]])
-        watch = watch_of(plan, chain, self.measure, device)
+        masters = precision_of(self.precision).masters
+        watch = watch_of(plan, chain, self.measure, device, masters, bool(self.placements))
         return Clipping(
             chain.measured(),
             regions,

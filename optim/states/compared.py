@@ -31,18 +31,22 @@ def checks_of(plan: ReductionPlan, chain: Chain, measure: Measure, device: torch
     return checks
 
 
-def watch_of(plan: ReductionPlan, chain: Chain, measure: Measure, device: torch.device) -> Watch | None:
-    """Of the whole run, where that is wanted. Args: as for `checks_of`."""
+def watch_of(
+    plan: ReductionPlan, chain: Chain, measure: Measure, device: torch.device, masters: bool, placed: bool
+) -> Watch | None:
+    """Of the whole run, where that is wanted.
+
+    Args: as for `checks_of`.
+        masters: The mode has master weights; ``placed``: there are placements. What is compared goes by these, which are
+            the same on all ranks, and not by what a rank steps, which may be nothing.
+    """
     topology, stepped = plan.topology, chain.stepped
     if not isinstance(measure.check_replicas, Fingerprints) or topology.world_size == 1:
         return None
-    whole = [local_parameter(param, topology) for _, param, _ in chain.given]
-    models = {id(param) for param in whole}
-    apart = any(id(tensor) not in models for tensor in stepped)
-    masters = any(tensor.dtype != h.param.dtype for tensor, h in zip(stepped, chain.held, strict=True))
-    what = "master" if masters else "stepped weight" if apart else "parameter"
+    what = "master" if masters else "stepped weight" if placed else "parameter"
     checks = [ReplicaCheck(chain.derive(plan), stepped, device, chain.states, exact=True, what=what)]
-    if apart:
+    if masters or placed:
+        whole = [local_parameter(param, topology) for _, param, _ in chain.given]
         checks.append(ReplicaCheck(plan, whole, device, exact=True))
     if (
         not any(check.copied_over(index) for check in checks for index in range(len(check.plan.entries)))

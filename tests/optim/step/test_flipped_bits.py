@@ -240,3 +240,32 @@ def test_what_was_found_is_told_where_the_host_looks(world: World, what: str, wh
     """After a state was loaded copies are compared anew."""
     told = "matrix: the parameter differs along axis 'data', between ranks 0, 1, of which nobody can say who is right"
     assert world.run(2, polled, what) == [f"{when}: {told}"] * 2
+
+
+def a_stage_without_weights() -> str:
+    with ProcessGroupRegistry(Topology(data=2, pipe=2)) as registry:
+        groups: list[Any] = [{"params": []}]
+        model = nn.ParameterDict({"w": torch.ones(4, dtype=torch.bfloat16)})
+        declare(model, {"*": P()})
+        if registry.coordinate["pipe"] == 0:
+            groups = [{"params": [*model.named_parameters()]}]
+        measure = Measure(check_replicas=Fingerprints(every=1))
+        adamw = torch.optim.AdamW(groups, lr=0.1, fused=True)
+        optimizer = ParallelOptimizer(adamw, registry, precision="bf16", measure=measure)
+        for step in range(3):
+            optimizer.zero_grad()
+            here = registry.coordinate["pipe"] == 0
+            optimizer.backward(model["w"].float().square().sum() if here else None)
+            if step == 2 and registry.global_rank == 2:
+                flip(optimizer.pieces()[0].piece, 0)
+            optimizer.step()
+        try:
+            optimizer.poll()
+        except ReplicaMismatchError as error:
+            return f"{error.mismatches[0].name}, {error.mismatches[0].kind}, {error.mismatches[0].ranks}"
+        return "nothing"
+
+
+def test_a_stage_without_weights_says_as_much_as_the_others(world: World) -> None:
+    """The packed vector is as long on ranks that have no masters, whatever they step."""
+    assert world.run(4, a_stage_without_weights) == ["w, master, (0, 2)"] * 4

@@ -113,7 +113,7 @@ class Differences:
         """Whether differences are what the gradients promise, of terms that add up to ``size`` without their signs.
 
         A kink of the loss (ReLU, maximum, top-k) within a step makes a difference wrong, and smaller steps meet fewer: so
-        one that agrees is enough, if those before it were too far off to be the same error, seen more exactly.
+        one that agrees is enough, if those before it were too far off to be the same error, seen less exactly.
         """
         before: list[float] = []
         told = False
@@ -122,7 +122,7 @@ class Differences:
                 continue
             told = True
             off, allowed = abs(difference.value - promised), self.digits.relative * size + difference.rounding
-            if off <= allowed and all(other > 1.5 * allowed for other in before):
+            if off <= allowed and all(other > 1.5 * allowed or off < 0.1 * other for other in before):
                 return "kept"
             before.append(off)
         return "wrong" if told else "untold"

@@ -96,4 +96,5 @@ class Proof:
             return told + untold
         wrong = [str(finding) for finding in self.findings]
         where = [self.where] if self.where else []
-        return "\n".join([f"{len(wrong)} parameters are wrong:", *wrong, *where, f"The other {told}{untold}"])
+        count = "1 parameter is wrong" if len(wrong) == 1 else f"{len(wrong)} parameters are wrong"
+        return "\n".join([f"{count}:", *wrong, *where, f"The other {told}{untold}"])

@@ -214,10 +214,14 @@ class LaunchedRanks(Ranks):
         Raises:
             RanksError: One has left the test, or does not come in time.
         """
-        waiting, deadline = list(ranks), time.monotonic() + timeout
-        while waiting := [rank for rank in waiting if not self._store.check([f"{key}/{rank}"])]:
-            end = f"end/{self._stages}"
-            left = [rank for rank in waiting if self._store.check([f"{end}/{rank}"])]
+        deadline, end = time.monotonic() + timeout, f"end/{self._stages}"
+        while True:
+            # In this order: what a rank posted before it left is there when it is seen to have left.
+            gone = [rank for rank in ranks if self._store.check([f"{end}/{rank}"])]
+            waiting = [rank for rank in ranks if not self._store.check([f"{key}/{rank}"])]
+            if not waiting:
+                break
+            left = [rank for rank in waiting if rank in gone]
             failures = {rank: f"left the test: {self._read(end, rank)[0] or 'it passed there'}" for rank in left}
             if time.monotonic() > deadline:
                 failures |= dict.fromkeys(waiting, f"did not come within {timeout:g} seconds")

@@ -122,7 +122,7 @@ class RankPool(Ranks):
         """Failures and results, by rank."""
         if self._store is None:
             # In this process. One in a file is looked at a hundred times a second: most of a group's cost is waiting.
-            # Of IPv4 alone: of who comes to torch's own from ::ffff:127.0.0.1 a name server is asked, while all others wait.
+            # Of IPv4 alone: torch asks a name server who comes from ::ffff:127.0.0.1, while all others wait.
             with socket.create_server(("127.0.0.1", 0)) as listening:
                 port = listening.getsockname()[1]
                 self._store = TCPStore(

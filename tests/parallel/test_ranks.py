@@ -229,7 +229,8 @@ def run_python(*arguments: str, cwd: Path, **environment: str) -> subprocess.Com
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
-        env={**os.environ, **environment},
+        # Without what keeps name servers from being asked, which makes torch warn that none has answered.
+        env={name: value for name, value in os.environ.items() if name != "RES_OPTIONS"} | environment,
         capture_output=True,
         text=True,
         timeout=240,

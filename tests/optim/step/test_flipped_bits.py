@@ -109,9 +109,10 @@ def test_any_flipped_bit_of_any_copy_is_found(world: World, drawn: list[tuple[st
     """Signs, exponents and lowest bits; but for gradients that are not finite any more, with which nobody steps anyway."""
     results = world.run_each(flipped, [(SIZES[case[0]], case) for case in drawn])
     for (name, what, parameter, _, victim, _), by_rank in zip(drawn, results, strict=True):
-        assert len({repr(result) for result in by_rank}) == 1
-        found, step, kept = by_rank[0]
-        assert kept
+        assert len({repr((found, step)) for found, step, _ in by_rank}) == 1
+        found, step, _ = by_rank[0]
+        # A kernel of torch's counts a skipped step up and down again: not to the same number, where a bit has made it tiny.
+        assert all(kept for rank, (*_, kept) in enumerate(by_rank) if what != "step" or rank != victim)
         if step < 0:
             assert what == "gradient"
             continue

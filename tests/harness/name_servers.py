@@ -1,4 +1,4 @@
-"""torch's stores ask a name server who connects; no test lets it be asked (see conftest.py), and torch says that it wasn't."""
+"""torch's stores ask a name server who connects; tests let none be asked (see conftest.py), and torch says so."""
 
 from __future__ import annotations
 

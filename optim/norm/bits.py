@@ -33,7 +33,7 @@ class BitSums:
 
     def __init__(self, device: torch.device, exact: bool = False) -> None:
         self.device, self.exact = device, exact
-        self._constants, self._tables = Constants(), dict[torch.device, Tensor]()
+        self._constants = Constants()
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """[n] int64, on ``device``; `NONE` for None. Tensors on another device cost one transfer. Host reads: none."""
@@ -52,10 +52,8 @@ class BitSums:
         return sums
 
     def _of_device(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-        if device not in self._tables:
-            self._tables[device] = _odd_numbers(torch.arange(CHUNK, device=device))
-        table = self._tables[device]
         flat = [tensor.reshape(-1) for tensor in tensors]
+        table = _table(device, max(map(_words_in, flat)))
         sums = {at: self._by_chunks(whole, table) for at, whole in enumerate(flat) if _words_in(whole) > SMALL}
         for batch in _batches(flat):
             found = self._together([self._words(flat[at]) for at in batch], table)
@@ -111,6 +109,18 @@ def _batches(flat: Sequence[Tensor]) -> list[list[int]]:
 def odd(number: int) -> int:
     """One of an endless list of odd numbers, of 31 bits."""
     return (number * 0x5851F42D4C957F2D >> 20 & 0x3FFFFFFF) << 1 | 1
+
+
+_TABLES: dict[torch.device, Tensor] = {}  # of all sums: to make one takes as long as to sum up a small model
+
+
+def _table(device: torch.device, words: int) -> Tensor:
+    """The odd number of each position; as many as ``words``, or a chunk."""
+    size = min(CHUNK, max(SMALL, 1 << (words - 1).bit_length()))
+    table = _TABLES.get(device)
+    if table is None or len(table) < size:
+        table = _TABLES[device] = _odd_numbers(torch.arange(size, device=device))
+    return table
 
 
 def _odd_numbers(positions: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -238,18 +239,25 @@ def run_python(*arguments: str, cwd: Path, **environment: str) -> subprocess.Com
     )
 
 
+@pytest.fixture
+def files() -> Iterator[Path]:
+    """A folder whose path is short: a socket in it must have one of at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="r") as folder:
+        (Path(folder) / "t").mkdir()
+        yield Path(folder)
+
+
 def with_files_in(folder: Path) -> dict[str, str]:
     """The environment of a process with temporary files of its own. torch has a cache there, which it keeps."""
-    return {"TMPDIR": str(folder / "temporary"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
+    return {"TMPDIR": str(folder / "t"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
 
 
 @pytest.mark.parametrize("how", [["script.py"], ["-m", "script"]], ids=["by path", "by name"])
-def test_functions_of_a_script_run_and_nothing_is_left(tmp_path: Path, how: list[str]) -> None:
+def test_functions_of_a_script_run_and_nothing_is_left(tmp_path: Path, files: Path, how: list[str]) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    (tmp_path / "temporary").mkdir()
-    done = run_python("-W", "error", *how, cwd=tmp_path, **with_files_in(tmp_path))
+    done = run_python("-W", "error", *how, cwd=tmp_path, **with_files_in(files))
     assert (done.stdout, without_names(done.stderr)) == ("[12.0, 12.0, 12.0]\n", "")
-    assert [*(tmp_path / "temporary").iterdir()] == []
+    assert [*(files / "t").iterdir()] == []
 
 
 def test_a_session_without_a_file_is_told_to_write_one(tmp_path: Path) -> None:
@@ -309,11 +317,10 @@ def until(condition: Callable[[], Any]) -> None:
         time.sleep(0.05)
 
 
-def test_ranks_end_with_a_process_that_is_killed_in_the_middle_of_a_call(tmp_path: Path) -> None:
+def test_ranks_end_with_a_process_that_is_killed_in_the_middle_of_a_call(tmp_path: Path, files: Path) -> None:
     (tmp_path / "script.py").write_text(ENDLESS)
-    for folder in ("pids", "temporary"):
-        (tmp_path / folder).mkdir()
-    environment = {**os.environ, **with_files_in(tmp_path)}
+    (tmp_path / "pids").mkdir()
+    environment = {**os.environ, **with_files_in(files)}
     with subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path, env=environment) as process:
         try:
             until(lambda: len([*(tmp_path / "pids").iterdir()]) == 3)
@@ -322,7 +329,7 @@ def test_ranks_end_with_a_process_that_is_killed_in_the_middle_of_a_call(tmp_pat
         finally:
             process.kill()
     until(lambda: not any(map(is_running, workers)))
-    until(lambda: [*(tmp_path / "temporary").iterdir()] == [])
+    until(lambda: [*(files / "t").iterdir()] == [])
 
 
 def test_a_closed_pool_has_no_processes_and_starts_new_ones() -> None:

@@ -78,9 +78,10 @@ COMPLETE: tuple[Kind, ...] = ("sharded", "owned", "diagonal")  # there is no sum
 def norm_of_pieces(layout: Layout, scale: float) -> float:
     with ProcessGroupRegistry(layout.topology) as registry:
         piece = nn.Parameter(shard(full_gradient(layout, scale), layout.spec, registry))
-        annotate(piece, layout.spec)
-        piece.grad = piece.detach().clone()
         held = layout.spec.holds(registry.coordinate, layout.topology)
+        if held:
+            annotate(piece, layout.spec)
+        piece.grad = piece.detach().clone()
         return float(global_norm([piece] if held else [], registry).total_norm)
 
 

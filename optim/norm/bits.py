@@ -36,7 +36,7 @@ class BitSums:
         self._constants = Constants()
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """[n] int64, on ``device``; `NONE` for None. Tensors on another device cost one transfer. Host reads: none."""
+        """[n] int64, on ``device``; `NONE` for None. Tensors on another device cost one transfer."""
         sums = torch.full((len(tensors),), NONE, dtype=torch.int64, device=self.device)
         here = [(at, tensor.detach()) for at, tensor in enumerate(tensors) if tensor is not None]
         for device in sorted({tensor.device for _, tensor in here}, key=str):
@@ -44,8 +44,7 @@ class BitSums:
             places = [at for at, _ in found]
             values = self._of_device([tensor for _, tensor in found], device)
             if device != self.device:
-                values = values.pin_memory() if self.device.type == "cuda" else values
-                values = values.to(self.device, non_blocking=True)
+                values = values.to(self.device)
             if len(places) == len(tensors):
                 return values
             sums[self._constants(("places", *places), places.copy, torch.int64, self.device)] = values

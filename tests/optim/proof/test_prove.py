@@ -8,17 +8,13 @@ from typing import Any
 import pytest
 import torch
 from dtensors import registry_of
-from hypothesis import strategies as st
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, copy_to, declare, reduce_from
 from meshstep.testing import Proof, prove
 from mutants import Outcome, mutated
 from proof_models import OF_TORCH, build, drawn_model
-from properties import WITHOUT_SHRINKING, random_cases
 from torch import Tensor, nn
 from torch.nn import functional as F
 from world import World, WorldError
-
-NUMBERS = st.integers(0, 10**6)
 
 
 def _proved(number: int) -> Proof:
@@ -28,29 +24,32 @@ def _proved(number: int) -> Proof:
         return prove(built.model, built.loss, registry)
 
 
-@random_cases(NUMBERS, 16, phases=WITHOUT_SHRINKING)
-def test_nothing_is_found_in_right_models(world: World, drawn: list[int]) -> None:
-    proofs = world.run_each(_proved, [(drawn_model(number).topology.world_size, (number,)) for number in drawn])
-    for number, (first, *others) in zip(drawn, proofs, strict=True):
+# Drawn once: tests/benchmarks/mutants.py draws others, and as many as one likes.
+RIGHT, WRONG = range(9000, 9016), range(9000, 9036)
+
+
+def test_nothing_is_found_in_right_models(world: World) -> None:
+    proofs = world.run_each(_proved, [(drawn_model(number).topology.world_size, (number,)) for number in RIGHT])
+    for number, (first, *others) in zip(RIGHT, proofs, strict=True):
         assert first.right, f"{drawn_model(number)}: {first}"
         assert first.proved
         assert not first.untold
         assert all(other == first for other in others)
 
 
-@random_cases(NUMBERS, 24, phases=WITHOUT_SHRINKING)
-def test_every_mistake_is_found_and_its_parameters_are_named(world: World, drawn: list[int]) -> None:
-    calls = [(drawn_model(number).topology.world_size, (number,)) for number in drawn]
+def test_every_mistake_is_found_and_its_parameters_are_named_and_nine_causes_of_ten(world: World) -> None:
+    calls = [(drawn_model(number).topology.world_size, (number,)) for number in WRONG]
     made: list[Outcome] = []
-    for number, outcomes in zip(drawn, world.run_each(mutated, calls), strict=True):
+    for number, outcomes in zip(WRONG, world.run_each(mutated, calls), strict=True):
         first = outcomes[0]
         assert all(outcome == first for outcome in outcomes)
         if first is not None:
             assert first.found, f"{drawn_model(number)}: {first}"
             assert first.named, f"{drawn_model(number)}: {first}"
             made.append(first)
+    assert len(made) >= 20
     wrong = [outcome for outcome in made if not outcome.cause]
-    assert len(wrong) <= len(made) // 4, wrong
+    assert len(wrong) <= len(made) // 10, wrong
 
 
 # One mistake each -------------------------------------------------------------------------------------------------------

@@ -8,18 +8,17 @@ every rank computes the same loss, from pieces of the same model.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import isfinite
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ...parallel.data.random_state import random_state, set_random_state
-from ...parallel.interop.local import local_tensor
+from ...parallel.interop.local import fully_sharded, local_tensor
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
@@ -49,7 +48,7 @@ class Objective:
             for module in model.modules()
             for name, buffer in module.named_buffers(recurse=False)
         ]
-        self._fully_sharded = _fully_sharded(model)
+        self._fully_sharded = fully_sharded(model)
         self._random = random_state()
         self._backward_is_ours = True
         self.calls = 0
@@ -146,10 +145,3 @@ def _number(loss: Tensor | None) -> float | None:
             f"loss_fn returned a tensor of shape {tuple(loss.shape)}; return the loss, which is one number"
         )
     return float(local_tensor(loss.detach()).double())
-
-
-def _fully_sharded(model: nn.Module) -> list[Any]:
-    """The modules that torch's ``fully_shard`` has changed; there are none before its module is loaded."""
-    loaded = sys.modules.get("torch.distributed.fsdp")
-    kind = getattr(loaded, "FSDPModule", None)
-    return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]

@@ -10,6 +10,8 @@ import sys
 from typing import Any
 from weakref import WeakSet
 
+from .local import loaded_class
+
 _TAKEN: WeakSet[object] = WeakSet()
 TAKE_OVER = "call meshstep.optim.take_over_clipping({}, optimizer)"
 
@@ -21,7 +23,7 @@ def taken_over(optimizer: object) -> None:
 
 def innermost(optimizer: Any) -> Any:
     """The optimizer within what accelerate has made of it."""
-    kind: Any = _loaded("accelerate.optimizer", "AcceleratedOptimizer")
+    kind: Any = loaded_class("accelerate.optimizer", "AcceleratedOptimizer")
     while kind is not None and isinstance(optimizer, kind):
         optimizer = optimizer.optimizer
     return optimizer
@@ -32,8 +34,8 @@ def wrong_around() -> str | None:
 
     Host reads, collectives: none.
     """
-    trainer_kind = _loaded("transformers.trainer", "Trainer")
-    optimizer_kind = _loaded("accelerate.optimizer", "AcceleratedOptimizer")
+    trainer_kind = loaded_class("transformers.trainer", "Trainer")
+    optimizer_kind = loaded_class("accelerate.optimizer", "AcceleratedOptimizer")
     frame = sys._getframe() if optimizer_kind is not None else None
     accelerated: Any = None
     while frame is not None:
@@ -62,8 +64,3 @@ def _wrong_with_trainer(trainer: Any) -> str | None:
             "ParallelOptimizer max_norm="
         )
     return None
-
-
-def _loaded(module: str, name: str) -> type | None:
-    """A class of a package that somebody else has imported."""
-    return getattr(sys.modules.get(module), name, None)

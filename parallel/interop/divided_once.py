@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+
+from .local import fully_sharded
 
 
 def divide_once(model: nn.Module) -> None:
@@ -23,9 +24,7 @@ def divide_once(model: nn.Module) -> None:
             the first backward.
     Collectives, host reads: none.
     """
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
+    for module in fully_sharded(model):
         state: Any = module._get_fsdp_state()  # what a factor is kept in; nothing public tells it
         groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one at most
         for group in [state._fsdp_param_group] if groups is None else groups:

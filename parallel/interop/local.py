@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..layout.annotation import Annotation, annotation_of
 from ..layout.spec import P
@@ -18,11 +18,21 @@ from ..mesh.topology import Topology
 from .pending_sums import Sums
 
 
+def loaded_class(module: str, name: str) -> type | None:
+    """A class of a module that somebody has imported. None: nobody has, and nothing is one of its objects."""
+    return getattr(sys.modules.get(module), name, None)
+
+
 def has_dtensors(tensors: Iterable[Tensor]) -> bool:
-    """Whether one of them is a DTensor; none can be before somebody has imported the class."""
-    loaded = sys.modules.get("torch.distributed.tensor")
-    kind = getattr(loaded, "DTensor", None)
+    """Whether one of them is a DTensor."""
+    kind = loaded_class("torch.distributed.tensor", "DTensor")
     return kind is not None and any(isinstance(tensor, kind) for tensor in tensors)
+
+
+def fully_sharded(model: nn.Module) -> list[Any]:
+    """The modules of ``model``, itself among them, that torch's `fully_shard` has been applied to."""
+    kind = loaded_class("torch.distributed.fsdp", "FSDPModule")
+    return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -300,3 +300,29 @@ def test_a_snippet_that_reaches_in_is_found() -> None:
     assert too_deep("+    from meshstep.optim.norm.plan import Bucket\n") == ["meshstep.optim.norm.plan"]
     assert too_deep("from meshstep.optim import Booster, norm\nnorm(1)\n") == ["meshstep.optim.norm"]
     assert too_deep("from meshstep.optim import (\n    Booster,\n    norm,\n)\n") == ["meshstep.optim.norm"]
+
+
+# Start-up -------------------------------------------------------------------------------------------------------------
+
+IMPORTED = """
+import sys, torch, torch.distributed
+before = {*sys.modules}
+import meshstep.parallel, meshstep.amp, meshstep.optim
+print(*sorted({*sys.modules} - before))
+"""
+
+
+def test_what_a_user_may_do_without_is_not_imported() -> None:
+    """DTensor alone takes most of a second, in every process."""
+    done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True)
+    new = done.stdout.split()
+    assert "meshstep.optim" in new
+    others = (
+        "torch.distributed.tensor",
+        "torch.distributed.fsdp",
+        "transformers",
+        "accelerate",
+        "megatron",
+        "deepspeed",
+    )
+    assert [name for name in new if name in others] == []

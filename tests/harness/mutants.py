@@ -310,13 +310,13 @@ def _spec_mistake(
     name, axis = rng.choice(names), rng.choice(axes)
     kind = rng.choice(["copy", "piece", "term"])
     param = dict(built.model.named_parameters()).get(name)
+    if any(gather_objects(param is not None and has_dtensors((param,)), registry)):
+        raise NoMistake  # its placements say it
     said: list[tuple[P, bool] | None] = gather_objects(
         None if param is None else (spec_of(param, topology), bool((param == param.flatten()[0]).all())), registry
     )
     spec, constant = next(one for one in said if one is not None)
     was = "piece" if axis in spec.sharded_axes else "term" if axis in spec.partial else "copy"
-    if any(gather_objects(param is not None and has_dtensors((param,)), registry)):
-        raise NoMistake  # its placements say it
     named_otherwise = axis in (*dict(spec.owned), *dict(spec.tied)) or any(at == axis for _, at in spec.owned)
     if kind == was or named_otherwise or (axis in topology.data_axes and kind == "term"):
         raise NoMistake

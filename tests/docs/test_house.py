@@ -40,6 +40,7 @@ FLOORS: Mapping[str, tuple[frozenset[str], ...]] = {
         frozenset({"clip"}),
         frozenset({"step"}),
         frozenset({"states"}),
+        frozenset({"whole"}),
         frozenset({"setup", "options", "capture"}),
         frozenset({"facade"}),
         frozenset({"parallel_optimizer"}),

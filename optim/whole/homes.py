@@ -273,7 +273,7 @@ class _Round:
     ) -> Callable[[], dict[int, Tensor]]:
         """Start an all-to-all; what finishes it returns by rank what has come from it."""
         if not counts:
-            return lambda: {}
+            return dict
         tensors, me = self._tensors, self._me
         assert tensors.registry is not None
         out = [counts.get((me, rank) if towards_home else (rank, me), 0) for rank in self.ranks]

@@ -68,6 +68,8 @@ class Muon(WholeOptimizer):
     Memory: three rounds of whole matrices at most (`meshstep.optim.whole.homes.ROUND_BYTES` each).
     """
 
+    kept = ("no_matrices", "blocks", "ns_dtype", "_adamw")
+
     def __init__(
         self,
         params: Any,
@@ -94,7 +96,7 @@ class Muon(WholeOptimizer):
         if unknown := {*(adamw or {})} - {*ADAMW, "lr"}:
             raise ValueError(f"adamw={adamw!r}: there is no {', '.join(sorted(unknown))}; want lr, {', '.join(ADAMW)}")
         self.no_matrices, self.blocks, self.ns_dtype = tuple(no_matrices), dict(blocks or {}), ns_dtype
-        self._adamw = {"lr": lr, **ADAMW, **(adamw or {})}
+        self._adamw: dict[str, Any] = {"lr": lr, **ADAMW, **(adamw or {})}
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -194,7 +196,7 @@ def as_matrix(shape: Shape) -> Shape:
 
 def groups_of(params: Any) -> list[dict[str, Any]]:
     """Param groups, of what an optimizer may be given."""
-    items = [params] if isinstance(params, Tensor) else list(params)
+    items: list[Any] = [params] if isinstance(params, Tensor) else list(params)
     if not items or not isinstance(items[0], dict):
         return [{"params": items}]
     return [

@@ -82,11 +82,13 @@ class WholeOptimizer(torch.optim.Optimizer):
         tensors: What it may ask of the logical tensors.
         whole_states: The names of the states that belong to logical tensors, not to pieces: the same on all ranks that have
             them.
+        kept: The names of a subclass's own attributes, which a copy has too.
     """
 
     asks_other_ranks = True
     _step_supports_amp_scaling = True
     whole_states: ClassVar[frozenset[str]] = frozenset()
+    kept: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._tensors: WholeTensors | None = None
@@ -148,6 +150,14 @@ class WholeOptimizer(torch.optim.Optimizer):
         """``tensors`` are what it steps; to be extended by what is settled once."""
         self._tensors = tensors
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_kept": {name: getattr(self, name) for name in self.kept}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        kept = state.get("_kept", {})
+        super().__setstate__({key: value for key, value in state.items() if key != "_kept"})
+        vars(self).update(kept, _tensors=None, _frozen=set())
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's."""
         super().add_param_group(param_group)
@@ -157,7 +167,7 @@ class WholeOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One step; where ``found_inf`` is set and 1, nothing changes. Collectives: those of `updates`. Host reads: none."""
+        """One step; where ``found_inf`` is set and 1, nothing changes. Collectives: of `updates`. Host reads: none."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

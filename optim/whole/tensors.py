@@ -154,9 +154,9 @@ class WholeTensors:
         """The sum of squares of what this rank speaks for."""
         spoken = self._spoken[position]
         if spoken is None:
-            return torch.linalg.vector_norm(value, dtype=torch.float64).square()
+            return _power(value)
         parts = [part for _, part in self.views(position, value, spoken)]
-        powers = [torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts]
+        powers = [_power(part) for part in parts]
         return torch.stack(powers).sum() if powers else torch.zeros((), dtype=torch.float64, device=value.device)
 
     def sums(self, requests: Sequence[Request]) -> list[Tensor]:
@@ -218,6 +218,11 @@ class WholeTensors:
         """The process group of these ranks."""
         assert self.registry is not None
         return self.registry.group_of(ranks)
+
+
+def _power(tensor: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    return norm.square()
 
 
 def narrowed(tensor: Tensor, box: Box, offsets: Shape | None = None) -> Tensor:

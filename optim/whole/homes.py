@@ -110,6 +110,8 @@ class Homes:
         Collectives: for each round two all-to-alls of the ranks that share its tensors (one where every home has all that
         it needs, none where nobody else has any). Host reads: none. Memory: three rounds of whole matrices at most.
         """
+        if self.tensors.registry is None:
+            return self._alone(values, compute)
         results: dict[int, Tensor] = {}
         returning: list[Callable[[], None]] = []
         arriving = self._rounds[0].send(values) if self._rounds else None
@@ -123,6 +125,16 @@ class Homes:
                 returning.pop(0)()
         for finish in returning:
             finish()
+        return results
+
+    def _alone(self, values: Sequence[Mapping[int, Tensor]], compute: Compute) -> dict[int, Tensor]:
+        """On one rank, where some parameters may not be stepped."""
+        results = {position: torch.empty_like(value) for position, value in values[0].items()}
+        for matrix in self.own:
+            (position,) = self.positions(matrix.tensor)
+            if position in results:
+                wholes = [narrowed(of_list[position], matrix.box) for of_list in values]
+                narrowed(results[position], matrix.box).copy_(compute(matrix, wholes))
         return results
 
     def positions(self, tensor: LogicalTensor) -> list[int]:

@@ -78,10 +78,10 @@ def test_alone_it_is_its_formula() -> None:
         for name, param in ours.items():
             param.grad = grads[name]
         optimizer.step()
-        of = [[one[name] for name in ("w", "tall")] for one in (plain, grads, states)]
-        reference.muon(*of, lr=0.03)  # type: ignore[arg-type]
-        of = [[one[name] for name in ("bias", "embed")] for one in (plain, grads, states)]
-        reference.adamw(*of, lr=0.01, weight_decay=0.3)  # type: ignore[arg-type]
+        plain_step: Any = reference.muon
+        plain_step(*([one[name] for name in ("w", "tall")] for one in (plain, grads, states)), lr=0.03)
+        plain_step = partial(reference.adamw, lr=0.01, weight_decay=0.3)
+        plain_step(*([one[name] for name in ("bias", "embed")] for one in (plain, grads, states)))
     for name, param in ours.items():
         torch.testing.assert_close(param.detach(), plain[name], rtol=EXACT, atol=EXACT)
 

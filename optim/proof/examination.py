@@ -25,9 +25,8 @@ from .sites import Place, first_wrong
 from .ways import Way, declared_way
 from .words import words
 
-EXPLAINED = (
-    8  # wrong parameters that are looked at one by one; the others are wrong too, and mostly for the same reason
-)
+# Wrong parameters that are looked at one by one; the others are wrong too, and mostly for the same reason.
+EXPLAINED = 8
 
 
 @dataclass
@@ -48,6 +47,15 @@ def examined(
     seed: int,
     ways_of: Callable[[Measured], dict[str, Way]] | None = None,
 ) -> Examined:
+    """The proof, the same on all ranks; the model is afterwards what it was.
+
+    Args:
+        model, loss_fn, registry, dtype, seed: As in `prove`.
+        most: ``max_parameters`` of `prove`.
+        ways_of: Asked once, on every rank, for what each parameter is, by label; what is declared is then not looked at,
+            and another layout that fits better is no mistake. None: what is declared.
+    Raises, collectives, host reads: as `prove`.
+    """
     if dtype not in (None, torch.float64):
         raise TypeError(f"dtype={dtype}: prove in float64, or with None in what the parameters have")
     with in_float64(model) if dtype is not None else nullcontext():
@@ -103,10 +111,35 @@ class _Examination:
 
     def made(self) -> Examined:
         """The proof."""
-        order = ForwardOrder(self.recorded, self.known, self.registry)
         unequal = unequal_along(self.base, self.topology, self.digits.relative / 100 * self.differences.loss)
         if unequal:
-            return self._other_forward(order, unequal[0], None)
+            return self._other_forward(self._forward_order(), unequal[0], None)
+        suspects, untold = self._suspects()
+        findings, place = list[Finding](), None
+        if suspects:
+            order = self._forward_order()
+            in_order = [known for known in order.sorted() if known.label in suspects]
+            findings = self._findings(in_order, suspects)
+            names = {finding.name for finding in findings}
+            place = self._place(order, [known for known in in_order if known.label in names], findings)
+            if place is not None and place.cause == "forward differs":
+                return self._other_forward(order, place.axes[0], place.wrong)
+            if place is not None:
+                findings = [self._placed(finding, place) for finding in findings]
+        left = [known.label for known in (*untold, *self.left_out)]
+        not_right = {*left, *(finding.name for finding in findings)}
+        proved = tuple(known.label for known in self.known if known.label not in not_right)
+        where = None if place is None else str(place)
+        proof = Proof(proved, tuple(left), tuple(findings), where, self.objective.calls)
+        told = (*proved, *(known.label for known in untold))
+        return Examined(proof, {label: self.ways[label] for label in told}, self.known)
+
+    def _forward_order(self) -> ForwardOrder:
+        """Asked for where something is wrong, on which ranks agree. Collectives: an object all-gather."""
+        return ForwardOrder(self.recorded, self.known, self.registry)
+
+    def _suspects(self) -> tuple[dict[str, Cause | None], list[Known]]:
+        """By label, what is wrong, and the cause where that is known already; those of which nothing can be told."""
         suspects: dict[str, Cause | None] = {}
         promises = []
         for known, promise in self._promises():
@@ -119,21 +152,7 @@ class _Examination:
         self.differences.measure_noise(promises)
         wrong, untold = wrong_ones(self.differences, promises)
         suspects.update((known.label, None) for known in wrong)
-        in_order = [known for known in order.sorted() if known.label in suspects]
-        findings = self._findings(in_order, suspects)
-        in_order = [known for known in in_order if known.label in {finding.name for finding in findings}]
-        place = self._place(order, in_order, findings)
-        if place is not None and place.cause == "forward differs":
-            return self._other_forward(order, place.axes[0], place.wrong)
-        if place is not None:
-            findings = [self._placed(finding, place) for finding in findings]
-        left = [known.label for known in (*untold, *self.left_out)]
-        wrong_labels = {known.label for known in in_order}
-        proved = tuple(k.label for k in self.known if k.label not in wrong_labels and k.label not in left)
-        where = None if place is None else str(place)
-        proof = Proof(proved, tuple(left), tuple(findings), where, self.objective.calls)
-        told = (*proved, *(known.label for known in untold))
-        return Examined(proof, {label: self.ways[label] for label in told}, self.known)
+        return suspects, untold
 
     # What the gradients promise ---------------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ...parallel.interop.local import has_dtensors
 from ...parallel.layout.spec import P
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from .candidates import split_beside
 from .differences import Differences, Digits, Promise, wrong_ones
 from .explain import Explainer, cause_of
 from .findings import Cause, Finding, Proof
@@ -115,7 +114,8 @@ class _Examination:
         if unequal:
             return self._other_forward(self._forward_order(), unequal[0], None)
         suspects, untold = self._suspects()
-        findings, place = list[Finding](), None
+        findings: list[Finding] = []
+        place: Place | None = None
         if suspects:
             order = self._forward_order()
             in_order = [known for known in order.sorted() if known.label in suspects]
@@ -210,9 +210,8 @@ class _Examination:
         if not any(seen.gradient for seen in known.seen.values()):
             return self._finding(known, "no gradient comes", (), 1.0, None)
         declared = self.ways[known.label]
-        doubtful = self.inferring or self._pieces_alike(known, declared) or self._copies_differ(known, declared)
+        doubtful = self.inferring or self._contradicted(known, declared)
         explanation = self.explainer.explain(known, None if doubtful else declared)
-        split = split_beside(known, self.measured.known, self.topology)
         if self.inferring and explanation.way is not None and explanation.factor == 1.0:
             self.ways[known.label] = explanation.way
             return None
@@ -223,7 +222,7 @@ class _Examination:
             return self._finding(known, cause, (), 1.0, spec)
         if explanation.way == declared and explanation.factor == 1.0 and not doubtful:
             return None  # moved alone, and along other directions, it is right
-        cause, axes = cause_of(known, declared, explanation, split, self.topology)
+        cause, axes = cause_of(known, declared, explanation, self.topology)
         factor = explanation.factor
         if cause == "counted several times" and factor == 1.0:
             factor = float(self.topology.size(*axes))

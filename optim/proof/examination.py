@@ -254,9 +254,7 @@ class _Examination:
         if last is None or not (several or any(finding.cause == "backward is wrong" for finding in findings)):
             return None
         sites, split = order.until_right(last, wrong), self._split()
-        place = first_wrong(
-            self.model, self.objective, sites, self.registry, self.digits, self.differences.noise, split
-        )
+        place = first_wrong(self.model, self.differences, sites, split)
         module = last.name.rpartition(".")[0]
         if place is None and split.get(module):  # what comes out of its module is right
             return Place(Site(module, "input"), Site(module, "output"), "a sum is missing", split[module], likely=True)

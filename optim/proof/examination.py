@@ -234,7 +234,7 @@ class _Examination:
     def _finding(self, known: Known, cause: Cause, axes: tuple[str, ...], factor: float, spec: P | None) -> Finding:
         return Finding(
             known.label,
-            known.name.rpartition(".")[0],
+            known.module,
             None if self.inferring else known.first.spec,
             spec,
             cause,
@@ -255,9 +255,9 @@ class _Examination:
             return None
         sites, split = order.until_right(last, wrong), self._split()
         place = first_wrong(self.model, self.differences, sites, split)
-        module = last.name.rpartition(".")[0]
-        if place is None and split.get(module):  # what comes out of its module is right
-            return Place(Site(module, "input"), Site(module, "output"), "a sum is missing", split[module], likely=True)
+        if place is None and split.get(last.module):  # what comes out of its module is right
+            into, out = Site(last.module, "input"), Site(last.module, "output")
+            return Place(into, out, "a sum is missing", split[last.module], likely=True)
         return place
 
     def _split(self) -> dict[str, tuple[str, ...]]:
@@ -265,8 +265,7 @@ class _Examination:
         found: dict[str, tuple[str, ...]] = {}
         for known in self.known:
             apart = tuple(axis for axis in self.ways[known.label].apart if axis in self.topology.model_axes)
-            module = known.name.rpartition(".")[0]
-            found[module] = found.get(module) or apart
+            found[known.module] = found.get(known.module) or apart
         return found
 
     def _placed(self, finding: Finding, place: Place) -> Finding:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ...parallel.interop.local import has_dtensors
 from ...parallel.layout.spec import P
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from ...parallel.mesh.text import some
 from .differences import Differences, Digits, Promise, wrong_ones
 from .explain import Explainer, cause_of
 from .findings import Cause, Finding, Proof
@@ -98,9 +99,8 @@ class _Examination:
         meshed = has_dtensors(list(model.parameters()))
         undeclared = [known.label for known in self.known if known.first.spec is None and self.topology.world_size > 1]
         if undeclared and not meshed:
-            more = f" and {len(undeclared) - 5} more" if len(undeclared) > 5 else ""
             raise ValueError(
-                f"no spec for {', '.join(undeclared[:5])}{more}: say how each is laid out with declare(model, "
+                f"no spec for {some(undeclared)}: say how each is laid out with declare(model, "
                 "{'name or pattern': P(...)}), or ask infer(model, loss_fn, registry) for the rules"
             )
         return {

@@ -8,31 +8,22 @@ from unittest import mock
 
 import pytest
 import torch
-from dtensors import registry_of
 from meshstep.optim.proof import examination
 from meshstep.optim.proof.forward_order import ForwardOrder
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, copy_to, declare, reduce_from
 from meshstep.testing import Proof, prove
 from mutants import Outcome, mutated
-from proof_models import OF_TORCH, build, drawn_model
+from proof_models import drawn_model, proved
 from torch import Tensor, nn
 from torch.nn import functional as F
 from world import World, WorldError
-
-
-def _proved(number: int) -> Proof:
-    drawn = drawn_model(number)
-    with registry_of(drawn.axes) if drawn.family in OF_TORCH else ProcessGroupRegistry(drawn.topology) as registry:
-        built = build(drawn, registry)
-        return prove(built.model, built.loss, registry)
-
 
 # Drawn once: tests/benchmarks/mutants.py draws others, and as many as one likes.
 RIGHT, WRONG = range(9000, 9016), range(9000, 9036)
 
 
 def test_nothing_is_found_in_right_models(world: World) -> None:
-    proofs = world.run_each(_proved, [(drawn_model(number).topology.world_size, (number,)) for number in RIGHT])
+    proofs = world.run_each(proved, [(drawn_model(number).topology.world_size, (number,)) for number in RIGHT])
     for number, (first, *others) in zip(RIGHT, proofs, strict=True):
         assert first.right, f"{drawn_model(number)}: {first}"
         assert first.proved

@@ -138,10 +138,30 @@ def check_each_alone(optimizer: torch.optim.Optimizer, why: str) -> None:
             )
 
 
+def check_in_buckets(optimizer: torch.optim.Optimizer, why: str) -> None:
+    """Raise ValueError for an optimizer that can't be stepped with a part of its parameters after another.
+
+    Args:
+        why: What would do that: the beginning of the message.
+    """
+    check_each_alone(optimizer, why)
+    for part in parts_of(optimizer):
+        if asks_other_ranks(part):
+            raise ValueError(
+                f"{why}, of which ranks have different numbers, but {type(part).__name__} asks other ranks in each step: "
+                "keep float32 masters and states, which Sharded divides and Offloaded moves"
+            )
+
+
+def asks_other_ranks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is one of `meshstep.optim.whole`, to which pieces may be given: it gets from others what they lack."""
+    return bool(getattr(optimizer, "asks_other_ranks", False))
+
+
 def _doubt(optimizer: torch.optim.Optimizer) -> str | None:
     """Why the optimizer may not be elementwise; None where it is."""
-    if getattr(optimizer, "asks_other_ranks", False):
-        return None  # it gets from them what its pieces lack
+    if asks_other_ranks(optimizer):
+        return None
     said, name = getattr(optimizer, "elementwise", None), type(optimizer).__name__
     if said is not None:
         return None if said else f"{name} says elementwise = False"

@@ -37,7 +37,7 @@ from meshstep.parallel import (
     vocab_parallel_cross_entropy,
 )
 from models.gpt import CONTEXT, GPT
-from optimizers import OPTIMIZERS, optimizer_of
+from optimizers import add_optimizer, optimizer_of
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
@@ -160,8 +160,8 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
         "vocabulary are split",
     )
     add_training_flags(parser, batch_size=32, lr=1e-2, epochs=4)
+    add_optimizer(parser)
     add = parser.add_argument
-    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="see optimizers.py (default: %(default)s)")
     few = f"use only N paragraphs, {TEST_PARAGRAPHS} of them for the test (default: all)"
     add("--paragraphs", type=int, metavar="N", help=few)
     add("--width", type=int, default=96, help="features between the layers (default: %(default)s)")

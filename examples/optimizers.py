@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,7 +11,7 @@ from meshstep.optim import Muon
 from torch import Tensor, nn
 
 Named = Iterable[tuple[str, nn.Parameter]]
-NO_MATRICES = ("embed*", "positions")
+NO_MATRICES = ("embed*", "positions", "*bias", "*router*")
 QKV = {"*qkv.weight": 3}  # three matrices in one
 
 
@@ -26,6 +27,13 @@ def _muon(params: Named, lr: float | Tensor) -> torch.optim.Optimizer:
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": _adamw, "muon": _muon}
+
+
+def add_optimizer(parser: argparse.ArgumentParser) -> None:
+    """``--optimizer``."""
+    parser.add_argument(
+        "--optimizer", choices=OPTIMIZERS, default="adamw", help="see optimizers.py (default: %(default)s)"
+    )
 
 
 def optimizer_of(name: str, params: Named, lr: float | Tensor, **options: Any) -> torch.optim.Optimizer:

@@ -35,7 +35,7 @@ from meshstep.optim import Booster, newest_checkpoint
 from meshstep.parallel import P, ProcessGroupRegistry, reduce_from, shard
 from models.digits import DenseReference, DigitsTransformer, full_parameters
 from models.layers import DenseLayers, layers_for
-from optimizers import OPTIMIZERS, optimizer_of
+from optimizers import add_optimizer, optimizer_of
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -257,9 +257,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
         f"exit with 1 if they differ by more than {LARGEST_DIFFERENCE:.0e}, relative",
     )
     replay = "launch the kernels of a step once, and replay them from the fourth step on; needs a GPU"
-    parser.add_argument(
-        "--optimizer", choices=OPTIMIZERS, default="adamw", help="see optimizers.py (default: %(default)s)"
-    )
+    add_optimizer(parser)
     parser.add_argument("--cuda-graph", action="store_true", help=replay)
     options = parser.read(processes, arguments)
     check_training(options)

@@ -28,8 +28,16 @@ from .states.replayable import Replayable, replay
 from .states.sharded import Sharded
 from .step.data_parallel import Reduce
 from .step.skips import Skip
+from .whole.adafactor import Adafactor
+from .whole.came import CAME
+from .whole.lamb import LAMB
+from .whole.lars import LARS
 
 __all__ = [
+    "CAME",
+    "LAMB",
+    "LARS",
+    "Adafactor",
     "Adaptive",
     "AsyncSaver",
     "Bf16Wire",

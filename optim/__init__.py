@@ -32,6 +32,7 @@ from .whole.adafactor import Adafactor
 from .whole.came import CAME
 from .whole.lamb import LAMB
 from .whole.lars import LARS
+from .whole.muon import Muon
 
 __all__ = [
     "CAME",
@@ -63,6 +64,7 @@ __all__ = [
     "Measure",
     "Monitor",
     "MultiStepLR",
+    "Muon",
     "Norms",
     "Offloaded",
     "ParallelOptimizer",

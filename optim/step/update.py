@@ -20,8 +20,8 @@ from .several import parts_of
 
 
 def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer takes ``grad_scale`` and ``found_inf`` tensors itself: Adam, AdamW, SGD, Adagrad, fused; those of
-    `meshstep.optim.whole`.
+    """Whether the optimizer takes ``grad_scale`` and ``found_inf`` tensors itself: Adam, AdamW, SGD, Adagrad, fused; and
+    those of `meshstep.optim.whole`.
 
     Not before its first step for a fused SGD with dampening: torch makes the first momentum buffer from the gradient
     alone and has no such buffer yet if that step is skipped on the device. And not for half-precision parameters on a CPU

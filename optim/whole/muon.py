@@ -22,11 +22,12 @@ from torch import Tensor
 from ...parallel.layout.pieces import Box, Shape
 from ...parallel.layout.spec import P
 from .adamw import ADAMW, adamw_initial, adamw_update
-from .homes import Homes, Matrix
+from .homes import Homes
 from .layout import LogicalTensor
 from .matrices import Blocks, block_sizes, boxes_of
 from .newton_schulz import COEFFICIENTS, flops, newton_schulz
 from .optimizer import Slot, Update, WholeOptimizer
+from .rounds import Matrix
 from .tensors import WholeTensors
 
 Scale = Literal["original", "match_rms_adamw", "spectral_unclamped"]
@@ -164,7 +165,7 @@ class Muon(WholeOptimizer):
             towards[slot.position] = slot.grad.lerp(m, mu) if slot.group["nesterov"] else m
 
         def orthogonal(matrix: Matrix, lists: list[Tensor]) -> Tensor:
-            group = by_position[self._homes.positions(matrix.tensor)[0]].group
+            group = by_position[self.tensors.positions(matrix.tensor)[0]].group
             (whole,) = lists
             u = whole.view(as_matrix(matrix.shape)).to(self.ns_dtype or whole.dtype)
             o = newton_schulz(u, group["ns_coefficients"], group["ns_steps"], group["eps"]).to(whole.dtype)

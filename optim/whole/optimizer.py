@@ -138,7 +138,7 @@ class WholeOptimizer(torch.optim.Optimizer):
         groups = [group for group in self.param_groups for _ in group["params"]]
         said = on_all_ranks(
             lambda: [
-                None if one.region is None else self.said_of(one.given, one.region.full_shape, group, one.spec)
+                self.said_of(one.given, one.region.full_shape, group, one.spec) if one.region and one.trained else None
                 for one, group in zip(pieces, groups, strict=True)
             ],
             registry,
@@ -154,9 +154,10 @@ class WholeOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), "_kept": {name: getattr(self, name) for name in self.kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        kept = state.get("_kept", {})
+        kept = state.get("_kept")
         super().__setstate__({key: value for key, value in state.items() if key != "_kept"})
-        vars(self).update(kept, _tensors=None, _frozen=set())
+        if kept is not None:  # a copy; else a state is being loaded
+            vars(self).update(kept, _tensors=None, _frozen=set())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's."""

@@ -94,7 +94,7 @@ def in_mode(layout: Layout, makes: list[Make], options: Options, micros: int = 1
             model = Planted(layout, registry.global_rank)
             options["precision"].prepare(model, registry)
             optimizer = ParallelOptimizer(make(model.named_parameters()), registry, **options)
-            for step in range(10):
+            for step in range(5):
                 run_step(model, optimizer, step, micros)
                 optimizer.step()
             found.append(parts(layout, optimizer))

@@ -33,6 +33,7 @@ from .whole.came import CAME
 from .whole.lamb import LAMB
 from .whole.lars import LARS
 from .whole.muon import Muon
+from .whole.stable_adamw import StableAdamW
 
 __all__ = [
     "CAME",
@@ -82,6 +83,7 @@ __all__ = [
     "Report",
     "Sharded",
     "Skip",
+    "StableAdamW",
     "TensorBoardWriter",
     "TorchStates",
     "WarmupLR",

@@ -157,6 +157,25 @@ def came(
             w -= lr * (weight_decay * w + m / average(state, "s", betas[2], (u - m) ** 2 + eps[1]).sqrt())
 
 
+def stable_adamw(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: States,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.99),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+) -> None:
+    """arXiv:2304.13013."""
+    for w, g, state in zip(params, grads, states, strict=True):
+        t = state["t"] = state.get("t", 0) + 1
+        beta1, beta2 = (beta * (1 - beta ** (t - 1)) / (1 - beta**t) for beta in betas)
+        m = state["m"] = beta1 * state.get("m", torch.zeros_like(w)) + (1 - beta1) * g
+        v = state["v"] = beta2 * state.get("v", torch.zeros_like(w)) + (1 - beta2) * g * g
+        k = max(1, root_mean_square(g / v.clamp(min=eps**2).sqrt()))
+        w -= lr / k * (weight_decay * w + m / (v.sqrt() + eps))
+
+
 def root_mean_square(tensor: Tensor) -> float:
     """Of its elements."""
     return float(tensor.norm()) / sqrt(tensor.numel())

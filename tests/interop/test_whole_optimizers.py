@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from meshstep.optim import CAME, LAMB, LARS, ParallelOptimizer
+from meshstep.optim import CAME, LAMB, LARS, ParallelOptimizer, StableAdamW
 from meshstep.parallel import ProcessGroupRegistry
 from planted import LAYOUTS, Dense, Layout, Part, Planted, parts, run_step, start
 from torch import nn
@@ -47,6 +47,8 @@ def published(package: str, name: str) -> Any:
         (LARS, "timm.optim", "Lars", {"momentum": 0.9, "weight_decay": 0.1}, {}),
         (LARS, "timm.optim", "Lars", {"momentum": 0.8, "weight_decay": 0.1, "nesterov": True, "trust_coeff": 0.1}, {}),
         (LARS, "timm.optim", "Lars", {"lr": 0.1, "eps": 0.1, "always_adapt": True}, {}),
+        (StableAdamW, "pytorch_optimizer", "StableAdamW", {"lr": 0.05}, {}),
+        (StableAdamW, "pytorch_optimizer", "StableAdamW", {"betas": (0.5, 0.6), "eps": 0.1, "weight_decay": 0.3}, {}),
         (CAME, "came_pytorch", "CAME", {"lr": 0.003}, {}),
         (CAME, "came_pytorch", "CAME", {"lr": 0.003, "betas": (0.8, 0.9, 0.95), "weight_decay": 0.1}, {}),
         (CAME, "came_pytorch", "CAME", {"lr": 0.003, "clip_threshold": 0.5, "eps": (1e-3, 1e-2)}, {}),

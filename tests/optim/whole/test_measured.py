@@ -1,4 +1,4 @@
-"""LAMB, LARS, Adafactor, CAME: what they measure of a tensor is the logical tensor's, on every layout."""
+"""LAMB, LARS, StableAdamW, Adafactor, CAME: what they measure of a tensor is the logical tensor's, on every layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from meshstep.amp import Bf16, NaiveFp16
-from meshstep.optim import CAME, LAMB, LARS, Adafactor, Sharded
+from meshstep.optim import CAME, LAMB, LARS, Adafactor, Sharded, StableAdamW
 from meshstep.optim.whole import reference
 from meshstep.parallel import P
 from planted import LAYOUTS, Layout, Part
@@ -33,6 +33,7 @@ EXACT = 1e-12
 OPTIONS: dict[str, tuple[Callable[..., torch.optim.Optimizer], Callable[..., None], dict[str, Any]]] = {
     "LAMB": (LAMB, reference.lamb, {"lr": 0.05, "weight_decay": 0.1}),
     "LARS": (LARS, reference.lars, {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.1, "trust_coeff": 0.1}),
+    "StableAdamW": (StableAdamW, reference.stable_adamw, {"lr": 0.05, "weight_decay": 0.1}),
     "Adafactor": (Adafactor, reference.adafactor, {"lr": 0.05, "weight_decay": 0.1}),
     "CAME": (CAME, reference.came, {"lr": 0.003, "weight_decay": 0.1, "betas": (0.9, 0.99, 0.995)}),
 }
@@ -55,6 +56,7 @@ OTHER_OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"momentum": 0.0},
         {"nesterov": True, "eps": 0.1},
     ],
+    "StableAdamW": [{"betas": (0.5, 0.6)}, {"eps": 0.3, "weight_decay": 0.0}],
     "Adafactor": [{"beta2_decay": -0.3, "d": 2.0}, {"eps": (0.5, 10.0)}, {"lr": 1.5, "weight_decay": 0.0}],
     "CAME": [{"clip_threshold": 0.5}, {"eps": (0.1, 0.2)}, {"clip_threshold": 10.0, "weight_decay": 0.0}],
 }
@@ -184,6 +186,8 @@ def test_a_rate_in_a_tensor_is_the_same_rate(name: str) -> None:
         (LARS, {"momentum": -0.1}),
         (LARS, {"trust_coeff": 0.0}),
         (LARS, {"nesterov": True}),
+        (StableAdamW, {"eps": 0.0}),
+        (StableAdamW, {"betas": (0.9, -0.1)}),
         (Adafactor, {"d": 0.5}),
         (Adafactor, {"beta2_decay": 0.8}),
         (Adafactor, {"eps": (1e-3, None)}),
@@ -260,7 +264,7 @@ def test_norms_take_one_collective_and_rows_and_columns_two_a_set_of_ranks(world
         for rank, (count, of_rank) in enumerate(zip(sets, found, strict=True)):
             norms = {"all_reduce": 1} if count else {}
             statistics = {"all_reduce": 2 * count} if count else {}
-            assert of_rank == [norms, norms, statistics, statistics], f"{name}, {state}, rank {rank}"
+            assert of_rank == [norms, norms, norms, statistics, statistics], f"{name}, {state}, rank {rank}"
 
 
 @pytest.mark.parametrize("state", ["whole", "ZeRO-2"])

@@ -29,6 +29,7 @@ class Homes:
         boxes: For a logical tensor the parts of it that are computed each by itself; none where none is. They tile it.
         cost: About how long a matrix of a shape takes, in any unit.
         lists: How many tensors of each matrix travel to its home.
+        dtype: Of what travels, there and back; None: the tensor's.
         round_bytes: Of whole matrices at one home in one round, at most, where one matrix is not larger.
 
     Attributes:
@@ -42,6 +43,7 @@ class Homes:
         boxes: Callable[[LogicalTensor], Sequence[Box]],
         cost: Callable[[Shape], float],
         lists: int = 1,
+        dtype: torch.dtype | None = None,
         round_bytes: int = ROUND_BYTES,
     ) -> None:
         self.tensors, self.lists = tensors, lists
@@ -58,7 +60,7 @@ class Homes:
             by_ranks.setdefault(tensor.ranks, []).append(Matrix(tensor, number, box, home, sources, holders))
         self.load = load
         self._rounds = [
-            Round(tensors, ranks, matrices, lists)
+            Round(tensors, ranks, matrices, lists, dtype or matrices[0].tensor.dtype)
             for ranks in sorted(by_ranks)
             if tensors.rank in ranks
             for matrices in _rounds(by_ranks[ranks], lists, round_bytes)
@@ -69,7 +71,7 @@ class Homes:
         """``compute`` of each matrix at its home; the results, as pieces, by position.
 
         Args:
-            values: For each list by position a contiguous tensor of the piece's shape; of one dtype for one tensor.
+            values: For each list by position a contiguous tensor of the piece's shape, of the dtype that travels.
             compute: Called at home alone, for each of `own`.
         Returns:
             By position the piece of the result: the same bits on all ranks that have copies.

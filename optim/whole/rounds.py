@@ -1,4 +1,4 @@
-"""One exchange there and back: pieces of some matrices to their homes, and what these make of them to all that have some."""
+"""One exchange there and back: pieces of some matrices to their homes, and the results to all that have some of them."""
 
 from __future__ import annotations
 
@@ -53,11 +53,14 @@ class Round:
         ranks: The set.
         matrices: The same on all of them.
         lists: How many tensors of each matrix travel to its home.
+        dtype: Of what travels.
     """
 
-    def __init__(self, tensors: WholeTensors, ranks: tuple[int, ...], matrices: Sequence[Matrix], lists: int) -> None:
+    def __init__(
+        self, tensors: WholeTensors, ranks: tuple[int, ...], matrices: Sequence[Matrix], lists: int, dtype: torch.dtype
+    ) -> None:
         self._tensors, self.ranks = tensors, ranks
-        self._me, self._matrices = tensors.rank, matrices
+        self._me, self._matrices, self._dtype = tensors.rank, matrices, dtype
         self.own = [matrix for matrix in matrices if matrix.home == self._me]
         # Elements from one rank to another, there and back.
         self._there = self._counts(lambda m: m.sources, lists)
@@ -78,7 +81,7 @@ class Round:
     def send(self, values: Sequence[Mapping[int, Tensor]]) -> Callable[[], list[list[Tensor]]]:
         """Start to bring this rank's elements to their homes; what finishes it returns the whole matrices of `own`."""
         wholes = [
-            [torch.empty(m.shape, dtype=m.tensor.dtype, device=self._device(values)) for _ in values] for m in self.own
+            [torch.empty(m.shape, dtype=self._dtype, device=self._device(values)) for _ in values] for m in self.own
         ]
         for matrix, lists in zip(self.own, wholes, strict=True):
             for whole, of_list in zip(lists, values, strict=True):
@@ -176,7 +179,7 @@ class Round:
         assert tensors.registry is not None
         out = [counts.get((me, rank) if towards_home else (rank, me), 0) for rank in self.ranks]
         into = [counts.get((rank, me) if towards_home else (me, rank), 0) for rank in self.ranks]
-        dtype, device = self._matrices[0].tensor.dtype, self._device(like)
+        dtype, device = self._dtype, self._device(like)
         flat = torch.cat(list(sent)) if sent else torch.empty(0, dtype=dtype, device=device)
         flat = flat.to(tensors.registry.device)
         arrived = flat.new_empty(sum(into))

@@ -28,9 +28,18 @@ from .states.replayable import Replayable, replay
 from .states.sharded import Sharded
 from .step.data_parallel import Reduce
 from .step.skips import Skip
+from .whole.adafactor import Adafactor
+from .whole.came import CAME
+from .whole.lamb import LAMB
+from .whole.lars import LARS
 from .whole.muon import Muon
+from .whole.stable_adamw import StableAdamW
 
 __all__ = [
+    "CAME",
+    "LAMB",
+    "LARS",
+    "Adafactor",
     "Adaptive",
     "AsyncSaver",
     "Bf16Wire",
@@ -74,6 +83,7 @@ __all__ = [
     "Report",
     "Sharded",
     "Skip",
+    "StableAdamW",
     "TensorBoardWriter",
     "TorchStates",
     "WarmupLR",

@@ -29,8 +29,11 @@ from .states.sharded import Sharded
 from .step.data_parallel import Reduce
 from .step.skips import Skip
 from .whole.muon import Muon
+from .whole.shampoo import Shampoo
+from .whole.soap import SOAP
 
 __all__ = [
+    "SOAP",
     "Adaptive",
     "AsyncSaver",
     "Bf16Wire",
@@ -72,6 +75,7 @@ __all__ = [
     "Replayable",
     "ReplicaMismatchError",
     "Report",
+    "Shampoo",
     "Sharded",
     "Skip",
     "TensorBoardWriter",

@@ -79,9 +79,11 @@ _ACROSS_TENSORS = (
     "Prodigy",
     "ProdigyPlusScheduleFree",
 )
+_SAY_SO = "or, if this one does, say so with optimizer.elementwise = True"
+_ALIKE = "Take one that treats every element alike (AdamW, Lion, ...)"
 _WAY_OUT = (
-    "Take one that treats every element alike (AdamW, Lion, ...); or, if this one does, say so with "
-    "optimizer.elementwise = True"
+    f"{_ALIKE}, one that asks other ranks (meshstep.optim.Muon, SOAP, ...), or step whole tensors with "
+    f"meshstep.optim.whole.whole(optimizer); {_SAY_SO}"
 )
 
 
@@ -134,7 +136,7 @@ def check_each_alone(optimizer: torch.optim.Optimizer, why: str) -> None:
         if _across_tensors(part) and not getattr(part, "elementwise", False):
             raise ValueError(
                 f"{why}, but {type(part).__name__} estimates its step size from all parameters together, so it would "
-                f"find different ones. {_WAY_OUT}"
+                f"find different ones. {_ALIKE}; {_SAY_SO}"
             )
 
 

@@ -61,6 +61,7 @@ class Homes:
         cost: About how long a matrix of a shape takes, in any unit.
         lists: How many tensors of each matrix travel to its home.
         round_bytes: Of whole matrices at one home in one round, at most, where one matrix is not larger.
+        settled: By tensor and number the homes of those that have one already, with a state there.
 
     Attributes:
         own: The matrices whose home this rank is.
@@ -74,23 +75,25 @@ class Homes:
         cost: Callable[[Shape], float],
         lists: int = 1,
         round_bytes: int = ROUND_BYTES,
+        settled: Mapping[tuple[str, int], int] | None = None,
     ) -> None:
         self.tensors, self.lists = tensors, lists
         self._positions: dict[str, list[int]] = {}
         for position, tensor in enumerate(tensors.tensors):
             self._positions.setdefault(tensor.name, []).append(position)
-        load: dict[int, float] = {}
+        self.load = load = dict[int, float]()
         by_ranks: dict[tuple[int, ...], list[Matrix]] = {}
         parts = [
             (tensor, number, box) for tensor in tensors.everything.values() for number, box in enumerate(boxes(tensor))
         ]
         for tensor, number, box in sorted(parts, key=lambda part: (-cost(part[2].sizes), part[0].name, part[1])):
             holders = {rank: held for rank in tensor.ranks if (held := _common(tensor.held[rank], box))}
-            home = min(holders, key=lambda rank: (load.get(rank, 0.0), rank))
+            home = (settled or {}).get((tensor.name, number), -1)
+            if home not in holders:
+                home = min(holders, key=lambda rank: (load.get(rank, 0.0), rank))
             load[home] = load.get(home, 0.0) + cost(box.sizes)
             sources = {r: s for r, spoken in tensor.sources(home).items() if (s := _common(spoken, box))}
             by_ranks.setdefault(tensor.ranks, []).append(Matrix(tensor, number, box, home, sources, holders))
-        self.load = load
         self._rounds = [
             _Round(self, ranks, matrices)
             for ranks in sorted(by_ranks)
@@ -110,6 +113,8 @@ class Homes:
         Collectives: for each round two all-to-alls of the ranks that share its tensors (one where every home has all that
         it needs, none where nobody else has any). Host reads: none. Memory: three rounds of whole matrices at most.
         """
+        if self.tensors.registry is None:
+            return self._alone(values, compute)
         results: dict[int, Tensor] = {}
         returning: list[Callable[[], None]] = []
         arriving = self._rounds[0].send(values) if self._rounds else None
@@ -123,6 +128,16 @@ class Homes:
                 returning.pop(0)()
         for finish in returning:
             finish()
+        return results
+
+    def _alone(self, values: Sequence[Mapping[int, Tensor]], compute: Compute) -> dict[int, Tensor]:
+        """On one rank, where some parameters may not be stepped."""
+        results = {position: torch.empty_like(value) for position, value in values[0].items()}
+        for matrix in self.own:
+            (position,) = self.positions(matrix.tensor)
+            if position in results:
+                wholes = [narrowed(of_list[position], matrix.box) for of_list in values]
+                narrowed(results[position], matrix.box).copy_(compute(matrix, wholes))
         return results
 
     def positions(self, tensor: LogicalTensor) -> list[int]:
@@ -233,7 +248,7 @@ class _Round:
             for rank in self.ranks
             if rank != self._me
             for matrix, whole in zip(self.own, made, strict=True)
-            for box in self._order(matrix, rank)
+            for box in matrix.holders.get(rank, ())
         ]
         arrived = self._exchange(sent, self._back, towards_home=False, like=values)
 
@@ -244,26 +259,18 @@ class _Round:
                 for matrix in self._matrices:
                     if matrix.home != home or home == self._me:
                         continue
-                    for _, part in self._parts(matrix, results, self._order(matrix, self._me)):
+                    for _, part in self._parts(matrix, results, matrix.holders.get(self._me, ())):
                         part.copy_(by_rank[home][at : at + part.numel()].view(part.shape))
                         at += part.numel()
 
         return finish
 
-    def _order(self, matrix: Matrix, rank: int) -> Sequence[Box]:
-        return matrix.holders.get(rank, ())
-
-    # Both -----------------------------------------------------------------------------------------------------------
-
     def _parts(
         self, matrix: Matrix, by_position: Mapping[int, Tensor], boxes: Sequence[Box]
     ) -> list[tuple[Box, Tensor]]:
         """Boxes of the matrix in this rank's pieces, in the order of ``boxes``: each lies in one rectangle of one piece."""
-        found = []
-        for box in boxes:
-            for position in self._homes.positions(matrix.tensor):
-                found += list(self._tensors.views(position, by_position[position], [box]))
-        return found
+        positions, views = self._homes.positions(matrix.tensor), self._tensors.views
+        return [part for box in boxes for at in positions for part in views(at, by_position[at], [box])]
 
     def _device(self, values: Sequence[Mapping[int, Tensor]]) -> torch.device:
         return next(iter(values[0].values())).device

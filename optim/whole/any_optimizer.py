@@ -17,10 +17,10 @@ from ...parallel.layout.spec import P
 from ..states.elementwise import check_each_alone
 from ..step.update import check_steps_without_closure, step_within
 from .at_home import HomeOptimizer
-from .homes import Matrix
 from .layout import LogicalTensor
 from .nested import PLAN, flattened, nested
 from .optimizer import Slot, Update
+from .rounds import Matrix
 
 _HOME = "inner.0."
 _OF_WRAPPER = ("params", "param_names")

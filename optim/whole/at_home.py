@@ -17,9 +17,10 @@ from torch import Tensor
 from ...parallel.layout.pieces import Box, Shape
 from ...parallel.mesh.agreement import gather_objects
 from ..states.pieces import params_of
-from .homes import Homes, Matrix
+from .homes import Homes
 from .layout import LogicalTensor
 from .optimizer import Slot, WholeOptimizer
+from .rounds import Matrix
 from .tensors import WholeTensors
 
 _AT_HOME = re.compile(r"(\w+)\.(\d+)(?:\.|$)")
@@ -54,7 +55,7 @@ class HomeOptimizer(WholeOptimizer):
         self.taken = StepsTaken()
         self._own: dict[int, list[Matrix]] = {}
         for matrix in self.homes.own:
-            self._own.setdefault(self.homes.positions(matrix.tensor)[0], []).append(matrix)
+            self._own.setdefault(self.tensors.positions(matrix.tensor)[0], []).append(matrix)
 
     def _settled(self, tensors: WholeTensors) -> set[tuple[str, int]]:
         """The matrices whose states are here already: another param group has come."""
@@ -84,7 +85,7 @@ class HomeOptimizer(WholeOptimizer):
     def at_home(self, slots: Sequence[Slot]) -> Callable[[Matrix], Slot]:
         """Where the state of a matrix of `homes` stands."""
         by_position = {slot.position: slot for slot in slots}
-        return lambda matrix: by_position[self.homes.positions(matrix.tensor)[0]]
+        return lambda matrix: by_position[self.tensors.positions(matrix.tensor)[0]]
 
 
 def _number(key: str) -> int | None:

@@ -22,12 +22,13 @@ from torch import Tensor
 from ...parallel.layout.pieces import Box, Shape
 from ...parallel.layout.spec import P
 from .adamw import ADAMW, adamw_initial, adamw_update
-from .homes import Homes, Matrix
+from .homes import Homes
 from .layout import LogicalTensor
 from .matrices import Blocks, block_sizes, boxes_of
 from .newton_schulz import COEFFICIENTS, flops, newton_schulz
 from .optimizer import Slot, Update, WholeOptimizer
-from .tensors import WholeTensors
+from .rounds import Matrix
+from .tensors import WholeTensors, narrowed
 
 Scale = Literal["original", "match_rms_adamw", "spectral_unclamped"]
 NO_MATRICES = ("*embed*", "*wte*", "*wpe*", "*head.weight", "*classifier*")
@@ -144,7 +145,9 @@ class Muon(WholeOptimizer):
 
     def bound(self, tensors: WholeTensors) -> None:
         super().bound(tensors)
-        self._homes = Homes(tensors, _boxes, lambda shape: flops(as_matrix(shape)))
+        # Rounded before they travel, elements are what they would be if they were rounded at home.
+        self._homes = Homes(tensors, _boxes, lambda shape: flops(as_matrix(shape)), dtype=self.ns_dtype)
+        self._scales: dict[int, float | Tensor] = {}
 
     # The step -------------------------------------------------------------------------------------------------------
 
@@ -161,23 +164,37 @@ class Muon(WholeOptimizer):
         for slot in matrices:
             mu = slot.group["momentum"]
             momenta[slot.position] = m = slot.state["momentum_buffer"].lerp(slot.grad, 1 - mu)
-            towards[slot.position] = slot.grad.lerp(m, mu) if slot.group["nesterov"] else m
+            u = slot.grad.lerp(m, mu) if slot.group["nesterov"] else m
+            towards[slot.position] = u if self.ns_dtype is None else u.to(self.ns_dtype)
 
         def orthogonal(matrix: Matrix, lists: list[Tensor]) -> Tensor:
-            group = by_position[self._homes.positions(matrix.tensor)[0]].group
-            (whole,) = lists
-            u = whole.view(as_matrix(matrix.shape)).to(self.ns_dtype or whole.dtype)
-            o = newton_schulz(u, group["ns_coefficients"], group["ns_steps"], group["eps"]).to(whole.dtype)
-            return (o * scale_of(group["adjust_lr_fn"], o.shape)).view(matrix.shape)
+            group = by_position[self.tensors.positions(matrix.tensor)[0]].group
+            whole = lists[0].reshape(as_matrix(matrix.shape))
+            return newton_schulz(whole, group["ns_coefficients"], group["ns_steps"], group["eps"]).reshape(matrix.shape)
 
         found = self._homes.map([towards], orthogonal)
         for slot in matrices:
             lr, decay = slot.group["lr"], slot.group["weight_decay"]
-            param = slot.param * (1 - lr * decay) - lr * found[slot.position]
+            o = found[slot.position].to(slot.param.dtype) * self._scale(slot)
+            param = slot.param * (1 - lr * decay) - lr * o
             yield Update(slot, param, {"momentum_buffer": momenta[slot.position]})
         for slot in slots:
             if slot.group["algorithm"] == "adamw":
                 yield adamw_update(slot)
+
+    def _scale(self, slot: Slot) -> float | Tensor:
+        """What the orthogonal matrices of a position are multiplied by; of its shape where they differ."""
+        if slot.position not in self._scales:
+            tensor, rule = self.tensors.tensors[slot.position], slot.group["adjust_lr_fn"]
+            by_box = [(box, scale_of(rule, as_matrix(box.sizes))) for box in tensor.said]
+            if len({scale for _, scale in by_box}) == 1:
+                self._scales[slot.position] = by_box[0][1]
+            else:
+                rows = slot.param.new_empty((*tensor.shape[:-1], 1))
+                for box, scale in by_box:
+                    narrowed(rows, Box((*box.offsets[:-1], 0), (*box.sizes[:-1], 1))).fill_(scale)
+                self._scales[slot.position] = self.tensors.of_whole(slot.position, rows)
+        return self._scales[slot.position]
 
 
 def _boxes(tensor: LogicalTensor) -> Sequence[Box]:

@@ -171,9 +171,9 @@ class WholeOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), "_kept": {name: getattr(self, name) for name in self.kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        kept = state.get("_kept", {})
+        kept = state.get("_kept")
         super().__setstate__({key: value for key, value in state.items() if key != "_kept"})
-        if "_tensors" not in vars(self) or kept:  # a copy; loading keeps what it is bound to
+        if kept is not None:  # a copy; else a state is being loaded
             vars(self).update(kept, _tensors=None, _frozen=set())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

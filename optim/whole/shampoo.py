@@ -23,10 +23,10 @@ from torch import Tensor
 from ...parallel.layout.pieces import Shape
 from ...parallel.layout.spec import P
 from .at_home import HomeOptimizer, named
-from .homes import Matrix
 from .matrices import Blocks, block_sizes, boxes_of
 from .optimizer import Slot, Update
 from .preconditioners import FACTORISATION, Sides, gram, into, inverse_root, sides_of
+from .rounds import Matrix
 
 Grafting = Literal["adam", "sgd"]
 

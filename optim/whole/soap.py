@@ -26,10 +26,10 @@ from ...parallel.layout.pieces import Shape
 from ...parallel.layout.spec import P
 from .adamw import adamw_initial
 from .at_home import HomeOptimizer, named
-from .homes import Matrix
 from .matrices import Blocks, block_sizes, boxes_of
 from .optimizer import Slot, Update
 from .preconditioners import FACTORISATION, Sides, eigenvectors, gram, into, out_of, renewed, sides_of
+from .rounds import Matrix
 
 
 class SOAP(HomeOptimizer):

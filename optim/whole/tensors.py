@@ -42,6 +42,9 @@ class WholeTensors:
         self.rank = 0 if registry is None else registry.global_rank
         self.tensors = [everything[name] for name, _ in positions]
         self._regions = [region for _, region in positions]
+        self._positions: dict[str, list[int]] = {}
+        for position, tensor in enumerate(self.tensors):
+            self._positions.setdefault(tensor.name, []).append(position)
         self._spoken = [self._boxes(tensor) for tensor in self.tensors]
 
     @classmethod
@@ -91,6 +94,10 @@ class WholeTensors:
     def _boxes(self, tensor: LogicalTensor) -> list[Box] | None:
         """What this rank speaks for; None: nobody needs to be asked."""
         return tensor.sources().get(self.rank, []) if tensor.is_split else None
+
+    def positions(self, tensor: LogicalTensor) -> list[int]:
+        """Where this rank has pieces of it."""
+        return self._positions.get(tensor.name, [])
 
     # Parts ----------------------------------------------------------------------------------------------------------
 

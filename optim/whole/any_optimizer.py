@@ -55,6 +55,7 @@ class AnyOptimizer(HomeOptimizer):
     """See `whole`."""
 
     lists = 2
+    not_captured = "reads on the host whether to skip, and what it wraps may read more"
     kept = ("kind", "attributes")
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -100,10 +101,12 @@ class AnyOptimizer(HomeOptimizer):
 
     def _stepped(self, matrix: Matrix, param: Tensor, grad: Tensor, slot: Slot) -> Tensor:
         """The new weights; the state is written."""
-        one = nn.Parameter(param.clone())
-        one.grad = grad
+        one = nn.Parameter(param.to(slot.param.device, copy=True))
+        one.grad = grad.to(slot.param.device)
         before = self._state(slot)
-        inner = self._copies.setdefault(slot.position, self._copied())
+        if slot.position not in self._copies:
+            self._copies[slot.position] = self._copied()
+        inner = self._copies[slot.position]
         given = {key: value for key, value in slot.group.items() if key not in _OF_WRAPPER}
         inner.param_groups = [{**given, **before["group"], "params": [one]}]
         inner.state = defaultdict(dict, before["others"])
@@ -121,7 +124,7 @@ class AnyOptimizer(HomeOptimizer):
             del slot.state[key]
         slot.state.update({_HOME + path: value for path, value in flattened(after).items()})
         self._live[slot.position] = slot.state[_HOME + PLAN], after
-        return one.detach()
+        return one.detach().to(param.device)
 
     def _state(self, slot: Slot) -> Any:
         """As the last step has left it, or a checkpoint."""

@@ -37,6 +37,7 @@ class HomeOptimizer(WholeOptimizer):
     """
 
     lists = 1
+    not_captured = "counts steps on the host, and does more in some than in others"
 
     def boxes(self, tensor: LogicalTensor) -> Sequence[Box]:
         """The matrices of a tensor; none where it has none."""
@@ -76,9 +77,9 @@ class HomeOptimizer(WholeOptimizer):
         return _number(key) is not None
 
     def keeps(self, param: Tensor, key: str) -> bool:
-        params = params_of(self.param_groups)
-        position = next(index for index, other in enumerate(params) if other is param)
-        return self.tensors is not None and _number(key) in {matrix.number for matrix in self._own.get(position, [])}
+        assert self.tensors, "which binds it, if nobody has"
+        position = next(index for index, other in enumerate(params_of(self.param_groups)) if other is param)
+        return _number(key) in {matrix.number for matrix in self._own.get(position, [])}
 
     # The step -------------------------------------------------------------------------------------------------------
 

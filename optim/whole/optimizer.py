@@ -83,12 +83,14 @@ class WholeOptimizer(torch.optim.Optimizer):
         whole_states: The names of the states that belong to logical tensors, not to pieces: the same on all ranks that have
             them.
         kept: The names of a subclass's own attributes, which a copy has too.
+        not_captured: Why its step can't be in a CUDA graph, after its name; None: it can.
     """
 
     asks_other_ranks = True
     _step_supports_amp_scaling = True
     whole_states: ClassVar[frozenset[str]] = frozenset()
     kept: ClassVar[tuple[str, ...]] = ()
+    not_captured: ClassVar[str | None] = None
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._tensors: WholeTensors | None = None

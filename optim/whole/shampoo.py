@@ -148,7 +148,8 @@ class Shampoo(HomeOptimizer):
 
     def _preconditioned(self, matrix: Matrix, gradient: Tensor, slot: Slot, taken: int) -> Tensor:
         """P |A| / |P|; the matrix's state is written."""
-        group, t, g = slot.group, taken + 1, gradient.view(sides_of(matrix.shape)).to(self.factor_dtype)
+        group, t = slot.group, taken + 1
+        g = gradient.view(sides_of(matrix.shape)).to(slot.param.device, self.factor_dtype)
         beta1, beta2 = group["betas"]
         factors: Sides = [slot.state.get(named("factor", matrix, dim)) for dim in range(g.dim())]
         roots: list[Tensor | None] = [slot.state.get(named("root", matrix, dim)) for dim in range(g.dim())]
@@ -167,7 +168,7 @@ class Shampoo(HomeOptimizer):
         p = into(m / (1 - beta1**t), roots)
         self.write(slot.state[m_key], m)
         self.write(slot.state[v_key], v)
-        return (p * (a.norm() / p.norm().clamp(min=1e-30))).to(gradient.dtype).view(matrix.shape)
+        return (p * (a.norm() / p.norm().clamp(min=1e-30))).to(gradient).view(matrix.shape)
 
 
 def grafted(m: Tensor, v: Tensor, g: Tensor, group: Mapping[str, Any], t: int) -> tuple[Tensor, Tensor, Tensor]:

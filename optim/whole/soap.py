@@ -149,7 +149,7 @@ class SOAP(HomeOptimizer):
 
     def _turned(self, matrix: Matrix, gradient: Tensor, slot: Slot, k: int) -> Tensor:
         """U; the matrix's state is written."""
-        group, g = slot.group, gradient.view(sides_of(matrix.shape)).to(self.factor_dtype)
+        group, g = slot.group, gradient.view(sides_of(matrix.shape)).to(slot.param.device, self.factor_dtype)
         dims = range(g.dim())
         (beta1, beta2), beta3 = group["betas"], group["shampoo_beta"]
         gg: Sides = [slot.state.get(named("GG", matrix, dim)) for dim in dims]
@@ -174,4 +174,4 @@ class SOAP(HomeOptimizer):
             self.write(factor, new)
         if k:
             self.write(slot.state[named("exp_avg_sq", matrix)], v)
-        return u.to(gradient.dtype).view(matrix.shape)
+        return u.to(gradient).view(matrix.shape)

@@ -18,7 +18,7 @@ from ..states.elementwise import check_each_alone
 from ..step.update import check_steps_without_closure, step_within
 from .at_home import HomeOptimizer
 from .layout import LogicalTensor
-from .nested import PLAN, flattened, nested
+from .nested import PLAN, flattened, is_plain, nested
 from .optimizer import Slot, Update
 from .rounds import Matrix
 
@@ -112,12 +112,14 @@ class AnyOptimizer(HomeOptimizer):
         inner.state = defaultdict(dict, before["others"])
         if before["own"]:
             inner.state[one] = before["own"]
+        vars(inner).update(before["self"])
         step_within(inner)
         (group,) = inner.param_groups
         after = {
             "own": inner.state.get(one, {}),
             "others": {key: value for key, value in inner.state.items() if key is not one},
             "group": {key: value for key, value in group.items() if key != "params" and _changed(key, value, given)},
+            "self": {key: value for key, value in vars(inner).items() if is_plain(value) and self._counted(key, value)},
         }
         inner.param_groups, inner.state = [], defaultdict(dict)
         for key in [key for key in slot.state if key.startswith(_HOME)]:
@@ -130,12 +132,16 @@ class AnyOptimizer(HomeOptimizer):
         """As the last step has left it, or a checkpoint."""
         plan = slot.state.get(_HOME + PLAN)
         if plan is None:
-            return {"own": {}, "others": {}, "group": {}}
+            return {"own": {}, "others": {}, "group": {}, "self": {}}
         seen, live = self._live.get(slot.position, (None, None))
         if seen is plan:
             return live
         found = {key.removeprefix(_HOME): value for key, value in slot.state.items() if key.startswith(_HOME)}
         return nested(found, slot.param.device)
+
+    def _counted(self, key: str, value: Any) -> bool:
+        """Whether the optimizer has changed an attribute of its own."""
+        return not key.startswith("_") and (key not in self.attributes or bool(self.attributes[key] != value))
 
     def _copied(self) -> torch.optim.Optimizer:
         """Of the optimizer, for one tensor."""

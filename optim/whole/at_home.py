@@ -38,6 +38,7 @@ class HomeOptimizer(WholeOptimizer):
 
     lists = 1
     not_captured = "counts steps on the host, and does more in some than in others"
+    _with_others = False
 
     def boxes(self, tensor: LogicalTensor) -> Sequence[Box]:
         """The matrices of a tensor; none where it has none."""
@@ -48,15 +49,27 @@ class HomeOptimizer(WholeOptimizer):
         raise NotImplementedError
 
     def bound(self, tensors: WholeTensors) -> None:
+        """Raises ValueError, on every rank, where it has stepped before without other ranks."""
         super().bound(tensors)
-        own = self._settled(tensors)
-        everywhere = [own] if tensors.registry is None else gather_objects(own, tensors.registry)
-        settled = {which: rank for rank, found in enumerate(everywhere) for which in found}
-        self.homes = Homes(tensors, self.boxes, self.cost, self.lists, settled=settled)
+        self.homes = Homes(tensors, self.boxes, self.cost, self.lists, settled=self._agreed(self._settled(tensors)))
         self.taken = StepsTaken()
         self._own: dict[int, list[Matrix]] = {}
         for matrix in self.homes.own:
-            self._own.setdefault(self.tensors.positions(matrix.tensor)[0], []).append(matrix)
+            self._own.setdefault(tensors.positions(matrix.tensor)[0], []).append(matrix)
+
+    def _agreed(self, own: set[tuple[str, int]]) -> dict[tuple[str, int], int]:
+        """By tensor and number the ranks that have states."""
+        registry = self.tensors.registry
+        if registry is None:
+            return dict.fromkeys(own, 0)
+        ranks = gather_objects((own, bool(own) and not self._with_others), registry)
+        self._with_others = True
+        if alone := [rank for rank, (_, stepped_alone) in enumerate(ranks) if stepped_alone]:
+            raise ValueError(
+                f"{type(self).__name__} has stepped alone on rank {alone[0]}, and has states of whole matrices there: give "
+                "it to ParallelOptimizer before its first step, or go on from a checkpoint of it (load_checkpoint)"
+            )
+        return {which: rank for rank, (found, _) in enumerate(ranks) for which in found}
 
     def _settled(self, tensors: WholeTensors) -> set[tuple[str, int]]:
         """The matrices whose states are here already: another param group has come."""

@@ -23,8 +23,13 @@ def flattened(nested: Any) -> dict[str, Any]:
     return {PLAN: torch.frombuffer(bytearray(json.dumps(plan).encode()), dtype=torch.uint8), **found}
 
 
+def is_plain(value: Any) -> bool:
+    """Whether text says it exactly."""
+    return value is None or type(value) in (bool, int, float, str)
+
+
 def _planned(value: Any, path: str, found: dict[str, Any]) -> dict[str, Any]:
-    if value is None or type(value) in (bool, int, float, str):
+    if is_plain(value):
         return {"value": value}
     if isinstance(value, Mapping) and all(type(key) in (str, int) for key in value):
         inner = [[key, _planned(one, _beneath(path, key), found)] for key, one in value.items()]

@@ -43,7 +43,7 @@ def matrices(package: str, name: str, **options: Any) -> Make:
 
 MAKE: dict[str, Make] = {
     "torch Adafactor": of("torch.optim", "Adafactor"),
-    "timm Lamb": of("timm.optim", "Lamb"),
+    "timm Lamb": of("timm.optim", "Lamb", max_grad_norm=None),
     "timm Lars": of("timm.optim", "Lars"),
     "timm LaProp": of("timm.optim", "LaProp"),
     "timm AdafactorBigVision": of("timm.optim", "AdafactorBigVision"),
@@ -60,7 +60,6 @@ MAKE: dict[str, Make] = {
     "CAME": of("pytorch_optimizer", "CAME"),
     "Conda": of("pytorch_optimizer", "Conda"),
     "Fromage": of("pytorch_optimizer", "Fromage"),
-    "Kron": of("pytorch_optimizer", "Kron"),
     "Lamb": of("pytorch_optimizer", "Lamb"),
     "LARS": of("pytorch_optimizer", "LARS"),
     "Lion": of("pytorch_optimizer", "Lion"),
@@ -73,7 +72,6 @@ MAKE: dict[str, Make] = {
     "Shampoo": of("pytorch_optimizer", "Shampoo"),
     "SM3": of("pytorch_optimizer", "SM3"),
     "SOAP": of("pytorch_optimizer", "SOAP", precondition_frequency=2),
-    "SPlus": of("pytorch_optimizer", "SPlus"),
     "StableAdamW": of("pytorch_optimizer", "StableAdamW"),
     "Tiger": of("pytorch_optimizer", "Tiger"),
 }

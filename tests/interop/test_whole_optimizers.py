@@ -12,8 +12,9 @@ pytest.importorskip("pytorch_optimizer", reason="needs pytorch_optimizer, of the
 pytest.importorskip("timm", reason="needs timm, of the extra `interop`")
 
 from meshstep.optim import SOAP
+from meshstep.optim.whole import whole
 from torch import nn
-from whole_optimizers import MAKE, RIGHT_ON_PIECES, apart
+from whole_optimizers import MAKE, RIGHT_ON_PIECES, apart, of
 from world import World
 
 
@@ -41,3 +42,17 @@ def test_wrapped_it_steps_split_weights_as_in_one_process(world: World, kind: st
 @pytest.mark.parametrize("kind", [kind for kind in MAKE if kind not in RIGHT_ON_PIECES])
 def test_on_bare_pieces_it_is_another_optimizer(world: World, kind: str) -> None:
     assert apart(world, kind, "on pieces") > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "says"),
+    [
+        ("timm.optim", "Lamb", "max_grad_norm=1.0 clips by the norm of all"),
+        ("pytorch_optimizer", "Prodigy", "from all parameters together"),
+        ("pytorch_optimizer", "DAdaptAdam", "from all parameters together"),
+        ("pytorch_optimizer", "SPlus", "between training and evaluation"),
+    ],
+)
+def test_what_looks_beyond_a_tensor_is_refused(package: str, name: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        whole(of(package, name)([nn.Parameter(torch.randn(4, 4))]))

@@ -51,7 +51,11 @@ def plain(kind: Any, formula: Any, options: dict[str, Any], shapes: dict[str, tu
 TWO = {"wide": (6, 10), "tall": (12, 4), "square": (5, 5), "bias": (7,), "gain": ()}
 OPTIONS: list[tuple[Any, Any, dict[str, Any]]] = [
     (SOAP, reference.soap, {"precondition_frequency": 3}),
-    (SOAP, reference.soap, {"betas": (0.8, 0.9), "shampoo_beta": 0.7, "precondition_frequency": 1, "eps": 1e-3}),
+    (
+        SOAP,
+        reference.soap,
+        {"betas": (0.8, 0.9), "shampoo_beta": 0.7, "precondition_frequency": 1, "max_precond_dim": 6},
+    ),
     (SOAP, reference.soap, {"max_precond_dim": 5, "precondition_frequency": 2, "weight_decay": 0.3, "lr": 0.1}),
     (Shampoo, reference.shampoo, {"epsilon": 1e-6}),
     (
@@ -396,6 +400,26 @@ def frozen(kind: str) -> bool:
 def test_frozen_parameters_stay_and_have_no_home(world: World) -> None:
     for kind in MAKES:
         assert world.run(2, frozen, kind) == [True, True]
+
+
+def stepped_alone(kind: str) -> str:
+    layout = LAYOUTS["tensor"]
+    with ProcessGroupRegistry(layout.topology) as registry:
+        model = Planted(layout, registry.global_rank)
+        optimizer = MAKES[kind](model.named_parameters())
+        if registry.global_rank == 1:
+            model(0).backward()
+            optimizer.step()
+        with pytest.raises(ValueError, match="on rank 1") as caught:
+            ParallelOptimizer(optimizer, registry)
+        return str(caught.value)
+
+
+def test_states_of_pieces_taken_for_whole_ones_are_refused_on_every_rank(world: World) -> None:
+    for kind in MAKES:
+        one, other = world.run(2, stepped_alone, kind)
+        assert one == other
+        assert "has stepped alone on rank 1" in one
 
 
 # Options ------------------------------------------------------------------------------------------------------------------

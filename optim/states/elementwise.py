@@ -142,7 +142,7 @@ def check_each_alone(optimizer: torch.optim.Optimizer, why: str) -> None:
         if (norm := _clips_by_itself(part)) and not said:
             raise ValueError(
                 f"{why}, but {name} with max_grad_norm={norm!r} clips by the norm of all of its gradients, so it would "
-                "find different ones. Turn that off (None or 0.0, as it has it), and clip by ParallelOptimizer(max_norm=...)"
+                "find different ones. Turn it off (None or 0.0), and clip by ParallelOptimizer(max_norm=...)"
             )
 
 

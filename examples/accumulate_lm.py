@@ -37,6 +37,7 @@ from meshstep.parallel import (
     vocab_parallel_cross_entropy,
 )
 from models.gpt import CONTEXT, GPT
+from optimizers import add_optimizer, optimizer_of
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
@@ -84,7 +85,7 @@ class Trainer:
         self.test_loader = prepare_dataloader(test, registry, size, collate_fn=collate)
         torch.manual_seed(options.seed)
         self.gpt = GPT(registry, options.width, options.heads, options.depth)
-        adamw = torch.optim.AdamW(self.gpt.parameters(), lr=options.lr, weight_decay=0.05, fused=True)
+        inner = optimizer_of(options.optimizer, self.gpt.named_parameters(), options.lr)
         self.booster = booster = Booster(
             precision_asked(options),
             registry,
@@ -93,8 +94,8 @@ class Trainer:
             accumulation_steps=options.accumulate,
         )
         steps = steps_asked(options, -(-len(self.loader) // options.accumulate))
-        schedule = CosineAnnealingLR(adamw, steps, warmup_steps=steps // 10)
-        self.model, self.optimizer, _, _, self.schedule = booster.boost(self.gpt, adamw, lr_scheduler=schedule)
+        schedule = CosineAnnealingLR(inner, steps, warmup_steps=steps // 10)
+        self.model, self.optimizer, _, _, self.schedule = booster.boost(self.gpt, inner, lr_scheduler=schedule)
         boosted = self.model, self.optimizer, self.schedule
         self.run = Run(options, booster, *boosted, steps=steps, every=1, unit="tokens")
 
@@ -159,6 +160,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
         "vocabulary are split",
     )
     add_training_flags(parser, batch_size=32, lr=1e-2, epochs=4)
+    add_optimizer(parser)
     add = parser.add_argument
     few = f"use only N paragraphs, {TEST_PARAGRAPHS} of them for the test (default: all)"
     add("--paragraphs", type=int, metavar="N", help=few)

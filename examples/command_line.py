@@ -112,6 +112,7 @@ def add_training_flags(
     add("--resume", type=Path, metavar="DIR", help=resume)
     add("--save-every", type=_count, default=25, metavar="N", help="steps between checkpoints (default: %(default)s)")
     add("--plot", type=_svg, metavar="FILE.svg", help="draw the curves of loss and gradient norm there")
+    add("--beside", type=Path, metavar="FILE.csv", help="draw the --curve of another run there too, in grey")
     add("--curve", type=Path, metavar="FILE.csv", help="write their numbers there")
 
 

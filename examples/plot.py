@@ -13,11 +13,24 @@ STYLE = """
   .title { font-weight: 600 }
   .frame { fill: none; stroke: #bbb }
   .curve { fill: none; stroke: #2563eb; stroke-width: 1.5 }
+  .beside { fill: none; stroke: #999; stroke-width: 1.5 }
 """
 
 
-def draw(title: str, steps: Sequence[float], curves: Mapping[str, Sequence[float]]) -> str:
-    """The SVG's text: a panel for each curve, over the steps."""
+Points = Sequence[tuple[float, float]]
+
+
+def draw(
+    title: str,
+    steps: Sequence[float],
+    curves: Mapping[str, Sequence[float]],
+    beside: Mapping[str, Points] | None = None,
+) -> str:
+    """The SVG's text: a panel for each curve, over the steps.
+
+    Args:
+        beside: In grey, under the curve of that name: another run's (step, value) points.
+    """
     width, height = WIDTH + 2 * MARGIN, len(curves) * (HEIGHT + MARGIN) + MARGIN
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">',
@@ -27,22 +40,27 @@ def draw(title: str, steps: Sequence[float], curves: Mapping[str, Sequence[float
         text(MARGIN, 24, title, "title"),
     ]
     for index, (name, values) in enumerate(curves.items()):
-        parts += panel(MARGIN + index * (HEIGHT + MARGIN), name, steps, values)
+        parts += panel(MARGIN + index * (HEIGHT + MARGIN), name, steps, values, (beside or {}).get(name, ()))
     return "\n".join([*parts, "</svg>", ""])
 
 
-def panel(top: float, name: str, steps: Sequence[float], values: Sequence[float]) -> Iterator[str]:
+def panel(top: float, name: str, steps: Sequence[float], values: Sequence[float], beside: Points = ()) -> Iterator[str]:
     """Frame, curve and the numbers at its ends; a value that is not finite is a gap."""
     points = [(step, value) for step, value in zip(steps, values, strict=True) if isfinite(value)]
+    others = [(step, value) for step, value in beside if isfinite(value)]
     yield f'<rect class="frame" x="{MARGIN}" y="{top:g}" width="{WIDTH}" height="{HEIGHT}"/>'
     yield text(MARGIN, top - 8, name)
     if not points:
         return
-    (left, right), (low, high) = ((min(of), max(of)) for of in zip(*points, strict=True))
-    xs = {step: MARGIN + WIDTH * (step - left) / ((right - left) or 1) for step, _ in points}
-    places: dict[float, str] = {
-        step: f"{xs[step]:.1f},{top + HEIGHT * (high - value) / ((high - low) or 1):.1f}" for step, value in points
-    }
+    (left, right), (low, high) = ((min(of), max(of)) for of in zip(*points, *others, strict=True))
+
+    def place(step: float, value: float) -> str:
+        x = MARGIN + WIDTH * (step - left) / ((right - left) or 1)
+        return f"{x:.1f},{top + HEIGHT * (high - value) / ((high - low) or 1):.1f}"
+
+    if others:
+        yield f'<polyline class="beside" points="{" ".join(place(*point) for point in others)}"/>'
+    places: dict[float, str] = {step: place(step, value) for step, value in points}
     for run in runs([places.get(step) for step in steps]):
         yield f'<polyline class="curve" points="{" ".join(run)}"/>'
     yield text(MARGIN - 6, top + 12, f"{high:.3g}", anchor="end")

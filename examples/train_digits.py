@@ -35,10 +35,11 @@ from meshstep.optim import Booster, newest_checkpoint
 from meshstep.parallel import P, ProcessGroupRegistry, reduce_from, shard
 from models.digits import DenseReference, DigitsTransformer, full_parameters
 from models.layers import DenseLayers, layers_for
+from optimizers import add_optimizer, optimizer_of
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from tqdm import tqdm
-from training import LARGEST_DIFFERENCE, verdict, write_csv, write_plot
+from training import LARGEST_DIFFERENCE, read_csv, verdict, write_csv, write_plot
 
 TEST_SAMPLES = 360
 
@@ -114,13 +115,13 @@ class Trainer:
         self.train_samples, self.test_samples = load_samples(registry.device, self.dtype)
         torch.manual_seed(options.seed)
         # Without masters Adam's second moments are float16: most squares underflow to 0, and 1e-8 does not hold them up.
-        eps = 1e-3 if options.precision == "O3" else 1e-8
+        eps = {"eps": 1e-3} if options.precision == "O3" else {}
         model = self.make_model().to(self.dtype)
         # A graph reads the rate from where it is; the schedule writes it there.
         lr = torch.tensor(options.lr, device=registry.device) if options.cuda_graph else options.lr
-        adamw = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05, eps=eps, fused=True)
+        inner = optimizer_of(options.optimizer, model.named_parameters(), lr, **eps)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
-            adamw, options.lr, total_steps=options.steps, cycle_momentum=False
+            inner, options.lr, total_steps=options.steps, cycle_momentum=False
         )
         self.booster = Booster(
             precision_asked(options),
@@ -130,7 +131,7 @@ class Trainer:
             accumulation_steps=options.accumulate,
         )
         self.model, self.optimizer, self.loss, _, self.schedule = self.booster.boost(
-            model, adamw, self.layers.loss, lr_scheduler=schedule
+            model, inner, self.layers.loss, lr_scheduler=schedule
         )
         self.train: Callable[..., Sequence[Tensor]] = GraphedStep(self.update) if options.cuda_graph else self.update
         self.reference = self.make_reference() if options.verify else None
@@ -221,7 +222,9 @@ def report(trainer: Trainer, seconds: float) -> bool:
         write_csv(options.curve, "loss,accuracy,norm,clip_coef", history.tolist())
     if options.plot is not None:
         rows = [(step, row[0], row[2]) for step, row in enumerate(history.tolist(), start=1)]
-        write_plot(options.plot, repr(trainer.booster), rows)
+        other = [] if options.beside is None else read_csv(options.beside)
+        beside = [(step, row[0], row[2]) for step, row in enumerate(other, start=1)]
+        write_plot(options.plot, repr(trainer.booster), rows, beside)
     clipped = int((history[:, 3] < 1).sum())
     print(f"{trainer.registry.topology!r}: {len(history)} steps in {seconds:.1f} s, {clipped} of them clipped")
     print(f"last batch:  loss {history[-1, 0]:.6f}, gradient norm {history[-1, 2]:.6f}")
@@ -254,6 +257,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
         f"exit with 1 if they differ by more than {LARGEST_DIFFERENCE:.0e}, relative",
     )
     replay = "launch the kernels of a step once, and replay them from the fourth step on; needs a GPU"
+    add_optimizer(parser)
     parser.add_argument("--cuda-graph", action="store_true", help=replay)
     options = parser.read(processes, arguments)
     check_training(options)

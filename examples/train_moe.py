@@ -31,6 +31,7 @@ from meshstep.parallel import ProcessGroupRegistry, Role, Topology
 from models.digits import DenseReference, MixtureTransformer
 from models.layers import DenseLayers
 from models.moe import DenseMixture, Mixture, MixtureShape
+from optimizers import add_optimizer
 from torch import Tensor, nn
 from train_digits import Samples, run
 
@@ -100,6 +101,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
         "data, and others that --experts names: every coordinate trains on its part of the batch; tensor: 1-D layers",
     )
     add_training_flags(parser, batch_size=64, lr=3e-3, steps=200)
+    add_optimizer(parser)
     add = parser.add_argument
     axes = "axes, or aliases of --topology, over which experts are split (default: all data axes)"
     add("--experts", type=lambda text: tuple(text.split(",")), metavar="AXIS,...", help=axes)

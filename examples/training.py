@@ -128,7 +128,8 @@ class Run:
         if self.is_first and self.options.curve is not None:
             write_csv(self.options.curve, "step,loss,norm", self.rows)
         if self.is_first and self.options.plot is not None:
-            write_plot(self.options.plot, repr(self.booster), self.rows)
+            beside = () if self.options.beside is None else read_csv(self.options.beside)
+            write_plot(self.options.plot, repr(self.booster), self.rows, beside)
 
 
 def write_csv(path: Path, header: str, rows: Sequence[Sequence[float]]) -> None:
@@ -136,7 +137,13 @@ def write_csv(path: Path, header: str, rows: Sequence[Sequence[float]]) -> None:
     path.write_text("\n".join([header, *(",".join(map(repr, row)) for row in rows), ""]))
 
 
-def write_plot(path: Path, title: str, rows: Sequence[Sequence[float]]) -> None:
-    """The curves of (step, loss, gradient norm)."""
+def read_csv(path: Path) -> list[list[float]]:
+    """The rows that `write_csv` wrote."""
+    return [[float(number) for number in line.split(",")] for line in path.read_text().splitlines()[1:]]
+
+
+def write_plot(path: Path, title: str, rows: Sequence[Sequence[float]], beside: Sequence[Sequence[float]] = ()) -> None:
+    """The curves of (step, loss, gradient norm); in grey those of another run."""
     steps, losses, norms = zip(*rows, strict=True) if rows else ((), (), ())
-    path.write_text(draw(title, steps, {"loss": losses, "gradient norm": norms}), encoding="utf-8")
+    others = {name: [(row[0], row[column]) for row in beside] for column, name in ((1, "loss"), (2, "gradient norm"))}
+    path.write_text(draw(title, steps, {"loss": losses, "gradient norm": norms}, others), encoding="utf-8")

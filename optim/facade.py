@@ -214,7 +214,7 @@ class OptimizerFacade(torch.optim.Optimizer):
 
     @property
     def vetoed_steps(self) -> int:
-        """Those of them, in this process, that ``commit=`` of any rank refused. Host reads: one."""
+        """Those of them that ``commit=`` of any rank refused. Host reads: one."""
         return self._skips.vetoed()
 
     @public_call
@@ -240,12 +240,12 @@ class OptimizerFacade(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state of this rank's pieces, and under ``"meshstep"`` all else a new process needs:
-        precision mode, loss scale, master weights, count of skipped steps, coordinates. Host reads: a few."""
+        precision mode, loss scale, master weights, counts of skipped steps, coordinates. Host reads: a few."""
         saved = self._saved()
         given = (param for group in self._groups for _, param in group)
         makes_states = bool(self.state) or self._setup.accumulation_steps is None
         check_caller(saved.coordinates, self._states.stepped, given, makes_states=makes_states)
-        return saved.state_dict(self.skipped_steps)
+        return saved.state_dict(self._skips.state_dict())
 
     @public_call
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -258,7 +258,7 @@ class OptimizerFacade(torch.optim.Optimizer):
                 changed then.
         Collectives: two object all-gathers. Host reads: a few.
         """
-        self._skips.restore(self._saved().load(state_dict))
+        self._skips.load_state_dict(self._saved().load(state_dict))
         self._clipping.start_over()
         self._window.close()
         if self._switch is not None:

@@ -32,7 +32,7 @@ from .norm.units import Units
 from .states.chain import Chain
 from .states.compared import checks_of, watch_of
 from .states.completion import Completion
-from .states.elementwise import check_each_alone, check_whole
+from .states.elementwise import check_in_buckets, check_whole
 from .states.link import Binding, Placement, Position
 from .states.local_tensors import LocalTensors
 from .states.masters import precision_link
@@ -173,7 +173,7 @@ class Setup:
         check_steps_without_closure(self.optimizer)
         precision = precision_of(self.precision)
         if precision.stochastic_rounding:
-            check_each_alone(self.optimizer, "stochastic rounding steps bucket by bucket")
+            check_in_buckets(self.optimizer, "stochastic rounding steps bucket by bucket")
         self.measure.check()
         checked_nonfinite(self.on_nonfinite)
         if self.commit is not None and not callable(self.commit):

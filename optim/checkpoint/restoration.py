@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...parallel.layout.pieces import Region, Shape
+from ...parallel.mesh.text import some
 from ..whole.optimizer import WholeOptimizer
 from .contents import LAYOUT, OptimizerState, Stepped, parse_key, whole
 from .index import Stored
@@ -181,13 +182,8 @@ def _rebuilt(weights: Mapping[str, Any], masters: Mapping[int, Tensor], portable
 
 def _check_same(kind: str, saved: set[str], now: set[str], where: str) -> None:
     if saved != now:
-        parts = [f"{names} in the checkpoint only" for names in (_some(saved - now),) if names]
-        parts += [f"{names} here only" for names in (_some(now - saved),) if names]
+        parts = [f"{names} in the checkpoint only" for names in (some(sorted(saved - now)),) if names]
+        parts += [f"{names} here only" for names in (some(sorted(now - saved)),) if names]
         raise ValueError(
             f"the {kind} {where} are not those of the checkpoint: {'; '.join(parts)}; build what was saved"
         )
-
-
-def _some(names: set[str]) -> str:
-    shown = ", ".join(sorted(names)[:5])
-    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -18,7 +18,7 @@ from ...amp.rounding import Drawn, round_all_, seed_of
 from ...amp.stochastic_rounding import BUCKET_NUMEL
 from ...parallel.layout.annotation import Annotation, annotation_of
 from ...parallel.layout.spec import P
-from .elementwise import check_each_alone
+from .elementwise import check_in_buckets
 from .link import Binding, Link, Placement, Position
 from .pieces import Held, StandIns
 
@@ -48,7 +48,7 @@ class HalfStates(Placement):
             raise ValueError(f"HalfStates({self.dtype}): states are kept in torch.bfloat16, whose range is float32's")
         if binding.precision.stochastic_rounding:
             raise ValueError("the precision mode has its states in bfloat16 already: leave HalfStates out of states=")
-        check_each_alone(binding.optimizer, "HalfStates steps bucket by bucket")
+        check_in_buckets(binding.optimizer, "HalfStates steps bucket by bucket")
 
     def link(self, binding: Binding) -> Link:
         return Halves(self, binding)

@@ -210,13 +210,19 @@ class WholeOptimizer(torch.optim.Optimizer):
         alone = self.tensors.registry is None
         slots: list[Slot] = []
         pairs = [(group, param) for group in self.param_groups for param in group["params"]]
+        if len(pairs) != len(self.tensors.tensors):
+            raise RuntimeError(
+                f"{type(self).__name__} is to step {len(pairs)} of its {len(self.tensors.tensors)} tensors: step all of "
+                "them at once, for other ranks wait for what it asks them"
+            )
         for position, (group, param) in enumerate(pairs):
             if position in self._frozen or (alone and param.grad is None):
                 continue
             grad = torch.zeros_like(param) if param.grad is None else param.grad
             if grad_scale is not None:
                 grad = grad / grad_scale.to(grad.device)
-            slot = Slot(position, param, grad.contiguous(), self.state[param], group, torch.zeros(()))
+            grad = grad.to(param.dtype).contiguous()
+            slot = Slot(position, param, grad, self.state[param], group, torch.zeros(()))
             if "step" not in slot.state:
                 slot.state.update(self.initial(slot), step=torch.zeros((), device=param.device))
             slot.step = slot.state["step"].double() + 1

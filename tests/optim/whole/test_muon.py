@@ -15,8 +15,9 @@ from cases import slice_of
 from dtensors import registry_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshstep.amp import Bf16, NaiveFp16
+from meshstep.amp import ApexFp16, Bf16, NaiveFp16
 from meshstep.optim import (
+    HalfStates,
     Muon,
     ParallelOptimizer,
     Sharded,
@@ -331,8 +332,9 @@ def test_an_overflow_anywhere_leaves_everything_as_it_was(world: World) -> None:
         (layout, torch.float32, {}),
         (layout, torch.float64, STATES["ZeRO-2"]),
         (layout, torch.float32, {"precision": NaiveFp16(init_scale=64.0)}),
+        (layout, torch.float32, {"precision": ApexFp16(opt_level="O3")}),
     ]
-    assert world.run_each(skipped, [(4, case) for case in cases]) == [[True] * 4] * 3
+    assert world.run_each(skipped, [(4, case) for case in cases]) == [[True] * 4] * 4
 
 
 def in_mode(layout: Layout, options: dict[str, Any], micros: int) -> Any:
@@ -402,6 +404,49 @@ def test_wrong_options_are_errors_that_say_what_is_wanted() -> None:
     optimizer = Muon([("qkv", matrix)], blocks={"qkv": 3})
     with pytest.raises(ValueError, match="do not add up"):
         optimizer.step()
+
+
+def refused(states: Any) -> str:
+    with ProcessGroupRegistry(LAYOUTS["tensor"].topology) as registry:
+        model = Planted(LAYOUTS["tensor"], registry.global_rank)
+        precision: Any = Bf16(stochastic_rounding=True) if states is None else "fp32"
+        if states is None:
+            precision.prepare(model, registry)
+        with pytest.raises(ValueError, match="asks other ranks in each step") as error:
+            ParallelOptimizer(muon(model.named_parameters()), registry, precision=precision, states=states or ())
+        return str(error.value)
+
+
+def test_what_steps_in_buckets_is_refused(world: World) -> None:
+    assert all("HalfStates" in text for text in world.run(2, refused, HalfStates()))
+    assert all("stochastic rounding" in text for text in world.run(2, refused, None))
+    param = nn.Parameter(torch.randn(4, 3))
+    param.grad = torch.ones(4, 3)
+    optimizer = Muon([param, nn.Parameter(torch.randn(2, 2))])
+    optimizer.step()
+    del optimizer.param_groups[0]["params"][1]
+    with pytest.raises(RuntimeError, match="is to step 1 of its 2 tensors"):
+        optimizer.step()
+
+
+def several(layout: Layout) -> Any:
+    """Muon for matrices beside AdamW for the rest, as one."""
+    with ProcessGroupRegistry(layout.topology) as registry:
+        model = Planted(layout, registry.global_rank, torch.float64)
+        held = dict(model.named_parameters())
+        matrices = Muon([(n, p) for n, p in held.items() if p.dim() > 1], lr=0.1, ns_dtype=None, blocks={"up": 2})
+        rest = [(n, p) for n, p in held.items() if p.dim() < 2]
+        vectors = torch.optim.AdamW(rest, lr=0.05, betas=(0.9, 0.95), weight_decay=0.1)
+        optimizer = ParallelOptimizer([matrices, vectors], registry, states=Sharded("data"))
+        for step in range(10):
+            run_step(model, optimizer, step)
+            optimizer.step()
+        return parts(layout, optimizer)
+
+
+def test_beside_another_optimizer_both_are_exact(world: World) -> None:
+    layout = LAYOUTS["data x tensor"]
+    assert largest_error(world.run(4, several, layout), alone(layout, muon)) <= EXACT
 
 
 def test_the_rule_says_what_is_a_matrix_and_a_group_may_say_it_itself() -> None:

@@ -21,6 +21,7 @@ from .layout import LogicalTensor
 from .nested import PLAN, flattened, is_plain, nested
 from .optimizer import Slot, Update
 from .rounds import Matrix
+from .tensors import WholeTensors
 
 _HOME = "inner.0."
 _OF_WRAPPER = ("params", "param_names")
@@ -69,10 +70,10 @@ class AnyOptimizer(HomeOptimizer):
         }
         super().__init__([_without_names(group) for group in optimizer.param_groups], dict(optimizer.defaults))
 
-    def bound(self, tensors: Any) -> None:
+    def bound(self, tensors: WholeTensors) -> None:
         super().bound(tensors)
         self._copies: dict[int, torch.optim.Optimizer] = {}
-        self._live: dict[int, tuple[Tensor, Any]] = {}
+        self._live: dict[int, tuple[Tensor, int, Any]] = {}  # by position: the text, its version, what it says
 
     def said_of(self, name: str | None, shape: Shape, group: Mapping[str, Any], spec: P | None) -> Any:
         return self.kind.__qualname__
@@ -125,7 +126,8 @@ class AnyOptimizer(HomeOptimizer):
         for key in [key for key in slot.state if key.startswith(_HOME)]:
             del slot.state[key]
         slot.state.update({_HOME + path: value for path, value in flattened(after).items()})
-        self._live[slot.position] = slot.state[_HOME + PLAN], after
+        plan = slot.state[_HOME + PLAN]
+        self._live[slot.position] = plan, plan._version, after
         return one.detach().to(param.device)
 
     def _state(self, slot: Slot) -> Any:
@@ -133,8 +135,8 @@ class AnyOptimizer(HomeOptimizer):
         plan = slot.state.get(_HOME + PLAN)
         if plan is None:
             return {"own": {}, "others": {}, "group": {}, "self": {}}
-        seen, live = self._live.get(slot.position, (None, None))
-        if seen is plan:
+        seen, version, live = self._live.get(slot.position, (None, 0, None))
+        if seen is plan and version == plan._version:
             return live
         found = {key.removeprefix(_HOME): value for key, value in slot.state.items() if key.startswith(_HOME)}
         return nested(found, slot.param.device)

@@ -20,7 +20,6 @@ from .at_home import HomeOptimizer
 from .layout import LogicalTensor
 from .nested import PLAN, flattened, is_plain, nested
 from .optimizer import Slot, Update
-from .rounds import Matrix
 from .tensors import WholeTensors
 
 _HOME = "inner.0."
@@ -96,12 +95,13 @@ class AnyOptimizer(HomeOptimizer):
             return
         values = [{slot.position: slot.param.detach() for slot in slots}, {slot.position: slot.grad for slot in slots}]
         slot_of = self.at_home(slots)
-        found = self.homes.map(values, lambda matrix, lists: self._stepped(matrix, *lists, slot_of(matrix)))
+        found = self.homes.map(values, lambda matrix, lists: self._stepped(lists, slot_of(matrix)))
         for slot in slots:
             yield Update(slot, found.get(slot.position, slot.param), {})
 
-    def _stepped(self, matrix: Matrix, param: Tensor, grad: Tensor, slot: Slot) -> Tensor:
+    def _stepped(self, lists: list[Tensor], slot: Slot) -> Tensor:
         """The new weights; the state is written."""
+        param, grad = lists
         one = nn.Parameter(param.to(slot.param.device, copy=True))
         one.grad = grad.to(slot.param.device)
         before = self._state(slot)
@@ -132,12 +132,12 @@ class AnyOptimizer(HomeOptimizer):
 
     def _state(self, slot: Slot) -> Any:
         """As the last step has left it, or a checkpoint."""
-        plan = slot.state.get(_HOME + PLAN)
+        plan: Tensor | None = slot.state.get(_HOME + PLAN)
         if plan is None:
             return {"own": {}, "others": {}, "group": {}, "self": {}}
-        seen, version, live = self._live.get(slot.position, (None, 0, None))
-        if seen is plan and version == plan._version:
-            return live
+        kept = self._live.get(slot.position)
+        if kept is not None and kept[0] is plan and kept[1] == plan._version:
+            return kept[2]
         found = {key.removeprefix(_HOME): value for key, value in slot.state.items() if key.startswith(_HOME)}
         return nested(found, slot.param.device)
 

@@ -142,11 +142,13 @@ CASES = [
 
 @pytest.mark.parametrize("kind", list(MAKES))
 def test_it_is_the_dense_update_on_every_layout_and_placement(world: World, kind: str) -> None:
-    """Where sums of gradients are rounded (data=3), SOAP has bases of sides of full rank: rounding turns others."""
+    """Where sums of gradients are rounded (data=3), SOAP has bases of sides of full rank: rounding turns others. Shampoo,
+    which moves as SOAP does, in fewer placements."""
+    fitting = [(name, state) for name, state in CASES if kind != "shampoo" or state in ("whole", "ZeRO-2")]
     makes = {name: narrow_soap if (kind, name) == ("soap", "data=3") else MAKES[kind] for name in WHOLE_LAYOUTS}
-    cases = [(WHOLE_LAYOUTS[name], makes[name], STATES[state]) for name, state in CASES]
+    cases = [(WHOLE_LAYOUTS[name], makes[name], STATES[state]) for name, state in fitting]
     found = world.run_each(trained, [(case[0].topology.world_size, case) for case in cases])
-    for (name, state), by_rank in zip(CASES, found, strict=True):
+    for (name, state), by_rank in zip(fitting, found, strict=True):
         assert largest_error(by_rank, alone(WHOLE_LAYOUTS[name], makes[name])) <= EXACT, f"{name}, {state}"
         assert copies_differ(by_rank) == [], f"{name}, {state}"
 

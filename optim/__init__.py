@@ -28,12 +28,21 @@ from .states.replayable import Replayable, replay
 from .states.sharded import Sharded
 from .step.data_parallel import Reduce
 from .step.skips import Skip
+from .whole.adafactor import Adafactor
+from .whole.came import CAME
+from .whole.lamb import LAMB
+from .whole.lars import LARS
 from .whole.muon import Muon
 from .whole.shampoo import Shampoo
 from .whole.soap import SOAP
+from .whole.stable_adamw import StableAdamW
 
 __all__ = [
+    "CAME",
+    "LAMB",
+    "LARS",
     "SOAP",
+    "Adafactor",
     "Adaptive",
     "AsyncSaver",
     "Bf16Wire",
@@ -78,6 +87,7 @@ __all__ = [
     "Shampoo",
     "Sharded",
     "Skip",
+    "StableAdamW",
     "TensorBoardWriter",
     "TorchStates",
     "WarmupLR",

@@ -60,8 +60,8 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         registry: The groups of the mesh that the specs name.
         max_norm: Clip the global norm to this; in unscaled gradient units, finite, > 0. Or another rule (`Clip`: `ByNorm`,
             `ByValue`, `PerParameter`, `Adaptive`, your own). None: measure only. A param group with its own ``"max_norm"``
-            is clipped by its own norm, and the others by theirs together. Ranks agree on these here; they may be changed
-            later where all ranks have all groups.
+            is clipped by its own norm (``math.inf``: not at all), the others by theirs together. Ranks agree on these
+            here; they may be changed later where all ranks have all groups.
         precision: The mode's name or object (`meshstep.amp`). ``precision.prepare(model)`` makes the model run in it;
             here it says whether there are master weights and a loss scale.
         accumulation_steps: K: manage windows of K micro-batches, each a `backward`; `step` and `zero_grad` do nothing

@@ -103,10 +103,12 @@ class ByValue(Clip):
 class ByGroup(Clip):
     """Param groups with a threshold are clipped by their own norm, the others by theirs together.
 
-    What ``"max_norm"`` in a param group comes to; `GradStats.clip_coef` is the coefficient of the others.
+    What ``"max_norm"`` in a param group comes to; `GradStats.clip_coef` is the coefficient of the others. An optimizer that
+    normalises its update anyway (Muon, LAMB) needs no clipping, and its gradients should not shorten those of others: give
+    its groups ``math.inf``.
 
     Args:
-        thresholds: For each param group; None: it is one of the others.
+        thresholds: For each param group; None: it is one of the others. Infinite: it is not clipped, and none of them.
         others: Theirs; None: they are not clipped.
         norm_type: p >= 1, or inf; None: what `Measure` says. The others' norm is made of their groups' norms.
         clip_value: Clamp every element afterwards, as `ByValue`.
@@ -120,9 +122,11 @@ class ByGroup(Clip):
     clip_value: float | None = None
 
     def check(self) -> None:
-        for value in (*self.thresholds, self.others):
+        for value in self.thresholds:
             if value is not None:
-                checked_threshold(value, "max_norm")
+                checked_threshold(value, "max_norm", infinite=True)
+        if self.others is not None:
+            checked_threshold(self.others, "max_norm")
         if self.clip_value is not None:
             checked_threshold(self.clip_value, "clip_value")
 
@@ -207,17 +211,18 @@ def clip_coefficient(norm: Tensor, max_norm: float | Tensor | None) -> Tensor:
     return torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def checked_threshold(value: float, name: str) -> float:
+def checked_threshold(value: float, name: str, infinite: bool = False) -> float:
     """``value`` as a float.
 
+    Args:
+        infinite: It may be: a param group that is not clipped, nor one of those that are clipped together.
     Raises:
         ValueError: It is not finite and positive.
     """
     value = float(value)
-    if not (isfinite(value) and value > 0):
-        raise ValueError(
-            f"{name}={value}: give a finite number > 0, in units of the unscaled gradient (None: no clipping)"
-        )
+    if not (value > 0 and (infinite or isfinite(value))):
+        without = "math.inf: this group is not clipped" if infinite else "None: no clipping"
+        raise ValueError(f"{name}={value}: give a finite number > 0, in units of the unscaled gradient ({without})")
     return value
 
 

@@ -63,7 +63,7 @@ def check_thresholds(clip: Clip | None, param_groups: Sequence[Mapping[str, Any]
     """Raise ValueError for thresholds of param groups that are out of range, or don't go with the rule."""
     for index, group in enumerate(param_groups):
         if group.get("max_norm") is not None:
-            checked_threshold(group["max_norm"], f"max_norm of param group {index}")
+            checked_threshold(group["max_norm"], f"max_norm of param group {index}", infinite=True)
             if not isinstance(clip, ByNorm | ByValue | None):
                 raise ValueError(
                     f"param group {index} has a max_norm of its own, and max_norm={clip!r} is a rule for all groups; give "

@@ -56,6 +56,131 @@ def adamw(
         w -= lr * (weight_decay * w + (m / (1 - betas[0] ** t)) / ((v / (1 - betas[1] ** t)).sqrt() + eps))
 
 
+def lamb(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: States,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-6,
+    weight_decay: float = 0.01,
+    bias_correction: bool = True,
+    always_adapt: bool = False,
+) -> None:
+    """arXiv:1904.00962."""
+    for w, g, state in zip(params, grads, states, strict=True):
+        t = state["t"] = state.get("t", 0) + 1
+        m = state["m"] = betas[0] * state.get("m", torch.zeros_like(w)) + (1 - betas[0]) * g
+        v = state["v"] = betas[1] * state.get("v", torch.zeros_like(w)) + (1 - betas[1]) * g * g
+        if bias_correction:
+            m, v = m / (1 - betas[0] ** t), v / (1 - betas[1] ** t)
+        r = m / (v.sqrt() + eps) + weight_decay * w
+        adapts = (weight_decay > 0 or always_adapt) and w.norm() > 0 and r.norm() > 0
+        w -= lr * (w.norm() / r.norm() if adapts else 1) * r
+
+
+def lars(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: States,
+    lr: float = 1.0,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    trust_coeff: float = 0.001,
+    eps: float = 1e-8,
+    always_adapt: bool = False,
+) -> None:
+    """arXiv:1708.03888."""
+    for w, g, state in zip(params, grads, states, strict=True):
+        adapts = (weight_decay > 0 or always_adapt) and w.norm() > 0 and g.norm() > 0
+        trust = trust_coeff * w.norm() / (g.norm() + weight_decay * w.norm() + eps) if adapts else 1
+        u = trust * (g + weight_decay * w)
+        b = state["b"] = momentum * state.get("b", torch.zeros_like(w)) + u
+        w -= lr * (u + momentum * b if nesterov else b)
+
+
+def adafactor(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: States,
+    lr: float = 1e-2,
+    beta2_decay: float = -0.8,
+    eps: tuple[float | None, float] = (None, 1e-3),
+    d: float = 1.0,
+    weight_decay: float = 0.0,
+) -> None:
+    """arXiv:1804.04235, as torch has it."""
+    for w, g, state in zip(params, grads, states, strict=True):
+        t = state["t"] = state.get("t", 0) + 1
+        eps1 = torch.finfo(w.dtype).eps if eps[0] is None else eps[0]
+        beta = 1 - t**beta2_decay
+        if w.dim() < 2:
+            v = state["v"] = beta * state.get("v", torch.zeros_like(w)) + (1 - beta) * g * g
+        else:
+            rows = state["rows"] = beta * state.get("rows", 0) + (1 - beta) * (g * g).mean(-1, keepdim=True)
+            columns = state["columns"] = beta * state.get("columns", 0) + (1 - beta) * (g * g).mean(-2, keepdim=True)
+            v = rows @ columns / rows.mean(-2, keepdim=True).clamp(min=eps1)
+        u = g / v.sqrt().clamp(min=eps1)
+        alpha = max(eps[1], root_mean_square(w)) * min(lr, 1 / sqrt(t))
+        w -= lr * weight_decay * w + alpha * u / max(1, root_mean_square(u) / d)
+
+
+def came(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: States,
+    lr: float,
+    eps: tuple[float, float] = (1e-30, 1e-16),
+    clip_threshold: float = 1.0,
+    betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
+    weight_decay: float = 0.0,
+) -> None:
+    """arXiv:2307.02047."""
+
+    def average(state: dict[str, Any], key: str, beta: float, squares: Tensor) -> Tensor:
+        if squares.dim() < 2:
+            state[key] = beta * state.get(key, 0) + (1 - beta) * squares
+            return state[key]
+        rows = state[key + " rows"] = beta * state.get(key + " rows", 0) + (1 - beta) * squares.mean(-1, keepdim=True)
+        columns = beta * state.get(key + " columns", 0) + (1 - beta) * squares.mean(-2, keepdim=True)
+        state[key + " columns"] = columns
+        return rows @ columns / rows.mean(-2, keepdim=True)
+
+    for w, g, state in zip(params, grads, states, strict=True):
+        u = g / average(state, "v", betas[1], g * g + eps[0]).sqrt()
+        u = u / max(1, root_mean_square(u) / clip_threshold)
+        m = state["m"] = betas[0] * state.get("m", torch.zeros_like(w)) + (1 - betas[0]) * u
+        if w.dim() < 2:
+            w -= lr * (weight_decay * w + m)
+        else:
+            w -= lr * (weight_decay * w + m / average(state, "s", betas[2], (u - m) ** 2 + eps[1]).sqrt())
+
+
+def stable_adamw(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: States,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.99),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+) -> None:
+    """arXiv:2304.13013."""
+    for w, g, state in zip(params, grads, states, strict=True):
+        t = state["t"] = state.get("t", 0) + 1
+        beta1, beta2 = (beta * (1 - beta ** (t - 1)) / (1 - beta**t) for beta in betas)
+        m = state["m"] = beta1 * state.get("m", torch.zeros_like(w)) + (1 - beta1) * g
+        v = state["v"] = beta2 * state.get("v", torch.zeros_like(w)) + (1 - beta2) * g * g
+        k = max(1, root_mean_square(g / v.clamp(min=eps**2).sqrt()))
+        w -= lr / k * (weight_decay * w + m / (v.sqrt() + eps))
+
+
+def root_mean_square(tensor: Tensor) -> float:
+    """Of its elements."""
+    return float(tensor.norm()) / sqrt(tensor.numel())
+
+
 def soap(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],

@@ -166,23 +166,27 @@ class WholeTensors:
         powers = [_power(part) for part in parts]
         return torch.stack(powers).sum() if powers else torch.zeros((), dtype=torch.float64, device=value.device)
 
-    def sums(self, requests: Sequence[Request]) -> list[Tensor]:
+    def sums(self, requests: Iterable[Request]) -> list[Tensor]:
         """Sums of logical tensors over some of their dims, all at once.
 
         Args:
             requests: Position, a tensor of the piece's shape, dims. In one order on all ranks that have some of a tensor.
+                Taken one after another, so that those of a generator are not in memory together.
         Returns:
             For each request the whole result, float64, of the logical shape with those dims of size 1.
         Collectives: for each set of ranks that share split tensors one all-reduce. Host reads: none.
         """
-        results = [self._local_sum(*request) for request in requests]
+        results, positions = list[Tensor](), list[int]()
+        for position, value, dims in requests:
+            results.append(self._local_sum(position, value, dims))
+            positions.append(position)
         by_ranks: dict[tuple[int, ...], list[int]] = {}
-        for index, (position, _, _) in enumerate(requests):
+        for index, position in enumerate(positions):
             if self._spoken[position] is not None:
                 by_ranks.setdefault(self.tensors[position].ranks, []).append(index)
         for ranks in sorted(by_ranks):
             # By name: tied tensors may come in another order elsewhere.
-            those = sorted(by_ranks[ranks], key=lambda index: self.tensors[requests[index][0]].name)
+            those = sorted(by_ranks[ranks], key=lambda index: self.tensors[positions[index]].name)
             packed = torch.cat([results[index].reshape(-1) for index in those])
             self._sum(packed, ranks)
             for index, part in zip(those, packed.split([results[index].numel() for index in those]), strict=True):

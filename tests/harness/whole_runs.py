@@ -41,7 +41,7 @@ def trained(layout: Layout, make: Make, options: dict[str, Any] | None = None, s
         return parts(layout, optimizer)
 
 
-def alone(layout: Layout, make: Make, steps: int = 10) -> Full:
+def alone(layout: Layout, make: Make, steps: int = 10, micros: int = 1) -> Full:
     """The whole parameters after the same steps of the same optimizer in one process, without a registry."""
     dense = Dense(layout)
     params = {key: nn.Parameter(start(key)) for key in layout.keys}
@@ -51,7 +51,7 @@ def alone(layout: Layout, make: Make, steps: int = 10) -> Full:
         by_stage.setdefault(stage, {})[name] = param
     optimizers = [make(named.items()) for named in by_stage.values()]
     for step in range(steps):
-        for key, gradient in dense.gradients(step).items():
+        for key, gradient in dense.gradients(step, micros).items():
             params[key].grad = gradient
         for optimizer in optimizers:
             optimizer.step()

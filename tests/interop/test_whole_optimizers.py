@@ -1,58 +1,178 @@
-"""Published optimizers on split weights: wrapped they step as in one process; our SOAP's numbers are the published ones."""
+"""Optimizers that others publish: ours have their numbers, and theirs, where they are elementwise, step pieces exactly."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("pytorch_optimizer", reason="needs pytorch_optimizer, of the extra `interop`")
-pytest.importorskip("timm", reason="needs timm, of the extra `interop`")
-
-from meshstep.optim import SOAP
-from meshstep.optim.whole import whole
+from meshstep.optim import CAME, LAMB, LARS, ParallelOptimizer, StableAdamW
+from meshstep.parallel import ProcessGroupRegistry
+from planted import LAYOUTS, Dense, Layout, Part, Planted, parts, run_step, start
 from torch import nn
-from whole_optimizers import MAKE, NOT_REACHED, RIGHT_ON_PIECES, apart, of
+from whole_runs import STATES, Make, alone, copies_differ, largest_error
+from whole_services import beyond_sgd, changed_by_overflow, each_trained
 from world import World
+from zero_models import small_buckets
+
+EXACT = 1e-12
+SHAPES = [(6, 10), (12, 4), (3, 4, 6), (7,), ()]
+Kind = Callable[..., torch.optim.Optimizer]
 
 
-def test_our_soap_has_the_numbers_of_the_published_one() -> None:
-    theirs_of: Callable[..., Any] = __import__("pytorch_optimizer").SOAP
-    torch.manual_seed(0)
-    ours = [nn.Parameter(torch.randn(shape)) for shape in ((6, 10), (12, 4), (7,), (3, 4, 2, 2))]
-    theirs = [nn.Parameter(param.detach().clone()) for param in ours]
-    one, other = SOAP(ours, precondition_frequency=3), theirs_of(theirs, precondition_frequency=3)
-    for _ in range(10):
-        for param, same in zip(ours, theirs, strict=True):
-            param.grad = torch.randn_like(param)
-            same.grad = param.grad.clone()
-        one.step()
-        other.step()
-    for param, same in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(param, same, rtol=1e-5, atol=1e-5)
+def published(package: str, name: str) -> Any:
+    pytest.importorskip(package, reason=f"needs {package}, of the extra `interop`")
+    return getattr(import_module(package), name)
 
 
-@pytest.mark.parametrize("kind", list(MAKE))
-def test_wrapped_it_steps_split_weights_as_in_one_process(world: World, kind: str) -> None:
-    assert apart(world, kind, "wrapped") <= 1e-6
-
-
-@pytest.mark.parametrize("kind", [kind for kind in MAKE if kind not in (*RIGHT_ON_PIECES, *NOT_REACHED)])
-def test_on_bare_pieces_it_is_another_optimizer(world: World, kind: str) -> None:
-    assert apart(world, kind, "on pieces") > 1e-5
+# The same numbers -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("package", "name", "says"),
+    ("ours", "package", "name", "options", "theirs"),
     [
-        ("timm.optim", "Lamb", "max_grad_norm=1.0 clips by the norm of all"),
-        ("pytorch_optimizer", "Prodigy", "from all parameters together"),
-        ("pytorch_optimizer", "DAdaptAdam", "from all parameters together"),
-        ("pytorch_optimizer", "SPlus", "between training and evaluation"),
+        (LAMB, "timm.optim", "Lamb", {"lr": 0.05}, {"max_grad_norm": None}),
+        (
+            LAMB,
+            "timm.optim",
+            "Lamb",
+            {"lr": 0.05, "bias_correction": False, "betas": (0.8, 0.9)},
+            {"max_grad_norm": None},
+        ),
+        (LAMB, "timm.optim", "Lamb", {"weight_decay": 0.0}, {"max_grad_norm": None}),
+        (LAMB, "timm.optim", "Lamb", {"weight_decay": 0.0, "always_adapt": True}, {"max_grad_norm": None}),
+        (LARS, "timm.optim", "Lars", {"momentum": 0.9, "weight_decay": 0.1}, {}),
+        (LARS, "timm.optim", "Lars", {"momentum": 0.8, "weight_decay": 0.1, "nesterov": True, "trust_coeff": 0.1}, {}),
+        (LARS, "timm.optim", "Lars", {"lr": 0.1, "eps": 0.1, "always_adapt": True}, {}),
+        (StableAdamW, "pytorch_optimizer", "StableAdamW", {"lr": 0.05}, {}),
+        (StableAdamW, "pytorch_optimizer", "StableAdamW", {"betas": (0.5, 0.6), "eps": 0.1, "weight_decay": 0.3}, {}),
+        (CAME, "came_pytorch", "CAME", {"lr": 0.003}, {}),
+        (CAME, "came_pytorch", "CAME", {"lr": 0.003, "betas": (0.8, 0.9, 0.95), "weight_decay": 0.1}, {}),
+        (CAME, "came_pytorch", "CAME", {"lr": 0.003, "clip_threshold": 0.5, "eps": (1e-3, 1e-2)}, {}),
     ],
 )
-def test_what_looks_beyond_a_tensor_is_refused(package: str, name: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        whole(of(package, name)([nn.Parameter(torch.randn(4, 4))]))
+def test_the_numbers_are_the_published_ones(
+    ours: Kind, package: str, name: str, options: dict[str, Any], theirs: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in SHAPES]
+    same = [nn.Parameter(param.detach().clone()) for param in params]
+    pair = ours(params, **options), published(package, name)(same, **options, **theirs)
+    for _ in range(10):
+        for param, other in zip(params, same, strict=True):
+            param.grad = torch.randn_like(param)
+            other.grad = param.grad.clone()
+        for optimizer in pair:
+            optimizer.step()
+    for param, other in zip(params, same, strict=True):
+        assert float((param - other).detach().abs().max() / other.detach().abs().max()) <= EXACT
+
+
+# Elementwise ones -------------------------------------------------------------------------------------------------------
+
+ELEMENTWISE: list[tuple[str, str, dict[str, Any]]] = [
+    ("lion_pytorch", "Lion", {"lr": 0.01, "weight_decay": 0.1}),
+    ("pytorch_optimizer", "Lion", {"lr": 0.01, "weight_decay": 0.1}),
+    ("pytorch_optimizer", "AdEMAMix", {"lr": 0.01, "weight_decay": 0.1, "t_alpha_beta3": 5.0}),
+    ("schedulefree", "AdamWScheduleFree", {"lr": 0.01, "weight_decay": 0.1, "warmup_steps": 2}),
+    ("pytorch_optimizer", "ScheduleFreeAdamW", {"lr": 0.01, "weight_decay": 0.1}),
+]
+every_one = pytest.mark.parametrize(("package", "name", "options"), ELEMENTWISE, ids=lambda value: str(value))
+
+
+def training(kind: Kind, options: dict[str, Any], params: Iterable[Any]) -> torch.optim.Optimizer:
+    """Unnamed, for some take nothing else; those without a schedule are told that this is training."""
+    optimizer: Any = kind([item[1] if isinstance(item, tuple) else item for item in params], **options)
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    return optimizer  # type: ignore[no-any-return]
+
+
+CASES = [
+    (name, state)
+    for name in ("tensor", "grid", "data x tensor", "diagonal", "pipe, tied")
+    for state in ("whole", "ZeRO-2", "offload")
+    if state != "ZeRO-2" or "data" in name
+]
+
+
+@every_one
+def test_elementwise_ones_are_the_dense_update_on_pieces(
+    world: World, package: str, name: str, options: dict[str, Any]
+) -> None:
+    make: Make = partial(training, published(package, name), options)
+    calls = [
+        (LAYOUTS[layout].topology.world_size, (LAYOUTS[layout], [make], STATES[state], 6)) for layout, state in CASES
+    ]
+    for (layout, state), by_rank in zip(CASES, world.run_each(each_trained, calls), strict=True):
+        own = [made for (made,) in by_rank]
+        assert largest_error(own, alone(LAYOUTS[layout], make, 6)) <= EXACT, f"{layout}, {state}"
+        assert copies_differ(own) == [], f"{layout}, {state}"
+
+
+@every_one
+def test_elementwise_ones_ask_nobody_and_skip_an_overflow(
+    world: World, package: str, name: str, options: dict[str, Any]
+) -> None:
+    make: Make = partial(training, published(package, name), options)
+    layout = LAYOUTS["data x tensor"]
+    assert world.run(4, beyond_sgd, layout, [make], {}) == [[{}]] * 4
+    assert world.run(4, changed_by_overflow, layout, [make], torch.float64, STATES["ZeRO-2"]) == [[[]]] * 4
+
+
+def evaluated(layout: Layout, make: Make, options: dict[str, Any]) -> tuple[list[Part], list[Part]]:
+    """What this rank has after some steps and ``eval()``; and after ``train()`` and a step more."""
+    with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
+        model = Planted(layout, registry.global_rank, torch.float64)
+        optimizer = ParallelOptimizer(make(model.named_parameters()), registry, **options)
+        for step in range(4):
+            run_step(model, optimizer, step)
+            optimizer.step()
+        optimizer.eval()
+        averages = parts(layout, optimizer)
+        # What the model has, which is whole where pieces are not.
+        shown = dict(model.named_parameters())
+        for piece, part in zip(optimizer.pieces(), averages, strict=True):
+            held = shown[piece.name].detach().flatten()[piece.offset : piece.offset + piece.piece.numel()]
+            assert torch.equal(held, part.value)
+        optimizer.train()
+        run_step(model, optimizer, 4)
+        optimizer.step()
+        return averages, parts(layout, optimizer)
+
+
+@pytest.mark.parametrize("state", ["whole", "ZeRO-2"])
+def test_schedule_free_averages_are_the_dense_ones(world: World, state: str) -> None:
+    make: Make = partial(training, published("schedulefree", "AdamWScheduleFree"), {"lr": 0.01, "warmup_steps": 2})
+    layout = LAYOUTS["data x tensor"]
+    dense, params = Dense(layout), {key: nn.Parameter(start(key)) for key in layout.keys}
+    optimizer: Any = make((name, param) for (name, _), param in params.items())
+    wanted = []
+    for step in range(5):
+        for key, gradient in dense.gradients(step).items():
+            params[key].grad = gradient
+        optimizer.step()
+        if step == 3:
+            optimizer.eval()
+            wanted.append({key: param.detach().clone() for key, param in params.items()})
+            optimizer.train()
+    wanted.append({key: param.detach() for key, param in params.items()})
+    by_rank = world.run(4, evaluated, layout, make, STATES[state])
+    for index, expected in enumerate(wanted):
+        own = [pair[index] for pair in by_rank]
+        assert largest_error(own, expected) <= EXACT
+        assert copies_differ(own) == []
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "options"),
+    [("pytorch_optimizer", "Lamb", {}), ("pytorch_optimizer", "CAME", {}), ("timm.optim", "Adafactor", {})],
+    ids=lambda value: str(value),
+)
+def test_those_that_measure_a_piece_are_refused(world: World, package: str, name: str, options: dict[str, Any]) -> None:
+    make: Make = partial(training, published(package, name), options)
+    with pytest.raises(RuntimeError, match=f"{name} is not known to be"):
+        world.run(2, each_trained, LAYOUTS["tensor"], [make], {}, 1)

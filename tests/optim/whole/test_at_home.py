@@ -371,7 +371,7 @@ def later_group(kind: str) -> list[str]:
     with ProcessGroupRegistry(layout.topology) as registry:
         model = Planted(layout, registry.global_rank, torch.float64)
         named = dict(model.named_parameters())
-        first = [(name, named.pop(name)) for name in ("down", "bias")]
+        first = [(name, named.pop(name)) for name in ("table", "kernel")]
         optimizer = ParallelOptimizer(MAKES[kind](first), registry)
         run_step(model, optimizer, 0)
         optimizer.step()

@@ -1,0 +1,316 @@
+"""LAMB, LARS, StableAdamW, Adafactor, CAME: what they measure of a tensor is the logical tensor's, on every layout."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from meshstep.amp import Bf16, NaiveFp16
+from meshstep.optim import CAME, LAMB, LARS, Adafactor, Sharded, StableAdamW
+from meshstep.optim.whole import reference
+from meshstep.parallel import P
+from planted import LAYOUTS, Layout, Part
+from properties import random_cases
+from torch import Tensor, nn
+from whole_runs import STATES, WHOLE_LAYOUTS, Make, alone, copies_differ, largest_error
+from whole_services import (
+    beyond_sgd,
+    changed_by_overflow,
+    each_trained,
+    in_mode,
+    random_layouts,
+    run_to,
+    without_host_reads,
+)
+from world import World
+
+EXACT = 1e-12
+OPTIONS: dict[str, tuple[Callable[..., torch.optim.Optimizer], Callable[..., None], dict[str, Any]]] = {
+    "LAMB": (LAMB, reference.lamb, {"lr": 0.05, "weight_decay": 0.1}),
+    "LARS": (LARS, reference.lars, {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.1, "trust_coeff": 0.1}),
+    "StableAdamW": (StableAdamW, reference.stable_adamw, {"lr": 0.05, "weight_decay": 0.1}),
+    "Adafactor": (Adafactor, reference.adafactor, {"lr": 0.05, "weight_decay": 0.1}),
+    "CAME": (CAME, reference.came, {"lr": 0.003, "weight_decay": 0.1, "betas": (0.9, 0.99, 0.995)}),
+}
+MAKES: dict[str, Make] = {name: partial(kind, **options) for name, (kind, _, options) in OPTIONS.items()}
+NAMES, EACH = list(MAKES), list(MAKES.values())
+every_name = pytest.mark.parametrize("name", NAMES)
+
+# The formula ------------------------------------------------------------------------------------------------------------
+
+SHAPES = {"matrix": (6, 10), "tall": (12, 4), "stack": (3, 4, 6), "kernel": (4, 2, 3, 3), "bias": (7,), "gain": ()}
+OTHER_OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "LAMB": [
+        {"weight_decay": 0.0},
+        {"weight_decay": 0.0, "always_adapt": True},
+        {"bias_correction": False, "betas": (0.8, 0.99), "eps": 0.1},
+    ],
+    "LARS": [
+        {"weight_decay": 0.0},
+        {"weight_decay": 0.0, "always_adapt": True},
+        {"momentum": 0.0},
+        {"nesterov": True, "eps": 0.1},
+    ],
+    "StableAdamW": [{"betas": (0.5, 0.6)}, {"eps": 0.3, "weight_decay": 0.0}],
+    "Adafactor": [{"beta2_decay": -0.3, "d": 2.0}, {"eps": (0.5, 10.0)}, {"lr": 1.5, "weight_decay": 0.0}],
+    "CAME": [{"clip_threshold": 0.5}, {"eps": (0.1, 0.2)}, {"clip_threshold": 10.0, "weight_decay": 0.0}],
+}
+
+
+def side_by_side(
+    one: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    other: Callable[[list[Tensor], list[Tensor]], None],
+    dtype: torch.dtype,
+    shapes: Iterable[tuple[int, ...]] = tuple(SHAPES.values()),
+) -> list[tuple[Tensor, Tensor]]:
+    """Parameters after ten steps of an optimizer, and of a function of parameters and gradients."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in shapes]
+    plain = [param.detach().clone() for param in params]
+    optimizer = one(params)
+    for _ in range(10):
+        grads = [torch.randn_like(param) for param in params]
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
+        optimizer.step()
+        other(plain, grads)
+    return list(zip([param.detach() for param in params], plain, strict=True))
+
+
+def error_of(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
+
+
+@every_name
+def test_alone_each_is_its_formula_with_every_option(name: str) -> None:
+    kind, formula, usual = OPTIONS[name]
+    found: list[list[Tensor]] = []
+    for other in ({}, *OTHER_OPTIONS[name]):
+        options = usual | other
+        states: list[dict[str, Any]] = [{} for _ in SHAPES]
+        step = partial(_step, formula, states, options)
+        pairs = side_by_side(partial(kind, **options), step, torch.float64)
+        assert error_of(pairs) <= EXACT, options
+        found.append([one for one, _ in pairs])
+    # Each option does something.
+    for index, one in enumerate(found):
+        for other_one in found[:index]:
+            assert error_of(zip(one, other_one, strict=True)) > 1e-6
+
+
+def _step(
+    formula: Callable[..., None],
+    states: list[dict[str, Any]],
+    options: dict[str, Any],
+    params: list[Tensor],
+    grads: list[Tensor],
+) -> None:
+    formula(params, grads, states, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"lr": 0.5, "weight_decay": 0.3, "d": 2.0}, {"eps": (0.1, 0.5)}], ids=str)
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float64, EXACT), (torch.float32, 1e-5)], ids=str)
+def test_adafactors_numbers_are_torchs(options: dict[str, Any], dtype: torch.dtype, allowed: float) -> None:
+    theirs: list[torch.optim.Optimizer] = []
+
+    def step(params: list[Tensor], grads: list[Tensor]) -> None:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
+        if not theirs:
+            theirs.append(torch.optim.Adafactor(params, **options))
+        theirs[0].step()
+
+    assert error_of(side_by_side(partial(Adafactor, **options), step, dtype)) <= allowed
+
+
+def test_adafactor_goes_on_from_torchs_state() -> None:
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in SHAPES.values()]
+    theirs = [nn.Parameter(param.detach().clone()) for param in ours]
+    one, other = Adafactor(ours), torch.optim.Adafactor(theirs)
+    for step in range(6):
+        for param, same in zip(ours, theirs, strict=True):
+            same.grad = torch.randn_like(param)
+            param.grad = same.grad.clone()
+        other.step()
+        if step < 3:
+            for param, same in zip(ours, theirs, strict=True):
+                param.data.copy_(same.data)
+            one.load_state_dict({**one.state_dict(), "state": copy.deepcopy(other.state_dict()["state"])})
+        else:
+            one.step()
+    assert error_of(zip([p.detach() for p in ours], [p.detach() for p in theirs], strict=True)) <= EXACT
+
+
+@every_name
+def test_tensors_and_gradients_of_zeros_are_stepped_by_the_formula(name: str) -> None:
+    kind, formula, options = OPTIONS[name]
+    params = [
+        nn.Parameter(torch.zeros(4, 3, dtype=torch.float64)),
+        nn.Parameter(torch.randn(4, 3, dtype=torch.float64)),
+    ]
+    params += [nn.Parameter(torch.zeros(0, 3, dtype=torch.float64))]
+    plain, states = [param.detach().clone() for param in params], [dict[str, Any](), dict[str, Any]()]
+    optimizer = kind(params, **options)
+    for step in range(4):
+        grads = [torch.randn(4, 3, dtype=torch.float64), torch.zeros(4, 3, dtype=torch.float64)]
+        for param, grad in zip(params, [*grads, torch.zeros(0, 3, dtype=torch.float64)], strict=True):
+            param.grad = grad.clone()
+        optimizer.step()
+        formula(plain[:2], grads, states, **options)
+        assert torch.isfinite(params[0]).all(), step
+        assert error_of(zip([param.detach() for param in params[:2]], plain[:2], strict=True)) <= EXACT
+
+
+@every_name
+def test_a_rate_in_a_tensor_is_the_same_rate(name: str) -> None:
+    kind, _, options = OPTIONS[name]
+    found = []
+    for rate in (options["lr"], torch.tensor(options["lr"], dtype=torch.float64)):
+        make = partial(kind, **{**options, "lr": rate})
+        found.append([one for one, _ in side_by_side(make, lambda params, grads: None, torch.float64)])
+    assert error_of(zip(*found, strict=True)) <= EXACT
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (LAMB, {"lr": -1.0}),
+        (LAMB, {"betas": (0.9, 1.0)}),
+        (LAMB, {"eps": float("nan")}),
+        (LARS, {"momentum": -0.1}),
+        (LARS, {"trust_coeff": 0.0}),
+        (LARS, {"nesterov": True}),
+        (StableAdamW, {"eps": 0.0}),
+        (StableAdamW, {"betas": (0.9, -0.1)}),
+        (Adafactor, {"d": 0.5}),
+        (Adafactor, {"beta2_decay": 0.8}),
+        (Adafactor, {"eps": (1e-3, None)}),
+        (CAME, {"lr": 0.1, "betas": (0.9, 0.99)}),
+        (CAME, {"lr": 0.1, "clip_threshold": 0.0}),
+        (CAME, {"lr": 0.1, "eps": (0.0, 1e-16)}),
+    ],
+)
+def test_wrong_options_are_errors_that_say_what_is_wanted(kind: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"{list(options)[-1]}=.*want"):
+        kind([nn.Parameter(torch.ones(2, 2))], **options)
+
+
+# On every layout ----------------------------------------------------------------------------------------------------------
+
+CASES = [
+    (name, state)
+    for name, layout in WHOLE_LAYOUTS.items()
+    for state in STATES
+    if ("data" in layout.topology.axes or not state.startswith("ZeRO")) and (state != "offload" or "tensor" in name)
+]
+
+
+def assert_dense(cases: list[tuple[Layout, str]], found: list[list[list[list[Part]]]], steps: int) -> None:
+    """Args: found: For each case by rank, for each optimizer, the parts."""
+    for (layout, state), by_rank in zip(cases, found, strict=True):
+        for index, make in enumerate(EACH):
+            own = [of_rank[index] for of_rank in by_rank]
+            assert largest_error(own, alone(layout, make, steps)) <= EXACT, f"{NAMES[index]}, {state}, {layout}"
+            assert copies_differ(own) == [], f"{NAMES[index]}, {state}, {layout}"
+
+
+def test_each_is_the_dense_update_on_every_layout_and_placement(world: World) -> None:
+    cases = [(WHOLE_LAYOUTS[name], state) for name, state in CASES]
+    calls = [(layout.topology.world_size, (layout, EACH, STATES[state], 4)) for layout, state in cases]
+    assert_dense(cases, world.run_each(each_trained, calls), 4)
+
+
+@random_cases(random_layouts(), 15)
+def test_each_is_the_dense_update_on_random_layouts(world: World, drawn: list[tuple[Layout, str]]) -> None:
+    calls = [(layout.topology.world_size, (layout, EACH, STATES[state], 3)) for layout, state in drawn]
+    assert_dense(drawn, world.run_each(each_trained, calls), 3)
+
+
+def unbound(name: str, params: Iterable[Any]) -> torch.optim.Optimizer:
+    """What is wrong: every piece is a tensor of its own."""
+    optimizer: Any = MAKES[name](params)
+    optimizer.bind = lambda pieces, registry: None
+    return optimizer  # type: ignore[no-any-return]
+
+
+def test_bare_pieces_fail_the_same_comparison(world: World) -> None:
+    layout = LAYOUTS["grid"]
+    by_rank = world.run(4, each_trained, layout, [partial(unbound, name) for name in NAMES], {}, 6)
+    for index, make in enumerate(EACH):
+        assert largest_error([own[index] for own in by_rank], alone(layout, make, 6)) > 1e-3, NAMES[index]
+
+
+# Services -----------------------------------------------------------------------------------------------------------------
+
+
+def test_norms_take_one_collective_and_rows_and_columns_two_a_set_of_ranks(world: World) -> None:
+    """Beyond what AdamW or SGD take."""
+    cases: list[tuple[str, str, list[int]]] = [  # by rank, how many sets of ranks share what it has
+        ("alone", "whole", [0]),
+        ("data", "whole", [0, 0]),  # nothing is split
+        ("tensor", "whole", [1, 1]),
+        ("grid", "whole", [1, 1, 2, 2]),  # `kernel` lies on two of the four ranks
+        ("data", "ZeRO-1", [1, 1]),
+    ]
+    for name, state, sets in cases:
+        layout = WHOLE_LAYOUTS[name]
+        found = world.run(layout.topology.world_size, beyond_sgd, layout, EACH, STATES[state])
+        for rank, (count, of_rank) in enumerate(zip(sets, found, strict=True)):
+            norms = {"all_reduce": 1} if count else {}
+            statistics = {"all_reduce": 2 * count} if count else {}
+            assert of_rank == [norms, norms, norms, statistics, statistics], f"{name}, {state}, rank {rank}"
+
+
+@pytest.mark.parametrize("state", ["whole", "ZeRO-2"])
+def test_a_step_reads_nothing_on_the_host(world: World, state: str) -> None:
+    world.run(4, without_host_reads, LAYOUTS["data x tensor"], EACH, STATES[state])
+
+
+def test_an_overflow_anywhere_leaves_everything_as_it_was(world: World) -> None:
+    layout = LAYOUTS["data x tensor"]
+    cases: list[Any] = [
+        (torch.float64, {}),
+        (torch.float64, STATES["ZeRO-2"]),
+        (torch.float32, {"precision": NaiveFp16(init_scale=64.0)}),
+    ]
+    found = world.run_each(changed_by_overflow, [(4, (layout, EACH, *case)) for case in cases])
+    assert found == [[[[]] * len(EACH)] * 4] * len(cases)
+
+
+@pytest.mark.parametrize("precision", [Bf16(), NaiveFp16(init_scale=64.0)], ids=["bf16", "fp16"])
+def test_masters_loss_scale_and_accumulation_are_as_for_any_optimizer(world: World, precision: Any) -> None:
+    """Gradients are short binary fractions, exact in both dtypes and scaled: so masters are the float32 run's."""
+    layout = LAYOUTS["data x tensor"]
+    sharded, whole = world.run_each(
+        in_mode,
+        [
+            (4, (layout, EACH, {"precision": precision, **STATES["ZeRO-2"]})),
+            (4, (layout, EACH, {"precision": precision, "accumulation_steps": 2}, 2)),
+        ],
+    )
+    for index, make in enumerate(EACH):
+        for found, micros in ((sharded, 1), (whole, 2)):
+            own = [of_rank[index] for of_rank in found]
+            assert largest_error(own, alone(layout, make, 5, micros)) < 1e-5, NAMES[index]
+            assert copies_differ(own) == [], NAMES[index]
+
+
+def test_a_run_goes_on_in_another_layout(world: World, tmp_path: Path) -> None:
+    """Gradients are the same on both, for no rank has a share of its own."""
+    rows = Layout((("tensor", 2),), {"up": P("tensor"), "down": P(None, "tensor"), "bias": P("tensor")})
+    columns = Layout((("row", 2), ("col", 2)), {"up": P("row", "col"), "down": P("col"), "kernel": P("col")})
+    saved = [(2, (rows, MAKES[name], tmp_path / name, range(4), False, STATES["offload"])) for name in NAMES]
+    world.run_each(run_to, saved)
+    sharded = {"states": Sharded("row")}
+    found = world.run_each(
+        run_to, [(4, (columns, MAKES[name], tmp_path / name, range(4, 10), True, sharded)) for name in NAMES]
+    )
+    for name, by_rank in zip(NAMES, found, strict=True):
+        assert largest_error(by_rank, alone(columns, MAKES[name])) <= EXACT, name
+        assert copies_differ(by_rank) == [], name

@@ -330,6 +330,8 @@ def test_a_run_goes_on_in_another_layout_bit_for_bit(world: World, tmp_path: Pat
     by_rank = world.run(4, run_to, COLUMNS, kind, tmp_path / "one", range(5, 10), True, {"states": Sharded("row")})
     assert largest_error(by_rank, alone(COLUMNS, MAKES[kind])) == 0
     assert copies_differ(by_rank) == []
+    kept = Counter((part.key, key) for own in by_rank for part in own for key in part.state if "." in key)
+    assert set(kept.values()) == {1}, "at its home alone"
     world.run(4, run_to, COLUMNS, kind, tmp_path / "two", range(5), False, {"states": Sharded("row")})
     by_rank = world.run(2, run_to, ROWS, kind, tmp_path / "two", range(5, 10), True, {})
     assert largest_error(by_rank, alone(ROWS, MAKES[kind])) == 0
@@ -438,8 +440,8 @@ def test_states_of_pieces_taken_for_whole_ones_are_refused_on_every_rank(world: 
 
 @pytest.mark.parametrize("kind", [SOAP, Shampoo])
 def test_the_largest_cost_of_a_home_is_near_the_mean(kind: Any) -> None:
-    """Of a small transformer's matrices on four ranks."""
-    shapes = [shape for _ in range(6) for shape in ((192, 64), (64, 64), (256, 64), (64, 256))]
+    """Three large matrices, and eight that together take as long as one of them, on four ranks."""
+    shapes = [(128, 128)] * 3 + [(64, 64)] * 8
     named = {f"w{index}": shape for index, shape in enumerate(shapes)}
     optimizer = kind([nn.Parameter(torch.zeros(shape)) for shape in shapes])
     region = {

@@ -20,7 +20,7 @@ from .at_home import HomeOptimizer
 from .layout import LogicalTensor
 from .nested import PLAN, flattened, is_plain, nested
 from .optimizer import Slot, Update
-from .rounds import Matrix
+from .tensors import WholeTensors
 
 _HOME = "inner.0."
 _OF_WRAPPER = ("params", "param_names")
@@ -69,10 +69,10 @@ class AnyOptimizer(HomeOptimizer):
         }
         super().__init__([_without_names(group) for group in optimizer.param_groups], dict(optimizer.defaults))
 
-    def bound(self, tensors: Any) -> None:
+    def bound(self, tensors: WholeTensors) -> None:
         super().bound(tensors)
         self._copies: dict[int, torch.optim.Optimizer] = {}
-        self._live: dict[int, tuple[Tensor, Any]] = {}
+        self._live: dict[int, tuple[Tensor, int, Any]] = {}  # by position: the text, its version, what it says
 
     def said_of(self, name: str | None, shape: Shape, group: Mapping[str, Any], spec: P | None) -> Any:
         return self.kind.__qualname__
@@ -95,12 +95,13 @@ class AnyOptimizer(HomeOptimizer):
             return
         values = [{slot.position: slot.param.detach() for slot in slots}, {slot.position: slot.grad for slot in slots}]
         slot_of = self.at_home(slots)
-        found = self.homes.map(values, lambda matrix, lists: self._stepped(matrix, *lists, slot_of(matrix)))
+        found = self.homes.map(values, lambda matrix, lists: self._stepped(lists, slot_of(matrix)))
         for slot in slots:
             yield Update(slot, found.get(slot.position, slot.param), {})
 
-    def _stepped(self, matrix: Matrix, param: Tensor, grad: Tensor, slot: Slot) -> Tensor:
+    def _stepped(self, lists: list[Tensor], slot: Slot) -> Tensor:
         """The new weights; the state is written."""
+        param, grad = lists
         one = nn.Parameter(param.to(slot.param.device, copy=True))
         one.grad = grad.to(slot.param.device)
         before = self._state(slot)
@@ -125,17 +126,18 @@ class AnyOptimizer(HomeOptimizer):
         for key in [key for key in slot.state if key.startswith(_HOME)]:
             del slot.state[key]
         slot.state.update({_HOME + path: value for path, value in flattened(after).items()})
-        self._live[slot.position] = slot.state[_HOME + PLAN], after
+        plan = slot.state[_HOME + PLAN]
+        self._live[slot.position] = plan, plan._version, after
         return one.detach().to(param.device)
 
     def _state(self, slot: Slot) -> Any:
         """As the last step has left it, or a checkpoint."""
-        plan = slot.state.get(_HOME + PLAN)
+        plan: Tensor | None = slot.state.get(_HOME + PLAN)
         if plan is None:
             return {"own": {}, "others": {}, "group": {}, "self": {}}
-        seen, live = self._live.get(slot.position, (None, None))
-        if seen is plan:
-            return live
+        kept = self._live.get(slot.position)
+        if kept is not None and kept[0] is plan and kept[1] == plan._version:
+            return kept[2]
         found = {key.removeprefix(_HOME): value for key, value in slot.state.items() if key.startswith(_HOME)}
         return nested(found, slot.param.device)
 

@@ -123,9 +123,9 @@ class StepsTaken:
         """Before this step. Host reads: in the first step, and after loading."""
         count, seen = slot.state["step"], self._seen.get(slot.position)
         if not count.is_cuda or seen is None or seen[0] is not count or seen[1] != count._version:
-            return int(count.detach().cpu().tolist())
+            return _number_in(count.detach().cpu())
         self._arrived[count.device].synchronize()
-        return int(self._copies[slot.position].tolist())
+        return _number_in(self._copies[slot.position])
 
     def note(self, slots: Sequence[Slot]) -> None:
         """After the step's last update was written."""
@@ -138,6 +138,12 @@ class StepsTaken:
         for device in {slot.state["step"].device for slot in slots if slot.state["step"].is_cuda}:
             event = self._arrived[device] = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
+
+
+def _number_in(count: Tensor) -> int:
+    """Of a 0-dim tensor on the CPU."""
+    number: Any = count.tolist()
+    return int(number)
 
 
 def named(name: str, matrix: Matrix, which: Any = None) -> str:

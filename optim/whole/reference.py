@@ -247,11 +247,13 @@ def shampoo(
         p, used = m_hat, [size <= max_preconditioner_dim for size in g.shape]
         for dim, outer in enumerate((g @ g.T, g.T @ g)):
             weight, mean = (1.0, 1.0) if betas[1] == 1 else (1 - betas[1], 1 - betas[1] ** t)
-            factor = state[dim] = betas[1] * state.get(dim, torch.zeros_like(outer)) + weight * outer
+            side = "LR"[dim]
+            factor = state[side] = betas[1] * state.get(side, torch.zeros_like(outer)) + weight * outer
             if (t - 1) % precondition_frequency == 0:
                 values, vectors = torch.linalg.eigh(factor / mean)
                 power = -1 / (2 * max(1, sum(used)))
-                state[dim, "root"] = vectors @ torch.diag((values.clamp(min=0) + epsilon) ** power) @ vectors.T
+                state[side + " root"] = vectors @ torch.diag((values.clamp(min=0) + epsilon) ** power) @ vectors.T
             if used[dim]:
-                p = state[dim, "root"] @ p if dim == 0 else p @ state[dim, "root"]
+                root = state[side + " root"]
+                p = root @ p if dim == 0 else p @ root
         w -= lr * p * (a.norm() / p.norm())

@@ -105,7 +105,8 @@ class Shampoo(HomeOptimizer):
 
     def cost(self, shape: Shape) -> float:
         """Two products with each preconditioner in every step, and now and then its root."""
-        often, most = self.defaults["precondition_frequency"], self.defaults["max_preconditioner_dim"]
+        often: int = self.defaults["precondition_frequency"]
+        most: int = self.defaults["max_preconditioner_dim"]
         numel, sides = torch.Size(shape).numel(), [side for side in sides_of(shape) if side <= most]
         return sum(4.0 * numel * side + FACTORISATION * side**3 / often for side in sides) + numel
 
@@ -168,7 +169,8 @@ class Shampoo(HomeOptimizer):
         p = into(m / (1 - beta1**t), roots)
         self.write(slot.state[m_key], m)
         self.write(slot.state[v_key], v)
-        return (p * (a.norm() / p.norm().clamp(min=1e-30))).to(gradient).view(matrix.shape)
+        update: Tensor = p * (a.norm() / p.norm().clamp(min=1e-30))
+        return update.to(gradient).view(matrix.shape)
 
 
 def grafted(m: Tensor, v: Tensor, g: Tensor, group: Mapping[str, Any], t: int) -> tuple[Tensor, Tensor, Tensor]:

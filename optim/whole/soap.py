@@ -102,7 +102,8 @@ class SOAP(HomeOptimizer):
 
     def cost(self, shape: Shape) -> float:
         """Four products with each basis in every step, and now and then a factorisation."""
-        often, most = self.defaults["precondition_frequency"], self.defaults["max_precond_dim"]
+        often: int = self.defaults["precondition_frequency"]
+        most: int = self.defaults["max_precond_dim"]
         numel, sides = torch.Size(shape).numel(), [side for side in sides_of(shape) if side <= most]
         return sum(8.0 * numel * side + FACTORISATION * side**3 / often for side in sides) + numel
 

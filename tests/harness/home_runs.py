@@ -28,7 +28,7 @@ def narrow_soap(params: Iterable[Any]) -> SOAP:
 
 def shampoo(params: Iterable[Any], **options: Any) -> Shampoo:
     given: dict[str, Any] = {"precondition_frequency": 2, "blocks": BLOCKS, "factor_dtype": torch.float64, **options}
-    return Shampoo(params, lr=0.1, weight_decay=0.1, **{"epsilon": 1e-6, **given})
+    return Shampoo(params, lr=0.1, weight_decay=0.1, **{"epsilon": 1e-3, **given})
 
 
 def adafactor(params: Iterable[Any]) -> AnyOptimizer:

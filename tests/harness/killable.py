@@ -21,8 +21,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from arguments import arguments
 from meshstep.amp import precision_of
-from meshstep.optim import CosineAnnealingLR, ParallelOptimizer, load_checkpoint, newest_checkpoint, save_checkpoint
+from meshstep.optim import (
+    SOAP,
+    CosineAnnealingLR,
+    ParallelOptimizer,
+    load_checkpoint,
+    newest_checkpoint,
+    save_checkpoint,
+)
 from meshstep.optim.checkpoint import tensors
+from meshstep.optim.whole import whole
 from meshstep.parallel import (
     ColumnParallelLinear,
     P,
@@ -36,6 +44,11 @@ from meshstep.parallel import (
 from torch import Tensor, nn
 
 STEPS, SAVE_AT, SAVE_AGAIN_AT = 50, 25, 35
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+    "SOAP": lambda params: SOAP(params, lr=1e-2, precondition_frequency=4),
+    "Adafactor": lambda params: whole(torch.optim.Adafactor(params, lr=1e-2)),
+}
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,7 @@ class Plan:
             ``"renaming"`` or ``"removing"`` the one before. ``"dying"``: after step 30 the last rank kills itself, each
             time that torchrun starts the ranks but the third. ``""``: nowhere.
         second_save: Whether there is one.
+        kind: Which optimizer of `KINDS`.
     """
 
     directory: str
@@ -58,6 +72,7 @@ class Plan:
     stop: str = ""
     second_save: bool = True
     options: dict[str, Any] = field(default_factory=dict)
+    kind: str = "AdamW"
 
     @property
     def checkpoints(self) -> Path:
@@ -107,8 +122,8 @@ def train(plan: Plan) -> None:
     )  # dropout: equal on replicas, another one for other samples
     mode = precision_of(plan.precision)
     mode.prepare(model, registry)
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    optimizer = ParallelOptimizer(adamw, registry, **arguments(precision=mode, max_norm=0.5, **plan.options))
+    inner = KINDS[plan.kind](model.parameters())
+    optimizer = ParallelOptimizer(inner, registry, **arguments(precision=mode, max_norm=0.5, **plan.options))
     schedule = CosineAnnealingLR(optimizer, STEPS, warmup_steps=5)
     start = 0
     if newest_checkpoint(plan.checkpoints):

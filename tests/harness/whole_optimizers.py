@@ -44,10 +44,10 @@ def matrices(package: str, name: str, **options: Any) -> Make:
 MAKE: dict[str, Make] = {
     "torch Adafactor": of("torch.optim", "Adafactor"),
     "timm Lamb": of("timm.optim", "Lamb", max_grad_norm=None),
-    "timm Lars": of("timm.optim", "Lars"),
+    "timm Lars": of("timm.optim", "Lars", lr=1.0, weight_decay=0.1),
     "timm LaProp": of("timm.optim", "LaProp"),
-    "timm AdafactorBigVision": of("timm.optim", "AdafactorBigVision"),
-    "timm AdamP": of("timm.optim", "AdamP"),
+    "timm AdafactorBigVision": of("timm.optim", "AdafactorBigVision", min_dim_size_to_factor=2),
+    "timm AdamP": of("timm.optim", "AdamP", delta=100.0, weight_decay=0.1),
     "timm NvNovoGrad": of("timm.optim", "NvNovoGrad"),
     "timm Adopt": of("timm.optim", "Adopt"),
     "timm Mars": of("timm.optim", "Mars"),
@@ -61,13 +61,15 @@ MAKE: dict[str, Make] = {
     "Conda": of("pytorch_optimizer", "Conda"),
     "Fromage": of("pytorch_optimizer", "Fromage"),
     "Lamb": of("pytorch_optimizer", "Lamb"),
-    "LARS": of("pytorch_optimizer", "LARS"),
+    "LARS": of("pytorch_optimizer", "LARS", lr=1.0, weight_decay=0.1),
     "Lion": of("pytorch_optimizer", "Lion"),
     "Muon": matrices("pytorch_optimizer", "Muon"),
     "Nero": of("pytorch_optimizer", "Nero"),
     "NovoGrad": of("pytorch_optimizer", "NovoGrad"),
     "RACS": of("pytorch_optimizer", "RACS"),
-    "ScalableShampoo": of("pytorch_optimizer", "ScalableShampoo"),
+    "ScalableShampoo": of(
+        "pytorch_optimizer", "ScalableShampoo", start_preconditioning_step=2, preconditioning_compute_steps=1
+    ),
     "SCION": of("pytorch_optimizer", "SCION"),
     "Shampoo": of("pytorch_optimizer", "Shampoo"),
     "SM3": of("pytorch_optimizer", "SM3"),
@@ -76,6 +78,7 @@ MAKE: dict[str, Make] = {
     "Tiger": of("pytorch_optimizer", "Tiger"),
 }
 RIGHT_ON_PIECES = ("timm LaProp", "timm Adopt", "Lion", "Tiger")
+NOT_REACHED = ("timm Mars", "AdaNorm")  # here: they clip by norms that are larger
 
 
 def trained(axes: Axes, kind: str, how: How | None) -> dict[str, Tensor]:

@@ -77,6 +77,8 @@ CASES = {
     "fp32, ZeRO-2": Plan("", 0, {"data": 2}, "fp32", options={"shard_states": "data", "shard_gradients": True}),
     "bf16": Plan("", 0, {"tensor": 2}, "bf16"),
     "fp16_naive": Plan("", 0, {"data": 2}, "fp16_naive"),
+    "SOAP": Plan("", 0, {"tensor": 2}, "fp16_naive", kind="SOAP"),
+    "Adafactor at homes": Plan("", 0, {"tensor": 2}, "bf16", kind="Adafactor"),
 }
 _expected: dict[str, list[dict[str, Any]]] = {}
 

@@ -33,12 +33,15 @@ from .whole.came import CAME
 from .whole.lamb import LAMB
 from .whole.lars import LARS
 from .whole.muon import Muon
+from .whole.shampoo import Shampoo
+from .whole.soap import SOAP
 from .whole.stable_adamw import StableAdamW
 
 __all__ = [
     "CAME",
     "LAMB",
     "LARS",
+    "SOAP",
     "Adafactor",
     "Adaptive",
     "AsyncSaver",
@@ -81,6 +84,7 @@ __all__ = [
     "Replayable",
     "ReplicaMismatchError",
     "Report",
+    "Shampoo",
     "Sharded",
     "Skip",
     "StableAdamW",

@@ -22,7 +22,7 @@ from .states.chain import Chain
 from .states.completion import Completion
 from .states.link import AnyWindow
 from .step.data_parallel import DataParallelSwitch, Switch
-from .step.several import kind_of
+from .step.several import kind_of, parts_of
 from .step.skips import OnNonfinite
 from .step.update import steps_on_device
 
@@ -98,6 +98,9 @@ def _of_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> Ite
     kind = kind_of(optimizer)
     if not steps_on_device(optimizer):
         yield f"{kind} reads whether to skip on the host: give it fused=True, if it has that"
+    for part in parts_of(optimizer):
+        if reason := getattr(part, "not_captured", None):
+            yield f"{type(part).__name__} {reason}"
     for index, group in enumerate(optimizer.param_groups):
         lr = group.get("lr")
         if group["params"] and not (isinstance(lr, Tensor) and lr.device == device):

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ...parallel.layout.pieces import Region
 from ..parallel_optimizer import ParallelOptimizer
+from ..states.pieces import params_of
 from ..step.several import parts_of
 from ..whole.optimizer import WholeOptimizer
 from .logical_parameters import LogicalParameters
@@ -82,7 +83,7 @@ class OptimizerState(NamedTuple):
     stepped: list[Stepped]  # by position in the param groups
     tensors: dict[int, dict[str, Any]]  # by position and key
     masters: dict[int, Tensor]  # by position
-    whole: frozenset[str]  # the keys of what belongs to logical parameters
+    whole: list[WholeOptimizer | None]  # by position: who knows what of its state belongs to the logical parameter
     groups: list[dict[str, Any]]
     rest: dict[str, Any]  # precision, loss scale, ...: ``state_dict()["meshstep"]``
 
@@ -95,8 +96,9 @@ def optimizer_state(optimizer: ParallelOptimizer, parameters: LogicalParameters)
     for piece in optimizer.pieces():
         name, region = parameters.of(piece.param)
         stepped.append(Stepped(piece.param, piece.piece, name, region.run(piece.offset, piece.piece.numel())))
-    parts = parts_of(optimizer.optimizer)
-    of_whole = frozenset(key for part in parts if isinstance(part, WholeOptimizer) for key in part.whole_states)
+    whole_parts = [part for part in parts_of(optimizer.optimizer) if isinstance(part, WholeOptimizer)]
+    by_piece = {id(tensor): part for part in whole_parts for tensor in params_of(part.param_groups)}
+    of_whole = [by_piece.get(id(one.piece)) for one in stepped]
     return OptimizerState(stepped, state["state"], masters_in(rest["weights"]), of_whole, state["param_groups"], rest)
 
 
@@ -131,11 +133,17 @@ def collect(parameters: LogicalParameters, state: OptimizerState) -> tuple[dict[
         names = [state.stepped[position].name for position in group["params"]]
         hyper = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         record.groups.append((sorted(set(names)), hyper))
-    for position, stepped in enumerate(state.stepped):
+    for position, (stepped, part) in enumerate(zip(state.stepped, state.whole, strict=True)):
+        kept = state.tensors.get(position, {})
+        shared = {key: value for key, value in kept.items() if part is not None and part.is_whole_state(key)}
+        for key, value in shared.items():
+            if not isinstance(value, Tensor):
+                raise ValueError(
+                    f"the optimizer's {key} of {stepped.name} is a {type(value).__name__}, of which nothing says what is "
+                    "in it: save state_dict() on each rank, for the same mesh, or take one whose state is tensors"
+                )
+            tensors[f"whole/{key}/{stepped.name}"] = whole(value)
         if parameters.is_first(stepped.param):
-            kept = state.tensors.get(position, {})
-            shared = {key: value for key, value in kept.items() if key in state.whole}
-            tensors.update((f"whole/{key}/{stepped.name}", whole(value)) for key, value in shared.items())
             kept = {key: value for key, value in kept.items() if key not in shared}
             own = PieceState.of(kept, stepped.piece, stepped.region)
             record.pieces.setdefault(stepped.name, {})[place_of(stepped.region)] = own

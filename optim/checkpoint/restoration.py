@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...parallel.layout.pieces import Region, Shape
 from ...parallel.mesh.text import some
+from ..whole.optimizer import WholeOptimizer
 from .contents import LAYOUT, OptimizerState, Stepped, parse_key, whole
 from .index import Stored
 from .logical_parameters import LogicalParameters
@@ -56,8 +57,10 @@ class Restoration:
         self._own, self._state, self._masters = own, list[dict[str, Any]](), dict[int, Tensor]()
         if own is not None:
             self._check_groups(groups)
-            self._of_whole = own.whole
-            self._state = [self._room_for_state(stepped) for stepped in own.stepped]
+            self._state = [
+                self._room_for_state(stepped) | self._room_for_whole(stepped, part)
+                for stepped, part in zip(own.stepped, own.whole, strict=True)
+            ]
             self._masters = self._room_for_masters(own)
 
     @property
@@ -128,10 +131,15 @@ class Restoration:
                 f"the optimizer's {', '.join(lost)} of {name} belongs to pieces of the parameter that no rank has now (it "
                 "is not of the parameter's shape, so it can't be cut anew); continue on the mesh of the checkpoint"
             )
-        places |= {
-            key: f"whole/{key}/{name}" for key in sorted(self._of_whole) if f"whole/{key}/{name}" in self._stored
-        }
         return state | {key: self._room_for_all(place) for key, place in places.items()}
+
+    def _room_for_whole(self, stepped: Stepped, part: WholeOptimizer | None) -> dict[str, Any]:
+        """What belongs to the logical parameter, and this rank is to have."""
+        keys = [parse_key(key)[1:] for key in self._stored if key.startswith("whole/")] if part is not None else []
+        own = [
+            key for key, name in keys if name == stepped.name and part is not None and part.keeps(stepped.piece, key)
+        ]
+        return {key: self._room_for_all(f"whole/{key}/{stepped.name}") for key in own}
 
     def _room_for_masters(self, own: OptimizerState) -> dict[int, Tensor]:
         masters = {}

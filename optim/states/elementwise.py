@@ -80,9 +80,11 @@ _ACROSS_TENSORS = (
     "Prodigy",
     "ProdigyPlusScheduleFree",
 )
+_SAY_SO = "or, if this one does, say so with optimizer.elementwise = True"
+_ALIKE = "Take one that treats every element alike (AdamW, Lion, ...)"
 _WAY_OUT = (
-    "Take one that treats every element alike (AdamW, Lion, ...); or, if this one does, say so with "
-    "optimizer.elementwise = True"
+    f"{_ALIKE}, one that asks other ranks (meshstep.optim.Muon, SOAP, ...), or step whole tensors with "
+    f"meshstep.optim.whole.whole(optimizer); {_SAY_SO}"
 )
 
 
@@ -131,10 +133,16 @@ def check_each_alone(optimizer: torch.optim.Optimizer, why: str) -> None:
         why: Why it would not get all of them together: the beginning of the message.
     """
     for part in parts_of(optimizer):
-        if _across_tensors(part) and not getattr(part, "elementwise", False):
+        name, said = type(part).__name__, getattr(part, "elementwise", False)
+        if _across_tensors(part) and not said:
             raise ValueError(
-                f"{why}, but {type(part).__name__} estimates its step size from all parameters together, so it would "
-                f"find different ones. {_WAY_OUT}"
+                f"{why}, but {name} estimates its step size from all parameters together, so it would find different ones. "
+                f"{_ALIKE}; {_SAY_SO}"
+            )
+        if (norm := _clips_by_itself(part)) and not said:
+            raise ValueError(
+                f"{why}, but {name} with max_grad_norm={norm!r} clips by the norm of all of its gradients, so it would "
+                "find different ones. Turn it off (None or 0.0), and clip by ParallelOptimizer(max_norm=...)"
             )
 
 
@@ -194,3 +202,10 @@ def _values(optimizer: torch.optim.Optimizer, option: str) -> list[Any]:
 
 def _across_tensors(optimizer: torch.optim.Optimizer) -> bool:
     return any(kind.__name__ in _ACROSS_TENSORS for kind in type(optimizer).__mro__)
+
+
+def _clips_by_itself(optimizer: torch.optim.Optimizer) -> Any:
+    """By which norm of all of its gradients; None where it does not (LAMB of pytorch_optimizer without ``pre_norm``)."""
+    if getattr(optimizer, "pre_norm", None) is False:
+        return None
+    return next((value for value in _values(optimizer, "max_grad_norm") if value not in (None, 0.0)), None)

@@ -1,10 +1,28 @@
 """Optimizers whose update of a tensor needs all of it, on tensors that ranks have pieces of; and what to write one with."""
 
+from .any_optimizer import AnyOptimizer, whole
+from .at_home import HomeOptimizer
 from .homes import Homes
 from .layout import LogicalTensor
 from .muon import Muon
 from .optimizer import Slot, Update, WholeOptimizer
 from .rounds import Matrix
+from .shampoo import Shampoo
+from .soap import SOAP
 from .tensors import WholeTensors
 
-__all__ = ["Homes", "LogicalTensor", "Matrix", "Muon", "Slot", "Update", "WholeOptimizer", "WholeTensors"]
+__all__ = [
+    "SOAP",
+    "AnyOptimizer",
+    "HomeOptimizer",
+    "Homes",
+    "LogicalTensor",
+    "Matrix",
+    "Muon",
+    "Shampoo",
+    "Slot",
+    "Update",
+    "WholeOptimizer",
+    "WholeTensors",
+    "whole",
+]

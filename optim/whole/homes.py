@@ -31,6 +31,7 @@ class Homes:
         lists: How many tensors of each matrix travel to its home.
         dtype: Of what travels, there and back; None: the tensor's.
         round_bytes: Of whole matrices at one home in one round, at most, where one matrix is not larger.
+        settled: By tensor and number the homes of those that have one already, with a state there.
 
     Attributes:
         own: The matrices whose home this rank is.
@@ -45,6 +46,7 @@ class Homes:
         lists: int = 1,
         dtype: torch.dtype | None = None,
         round_bytes: int = ROUND_BYTES,
+        settled: Mapping[tuple[str, int], int] | None = None,
     ) -> None:
         self.tensors, self.lists = tensors, lists
         load: dict[int, float] = {}
@@ -54,7 +56,9 @@ class Homes:
         ]
         for tensor, number, box in sorted(parts, key=lambda part: (-cost(part[2].sizes), part[0].name, part[1])):
             holders = {rank: held for rank in tensor.ranks if (held := _common(tensor.held[rank], box))}
-            home = min(holders, key=lambda rank: (load.get(rank, 0.0), rank))
+            home = (settled or {}).get((tensor.name, number), -1)
+            if home not in holders:
+                home = min(holders, key=lambda rank: (load.get(rank, 0.0), rank))
             load[home] = load.get(home, 0.0) + cost(box.sizes)
             sources = {r: s for r, spoken in tensor.sources(home).items() if (s := _common(spoken, box))}
             by_ranks.setdefault(tensor.ranks, []).append(Matrix(tensor, number, box, home, sources, holders))

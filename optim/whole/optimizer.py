@@ -19,7 +19,7 @@ from ...parallel.layout.pieces import Region
 from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from ..states.pieces import named_params_of
+from ..states.pieces import named_params_of, params_of
 from .tensors import WholeTensors
 
 
@@ -83,12 +83,14 @@ class WholeOptimizer(torch.optim.Optimizer):
         whole_states: The names of the states that belong to logical tensors, not to pieces: the same on all ranks that have
             them.
         kept: The names of a subclass's own attributes, which a copy has too.
+        not_captured: Why its step can't be in a CUDA graph, after its name; None: it can.
     """
 
     asks_other_ranks = True
     _step_supports_amp_scaling = True
     whole_states: ClassVar[frozenset[str]] = frozenset()
     kept: ClassVar[tuple[str, ...]] = ()
+    not_captured: ClassVar[str | None] = None
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._tensors: WholeTensors | None = None
@@ -113,6 +115,14 @@ class WholeOptimizer(torch.optim.Optimizer):
     @abstractmethod
     def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
         """One step: the formula. Collectives: the same on all ranks, whatever this one has; host reads: none."""
+
+    def is_whole_state(self, key: str) -> bool:
+        """Whether the state of that name belongs to a logical tensor."""
+        return key in self.whole_states
+
+    def keeps(self, param: Tensor, key: str) -> bool:
+        """Whether this rank has such a state, of the logical tensor of which ``param`` is a piece."""
+        return self.is_whole_state(key)
 
     # Binding --------------------------------------------------------------------------------------------------------
 
@@ -150,6 +160,15 @@ class WholeOptimizer(torch.optim.Optimizer):
         """``tensors`` are what it steps; to be extended by what is settled once."""
         self._tensors = tensors
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, which casts states to the parameters' dtypes; those of logical tensors stay in theirs."""
+        super().load_state_dict(state_dict)
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for index, param in zip(saved, params_of(self.param_groups), strict=True):
+            given = state_dict["state"].get(index, {})
+            for key in filter(self.is_whole_state, [key for key, value in given.items() if isinstance(value, Tensor)]):
+                self.state[param][key] = given[key].to(param.device, copy=True)
+
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_kept": {name: getattr(self, name) for name in self.kept}}
 
@@ -173,13 +192,19 @@ class WholeOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
         for slot, param, state in self.updates(self._slots(getattr(self, "grad_scale", None))):
-            _write(slot.param, param, found_inf)
+            self.write(slot.param, param)
             for key, value in state.items():
-                _write(slot.state[key], value, found_inf)
-            _write(slot.state["step"], slot.step.to(slot.state["step"].dtype), found_inf)
+                self.write(slot.state[key], value)
+            self.write(slot.state["step"], slot.step.to(slot.state["step"].dtype))
         return loss
+
+    def write(self, target: Tensor, value: Tensor) -> None:
+        """Copy, within a step; nothing, where that is skipped: ``found_inf`` is 1. Host reads: none."""
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        if found_inf is not None:
+            value = torch.where(found_inf.to(target.device) > 0, target, value.to(target.dtype))
+        target.copy_(value)
 
     def _slots(self, grad_scale: Tensor | None) -> list[Slot]:
         alone = self.tensors.registry is None
@@ -203,10 +228,3 @@ class WholeOptimizer(torch.optim.Optimizer):
             slot.step = slot.state["step"].double() + 1
             slots.append(slot)
         return slots
-
-
-def _write(target: Tensor, value: Tensor, found_inf: Tensor | None) -> None:
-    """Nothing, where ``found_inf`` is 1."""
-    if found_inf is not None:
-        value = torch.where(found_inf.to(target.device) > 0, target, value.to(target.dtype))
-    target.copy_(value)

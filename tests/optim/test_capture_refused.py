@@ -11,6 +11,7 @@ from cpu_graph import CpuGraph, capturing
 from graph_runs import Run, Setting
 from meshstep.amp import Bf16, Fp32, GradScaler, NaiveFp16
 from meshstep.optim import (
+    SOAP,
     Clip,
     Fingerprints,
     GradStats,
@@ -22,6 +23,7 @@ from meshstep.optim import (
     Replayable,
     Skip,
 )
+from meshstep.optim.whole import whole
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from precision_modes import differences, snapshot
 from torch import Tensor
@@ -42,6 +44,10 @@ def run_of(steps: int = 3, *, inner: Callable[..., Any] = torch.optim.AdamW, **o
         run.optimizer.step()
         run.optimizer.zero_grad()
     return run
+
+
+def wrapped(params: Any, lr: Any) -> torch.optim.Optimizer:
+    return whole(torch.optim.Adafactor(params, lr=float(lr)))
 
 
 def half_a_window() -> Run:
@@ -71,6 +77,8 @@ REFUSED: dict[str, tuple[Callable[[], Run], str]] = {
     "half states": (lambda: run_of(states=HalfStates()), "HalfStates draws by the number of the step"),
     "rounding": (lambda: run_of(precision=Bf16(stochastic_rounding=True)), "stochastic rounding draws by the number"),
     "RMSprop": (lambda: run_of(inner=torch.optim.RMSprop), "RMSprop reads whether to skip on the host: give it fused"),
+    "SOAP": (lambda: run_of(inner=SOAP), "SOAP counts steps on the host"),
+    "whole": (lambda: run_of(inner=wrapped), "AnyOptimizer reads on the host whether to skip"),
     "a rate": (with_a_rate_that_is_a_number, r"the lr of param group 0 is 0.25.*lr=torch.tensor\(0.25, device='cpu'\)"),
     "half a window": (
         half_a_window,

@@ -102,7 +102,8 @@ def test_elementwise_optimizers_of_any_library_are_known(world: World, where: st
 
 @pytest.mark.parametrize("where", ["replicas", "frozen", "pipeline", "half states", "rounded"])
 def test_whole_tensors_are_left_to_any_optimizer(world: World, where: str) -> None:
-    kinds = [kind for kind in MAKE if kind not in ("Prodigy", "Muon")]
+    alone = ("Prodigy", "norm clipping") if where in ("pipeline", "half states", "rounded") else ("Prodigy",)
+    kinds = [kind for kind in MAKE if kind not in (*alone, "Muon")]
     found = world.run_each(made, [(2, (kind, where)) for kind in kinds])
     assert dict(zip(kinds, found, strict=True)) == {kind: ["", ""] for kind in kinds}
 
@@ -120,6 +121,13 @@ def test_an_estimate_from_all_parameters_needs_all_of_them(world: World, where: 
     for text in world.run(2, made, "Prodigy", where):
         assert text.startswith(says)
         assert bool(text) == bool(says)
+
+
+@pytest.mark.parametrize("where", ["pipeline", "half states", "rounded"])
+def test_a_norm_of_all_gradients_needs_all_of_them(world: World, where: str) -> None:
+    """Adan and LAMB clip by the norm of what they are given: of one stage, or of one bucket."""
+    for text in world.run(2, made, "norm clipping", where):
+        assert "Adan with max_grad_norm=1.0 clips by the norm of all of its gradients" in text
 
 
 def added() -> str:

@@ -1,0 +1,145 @@
+"""Optimizers that keep a state of each matrix whole, at the matrix's home, and nowhere else.
+
+In the optimizer's state it stands under the first piece of the tensor that the home has, as "<name>.<number of the matrix>"
+and, where there are several of a kind, ".<which>". It belongs to the logical tensor: a checkpoint has it once, and whatever
+the layout that it is loaded in, the matrix's home there gets it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...parallel.layout.pieces import Box, Shape
+from ...parallel.mesh.agreement import gather_objects
+from ..states.pieces import params_of
+from .homes import Homes
+from .layout import LogicalTensor
+from .optimizer import Slot, WholeOptimizer
+from .rounds import Matrix
+from .tensors import WholeTensors
+
+_AT_HOME = re.compile(r"(\w+)\.(\d+)(?:\.|$)")
+
+
+class HomeOptimizer(WholeOptimizer):
+    """Gives matrices homes, which they keep as long as their states are there.
+
+    Attributes:
+        lists: How many tensors of each matrix travel.
+        homes: Where the matrices are computed.
+        taken: How many steps there have been.
+    Collectives: at binding, besides the base's, an object all-gather.
+    """
+
+    lists = 1
+    not_captured = "counts steps on the host, and does more in some than in others"
+    _with_others = False
+
+    def boxes(self, tensor: LogicalTensor) -> Sequence[Box]:
+        """The matrices of a tensor; none where it has none."""
+        return tensor.said or ()
+
+    def cost(self, shape: Shape) -> float:
+        """Of a step of a matrix, about, relative to others: homes are chosen by it."""
+        raise NotImplementedError
+
+    def bound(self, tensors: WholeTensors) -> None:
+        """Raises ValueError, on every rank, where it has stepped before without other ranks."""
+        super().bound(tensors)
+        self.homes = Homes(tensors, self.boxes, self.cost, self.lists, settled=self._agreed(self._settled(tensors)))
+        self.taken = StepsTaken()
+        self._own: dict[int, list[Matrix]] = {}
+        for matrix in self.homes.own:
+            self._own.setdefault(tensors.positions(matrix.tensor)[0], []).append(matrix)
+
+    def _agreed(self, own: set[tuple[str, int]]) -> dict[tuple[str, int], int]:
+        """By tensor and number the ranks that have states."""
+        registry = self.tensors.registry
+        if registry is None:
+            return dict.fromkeys(own, 0)
+        ranks = gather_objects((own, bool(own) and not self._with_others), registry)
+        self._with_others = True
+        if alone := [rank for rank, (_, stepped_alone) in enumerate(ranks) if stepped_alone]:
+            raise ValueError(
+                f"{type(self).__name__} has stepped alone on rank {alone[0]}, and has states of whole matrices there: give "
+                "it to ParallelOptimizer before its first step, or go on from a checkpoint of it (load_checkpoint)"
+            )
+        return {which: rank for rank, (found, _) in enumerate(ranks) for which in found}
+
+    def _settled(self, tensors: WholeTensors) -> set[tuple[str, int]]:
+        """The matrices whose states are here already: another param group has come."""
+        return {
+            (tensor.name, number)
+            for tensor, param in zip(tensors.tensors, params_of(self.param_groups), strict=True)
+            for number in map(_number, self.state.get(param, {}))
+            if number is not None
+        }
+
+    def own(self, slot: Slot) -> list[Matrix]:
+        """The matrices whose state stands at a position: none but at the first one that a home has of a tensor."""
+        return self._own.get(slot.position, [])
+
+    # State ----------------------------------------------------------------------------------------------------------
+
+    def is_whole_state(self, key: str) -> bool:
+        return _number(key) is not None
+
+    def keeps(self, param: Tensor, key: str) -> bool:
+        assert self.tensors, "which binds it, if nobody has"
+        position = next(index for index, other in enumerate(params_of(self.param_groups)) if other is param)
+        return _number(key) in {matrix.number for matrix in self._own.get(position, [])}
+
+    # The step -------------------------------------------------------------------------------------------------------
+
+    def at_home(self, slots: Sequence[Slot]) -> Callable[[Matrix], Slot]:
+        """Where the state of a matrix of `homes` stands."""
+        by_position = {slot.position: slot for slot in slots}
+        return lambda matrix: by_position[self.tensors.positions(matrix.tensor)[0]]
+
+
+def _number(key: str) -> int | None:
+    found = _AT_HOME.match(key)
+    return int(found[2]) if found else None
+
+
+class StepsTaken:
+    """How many steps have been taken, by position: known to the host without a wait for what the device does now.
+
+    At the end of each step the counts set out for the host; at the next step they have arrived. What somebody else has
+    written to them meanwhile, a checkpoint, is read anew.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[Tensor, int]] = {}  # by position: the count on the device, its version
+        self._copies: dict[int, Tensor] = {}
+        self._arrived: dict[torch.device, torch.cuda.Event] = {}
+
+    def of(self, slot: Slot) -> int:
+        """Before this step. Host reads: in the first step, and after loading."""
+        count, seen = slot.state["step"], self._seen.get(slot.position)
+        if not count.is_cuda or seen is None or seen[0] is not count or seen[1] != count._version:
+            return int(count.detach().cpu().tolist())
+        self._arrived[count.device].synchronize()
+        return int(self._copies[slot.position].tolist())
+
+    def note(self, slots: Sequence[Slot]) -> None:
+        """After the step's last update was written."""
+        for slot in slots:
+            count: Tensor = slot.state["step"]
+            if count.is_cuda:
+                copy = self._copies.setdefault(slot.position, torch.empty((), dtype=count.dtype, pin_memory=True))
+                copy.copy_(count, non_blocking=True)
+                self._seen[slot.position] = count, count._version
+        for device in {slot.state["step"].device for slot in slots if slot.state["step"].is_cuda}:
+            event = self._arrived[device] = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+
+
+def named(name: str, matrix: Matrix, which: Any = None) -> str:
+    """The key of a matrix's state."""
+    return f"{name}.{matrix.number}" if which is None else f"{name}.{matrix.number}.{which}"

@@ -1,0 +1,177 @@
+"""SOAP: Adam in the eigenbasis of Shampoo's preconditioners, which live at each matrix's home.
+
+    L <- b3 L + (1 - b3) G G^T                R <- b3 R + (1 - b3) G^T G
+    Q_L, Q_R = eigenvectors of L, R           at first; then every ``precondition_frequency`` steps qr(L Q_L), qr(R Q_R)
+    G' = Q_L^T G Q_R                          before L, R and Q are renewed by this gradient
+    m <- b1 m + (1 - b1) G                    v <- b2 v + (1 - b2) G'^2
+    U = Q_L (Q_L^T m Q_R / (sqrt(v) + eps)) Q_R^T
+    w <- (w - lr sqrt(1 - b2^k) / (1 - b1^k) U) (1 - lr wd)
+
+k counts the updates: the first step only makes the first bases. A tensor of four dims or more has a preconditioner for each
+of its dims. A vector has none: it is stepped as Adam would, from the second step on.
+
+Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (arXiv:2409.11321), and the numbers of its authors' code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...parallel.layout.pieces import Shape
+from ...parallel.layout.spec import P
+from .adamw import adamw_initial
+from .at_home import HomeOptimizer, named
+from .matrices import Blocks, block_sizes, boxes_of
+from .optimizer import Slot, Update
+from .preconditioners import FACTORISATION, Sides, eigenvectors, gram, into, out_of, renewed, sides_of
+from .rounds import Matrix
+
+
+class SOAP(HomeOptimizer):
+    """SOAP for matrices, its Adam for vectors.
+
+    A parameter of two dims is a matrix, one of three a stack of them (experts). States of a matrix, L, R, both bases and
+    two moments, are at its home alone.
+
+    The first bases come from one gradient. Where it has fewer independent columns than rows, the rest of a basis is
+    arbitrary, here as in the authors' code: the last bits of that gradient decide, and sums in another order go elsewhere.
+
+    Args:
+        params: Parameters, ``model.named_parameters()``, or groups of them.
+        lr: A number or a 0-dim tensor.
+        betas: b1, b2.
+        shampoo_beta: b3; negative: b2.
+        precondition_frequency: Steps between new bases.
+        max_precond_dim: Dims that are longer have no preconditioner.
+        blocks: As `Muon`'s: the blocks of a fused weight, each a matrix of its own.
+        factor_dtype: Of L, R and the bases, in which is multiplied and factorised: float32 or float64.
+    Raises:
+        ValueError: An option is out of range.
+    Collectives: as `Muon`. Host reads: none but in the first step and the first after loading; the host waits for the end
+    of the step before, never for the present one.
+    Memory: at home, of a matrix [m, n], 2 (m^2 + n^2) numbers of ``factor_dtype`` and 2 m n; elsewhere none.
+    """
+
+    kept = ("blocks", "factor_dtype")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 3e-3,
+        betas: tuple[float, float] = (0.95, 0.95),
+        shampoo_beta: float = -1,
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        precondition_frequency: int = 10,
+        max_precond_dim: int = 10000,
+        *,
+        blocks: Blocks | None = None,
+        factor_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if not lr >= 0 or not weight_decay >= 0 or not all(0 <= beta < 1 for beta in betas) or shampoo_beta >= 1:
+            raise ValueError(
+                f"lr={lr}, weight_decay={weight_decay}, betas={betas}, shampoo_beta={shampoo_beta}: want >= 0, >= 0, in "
+                "[0, 1), < 1"
+            )
+        if precondition_frequency < 1 or factor_dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"precondition_frequency={precondition_frequency}, factor_dtype={factor_dtype}: want >= 1, torch.float32 "
+                "or torch.float64"
+            )
+        self.blocks, self.factor_dtype = dict(blocks or {}), factor_dtype
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "shampoo_beta": shampoo_beta,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "precondition_frequency": precondition_frequency,
+            "max_precond_dim": max_precond_dim,
+        }
+        super().__init__(params, defaults)
+
+    # What is a matrix -----------------------------------------------------------------------------------------------
+
+    def said_of(self, name: str | None, shape: Shape, group: Mapping[str, Any], spec: P | None) -> Any:
+        return tuple(boxes_of(shape, block_sizes(name, shape, self.blocks, spec))) if len(shape) > 1 else ()
+
+    def cost(self, shape: Shape) -> float:
+        """Four products with each basis in every step, and now and then a factorisation."""
+        often, most = self.defaults["precondition_frequency"], self.defaults["max_precond_dim"]
+        numel, sides = torch.Size(shape).numel(), [side for side in sides_of(shape) if side <= most]
+        return sum(8.0 * numel * side + FACTORISATION * side**3 / often for side in sides) + numel
+
+    # The step -------------------------------------------------------------------------------------------------------
+
+    def initial(self, slot: Slot) -> dict[str, Any]:
+        if not self.tensors.tensors[slot.position].said:
+            return adamw_initial(slot)
+        state: dict[str, Any] = {}
+        for matrix in self.own(slot):
+            zeros = slot.param.new_zeros(sides_of(matrix.shape))
+            state |= {named("exp_avg", matrix): zeros, named("exp_avg_sq", matrix): zeros.clone()}
+            for dim, side in enumerate(zeros.shape):
+                if side <= slot.group["max_precond_dim"]:
+                    square = slot.param.new_zeros((side, side), dtype=self.factor_dtype)
+                    state |= {named("GG", matrix, dim): square, named("Q", matrix, dim): square.clone()}
+        return state
+
+    def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
+        taken = {slot.position: self.taken.of(slot) for slot in slots}
+        said = self.tensors.tensors
+        slot_of = self.at_home(slots)
+
+        def turned(matrix: Matrix, lists: list[Tensor]) -> Tensor:
+            slot = slot_of(matrix)
+            return self._turned(matrix, lists[0], slot, taken[slot.position])
+
+        found = self.homes.map([{slot.position: slot.grad for slot in slots if said[slot.position].said}], turned)
+        for slot in slots:
+            beta1, beta2 = slot.group["betas"]
+            lr, k, new = slot.group["lr"], taken[slot.position], {}
+            if slot.position in found:
+                u = found[slot.position]
+            elif k:
+                m = slot.state["exp_avg"].lerp(slot.grad, 1 - beta1)
+                v = slot.state["exp_avg_sq"].lerp(slot.grad.square(), 1 - beta2)
+                u, new = m / (v.sqrt() + slot.group["eps"]), {"exp_avg": m, "exp_avg_sq": v}
+            if not k:
+                yield Update(slot, slot.param, {})
+                continue
+            rate = lr * sqrt(1 - beta2**k) / (1 - beta1**k)
+            yield Update(slot, (slot.param - rate * u) * (1 - lr * slot.group["weight_decay"]), new)
+        self.taken.note(slots)
+
+    def _turned(self, matrix: Matrix, gradient: Tensor, slot: Slot, k: int) -> Tensor:
+        """U; the matrix's state is written."""
+        group, g = slot.group, gradient.view(sides_of(matrix.shape)).to(slot.param.device, self.factor_dtype)
+        dims = range(g.dim())
+        (beta1, beta2), beta3 = group["betas"], group["shampoo_beta"]
+        gg: Sides = [slot.state.get(named("GG", matrix, dim)) for dim in dims]
+        q: Sides = [slot.state.get(named("Q", matrix, dim)) for dim in dims]
+        u = torch.zeros_like(g)
+        v = slot.state[named("exp_avg_sq", matrix)]
+        if k:
+            m = slot.state[named("exp_avg", matrix)].to(g).lerp(g, 1 - beta1)
+            v = v.to(g).lerp(into(g, q).square(), 1 - beta2)
+            u = out_of(into(m, q) / (v.sqrt() + group["eps"]), q)
+            self.write(slot.state[named("exp_avg", matrix)], m)
+        for dim, (factor, basis) in enumerate(zip(gg, q, strict=True)):
+            if factor is None or basis is None:
+                continue
+            new = factor.lerp(gram(g, dim), 1 - (beta2 if beta3 < 0 else beta3))
+            if k == 0:
+                self.write(basis, eigenvectors(new))
+            elif k % group["precondition_frequency"] == 0:
+                turned, order = renewed(new, basis)
+                v = v.index_select(dim, order)
+                self.write(basis, turned)
+            self.write(factor, new)
+        if k:
+            self.write(slot.state[named("exp_avg_sq", matrix)], v)
+        return u.to(gradient).view(matrix.shape)

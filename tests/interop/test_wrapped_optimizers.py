@@ -1,0 +1,58 @@
+"""Published optimizers on split weights: wrapped they step as in one process; our SOAP's numbers are the published ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("pytorch_optimizer", reason="needs pytorch_optimizer, of the extra `interop`")
+pytest.importorskip("timm", reason="needs timm, of the extra `interop`")
+
+from meshstep.optim import SOAP
+from meshstep.optim.whole import whole
+from torch import nn
+from whole_optimizers import MAKE, RIGHT_ON_PIECES, apart, of
+from world import World
+
+
+def test_our_soap_has_the_numbers_of_the_published_one() -> None:
+    theirs_of: Callable[..., Any] = __import__("pytorch_optimizer").SOAP
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(shape)) for shape in ((6, 10), (12, 4), (7,), (3, 4, 2, 2))]
+    theirs = [nn.Parameter(param.detach().clone()) for param in ours]
+    one, other = SOAP(ours, precondition_frequency=3), theirs_of(theirs, precondition_frequency=3)
+    for _ in range(10):
+        for param, same in zip(ours, theirs, strict=True):
+            param.grad = torch.randn_like(param)
+            same.grad = param.grad.clone()
+        one.step()
+        other.step()
+    for param, same in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(param, same, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", list(MAKE))
+def test_wrapped_it_steps_split_weights_as_in_one_process(world: World, kind: str) -> None:
+    assert apart(world, kind, "wrapped") <= 1e-6
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MAKE if kind not in RIGHT_ON_PIECES])
+def test_on_bare_pieces_it_is_another_optimizer(world: World, kind: str) -> None:
+    assert apart(world, kind, "on pieces") > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "says"),
+    [
+        ("timm.optim", "Lamb", "max_grad_norm=1.0 clips by the norm of all"),
+        ("pytorch_optimizer", "Prodigy", "from all parameters together"),
+        ("pytorch_optimizer", "DAdaptAdam", "from all parameters together"),
+        ("pytorch_optimizer", "SPlus", "between training and evaluation"),
+    ],
+)
+def test_what_looks_beyond_a_tensor_is_refused(package: str, name: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        whole(of(package, name)([nn.Parameter(torch.randn(4, 4))]))

@@ -1,0 +1,459 @@
+"""SOAP, Shampoo and any optimizer at homes: the dense model's update on every layout, and states that move with them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from home_runs import MAKES, at_homes, narrow_soap, run_to, unbound
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from meshstep.amp import Bf16, NaiveFp16
+from meshstep.optim import SOAP, ParallelOptimizer, Shampoo, Sharded
+from meshstep.optim.whole import Homes, WholeTensors, reference
+from meshstep.optim.whole.layout import logical_tensors
+from meshstep.parallel import P, ProcessGroupRegistry
+from meshstep.parallel.layout.pieces import Region
+from meshstep.testing.strategies import specs, topologies
+from planted import LAYOUTS, SHAPES, Layout, Planted, parts, run_step
+from probes import collectives, no_host_reads
+from torch import Tensor, nn
+from whole_runs import STATES, WHOLE_LAYOUTS, alone, copies_differ, largest_error, trained
+from world import World
+from zero_models import small_buckets
+
+EXACT = 1e-12
+FLOAT64: dict[str, Any] = {"factor_dtype": torch.float64}
+
+# Their numbers ----------------------------------------------------------------------------------------------------------
+
+
+def plain(kind: Any, formula: Any, options: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> float:
+    """How far the optimizer, alone, is from its formula after ten steps, relative."""
+    torch.manual_seed(0)
+    ours = {name: nn.Parameter(torch.randn(shape, dtype=torch.float64)) for name, shape in shapes.items()}
+    dense = [param.detach().clone() for param in ours.values()]
+    states: list[dict[Any, Any]] = [{} for _ in ours]
+    optimizer = kind(ours.items(), **options, **FLOAT64)
+    for _ in range(10):
+        for param in ours.values():
+            param.grad = torch.randn_like(param)
+        formula(dense, [param.grad for param in ours.values()], states, **options)
+        optimizer.step()
+    pairs = zip(ours.values(), dense, strict=True)
+    return max(float((param.detach() - same).abs().max() / same.abs().max()) for param, same in pairs)
+
+
+TWO = {"wide": (6, 10), "tall": (12, 4), "square": (5, 5), "bias": (7,), "gain": ()}
+OPTIONS: list[tuple[Any, Any, dict[str, Any]]] = [
+    (SOAP, reference.soap, {"precondition_frequency": 3}),
+    (
+        SOAP,
+        reference.soap,
+        {"betas": (0.8, 0.9), "shampoo_beta": 0.7, "precondition_frequency": 1, "max_precond_dim": 6},
+    ),
+    (SOAP, reference.soap, {"max_precond_dim": 5, "precondition_frequency": 2, "weight_decay": 0.3, "lr": 0.1}),
+    (Shampoo, reference.shampoo, {"epsilon": 1e-6}),
+    (
+        Shampoo,
+        reference.shampoo,
+        {"betas": (0.8, 0.9), "precondition_frequency": 3, "epsilon": 1e-4, "grafting": "sgd"},
+    ),
+    (Shampoo, reference.shampoo, {"max_preconditioner_dim": 5, "weight_decay": 0.3, "epsilon": 1e-6, "lr": 0.1}),
+    (Shampoo, reference.shampoo, {"grafting_beta2": 0.7, "grafting_epsilon": 0.1, "epsilon": 1e-6}),
+]
+
+
+@pytest.mark.parametrize(("kind", "formula", "options"), OPTIONS)
+def test_alone_they_are_their_formulas(kind: Any, formula: Any, options: dict[str, Any]) -> None:
+    assert plain(kind, formula, options, TWO) <= EXACT
+
+
+def test_shampoos_first_step_of_one_gradient_is_its_orthogonal_factor() -> None:
+    """(G G^T)^(-1/4) G (G^T G)^(-1/4) = U V^T, where G = U S V^T: known without the code."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.zeros(5, 5, dtype=torch.float64))
+    weight.grad = torch.randn(5, 5, dtype=torch.float64)
+    Shampoo([weight], lr=1.0, grafting="sgd", **FLOAT64).step()
+    u, _, vh = torch.linalg.svd(weight.grad)
+    direction = u @ vh * (weight.grad.norm() / 5**0.5)
+    torch.testing.assert_close(weight.detach(), -direction, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", [SOAP, Shampoo])
+def test_stacks_and_blocks_are_the_matrices_they_are_made_of(kind: Any) -> None:
+    torch.manual_seed(0)
+    shapes = {"stack": (3, 4, 6), "qkv": (12, 5)}
+    fused = {name: nn.Parameter(torch.randn(shape, dtype=torch.float64)) for name, shape in shapes.items()}
+
+    def apart(of: dict[str, Tensor]) -> list[Tensor]:
+        return [*of["stack"], *of["qkv"].split([6, 2, 4])]
+
+    single = [nn.Parameter(part.detach().clone()) for part in apart({**fused})]
+    one, other = kind(fused.items(), lr=0.1, blocks={"q*": (6, 2, 4)}, **FLOAT64), kind(single, lr=0.1, **FLOAT64)
+    for _ in range(5):
+        grads = {name: torch.randn_like(param) for name, param in fused.items()}
+        for name, param in fused.items():
+            param.grad = grads[name]
+        for matrix, grad in zip(single, apart(grads), strict=True):
+            matrix.grad = grad.clone()
+        one.step()
+        other.step()
+    for found, expected in zip(apart({**fused}), single, strict=True):
+        torch.testing.assert_close(found, expected, rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.parametrize("kind", [SOAP, Shampoo])
+def test_a_tensor_of_four_dims_has_a_basis_for_each(kind: Any) -> None:
+    kernel = nn.Parameter(torch.randn(4, 3, 2, 2))
+    optimizer = kind([kernel], lr=torch.tensor(0.1))
+    for _ in range(3):
+        kernel.grad = torch.randn_like(kernel)
+        optimizer.step()
+    squares = [tuple(value.shape) for value in optimizer.state[kernel].values() if value.dim() == 2]
+    assert squares == [(4, 4)] * 2 + [(3, 3)] * 2 + [(2, 2)] * 4
+    assert bool(kernel.isfinite().all())
+
+
+def test_what_has_no_gradient_is_left_alone() -> None:
+    for make in MAKES.values():
+        params = {name: nn.Parameter(torch.ones(4, 4)) for name in ("one", "two")}
+        optimizer = make(params.items())
+        for _ in range(3):
+            params["one"].grad = torch.randn(4, 4)
+            optimizer.step()
+        assert bool((params["one"] != 1).any())
+        assert bool((params["two"] == 1).all())
+
+
+# On every layout ----------------------------------------------------------------------------------------------------------
+
+CASES = [
+    (name, state)
+    for name, layout in WHOLE_LAYOUTS.items()
+    for state in STATES
+    if "data" in layout.topology.axes or not state.startswith("ZeRO")
+]
+
+
+@pytest.mark.parametrize("kind", list(MAKES))
+def test_it_is_the_dense_update_on_every_layout_and_placement(world: World, kind: str) -> None:
+    """Where sums of gradients are rounded (data=3), SOAP has bases of sides of full rank: rounding turns others."""
+    makes = {name: narrow_soap if (kind, name) == ("soap", "data=3") else MAKES[kind] for name in WHOLE_LAYOUTS}
+    cases = [(WHOLE_LAYOUTS[name], makes[name], STATES[state]) for name, state in CASES]
+    found = world.run_each(trained, [(case[0].topology.world_size, case) for case in cases])
+    for (name, state), by_rank in zip(CASES, found, strict=True):
+        assert largest_error(by_rank, alone(WHOLE_LAYOUTS[name], makes[name])) <= EXACT, f"{name}, {state}"
+        assert copies_differ(by_rank) == [], f"{name}, {state}"
+
+
+@pytest.mark.parametrize("kind", list(MAKES))
+def test_bare_pieces_fail_the_same_comparison(world: World, kind: str) -> None:
+    for name in ("tensor", "grid"):
+        layout = WHOLE_LAYOUTS[name]
+        by_rank = world.run(layout.topology.world_size, trained, layout, unbound(kind))
+        assert largest_error(by_rank, alone(layout, MAKES[kind])) > 1e-3
+
+
+@st.composite
+def random_layouts(draw: st.DrawFn) -> tuple[Layout, str, str]:
+    topology = draw(topologies(4, axes=("data", "row", "col", "pipe", "expert"), most_axes=3))
+    kinds = draw(st.sampled_from([("sharded",), ("sharded", "owned", "tied"), ("sharded", "partial", "diagonal")]))
+    layout = {name: draw(specs(topology, shape, kinds, uneven=True)) for name, shape in SHAPES.items()}
+    axes = tuple(zip(topology.axes, topology.sizes, strict=True))
+    state = draw(st.sampled_from(list(STATES))) if "data" in topology.axes else "whole"
+    # Three data ranks round; see above.
+    rounds = topology.size(*topology.data_axes) == 3
+    return Layout(axes, layout), state, draw(st.sampled_from([kind for kind in MAKES if kind != "soap" or not rounds]))
+
+
+@settings(max_examples=5)
+@given(st.lists(random_layouts(), min_size=5, max_size=5))
+def test_it_is_the_dense_update_on_random_layouts(world: World, cases: list[tuple[Layout, str, str]]) -> None:
+    run = [(layout, MAKES[kind], STATES[state], 5) for layout, state, kind in cases]
+    found = world.run_each(trained, [(case[0].topology.world_size, case) for case in run])
+    for (layout, state, kind), by_rank in zip(cases, found, strict=True):
+        assert largest_error(by_rank, alone(layout, MAKES[kind], 5)) <= EXACT, (layout, state, kind)
+        assert copies_differ(by_rank) == [], (layout, state, kind)
+
+
+# What a step costs --------------------------------------------------------------------------------------------------------
+
+
+def counted(kind: str, layout: Layout, options: dict[str, Any]) -> tuple[Counter[str], list[str]]:
+    """Of one step, beyond those of SGD with the same options; and the states that this rank has at home."""
+    counts, kept = [], []
+    for make in (MAKES[kind], partial(torch.optim.SGD, lr=0.1, fused=True)):
+        with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
+            model = Planted(layout, registry.global_rank)
+            optimizer = ParallelOptimizer(make(model.named_parameters()), registry, max_norm=1.0, **options)
+            for step in range(3):
+                run_step(model, optimizer, step)
+                with collectives() as seen:
+                    optimizer.step()
+            counts.append(seen)
+            kept.append(at_homes(optimizer) if make is MAKES[kind] else [])
+    return counts[0] - counts[1], kept[0]
+
+
+def test_a_step_takes_two_all_to_alls_and_each_state_is_on_one_rank(world: World) -> None:
+    cases = [
+        (kind, LAYOUTS[name], STATES[state])
+        for kind in MAKES
+        for name, state in (("tensor", "whole"), ("data", "ZeRO-1"), ("data x tensor", "ZeRO-2"))
+    ]
+    for (kind, layout, _), by_rank in zip(
+        cases, world.run_each(counted, [(case[1].topology.world_size, case) for case in cases]), strict=True
+    ):
+        for count, _ in by_rank:
+            assert count == {"all_to_all_single": 2}, kind
+        ((_, dense),) = world.run(1, counted, kind, LAYOUTS["alone"], {})
+        # `up` is one matrix under each of its two names' blocks, wherever that is; so names alone are compared.
+        assert sum((Counter(kept) for _, kept in by_rank), Counter()) == Counter(dense), layout
+
+
+def without_reads(kind: str, layout: Layout, options: dict[str, Any]) -> None:
+    with ProcessGroupRegistry(layout.topology) as registry:
+        model = Planted(layout, registry.global_rank)
+        optimizer = ParallelOptimizer(MAKES[kind](model.named_parameters()), registry, max_norm=1.0, **options)
+        for step in range(5):
+            run_step(model, optimizer, step)
+            if step < 2:
+                optimizer.step()
+                continue
+            with no_host_reads():
+                optimizer.step()
+
+
+def test_a_step_reads_nothing_on_the_host_whether_it_renews_bases_or_not(world: World) -> None:
+    cases = [
+        (kind, LAYOUTS["data x tensor"], STATES[state]) for kind in ("soap", "shampoo") for state in ("whole", "ZeRO-2")
+    ]
+    world.run_each(without_reads, [(4, case) for case in cases])
+
+
+# Overflow, modes ----------------------------------------------------------------------------------------------------------
+
+
+def skipped(kind: str, dtype: torch.dtype, options: dict[str, Any], first: int) -> bool:
+    """Whether a step with an overflow on one rank changes nothing on this one, now and ``later``: the run goes on as
+    one without it does."""
+    layout, results = LAYOUTS["data x tensor"], []
+    for overflow in (False, True):
+        with ProcessGroupRegistry(layout.topology) as registry:
+            model = Planted(layout, registry.global_rank, dtype)
+            if "precision" in options:
+                options["precision"].prepare(model, registry)
+            optimizer = ParallelOptimizer(MAKES[kind](model.named_parameters()), registry, max_norm=1.0, **options)
+            for step in range(7):
+                if overflow and step == first:
+                    optimizer.zero_grad()
+                    optimizer.backward(model(2) * (torch.inf if registry.global_rank == 1 else 1.0))
+                    stats = optimizer.step()
+                    assert stats is not None
+                    assert bool(stats.skipped)
+                run_step(model, optimizer, step)
+                optimizer.step()
+            results.append(parts(layout, optimizer))
+    return all(
+        torch.equal(one.value, other.value)
+        and all(
+            torch.equal(one.state[key], other.state[key]) for key in one.state if isinstance(one.state[key], Tensor)
+        )
+        for one, other in zip(*results, strict=True)
+    )
+
+
+def test_after_an_overflow_a_run_goes_on_as_if_it_had_not_been(world: World) -> None:
+    """The first step makes the first bases, the fourth and seventh new ones: none of them counts a step that is skipped."""
+    cases: list[Any] = [
+        (kind, dtype, options, first)
+        for kind in MAKES
+        for dtype, options, first in (
+            (torch.float32, {"precision": NaiveFp16(init_scale=64.0)}, 0),
+            (torch.float64, STATES["ZeRO-2"], 3),
+            (torch.float32, {}, 5),
+        )
+    ]
+    for case, found in zip(cases, world.run_each(skipped, [(4, case) for case in cases]), strict=True):
+        assert found == [True] * 4, case
+
+
+def in_mode(kind: str, options: dict[str, Any], micros: int) -> Any:
+    layout = LAYOUTS["data x tensor"]
+    with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
+        model = Planted(layout, registry.global_rank)
+        if "precision" in options:
+            options["precision"].prepare(model, registry)
+        optimizer = ParallelOptimizer(MAKES[kind](model.named_parameters()), registry, **options)
+        for step in range(6):
+            run_step(model, optimizer, step, micros)
+            optimizer.step()
+        return parts(layout, optimizer)
+
+
+def test_masters_and_accumulation_are_as_for_any_optimizer(world: World) -> None:
+    """Gradients are short binary fractions, exact in bfloat16: so masters are the float32 run's."""
+    for kind in MAKES:
+        modes: list[dict[str, Any]] = [{}, {"precision": Bf16()}, {"precision": Bf16(), **STATES["ZeRO-2"]}]
+        plain, *masters = world.run_each(in_mode, [(4, (kind, options, 1)) for options in modes])
+        bits = [torch.cat([part.value for part in own]) for own in plain]
+        for by_rank in masters[:1]:
+            for own, expected in zip(by_rank, bits, strict=True):
+                assert torch.equal(torch.cat([part.value for part in own]), expected), kind
+        assert copies_differ(masters[1]) == []
+        by_rank = world.run(4, in_mode, kind, {"accumulation_steps": 2}, 2)
+        assert copies_differ(by_rank) == []
+
+
+# Going on -----------------------------------------------------------------------------------------------------------------
+
+ROWS = Layout((("tensor", 2),), {"up": P("tensor"), "down": P(None, "tensor"), "bias": P("tensor")})
+COLUMNS = Layout((("row", 2), ("col", 2)), {"up": P("row", "col"), "down": P("col"), "table": P("col")})
+
+
+@pytest.mark.parametrize("kind", list(MAKES))
+def test_a_run_goes_on_in_another_layout_bit_for_bit(world: World, tmp_path: Path, kind: str) -> None:
+    """Gradients are the same on both, for no rank has a share of its own. Homes are others."""
+    world.run(2, run_to, ROWS, kind, tmp_path / "one", range(5), False, STATES["offload"])
+    by_rank = world.run(4, run_to, COLUMNS, kind, tmp_path / "one", range(5, 10), True, {"states": Sharded("row")})
+    assert largest_error(by_rank, alone(COLUMNS, MAKES[kind])) == 0
+    assert copies_differ(by_rank) == []
+    world.run(4, run_to, COLUMNS, kind, tmp_path / "two", range(5), False, {"states": Sharded("row")})
+    by_rank = world.run(2, run_to, ROWS, kind, tmp_path / "two", range(5, 10), True, {})
+    assert largest_error(by_rank, alone(ROWS, MAKES[kind])) == 0
+
+
+def from_own_state(kind: str, layout: Layout, options: dict[str, Any]) -> list[Any]:
+    """A run whose optimizer is made anew, and loads what `state_dict` gave, on each rank; a group came late."""
+    with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
+        model = Planted(layout, registry.global_rank, torch.float64)
+
+        def made() -> ParallelOptimizer[Any]:
+            return ParallelOptimizer(MAKES[kind](model.named_parameters()), registry, **options)
+
+        optimizer = made()
+        for step in range(10):
+            if step == 5:
+                saved = optimizer.state_dict()
+                optimizer = made()
+                optimizer.load_state_dict(saved)
+            run_step(model, optimizer, step)
+            optimizer.step()
+        return parts(layout, optimizer)
+
+
+def test_a_ranks_own_state_dict_continues_it(world: World) -> None:
+    for kind in MAKES:
+        layout = LAYOUTS["data x tensor"]
+        by_rank = world.run(4, from_own_state, kind, layout, STATES["ZeRO-1"])
+        assert largest_error(by_rank, alone(layout, MAKES[kind])) == 0, kind
+
+
+def later_group(kind: str) -> list[str]:
+    """A group that comes when there are states: they stay at their homes, which would be others."""
+    layout = LAYOUTS["tensor"]
+    with ProcessGroupRegistry(layout.topology) as registry:
+        model = Planted(layout, registry.global_rank, torch.float64)
+        named = dict(model.named_parameters())
+        first = [(name, named.pop(name)) for name in ("down", "bias")]
+        optimizer = ParallelOptimizer(MAKES[kind](first), registry)
+        run_step(model, optimizer, 0)
+        optimizer.step()
+        before = at_homes(optimizer)
+        optimizer.add_param_group({"params": list(named.items())})
+        for param in named.values():
+            param.requires_grad_(True)
+        for step in range(1, 3):
+            run_step(model, optimizer, step)
+            optimizer.step()
+        after = at_homes(optimizer)
+        assert set(before) <= set(after)
+        return after
+
+
+def test_a_param_group_that_is_added_moves_no_state(world: World) -> None:
+    for kind in MAKES:
+        one, other = world.run(2, later_group, kind)
+        assert one
+        assert other
+
+
+def frozen(kind: str) -> bool:
+    layout = LAYOUTS["tensor"]
+    with ProcessGroupRegistry(layout.topology) as registry:
+        model = Planted(layout, registry.global_rank)
+        model.up.requires_grad_(False)
+        before = model.up.detach().clone()
+        optimizer = ParallelOptimizer(MAKES[kind](model.named_parameters()), registry)
+        for step in range(2):
+            optimizer.zero_grad()
+            optimizer.backward(model(step))
+            optimizer.step()
+        return torch.equal(model.up, before) and not optimizer.state.get(model.up)
+
+
+def test_frozen_parameters_stay_and_have_no_home(world: World) -> None:
+    for kind in MAKES:
+        assert world.run(2, frozen, kind) == [True, True]
+
+
+def stepped_alone(kind: str) -> str:
+    layout = LAYOUTS["tensor"]
+    with ProcessGroupRegistry(layout.topology) as registry:
+        model = Planted(layout, registry.global_rank)
+        optimizer = MAKES[kind](model.named_parameters())
+        if registry.global_rank == 1:
+            model(0).backward()
+            optimizer.step()
+        with pytest.raises(ValueError, match="on rank 1") as caught:
+            ParallelOptimizer(optimizer, registry)
+        return str(caught.value)
+
+
+def test_states_of_pieces_taken_for_whole_ones_are_refused_on_every_rank(world: World) -> None:
+    for kind in MAKES:
+        one, other = world.run(2, stepped_alone, kind)
+        assert one == other
+        assert "has stepped alone on rank 1" in one
+
+
+# Options ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [SOAP, Shampoo])
+def test_the_largest_cost_of_a_home_is_near_the_mean(kind: Any) -> None:
+    """Of a small transformer's matrices on four ranks."""
+    shapes = [shape for _ in range(6) for shape in ((192, 64), (64, 64), (256, 64), (64, 256))]
+    named = {f"w{index}": shape for index, shape in enumerate(shapes)}
+    optimizer = kind([nn.Parameter(torch.zeros(shape)) for shape in shapes])
+    region = {
+        name: Region(shape, tuple(((0, size),) for size in shape), 0, shape[0] * shape[1])
+        for name, shape in named.items()
+    }
+    said = {name: optimizer.said_of(name, shape, {}, None) for name, shape in named.items()}
+    everything = logical_tensors(
+        [[(name, torch.float32, said[name], region[name]) for name in named] for _ in range(4)]
+    )
+    homes = Homes(WholeTensors([], everything, None), optimizer.boxes, optimizer.cost)
+    assert max(homes.load.values()) / (sum(homes.load.values()) / 4) < 1.1
+
+
+def test_wrong_options_are_errors_that_say_what_is_wanted() -> None:
+    matrix = nn.Parameter(torch.randn(4, 3))
+    for kind, options, says in (
+        (SOAP, {"betas": (1.0, 0.5)}, r"betas=\(1\.0, 0\.5\)"),
+        (SOAP, {"precondition_frequency": 0}, "precondition_frequency=0"),
+        (SOAP, {"factor_dtype": torch.bfloat16}, r"torch\.float32 or torch\.float64"),
+        (SOAP, {"lr": -1.0}, r"lr=-1\.0"),
+        (SOAP, {"shampoo_beta": 1.0}, r"shampoo_beta=1\.0"),
+        (Shampoo, {"betas": (0.9, 0.0)}, r"betas=\(0\.9, 0\.0\)"),
+        (Shampoo, {"grafting": "lamb"}, "want 'adam' or 'sgd'"),
+        (Shampoo, {"precondition_frequency": 0}, "precondition_frequency=0"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            kind([matrix], **options)

@@ -1,0 +1,110 @@
+"""Steps of optimizers that need whole tensors on CUDA tensors, without a GPU: nobody waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_cuda import Log, fake_cuda
+from meshstep.optim import Measure, Muon, ParallelOptimizer, Sharded
+from meshstep.optim.whole import tensors as of_tensors
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from meshstep.parallel.layout.pieces import Region
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor"),
+    pytest.mark.skipif(
+        not torch.backends.cuda.is_built(), reason="this torch is built without CUDA: no fake GPU either"
+    ),
+]
+TOPOLOGY = Topology(data=2, tensor=2)
+SPECS = {"split": P(None, "tensor"), "whole": P(), "bias": P()}
+SHAPES = {"split": (6, 5), "whole": (4, 6), "bias": (6,)}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {"Muon": Muon}
+
+
+@contextmanager
+def world() -> Iterator[None]:
+    """Rank 0 of four; collectives do nothing. All ranks say what it says, but which part of a tensor they have."""
+
+    def said_by_all(values: list[Any], value: Any, group: Any = None) -> None:
+        values[:] = [value] * len(values)
+
+    def with_their_regions(own: Sequence[tuple[Any, ...]], registry: ProcessGroupRegistry) -> list[Any]:
+        def there(rank: int, name: str, region: Region) -> Region:
+            where = TOPOLOGY.coordinate(rank)
+            found = Region.of_shard(region.full_shape, region.shape, SPECS[name.partition("@")[0]], TOPOLOGY, where)
+            # ZeRO cuts a shard in halves by the data coordinate.
+            half = region.numel < found.numel
+            return found.run(where["data"] * region.numel if half else 0, region.numel)
+
+        return [
+            [(name, dtype, said, there(rank, name, region)) for name, dtype, said, region in own] for rank in range(4)
+        ]
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        with (
+            mock.patch.object(dist, "all_gather_object", said_by_all),
+            mock.patch.object(of_tensors, "gather_objects", with_their_regions),
+        ):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def steps(make: Callable[[Any], torch.optim.Optimizer], options: dict[str, Any], dtype: torch.dtype) -> list[Log]:
+    logs = []
+    with world(), fake_cuda() as logging:
+        registry = ProcessGroupRegistry(TOPOLOGY)
+        model = nn.ParameterDict(
+            {name: nn.Parameter(torch.ones(shape, device="cuda", dtype=dtype)) for name, shape in SHAPES.items()}
+        )
+        for name, param in model.items():
+            annotate(param, SPECS[name], name)
+        optimizer = ParallelOptimizer(
+            make(model.named_parameters()), registry, measure=Measure(check_replicas=False), max_norm=1.0, **options
+        )
+        for _ in range(3):
+            with logging() as log:
+                with optimizer.window():
+                    for param in model.values():
+                        param.grad = torch.ones_like(param, dtype=getattr(param, "grad_dtype", None) or dtype)
+                optimizer.step()
+            optimizer.zero_grad()
+            logs.append(log)
+    return logs
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [({}, torch.float32), ({"precision": "bf16"}, torch.bfloat16), ({"precision": "fp16_naive"}, torch.float16)],
+    ids=["fp32", "bf16", "fp16"],
+)
+def test_nobody_waits_for_the_gpu(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    for more in ({}, {"states": Sharded("data")}) if dtype == torch.float32 else ({},):
+        logs = steps(OPTIMIZERS[name], {**options, **more}, dtype)
+        assert logs[-1].launches
+        assert [log.waits for log in logs[1:]] == [[], []]
+
+
+class Reads(Muon):
+    """What is wrong: the count of steps goes to the host."""
+
+    def updates(self, slots: Any) -> Any:
+        assert all(float(slot.step) > 0 for slot in slots)
+        return super().updates(slots)
+
+
+def test_who_reads_a_number_is_seen() -> None:
+    with pytest.raises(DataDependentOutputException):
+        steps(Reads, {}, torch.float32)

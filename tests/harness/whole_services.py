@@ -16,22 +16,31 @@ from meshstep.parallel.layout.pieces import Region
 from meshstep.testing.strategies import specs, topologies
 from planted import SHAPES, Layout, Part, Planted, parts, run_step
 from probes import collectives, no_host_reads
-from whole_runs import STATES, Make, trained
+from whole_runs import STATES, Make
 from zero_models import small_buckets
 
 Options = dict[str, Any]
 
 
 def each_trained(layout: Layout, makes: list[Make], options: Options, steps: int = 10) -> list[list[Part]]:
-    """`trained` with one optimizer after another."""
-    return [trained(layout, make, options, steps) for make in makes]
+    """`trained` with one optimizer after another, in the same process groups."""
+    found = []
+    with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
+        for make in makes:
+            model = Planted(layout, registry.global_rank, torch.float64)
+            optimizer = ParallelOptimizer(make(model.named_parameters()), registry, **options)
+            for step in range(steps):
+                run_step(model, optimizer, step)
+                optimizer.step()
+            found.append(parts(layout, optimizer))
+    return found
 
 
 def beyond_sgd(layout: Layout, makes: list[Make], options: Options) -> list[Counter[str]]:
     """For each optimizer the collectives of a step, less those of SGD with the same options."""
     counts = []
-    for make in (partial(torch.optim.SGD, lr=0.1, fused=True), *makes):
-        with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
+    with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
+        for make in (partial(torch.optim.SGD, lr=0.1, fused=True), *makes):
             model = Planted(layout, registry.global_rank)
             optimizer = ParallelOptimizer(make(model.named_parameters()), registry, max_norm=1.0, **options)
             for step in range(3):
@@ -44,8 +53,8 @@ def beyond_sgd(layout: Layout, makes: list[Make], options: Options) -> list[Coun
 
 def without_host_reads(layout: Layout, makes: list[Make], options: Options) -> None:
     """Raises where the third step waits for a number."""
-    for make in makes:
-        with ProcessGroupRegistry(layout.topology) as registry:
+    with ProcessGroupRegistry(layout.topology) as registry:
+        for make in makes:
             model = Planted(layout, registry.global_rank)
             optimizer = ParallelOptimizer(make(model.named_parameters()), registry, max_norm=1.0, **options)
             for step in range(2):
@@ -58,39 +67,41 @@ def without_host_reads(layout: Layout, makes: list[Make], options: Options) -> N
 
 def changed_by_overflow(layout: Layout, makes: list[Make], dtype: torch.dtype, options: Options) -> list[list[str]]:
     """For each optimizer what a step changed here in which rank 1 alone had an infinite loss."""
-    return [_changed_by_overflow(layout, make, dtype, options) for make in makes]
-
-
-def _changed_by_overflow(layout: Layout, make: Make, dtype: torch.dtype, options: Options) -> list[str]:
     with ProcessGroupRegistry(layout.topology) as registry:
-        model = Planted(layout, registry.global_rank, dtype)
-        if "precision" in options:
-            options["precision"].prepare(model, registry)
-        optimizer = ParallelOptimizer(make(model.named_parameters()), registry, max_norm=1.0, **options)
-        for step in range(2):
-            run_step(model, optimizer, step)
-            optimizer.step()
-        before = parts(layout, optimizer)
-        optimizer.zero_grad()
-        optimizer.backward(model(2) * (torch.inf if registry.global_rank == 1 else 1.0))
-        stats = optimizer.step()
-        assert stats is not None
-        assert bool(stats.skipped)
-        pairs = list(zip(before, parts(layout, optimizer), strict=True))
-        changed = [str(one.key) for one, other in pairs if not torch.equal(one.value, other.value)]
-        return changed + [
-            f"{key} of {one.key}"
-            for one, other in pairs
-            for key in one.state
-            if not torch.equal(one.state[key], other.state[key])
-        ]
+        return [_changed_by_overflow(layout, make, dtype, options, registry) for make in makes]
+
+
+def _changed_by_overflow(
+    layout: Layout, make: Make, dtype: torch.dtype, options: Options, registry: ProcessGroupRegistry
+) -> list[str]:
+    model = Planted(layout, registry.global_rank, dtype)
+    if "precision" in options:
+        options["precision"].prepare(model, registry)
+    optimizer = ParallelOptimizer(make(model.named_parameters()), registry, max_norm=1.0, **options)
+    for step in range(2):
+        run_step(model, optimizer, step)
+        optimizer.step()
+    before = parts(layout, optimizer)
+    optimizer.zero_grad()
+    optimizer.backward(model(2) * (torch.inf if registry.global_rank == 1 else 1.0))
+    stats = optimizer.step()
+    assert stats is not None
+    assert bool(stats.skipped)
+    pairs = list(zip(before, parts(layout, optimizer), strict=True))
+    changed = [str(one.key) for one, other in pairs if not torch.equal(one.value, other.value)]
+    return changed + [
+        f"{key} of {one.key}"
+        for one, other in pairs
+        for key in one.state
+        if not torch.equal(one.state[key], other.state[key])
+    ]
 
 
 def in_mode(layout: Layout, makes: list[Make], options: Options, micros: int = 1) -> list[list[Part]]:
     """With masters, and maybe a loss scale and accumulation: what each optimizer has made of them."""
     found = []
-    for make in makes:
-        with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
+    with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
+        for make in makes:
             model = Planted(layout, registry.global_rank)
             options["precision"].prepare(model, registry)
             optimizer = ParallelOptimizer(make(model.named_parameters()), registry, **options)

@@ -46,9 +46,11 @@ def world() -> Iterator[None]:
         def there(rank: int, name: str, region: Region) -> Region:
             where = TOPOLOGY.coordinate(rank)
             found = Region.of_shard(region.full_shape, region.shape, SPECS[name.partition("@")[0]], TOPOLOGY, where)
-            # ZeRO cuts a shard in halves by the data coordinate.
-            half = region.numel < found.numel
-            return found.run(where["data"] * region.numel if half else 0, region.numel)
+            if region.numel == found.numel:
+                return found
+            # ZeRO cuts a shard in two by the data coordinate, of which rank 0 has the first part.
+            rest = found.numel - region.numel
+            return found.run(0, region.numel) if where["data"] == 0 else found.run(region.numel, rest)
 
         return [
             [(name, dtype, said, there(rank, name, region)) for name, dtype, said, region in own] for rank in range(4)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from meshstep.optim import ParallelOptimizer, load_checkpoint, save_checkpoint
 from meshstep.parallel import P, ProcessGroupRegistry, Topology
 from meshstep.parallel.layout.pieces import Region
-from meshstep.testing.strategies import specs, topologies
+from meshstep.testing.strategies import Kind, specs, topologies
 from planted import SHAPES, Layout, Part, Planted, parts, run_step
 from probes import collectives, no_host_reads
 from whole_runs import STATES, Make
@@ -38,9 +38,10 @@ def each_trained(layout: Layout, makes: list[Make], options: Options, steps: int
 
 def beyond_sgd(layout: Layout, makes: list[Make], options: Options) -> list[Counter[str]]:
     """For each optimizer the collectives of a step, less those of SGD with the same options."""
-    counts = []
+    sgd: Make = partial(torch.optim.SGD, lr=0.1, fused=True)
+    counts: list[Counter[str]] = []
     with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
-        for make in (partial(torch.optim.SGD, lr=0.1, fused=True), *makes):
+        for make in [sgd, *makes]:
             model = Planted(layout, registry.global_rank)
             optimizer = ParallelOptimizer(make(model.named_parameters()), registry, max_norm=1.0, **options)
             for step in range(3):
@@ -131,7 +132,8 @@ def run_to(layout: Layout, make: Make, folder: Path, steps: range, load: bool, o
 def random_layouts(draw: st.DrawFn) -> tuple[Layout, str]:
     """A layout of the planted parameters, and which of `STATES` fits to it."""
     topology = draw(topologies(4, axes=("data", "row", "col", "pipe", "expert"), most_axes=3))
-    kinds = draw(st.sampled_from([("sharded",), ("sharded", "owned", "tied"), ("sharded", "partial", "diagonal")]))
+    among: list[tuple[Kind, ...]] = [("sharded",), ("sharded", "owned", "tied"), ("sharded", "partial", "diagonal")]
+    kinds = draw(st.sampled_from(among))
     said = {name: draw(specs(topology, shape, kinds, uneven=True)) for name, shape in SHAPES.items()}
     said = {name: spec for name, spec in said.items() if _is_cut_as_said(SHAPES[name], spec, topology)}
     state = draw(st.sampled_from(list(STATES))) if "data" in topology.axes else "whole"

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 Named = Iterable[tuple[str, nn.Parameter]]
 NO_MATRICES = ("embed*", "positions", "*bias", "*router*")
-QKV = {"*qkv.weight": 3}  # three matrices in one
 
 
 def _adamw(params: Named, lr: float | Tensor, **options: Any) -> torch.optim.Optimizer:
@@ -20,11 +19,14 @@ def _adamw(params: Named, lr: float | Tensor, **options: Any) -> torch.optim.Opt
 
 
 def _muon(params: Named, lr: float | Tensor) -> torch.optim.Optimizer:
-    """With the scale that goes by the size of AdamW's updates. The iteration is float32, not bfloat16 as by default, so that
-    the curves of two topologies, whose gradients are summed in other orders, are equal to more digits."""
+    """With the scale that goes by the size of AdamW's updates; it is that of a transposed weight too, as 2-D layers have it.
+
+    The iteration is float32, not bfloat16 as by default: the curves of two topologies, whose gradients are summed in other
+    orders, are then equal to more digits.
+    """
     adamw = {"lr": lr, "weight_decay": 0.05, "betas": (0.9, 0.999)}
     options: Any = {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.02, "ns_dtype": None}
-    return Muon(params, 3 * lr, **options, adamw=adamw, no_matrices=NO_MATRICES, blocks=QKV)
+    return Muon(params, 3 * lr, **options, adamw=adamw, no_matrices=NO_MATRICES)
 
 
 def _lamb(params: Named, lr: float | Tensor) -> torch.optim.Optimizer:
@@ -36,7 +38,7 @@ def _adafactor(params: Named, lr: float | Tensor) -> torch.optim.Optimizer:
 
 
 def _soap(params: Named, lr: float | Tensor) -> torch.optim.Optimizer:
-    return SOAP(params, lr, weight_decay=0.05, blocks=QKV)
+    return SOAP(params, lr, weight_decay=0.05)
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

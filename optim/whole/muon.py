@@ -24,7 +24,7 @@ from ...parallel.layout.spec import P
 from .adamw import ADAMW, adamw_initial, adamw_update
 from .homes import Homes
 from .layout import LogicalTensor
-from .matrices import Blocks, block_sizes, boxes_of
+from .matrices import Blocks, matrices_of
 from .newton_schulz import COEFFICIENTS, flops, newton_schulz
 from .optimizer import Slot, Update, WholeOptimizer
 from .rounds import Matrix
@@ -61,8 +61,11 @@ class Muon(WholeOptimizer):
         no_matrices: Globs over names.
         blocks: By glob, the blocks of a fused weight along its rows, each a matrix of its own: their number (``3`` for
             q, k and v; the number of heads for Muon per head) or sizes. Where none matches and a layout has
-            `meshstep.parallel.blocks` along the rows, those.
+            `meshstep.parallel.blocks` along the rows, or along the columns, those.
         ns_dtype: Of the iteration; None: the parameter's. torch's is bfloat16.
+    A layer that keeps its weight transposed, [in, out], as those in two dimensions do, has the scale of that shape:
+    ``"match_rms_adamw"`` is the same for both.
+
     Raises:
         ValueError: An option is out of range.
     Collectives: for each round of matrices, at most two all-to-alls among the ranks that have pieces of them.
@@ -141,7 +144,7 @@ class Muon(WholeOptimizer):
             return ()
         if len(shape) < 2:
             raise ValueError(f"{name} of shape {shape} is no matrix: give it in a group with 'algorithm': 'adamw'")
-        return tuple(boxes_of(shape, block_sizes(name, shape, self.blocks, spec)))
+        return tuple(matrices_of(name, shape, self.blocks, spec))
 
     def bound(self, tensors: WholeTensors) -> None:
         super().bound(tensors)
@@ -190,10 +193,10 @@ class Muon(WholeOptimizer):
             if len({scale for _, scale in by_box}) == 1:
                 self._scales[slot.position] = by_box[0][1]
             else:
-                rows = slot.param.new_empty((*tensor.shape[:-1], 1))
+                whole = slot.param.new_empty(tensor.shape)
                 for box, scale in by_box:
-                    narrowed(rows, Box((*box.offsets[:-1], 0), (*box.sizes[:-1], 1))).fill_(scale)
-                self._scales[slot.position] = self.tensors.of_whole(slot.position, rows)
+                    narrowed(whole, box).fill_(scale)
+                self._scales[slot.position] = self.tensors.of_whole(slot.position, whole)
         return self._scales[slot.position]
 
 

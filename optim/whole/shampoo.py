@@ -23,7 +23,7 @@ from torch import Tensor
 from ...parallel.layout.pieces import Shape
 from ...parallel.layout.spec import P
 from .at_home import HomeOptimizer, named
-from .matrices import Blocks, block_sizes, boxes_of
+from .matrices import Blocks, matrices_of
 from .optimizer import Slot, Update
 from .preconditioners import FACTORISATION, Sides, gram, into, inverse_root, sides_of
 from .rounds import Matrix
@@ -101,7 +101,7 @@ class Shampoo(HomeOptimizer):
     # What is a matrix -----------------------------------------------------------------------------------------------
 
     def said_of(self, name: str | None, shape: Shape, group: Mapping[str, Any], spec: P | None) -> Any:
-        return tuple(boxes_of(shape, block_sizes(name, shape, self.blocks, spec))) if len(shape) > 1 else ()
+        return tuple(matrices_of(name, shape, self.blocks, spec)) if len(shape) > 1 else ()
 
     def cost(self, shape: Shape) -> float:
         """Two products with each preconditioner in every step, and now and then its root."""

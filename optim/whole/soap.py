@@ -26,7 +26,7 @@ from ...parallel.layout.pieces import Shape
 from ...parallel.layout.spec import P
 from .adamw import adamw_initial
 from .at_home import HomeOptimizer, named
-from .matrices import Blocks, block_sizes, boxes_of
+from .matrices import Blocks, matrices_of
 from .optimizer import Slot, Update
 from .preconditioners import FACTORISATION, Sides, eigenvectors, gram, into, out_of, renewed, sides_of
 from .rounds import Matrix
@@ -98,7 +98,7 @@ class SOAP(HomeOptimizer):
     # What is a matrix -----------------------------------------------------------------------------------------------
 
     def said_of(self, name: str | None, shape: Shape, group: Mapping[str, Any], spec: P | None) -> Any:
-        return tuple(boxes_of(shape, block_sizes(name, shape, self.blocks, spec))) if len(shape) > 1 else ()
+        return tuple(matrices_of(name, shape, self.blocks, spec)) if len(shape) > 1 else ()
 
     def cost(self, shape: Shape) -> float:
         """Four products with each basis in every step, and now and then a factorisation."""

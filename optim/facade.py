@@ -35,6 +35,7 @@ from .step.grad_scaler import scale_of_scaler
 from .step.skips import OnNonfinite, SkipMonitor
 from .step.stopped import stopped
 from .step.window import Window
+from .whole.binding import bind_whole
 
 
 def _run_as_it_is(kind: Any) -> None:
@@ -117,6 +118,7 @@ class OptimizerFacade(torch.optim.Optimizer):
         """What belongs to the plan as it is now."""
         # Where backward leaves gradients.
         self._model_params = [param for group in self._groups for _, param in group]
+        bind_whole(self.optimizer, self._plan, self._states, self.registry)
         self._completion = self._setup.completion(self._plan, self._states)
         self._clipping = self._setup.clipping(self._plan, self._states, thresholds)
         self._switch = self._setup.switch(self._completion, getattr(self, "_switch", None))

@@ -56,6 +56,7 @@ class Restoration:
         self._own, self._state, self._masters = own, list[dict[str, Any]](), dict[int, Tensor]()
         if own is not None:
             self._check_groups(groups)
+            self._of_whole = own.whole
             self._state = [self._room_for_state(stepped) for stepped in own.stepped]
             self._masters = self._room_for_masters(own)
 
@@ -127,6 +128,9 @@ class Restoration:
                 f"the optimizer's {', '.join(lost)} of {name} belongs to pieces of the parameter that no rank has now (it "
                 "is not of the parameter's shape, so it can't be cut anew); continue on the mesh of the checkpoint"
             )
+        places |= {
+            key: f"whole/{key}/{name}" for key in sorted(self._of_whole) if f"whole/{key}/{name}" in self._stored
+        }
         return state | {key: self._room_for_all(place) for key, place in places.items()}
 
     def _room_for_masters(self, own: OptimizerState) -> dict[int, Tensor]:

@@ -140,6 +140,8 @@ def check_each_alone(optimizer: torch.optim.Optimizer, why: str) -> None:
 
 def _doubt(optimizer: torch.optim.Optimizer) -> str | None:
     """Why the optimizer may not be elementwise; None where it is."""
+    if getattr(optimizer, "asks_other_ranks", False):
+        return None  # it gets from them what its pieces lack
     said, name = getattr(optimizer, "elementwise", None), type(optimizer).__name__
     if said is not None:
         return None if said else f"{name} says elementwise = False"

@@ -145,7 +145,8 @@ class Promise:
     """What the gradients of one parameter say that the loss changes by along its direction.
 
     Args:
-        size: How large such a value is on average, over all directions.
+        size: How large such a value is on average, over all directions: not of this one, or two that are wrong alike, and
+            have been made equally large, would cancel.
     """
 
     known: Known
@@ -213,7 +214,7 @@ def _within(differences: Differences, group: list[Promise], sort: Kept, crowded:
 def _kept(differences: Differences, group: Sequence[Promise]) -> Kept:
     typical = sorted(promise.size for promise in group)[len(group) // 2]
     scaled = [promise.scaled(typical) for promise in group]
-    promised, size = sum(value for _, value in scaled), len(group) * typical
+    promised, size = sum(value for _, value in scaled), sum(max(abs(value), typical) for _, value in scaled)
     found = differences.along([pair for pair, _ in scaled], size)
     if not size:  # no gradient: the loss must not change at all
         first = next(found)

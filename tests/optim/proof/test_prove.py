@@ -246,6 +246,32 @@ def test_one_of_many_is_found_by_halves(world: World) -> None:
     assert proof.forwards <= 40
 
 
+class Pair(nn.Module):
+    """Two numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Parameter(torch.tensor([value], dtype=torch.float64)) for value in (0.7, 1.3))
+
+    def forward(self) -> Tensor:
+        return (self.one.sin() * 2 + self.other.exp()).sum()
+
+
+def _pairs_doubled(seeds: int) -> list[set[str]]:
+    with ProcessGroupRegistry(Topology(data=1)) as registry:
+        model = Pair()
+        declare(model, {"*": P()})
+        for param in model.parameters():
+            param.register_hook(lambda gradient: gradient * 2)
+        proofs = [prove(model, lambda model: model(), registry, seed=seed) for seed in range(seeds)]
+        return [{finding.name for finding in proof.findings} for proof in proofs]
+
+
+def test_two_that_are_wrong_alike_do_not_cancel_along_any_directions(world: World) -> None:
+    """Their directions may have opposite signs, and by chance both be longer than most."""
+    assert world.run(1, _pairs_doubled, 60) == [[{"one", "other"}] * 60]
+
+
 # Kinks ------------------------------------------------------------------------------------------------------------------
 
 

@@ -30,7 +30,7 @@ from .norm.measure import Measure
 from .norm.plan import ReductionPlan
 from .norm.units import Units
 from .states.chain import Chain
-from .states.compared import checks_of, watch_of
+from .states.compared import check_stepped_alike, checks_of, watch_of
 from .states.completion import Completion
 from .states.elementwise import check_in_buckets, check_whole
 from .states.link import Binding, Placement, Position
@@ -96,6 +96,7 @@ class Setup:
         check_same(self._settings(), self.registry)
         self._check_prepared(plan)
         plan = agree(plan, self.registry, names=self.measure.per_parameter or bool(self.measure.check_replicas))
+        check_stepped_alike(plan, self.placements, self.measure, self.registry)
         plan.warn_of_experts()
         plan = self.plan_for_clip(plan)
         if topology.size(*topology.model_axes) > 1:

@@ -22,7 +22,7 @@ class Fingerprints:
     weights are), anything of one process; a warning says so where nothing has. A gradient that was wrong before it was
     averaged is equally wrong in all copies, and with masters a flipped bit in a half-precision weight lives for one step.
     What isn't a tensor in the optimizer's ``state`` isn't seen. Copies must step by the same bits: not where kernels add
-    in no fixed order, or `Offloaded` steps one copy on the CPU and one on the device.
+    in no fixed order. Where `Offloaded` may step one copy on the CPU and one on the device, it is refused.
 
     Args:
         every: >= 1: that many steps apart. A comparison reads all of it once more; six numbers a parameter and mesh axis

@@ -166,7 +166,7 @@ class _Examination:
             value, spread = self.ways[known.label].derivative(products, self.topology)
             size = max(known.effect, *map(abs, products.values()))
             alike = spread <= 10 * self.digits.relative * size or self.differences.never_tells(size)
-            found.append((known, Promise(known, direction, value, size) if alike else None))
+            found.append((known, Promise(known, direction, value, known.effect) if alike else None))
         return found
 
     def _held_by_others(self, known: Known) -> bool:

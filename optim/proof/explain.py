@@ -31,6 +31,18 @@ class Probe:
         """About how large a derivative is to be expected."""
         return max(self._known.effect, *map(abs, self.products.values()))
 
+    def derivative(self) -> Difference | None:
+        """The first that a larger step shows as well. If there is none, of the smallest step, which meets the fewest kinks,
+        as far as rounding leaves digits."""
+        told: list[Difference] = []
+        for one in self.differences():
+            exact = one.rounding <= 1e-5 * self.size
+            if exact and any(abs(one.value - larger.value) <= 1e-6 * self.size for larger in told):
+                return one
+            told.append(one)
+        exact_ones = [one for one in told if one.rounding <= 1e-5 * self.size]
+        return max(exact_ones or told, key=lambda one: one.rounding, default=None)
+
     def differences(self) -> Iterator[Difference]:
         """Those that tell something; each is made once."""
         index = 0
@@ -118,9 +130,7 @@ class Explainer:
         found: list[float] = []
         for probe in probes:
             value, spread = way.derivative(probe.products, self.topology)
-            # Of the smallest step, which meets the fewest kinks, as far as rounding leaves digits.
-            exact = [difference for difference in probe.differences() if difference.rounding <= 1e-5 * probe.size]
-            difference = max(exact or probe.differences(), key=lambda one: one.rounding, default=None)
+            difference = probe.derivative()
             if difference is None or not difference.value or spread > 1e-6 * probe.size:
                 return None
             found.append(value / difference.value)

@@ -3,15 +3,50 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 
 import torch
 
 from ...parallel.interop.local import local_parameter
+from ...parallel.mesh.agreement import gather_objects
+from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..norm.measure import Fingerprints, Measure
 from ..norm.plan import ReductionPlan
 from ..norm.replicas import ReplicaCheck
 from ..norm.watch import Watch
 from .chain import Chain
+from .link import Placement
+from .offloaded import Offloaded
+
+
+def check_stepped_alike(
+    plan: ReductionPlan, placements: Iterable[Placement], measure: Measure, registry: ProcessGroupRegistry
+) -> None:
+    """Raise ValueError, on every rank, where `Fingerprints` would compare copies that need not be stepped by the same bits:
+    beside different other parameters `Offloaded` may step one of them on the CPU and one on the device.
+
+    Collectives: an object all-gather, where both are asked for.
+    """
+    fraction = next((one.fraction for one in placements if isinstance(one, Offloaded)), 0.0)
+    if not isinstance(measure.check_replicas, Fingerprints) or fraction in (0, 1):
+        return
+    trained = [entry for entry in plan.entries if entry.trained]
+    copies = []
+    for entry in trained:
+        spec = entry.spec.on(plan.topology)
+        copied = {*spec.replica_axes(plan.topology), *dict(spec.tied)}
+        copies.append((entry.name, tuple(pair for pair in plan.coordinate.items() if pair[0] not in copied)))
+    first: dict[object, tuple[int, list[int]]] = {}
+    everybody = gather_objects((copies, [entry.numel for entry in trained]), registry)
+    for rank, (held, sizes) in enumerate(everybody):
+        for copy in held:
+            other, other_sizes = first.setdefault(copy, (rank, sizes))
+            if sizes != other_sizes:
+                raise ValueError(
+                    f"Fingerprints compares copies of {copy[0]} bit by bit, but ranks {other} and {rank} hold it beside "
+                    f"different other parameters: Offloaded({fraction}) may step one of them on the CPU and one on the "
+                    "device, which round differently; take states=Offloaded(1.0), or leave one of both out"
+                )
 
 
 def checks_of(plan: ReductionPlan, chain: Chain, measure: Measure, device: torch.device) -> list[ReplicaCheck]:

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Literal
 
 import torch
+from dtensors import local, registry_of
 from meshstep.amp import Mode, NaiveFp16, Precision, precision_of
-from meshstep.optim import Fingerprints, Measure, ParallelOptimizer, Sharded
+from meshstep.optim import (
+    ByGroup,
+    Fingerprints,
+    Measure,
+    Offloaded,
+    ParallelOptimizer,
+    Placement,
+    Reduce,
+    Sharded,
+)
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 What = Literal["parameter", "gradient", "model", "exp_avg", "exp_avg_sq", "step", "momentum_buffer"]
 EVERY = 4
@@ -25,12 +38,38 @@ class Layout:
     precision: Mode | Precision = "fp32"
     options: dict[str, Any] = field(default_factory=dict)
     roles: dict[str, Any] = field(default_factory=dict)
+    measure: dict[str, Any] = field(default_factory=dict)
+    dtensors: Literal["", "split", "fully sharded"] = ""
+    bit_of: str = "bias"  # the parameter that has most copies
 
     @property
     def topology(self) -> Topology:
         return Topology(roles=self.roles or None, **dict(self.axes))
 
+    def registry(self) -> ProcessGroupRegistry:
+        """Of its mesh."""
+        return registry_of(self.axes) if self.dtensors else ProcessGroupRegistry(self.topology)
 
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Of states."""
+        states = self.options.get("states", ())
+        return (states,) if isinstance(states, Placement) else tuple(states)
+
+    def copies(self, parameter: str, rank: int) -> tuple[int, ...]:
+        """The ranks that step the same bits of a parameter as ``rank``, itself among them."""
+        spec, topology = self.specs[parameter], self.topology
+        apart = {*spec.sharded_axes, *topology.pipe_axes} - {*dict(spec.tied)}
+        apart |= {one.axis for one in self.placements if isinstance(one, Sharded)}
+        apart |= {"data"} if self.dtensors == "fully sharded" else set()
+
+        def at(rank: int) -> list[int]:
+            return [topology.coordinate_of(rank, axis) for axis in sorted(apart)]
+
+        return tuple(other for other in range(topology.world_size) if at(other) == at(rank))
+
+
+GRID = (("data", 2), ("tensor", 2))
 COPIED = {"matrix": P(), "bias": P()}
 SPLIT = {"matrix": P("tensor"), "bias": P()}
 LAYOUTS = {
@@ -42,6 +81,19 @@ LAYOUTS = {
     "experts": Layout(
         (("data", 2), ("expert", 2)), {"matrix": P("expert"), "bias": P()}, roles={"expert": "data"}, options={}
     ),
+    "offloaded": Layout(GRID, SPLIT, options={"states": Offloaded()}),
+    "one of two offloaded": Layout(GRID, SPLIT, options={"states": Offloaded(0.5)}),
+    "offloaded bf16 masters": Layout(GRID, SPLIT, "bf16", options={"states": Offloaded(0.5)}),
+    "ZeRO-1, offloaded": Layout(GRID, SPLIT, options={"states": (Sharded("data"), Offloaded())}),
+    "tied": Layout((("data", 2), ("pipe", 2)), {"matrix": P(tied={"pipe": (0, -1)}), "bias": P()}, bit_of="matrix"),
+    "DTensor": Layout(GRID, SPLIT, dtensors="split"),
+    "HSDP": Layout((("replica", 3), ("data", 2)), COPIED, dtensors="fully sharded"),
+    "overlap": Layout(GRID, SPLIT, options={"data_parallel": Reduce(overlap=True)}),
+    "by group": Layout(GRID, SPLIT, options={"max_norm": ByGroup((0.2, None), others=0.3)}),
+    "largest element": Layout(
+        (("data", 3), ("tensor", 2)), SPLIT, options={"max_norm": 0.05}, measure={"norm_type": inf}
+    ),
+    "a collective a group": Layout((("data", 3), ("tensor", 2)), SPLIT, measure={"reduction": "per_group"}),
 }
 
 
@@ -53,16 +105,20 @@ class Model(nn.Module):
         self.registry, self.layout = registry, layout
         generator = torch.Generator().manual_seed(3)
         matrix, bias = (torch.randn(size, generator=generator) for size in ((8, 5), (7,)))
-        for axis in layout.specs["matrix"].named_axes:
+        for axis in layout.specs["matrix"].sharded_axes:
             matrix = matrix.chunk(registry.size(axis))[registry.coordinate[axis]]
+        if layout.dtensors == "split":
+            mesh = registry.device_mesh("tensor")
+            matrix, bias = DTensor.from_local(matrix, mesh, [Shard(0)]), DTensor.from_local(bias, mesh, [Replicate()])
         self.matrix, self.bias = nn.Parameter(matrix.clone()), nn.Parameter(bias)
         declare(self, layout.specs)
 
     def forward(self, step: int) -> Tensor:
         topology = self.registry.topology
         seed = step * 100 + self.registry.rank(*topology.data_axes)
-        x = torch.randn(7, generator=torch.Generator().manual_seed(seed)).to(self.bias)
-        return (self.matrix.square().mean() * x.sum() + (self.bias * x).tanh().sum()).float()
+        matrix, bias = (param.to_local() if isinstance(param, DTensor) else param for param in (self.matrix, self.bias))
+        x = torch.randn(7, generator=torch.Generator().manual_seed(seed)).to(bias)
+        return (matrix.square().mean() * x.sum() + (bias * x).tanh().sum()).float()
 
 
 class Run:
@@ -81,11 +137,14 @@ class Run:
         mode = precision_of(layout.precision)
         mode.prepare(self.model)
         make = make or (lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4, fused=True))
-        measure = Measure(check_replicas="first" if every is None else Fingerprints(every=every))
+        measure = Measure(check_replicas="first" if every is None else Fingerprints(every=every), **layout.measure)
         options = {"max_norm": 0.5, "precision": mode, "measure": measure, **layout.options, **options}
-        self.optimizer: ParallelOptimizer[Any] = ParallelOptimizer(
-            make(self.model.named_parameters()), registry, **options
-        )
+        if layout.dtensors == "fully sharded":
+            options["data_parallel"] = fully_shard(self.model, mesh=registry.device_mesh("replica", "data"))
+        groups: Any = self.model.named_parameters()
+        if isinstance(options["max_norm"], ByGroup):
+            groups = [{"params": [pair]} for pair in groups]
+        self.optimizer: ParallelOptimizer[Any] = ParallelOptimizer(make(groups), registry, **options)
         self.steps = 0
 
     def backward(self, scale: float = 1.0) -> None:
@@ -94,6 +153,10 @@ class Run:
             self.optimizer.backward(self.model(self.steps) * scale)
         self.steps += 1
 
+    def complete(self) -> None:
+        """Gradients are what copies hold."""
+        self.optimizer._completion(self.optimizer._window, self.optimizer._switch)
+
     def step(self, scale: float = 1.0) -> Any:
         self.backward(scale)
         return self.optimizer.step()
@@ -101,11 +164,13 @@ class Run:
     def tensor(self, what: What, name: str) -> Tensor:
         """What is stepped for a parameter, its gradient or a state of it; or the model's own tensor."""
         if what == "model":
-            return self.model.get_parameter(name).detach()
-        piece = next(piece.piece for piece in self.optimizer.pieces() if piece.name == name)
+            return local(self.model.get_parameter(name))
+        measured = self.optimizer._states.measured()  # where gradients are when they are complete
+        at, piece = next((at, of.piece) for at, of in enumerate(self.optimizer.pieces()) if of.name == name)
         if what == "gradient":
-            assert piece.grad is not None
-            return piece.grad
+            gradient = measured[at].grad
+            assert gradient is not None
+            return gradient
         return piece.detach() if what == "parameter" else self.optimizer.state[piece][what]
 
     def everything(self) -> list[Tensor]:

@@ -195,6 +195,83 @@ def test_wrong_specs_are_told_what_they_are(world: World) -> None:
     }
 
 
+# Many at once -----------------------------------------------------------------------------------------------------------
+
+
+class Tower(nn.Module):
+    """Many copies, and a net on top of them."""
+
+    def __init__(self, registry: ProcessGroupRegistry) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = nn.ModuleList(nn.Linear(5, 5, dtype=torch.float64) for _ in range(12))
+        self.net = Net(registry)
+        declare(self.layers, {"*": P()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        out: Tensor = self.net(x)
+        return out
+
+
+def _tower(change: Callable[[Tower], None]) -> Proof:
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        tower = Tower(registry)
+        change(tower)
+        x = torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        return prove(tower, lambda tower: tower(x), registry)
+
+
+def _doubled_on_the_way(tower: Tower) -> None:
+    tower.net.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2 - inputs[0].detach(),))
+
+
+def _one_doubled(tower: Tower) -> None:
+    tower.get_parameter("layers.7.weight").register_hook(lambda gradient: gradient * 2)
+
+
+def test_where_most_are_wrong_each_takes_a_few_forwards(world: World) -> None:
+    first, *others = world.run(2, _tower, _doubled_on_the_way)
+    wrong = {f"layers.{index}.{name}" for index in range(12) for name in ("weight", "bias")}
+    assert {finding.name for finding in first.findings} == wrong
+    assert first.forwards <= 12 * len(wrong)  # with those that are explained, and the search for the place
+    assert all(other == first for other in others)
+
+
+def test_one_of_many_is_found_by_halves(world: World) -> None:
+    proof = world.run(2, _tower, _one_doubled)[0]
+    assert [finding.name for finding in proof.findings] == ["layers.7.weight"]
+    assert proof.findings[0].factor == pytest.approx(2.0)
+    assert proof.forwards <= 40
+
+
+class Pair(nn.Module):
+    """Two numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Parameter(torch.tensor([value], dtype=torch.float64)) for value in (0.7, 1.3))
+
+    def forward(self) -> Tensor:
+        return (self.one.sin() * 2 + self.other.exp()).sum()
+
+
+def _pairs_doubled(seeds: int) -> list[set[str]]:
+    with ProcessGroupRegistry(Topology(data=1)) as registry:
+        model = Pair()
+        declare(model, {"*": P()})
+        for param in model.parameters():
+            param.register_hook(lambda gradient: gradient * 2)
+        proofs = [prove(model, lambda model: model(), registry, seed=seed) for seed in range(seeds)]
+        return [{finding.name for finding in proof.findings} for proof in proofs]
+
+
+def test_two_that_are_wrong_alike_do_not_cancel_along_any_directions(world: World) -> None:
+    """Their directions may have opposite signs, and by chance both be longer than most."""
+    assert world.run(1, _pairs_doubled, 60) == [[{"one", "other"}] * 60]
+
+
 # Kinks ------------------------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from flips import EVERY, LAYOUTS, Run, What, bits_of, flip
 from hypothesis import strategies as st
-from meshstep.optim import Fingerprints, Measure, ParallelOptimizer, ReplicaMismatchError
+from meshstep.optim import Fingerprints, Measure, Offloaded, ParallelOptimizer, ReplicaMismatchError
 from meshstep.optim.step.skips import LAG
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from probes import collectives, no_host_reads
@@ -27,13 +27,13 @@ def flipped(
 ) -> tuple[list[tuple[str, str, str, tuple[int, ...]]], int, bool]:
     """(mismatches, in which step the error came, weights and states are those of the step that compared). Step -1: the
     gradients were not finite in the step of the flip."""
-    with ProcessGroupRegistry(LAYOUTS[name].topology) as registry:
+    with LAYOUTS[name].registry() as registry:
         run = Run(name, registry, **options)
         before, held = run.everything(), False
         for step in range(3 * EVERY + LAG):
             run.backward()
             if step == at and what == "gradient":
-                run.optimizer._completion(run.optimizer._window, None)  # complete: what copies hold
+                run.complete()
             if step == at and registry.global_rank == victim:
                 flip(run.tensor(what, parameter), bit)
             compared = step % EVERY == 0
@@ -53,23 +53,28 @@ def kind_of(name: str, what: What) -> str:
     if what == "model":
         return "parameter"
     if what == "parameter":
-        return "master" if "masters" in name else "stepped weight" if "ZeRO" in name else "parameter"
+        return "master" if "masters" in name else "stepped weight" if LAYOUTS[name].placements else "parameter"
     return what if what == "gradient" else f"state {what}"
 
 
+# What is stepped is a part of the model's own, or all of it.
+WITHIN = ("ZeRO-1, copied over tensor", "one of two offloaded")
+
+
 @pytest.mark.parametrize("what", STATES)
-@pytest.mark.parametrize("name", ["data", "data x tensor", "ZeRO-1, copied over tensor", "bf16 masters", "experts"])
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "fp16 masters"])
 def test_a_flipped_bit_is_named_and_the_step_is_not_made(world: World, name: str, what: What) -> None:
     """The lowest bit of a float32 mantissa, in the step that compares; the error comes as late as it may."""
+    layout, parameter = LAYOUTS[name], LAYOUTS[name].bit_of
     victim = 1 if "ZeRO" in name else SIZES[name] - 1  # which holds the piece
-    for found, step, kept in world.run(SIZES[name], flipped, name, what, "bias", 0, victim, EVERY):
-        # Of pieces only the copies over tensor are the same; three copies tell which of them is wrong.
-        alone = SIZES[name] > 2 and "ZeRO" not in name
-        expected = {("bias", kind_of(name, what), (victim,) if alone else (0, 1))}
-        if "ZeRO" in name and what == "parameter":  # a piece is a part of the model's own
-            expected.add(("bias", "parameter", (victim,)))
+    copies = layout.copies(parameter, victim)
+    for found, step, kept in world.run(SIZES[name], flipped, name, what, parameter, 0, victim, EVERY):
+        # Three copies tell which of them is wrong.
+        expected = {(parameter, kind_of(name, what), (victim,) if len(copies) > 2 else copies)}
+        if name in WITHIN and what == "parameter":
+            expected.add((parameter, "parameter", (victim,)))
         assert {(of, kind, ranks) for of, _, kind, ranks in found} == expected
-        assert {axis for _, axis, _, _ in found} <= {*dict(LAYOUTS[name].axes)}
+        assert {axis for _, axis, _, _ in found} <= {*dict(layout.axes)}
         assert step == EVERY + LAG
         assert kept
 
@@ -116,7 +121,7 @@ def test_any_flipped_bit_of_any_copy_is_found(world: World, drawn: list[tuple[st
         if step < 0:
             assert what == "gradient"
             continue
-        assert {of for of, *_ in found} == {parameter}
+        assert {of.partition("@")[0] for of, *_ in found} == {parameter}  # with the stage that it is of
         assert all(victim in ranks for *_, ranks in found)
         assert kind_of(name, what) in {kind for _, _, kind, _ in found}
         assert step == EVERY + LAG
@@ -124,7 +129,7 @@ def test_any_flipped_bit_of_any_copy_is_found(world: World, drawn: list[tuple[st
 
 def watched(steps: int, name: str, options: dict[str, Any], scale: float) -> tuple[int, int, bytes]:
     """(steps, skipped ones, weights) of a clean run."""
-    with ProcessGroupRegistry(LAYOUTS[name].topology) as registry:
+    with LAYOUTS[name].registry() as registry:
         run = Run(name, registry, **options)
         for step in range(steps):
             run.step(scale if step % 7 == 3 else 1.0)
@@ -270,3 +275,38 @@ def a_stage_without_weights() -> str:
 def test_a_stage_without_weights_says_as_much_as_the_others(world: World) -> None:
     """The packed vector is as long on ranks that have no masters, whatever they step."""
     assert world.run(4, a_stage_without_weights) == ["w, master, (0, 2)"] * 4
+
+
+def tied_beside_others(fraction: float) -> str:
+    """On the first stage the table is the largest parameter, on the last one another is."""
+    with ProcessGroupRegistry(Topology(data=2, pipe=2)) as registry:
+        first = registry.coordinate["pipe"] == 0
+        model = nn.ParameterDict({"table": torch.ones(4, 3), "own": torch.ones(2 if first else 20)})
+        declare(model, {"table": P(tied={"pipe": (0, -1)}), "own": P()})
+        adamw = torch.optim.AdamW(model.named_parameters(), lr=0.1, fused=True)
+        options: Any = {"measure": Measure(check_replicas=Fingerprints(every=1)), "max_norm": 0.5}
+        try:
+            optimizer = ParallelOptimizer(adamw, registry, states=Offloaded(fraction), **options)
+        except ValueError as error:
+            assert [id(param) for param in adamw.param_groups[0]["params"]] == [*map(id, model.parameters())]
+            return str(error)
+        for step in range(2):
+            optimizer.zero_grad()
+            optimizer.backward(torch.stack([param.square().sum() for param in model.parameters()]).sum())
+            if step and registry.global_rank == 1:
+                flip(next(piece.piece for piece in optimizer.pieces() if piece.name == "table"), 0)
+            optimizer.step()
+        try:
+            optimizer.poll()
+        except ReplicaMismatchError as error:
+            return f"{error.mismatches[0].name}, {error.mismatches[0].kind}, {error.mismatches[0].ranks}"
+        return "nothing"
+
+
+def test_copies_that_may_be_stepped_in_different_places_are_refused(world: World) -> None:
+    for told in world.run(4, tied_beside_others, 0.5):
+        assert (
+            "compares copies of table bit by bit, but ranks 0 and 1 hold it beside different other parameters" in told
+        )
+        assert "take states=Offloaded(1.0)" in told
+    assert world.run(4, tied_beside_others, 1.0) == ["table, stepped weight, (1,)"] * 4

@@ -28,6 +28,7 @@ from .states.replayable import Replayable, replay
 from .states.sharded import Sharded
 from .step.data_parallel import Reduce
 from .step.skips import Skip
+from .whole.muon import Muon
 
 __all__ = [
     "Adaptive",
@@ -55,6 +56,7 @@ __all__ = [
     "Measure",
     "Monitor",
     "MultiStepLR",
+    "Muon",
     "Norms",
     "Offloaded",
     "ParallelOptimizer",

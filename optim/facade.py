@@ -35,6 +35,7 @@ from .step.grad_scaler import scale_of_scaler
 from .step.skips import OnNonfinite, SkipMonitor
 from .step.stopped import stopped
 from .step.window import Window
+from .whole.binding import bind_whole
 
 
 def _run_as_it_is(kind: Any) -> None:
@@ -117,6 +118,7 @@ class OptimizerFacade(torch.optim.Optimizer):
         """What belongs to the plan as it is now."""
         # Where backward leaves gradients.
         self._model_params = [param for group in self._groups for _, param in group]
+        bind_whole(self.optimizer, self._plan, self._states, self.registry)
         self._completion = self._setup.completion(self._plan, self._states)
         self._clipping = self._setup.clipping(self._plan, self._states, thresholds)
         self._switch = self._setup.switch(self._completion, getattr(self, "_switch", None))
@@ -212,7 +214,7 @@ class OptimizerFacade(torch.optim.Optimizer):
 
     @property
     def vetoed_steps(self) -> int:
-        """Those of them, in this process, that ``commit=`` of any rank refused. Host reads: one."""
+        """Those of them that ``commit=`` of any rank refused. Host reads: one."""
         return self._skips.vetoed()
 
     @public_call
@@ -238,12 +240,12 @@ class OptimizerFacade(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state of this rank's pieces, and under ``"meshstep"`` all else a new process needs:
-        precision mode, loss scale, master weights, count of skipped steps, coordinates. Host reads: a few."""
+        precision mode, loss scale, master weights, counts of skipped steps, coordinates. Host reads: a few."""
         saved = self._saved()
         given = (param for group in self._groups for _, param in group)
         makes_states = bool(self.state) or self._setup.accumulation_steps is None
         check_caller(saved.coordinates, self._states.stepped, given, makes_states=makes_states)
-        return saved.state_dict(self.skipped_steps)
+        return saved.state_dict(self._skips.state_dict())
 
     @public_call
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -256,7 +258,7 @@ class OptimizerFacade(torch.optim.Optimizer):
                 changed then.
         Collectives: two object all-gathers. Host reads: a few.
         """
-        self._skips.restore(self._saved().load(state_dict))
+        self._skips.load_state_dict(self._saved().load(state_dict))
         self._clipping.start_over()
         self._window.close()
         if self._switch is not None:

@@ -20,6 +20,7 @@ from ...parallel.layers.tensor_3d import Classifier3D, Linear3D
 from ...parallel.layout.annotation import annotation_of
 from ...parallel.layout.spec import P
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from ...parallel.mesh.text import some
 from ..loss_scale import LossScale
 from ..modes import Bf16, Fp32
 from ..precision import Criterion, Precision
@@ -144,11 +145,10 @@ class Fp8(Precision):
         found = fp8_layers(model)
         fell = [f"{name} {tuple(_weight(model, name).shape)}" for name, how in found.items() if how == FELL_BACK]
         if fell and (registry is None or registry.global_rank == 0):
-            more = f" and {len(fell) - 10} more" if len(fell) > 10 else ""
             _LOGGER.warning(
                 "%d of %d linear layers are computed in %s and not in 8 bits, because a dim of their weight is no multiple "
-                "of 16: %s%s",
-                *(len(fell), len(found), self.base, ", ".join(fell[:10]), more),
+                "of 16: %s",
+                *(len(fell), len(found), self.base, some(fell, 10)),
             )
         others = [f"{name}: {how}" for name, how in found.items() if how == UNEVEN or how.startswith(_NO_PRODUCT)]
         if others and (registry is None or registry.global_rank == 0):

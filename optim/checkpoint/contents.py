@@ -4,6 +4,7 @@ Logical tensors, each by a key:
 
     model/<parameter>               the model's parameters and declared buffers
     state/<key>/<parameter>         the optimizer's state of the parameter's shape; zeros where a piece has none yet
+    whole/<key>/<parameter>         state that belongs to the logical parameter, of any shape: `WholeOptimizer.whole_states`
     piece/<key>/<where>/<parameter> state of any other shape: it belongs to this piece of the parameter
     master/<parameter>              float32 masters
     buffer/<digest>/<buffer>        buffers that nothing declared, one for each content
@@ -24,11 +25,13 @@ from torch import Tensor
 
 from ...parallel.layout.pieces import Region
 from ..parallel_optimizer import ParallelOptimizer
+from ..step.several import parts_of
+from ..whole.optimizer import WholeOptimizer
 from .logical_parameters import LogicalParameters
 from .logical_tensor import LogicalTensor, part_of
 from .piece_states import PieceState, PieceStates, Place, place_of
 
-_FIELDS = {"model": 1, "state": 2, "piece": 3, "master": 1, "buffer": 2}
+_FIELDS = {"model": 1, "state": 2, "whole": 2, "piece": 3, "master": 1, "buffer": 2}
 LAYOUT = (
     "masters",
     "shards",
@@ -79,6 +82,7 @@ class OptimizerState(NamedTuple):
     stepped: list[Stepped]  # by position in the param groups
     tensors: dict[int, dict[str, Any]]  # by position and key
     masters: dict[int, Tensor]  # by position
+    whole: frozenset[str]  # the keys of what belongs to logical parameters
     groups: list[dict[str, Any]]
     rest: dict[str, Any]  # precision, loss scale, ...: ``state_dict()["meshstep"]``
 
@@ -91,7 +95,9 @@ def optimizer_state(optimizer: ParallelOptimizer, parameters: LogicalParameters)
     for piece in optimizer.pieces():
         name, region = parameters.of(piece.param)
         stepped.append(Stepped(piece.param, piece.piece, name, region.run(piece.offset, piece.piece.numel())))
-    return OptimizerState(stepped, state["state"], masters_in(rest["weights"]), state["param_groups"], rest)
+    parts = parts_of(optimizer.optimizer)
+    of_whole = frozenset(key for part in parts if isinstance(part, WholeOptimizer) for key in part.whole_states)
+    return OptimizerState(stepped, state["state"], masters_in(rest["weights"]), of_whole, state["param_groups"], rest)
 
 
 def masters_in(weights: Mapping[str, Any]) -> dict[int, Tensor]:
@@ -128,6 +134,9 @@ def collect(parameters: LogicalParameters, state: OptimizerState) -> tuple[dict[
     for position, stepped in enumerate(state.stepped):
         if parameters.is_first(stepped.param):
             kept = state.tensors.get(position, {})
+            shared = {key: value for key, value in kept.items() if key in state.whole}
+            tensors.update((f"whole/{key}/{stepped.name}", whole(value)) for key, value in shared.items())
+            kept = {key: value for key, value in kept.items() if key not in shared}
             own = PieceState.of(kept, stepped.piece, stepped.region)
             record.pieces.setdefault(stepped.name, {})[place_of(stepped.region)] = own
             tensors.update(_state_tensors(stepped, own, kept))

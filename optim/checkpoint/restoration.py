@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...parallel.layout.pieces import Region, Shape
+from ...parallel.mesh.text import some
 from .contents import LAYOUT, OptimizerState, Stepped, parse_key, whole
 from .index import Stored
 from .logical_parameters import LogicalParameters
@@ -55,6 +56,7 @@ class Restoration:
         self._own, self._state, self._masters = own, list[dict[str, Any]](), dict[int, Tensor]()
         if own is not None:
             self._check_groups(groups)
+            self._of_whole = own.whole
             self._state = [self._room_for_state(stepped) for stepped in own.stepped]
             self._masters = self._room_for_masters(own)
 
@@ -126,6 +128,9 @@ class Restoration:
                 f"the optimizer's {', '.join(lost)} of {name} belongs to pieces of the parameter that no rank has now (it "
                 "is not of the parameter's shape, so it can't be cut anew); continue on the mesh of the checkpoint"
             )
+        places |= {
+            key: f"whole/{key}/{name}" for key in sorted(self._of_whole) if f"whole/{key}/{name}" in self._stored
+        }
         return state | {key: self._room_for_all(place) for key, place in places.items()}
 
     def _room_for_masters(self, own: OptimizerState) -> dict[int, Tensor]:
@@ -169,13 +174,8 @@ def _rebuilt(weights: Mapping[str, Any], masters: Mapping[int, Tensor], portable
 
 def _check_same(kind: str, saved: set[str], now: set[str], where: str) -> None:
     if saved != now:
-        parts = [f"{names} in the checkpoint only" for names in (_some(saved - now),) if names]
-        parts += [f"{names} here only" for names in (_some(now - saved),) if names]
+        parts = [f"{names} in the checkpoint only" for names in (some(sorted(saved - now)),) if names]
+        parts += [f"{names} here only" for names in (some(sorted(now - saved)),) if names]
         raise ValueError(
             f"the {kind} {where} are not those of the checkpoint: {'; '.join(parts)}; build what was saved"
         )
-
-
-def _some(names: set[str]) -> str:
-    shown = ", ".join(sorted(names)[:5])
-    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -31,7 +31,7 @@ class TorchStates(torch.optim.Optimizer):
         set_optimizer_state_dict(model, states, saved["optim"])
 
     States and masters (``"master"``) of parameters that are split, by a declaration, by `fully_shard` or by `Sharded`, are
-    DTensors of the full parameter's shape, so they load on another layout. Loss scale, count of skipped steps and the like
+    DTensors of the full parameter's shape, so they load on another layout. Loss scale, counts of skipped steps and the like
     are numbers in the param groups. Where the optimizer has no states yet they are made, as zeros.
 
     Args:
@@ -139,7 +139,7 @@ class TorchStates(torch.optim.Optimizer):
     def _rest(self) -> dict[str, Any]:
         """All else that a new process needs, but for what belongs to the layout."""
         own = self._optimizer.state_dict()["meshstep"]
-        kept = {key: own[key] for key in ("loss_scale", "skipped_steps")}
+        kept = {key: own[key] for key in ("loss_scale", "skipped_steps", "vetoed_steps")}
         return {**kept, "weights": portable_in(own["weights"])}
 
     # Saving -----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...parallel.interop.local import has_dtensors, local_parameter
 from ...parallel.layout.annotation import Annotation, annotation_of, attach
 from ...parallel.layout.spec import P
+from ...parallel.mesh.text import some
 from ...parallel.mesh.topology import Topology
 
 
@@ -78,9 +79,8 @@ def entries_of(
                 )
             )
     if undeclared:
-        more = f" and {len(undeclared) - 5} more" if len(undeclared) > 5 else ""
         raise ValueError(
-            f"no spec for {', '.join(undeclared[:5])}{more}, and {topology!r} has model axes: say how each parameter is "
+            f"no spec for {some(undeclared)}, and {topology!r} has model axes: say how each parameter is "
             "laid out with declare(model, {'name or pattern': P(...)}), P() meaning replicated (copy.deepcopy and "
             "wrappers drop specs: declare again after them)"
         )

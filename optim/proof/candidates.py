@@ -50,11 +50,10 @@ def _along(known: Known, axis: str, topology: Topology, split: bool) -> tuple[Al
 
 def split_beside(known: Known, everything: Sequence[Known], topology: Topology) -> tuple[str, ...]:
     """The axes along which another parameter of its module has pieces: held by all, with values that differ."""
-    module = known.name.rpartition(".")[0]
     beside = [
         other
         for other in everything
-        if other is not known and other.name.rpartition(".")[0] == module and other.stage == known.stage
+        if other is not known and other.module == known.module and other.stage == known.stage
     ]
     return tuple(
         axis for axis in larger_axes(topology) if any(not other.equal_along(axis, topology) for other in beside)

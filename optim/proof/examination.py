@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...parallel.interop.local import has_dtensors
 from ...parallel.layout.spec import P
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from .candidates import split_beside
+from ...parallel.mesh.text import some
 from .differences import Differences, Digits, Promise, wrong_ones
 from .explain import Explainer, cause_of
 from .findings import Cause, Finding, Proof
@@ -25,9 +25,8 @@ from .sites import Place, first_wrong
 from .ways import Way, declared_way
 from .words import words
 
-EXPLAINED = (
-    8  # wrong parameters that are looked at one by one; the others are wrong too, and mostly for the same reason
-)
+# Wrong parameters that are looked at one by one; the others are wrong too, and mostly for the same reason.
+EXPLAINED = 8
 
 
 @dataclass
@@ -48,6 +47,15 @@ def examined(
     seed: int,
     ways_of: Callable[[Measured], dict[str, Way]] | None = None,
 ) -> Examined:
+    """The proof, the same on all ranks; the model is afterwards what it was.
+
+    Args:
+        model, loss_fn, registry, dtype, seed: As in `prove`.
+        most: ``max_parameters`` of `prove`.
+        ways_of: Asked once, on every rank, for what each parameter is, by label; what is declared is then not looked at,
+            and another layout that fits better is no mistake. None: what is declared.
+    Raises, collectives, host reads: as `prove`.
+    """
     if dtype not in (None, torch.float64):
         raise TypeError(f"dtype={dtype}: prove in float64, or with None in what the parameters have")
     with in_float64(model) if dtype is not None else nullcontext():
@@ -91,9 +99,8 @@ class _Examination:
         meshed = has_dtensors(list(model.parameters()))
         undeclared = [known.label for known in self.known if known.first.spec is None and self.topology.world_size > 1]
         if undeclared and not meshed:
-            more = f" and {len(undeclared) - 5} more" if len(undeclared) > 5 else ""
             raise ValueError(
-                f"no spec for {', '.join(undeclared[:5])}{more}: say how each is laid out with declare(model, "
+                f"no spec for {some(undeclared)}: say how each is laid out with declare(model, "
                 "{'name or pattern': P(...)}), or ask infer(model, loss_fn, registry) for the rules"
             )
         return {
@@ -103,10 +110,36 @@ class _Examination:
 
     def made(self) -> Examined:
         """The proof."""
-        order = ForwardOrder(self.recorded, self.known, self.registry)
         unequal = unequal_along(self.base, self.topology, self.digits.relative / 100 * self.differences.loss)
         if unequal:
-            return self._other_forward(order, unequal[0], None)
+            return self._other_forward(self._forward_order(), unequal[0], None)
+        suspects, untold = self._suspects()
+        findings: list[Finding] = []
+        place: Place | None = None
+        if suspects:
+            order = self._forward_order()
+            in_order = [known for known in order.sorted() if known.label in suspects]
+            findings = self._findings(in_order, suspects)
+            names = {finding.name for finding in findings}
+            place = self._place(order, [known for known in in_order if known.label in names], findings)
+            if place is not None and place.cause == "forward differs":
+                return self._other_forward(order, place.axes[0], place.wrong)
+            if place is not None:
+                findings = [self._placed(finding, place) for finding in findings]
+        left = [known.label for known in (*untold, *self.left_out)]
+        not_right = {*left, *(finding.name for finding in findings)}
+        proved = tuple(known.label for known in self.known if known.label not in not_right)
+        where = None if place is None else str(place)
+        proof = Proof(proved, tuple(left), tuple(findings), where, self.objective.calls)
+        told = (*proved, *(known.label for known in untold))
+        return Examined(proof, {label: self.ways[label] for label in told}, self.known)
+
+    def _forward_order(self) -> ForwardOrder:
+        """Asked for where something is wrong, on which ranks agree. Collectives: an object all-gather."""
+        return ForwardOrder(self.recorded, self.known, self.registry)
+
+    def _suspects(self) -> tuple[dict[str, Cause | None], list[Known]]:
+        """By label, what is wrong, and the cause where that is known already; those of which nothing can be told."""
         suspects: dict[str, Cause | None] = {}
         promises = []
         for known, promise in self._promises():
@@ -119,21 +152,7 @@ class _Examination:
         self.differences.measure_noise(promises)
         wrong, untold = wrong_ones(self.differences, promises)
         suspects.update((known.label, None) for known in wrong)
-        in_order = [known for known in order.sorted() if known.label in suspects]
-        findings = self._findings(in_order, suspects)
-        in_order = [known for known in in_order if known.label in {finding.name for finding in findings}]
-        place = self._place(order, in_order, findings)
-        if place is not None and place.cause == "forward differs":
-            return self._other_forward(order, place.axes[0], place.wrong)
-        if place is not None:
-            findings = [self._placed(finding, place) for finding in findings]
-        left = [known.label for known in (*untold, *self.left_out)]
-        wrong_labels = {known.label for known in in_order}
-        proved = tuple(k.label for k in self.known if k.label not in wrong_labels and k.label not in left)
-        where = None if place is None else str(place)
-        proof = Proof(proved, tuple(left), tuple(findings), where, self.objective.calls)
-        told = (*proved, *(known.label for known in untold))
-        return Examined(proof, {label: self.ways[label] for label in told}, self.known)
+        return suspects, untold
 
     # What the gradients promise ---------------------------------------------------------------------------------------
 
@@ -191,9 +210,8 @@ class _Examination:
         if not any(seen.gradient for seen in known.seen.values()):
             return self._finding(known, "no gradient comes", (), 1.0, None)
         declared = self.ways[known.label]
-        doubtful = self.inferring or self._pieces_alike(known, declared) or self._copies_differ(known, declared)
+        doubtful = self.inferring or self._contradicted(known, declared)
         explanation = self.explainer.explain(known, None if doubtful else declared)
-        split = split_beside(known, self.measured.known, self.topology)
         if self.inferring and explanation.way is not None and explanation.factor == 1.0:
             self.ways[known.label] = explanation.way
             return None
@@ -204,7 +222,7 @@ class _Examination:
             return self._finding(known, cause, (), 1.0, spec)
         if explanation.way == declared and explanation.factor == 1.0 and not doubtful:
             return None  # moved alone, and along other directions, it is right
-        cause, axes = cause_of(known, declared, explanation, split, self.topology)
+        cause, axes = cause_of(known, declared, explanation, self.topology)
         factor = explanation.factor
         if cause == "counted several times" and factor == 1.0:
             factor = float(self.topology.size(*axes))
@@ -216,7 +234,7 @@ class _Examination:
     def _finding(self, known: Known, cause: Cause, axes: tuple[str, ...], factor: float, spec: P | None) -> Finding:
         return Finding(
             known.label,
-            known.name.rpartition(".")[0],
+            known.module,
             None if self.inferring else known.first.spec,
             spec,
             cause,
@@ -236,12 +254,10 @@ class _Examination:
         if last is None or not (several or any(finding.cause == "backward is wrong" for finding in findings)):
             return None
         sites, split = order.until_right(last, wrong), self._split()
-        place = first_wrong(
-            self.model, self.objective, sites, self.registry, self.digits, self.differences.noise, split
-        )
-        module = last.name.rpartition(".")[0]
-        if place is None and split.get(module):  # what comes out of its module is right
-            return Place(Site(module, "input"), Site(module, "output"), "a sum is missing", split[module], likely=True)
+        place = first_wrong(self.model, self.differences, sites, split)
+        if place is None and split.get(last.module):  # what comes out of its module is right
+            into, out = Site(last.module, "input"), Site(last.module, "output")
+            return Place(into, out, "a sum is missing", split[last.module], likely=True)
         return place
 
     def _split(self) -> dict[str, tuple[str, ...]]:
@@ -249,8 +265,7 @@ class _Examination:
         found: dict[str, tuple[str, ...]] = {}
         for known in self.known:
             apart = tuple(axis for axis in self.ways[known.label].apart if axis in self.topology.model_axes)
-            module = known.name.rpartition(".")[0]
-            found[module] = found.get(module) or apart
+            found[known.module] = found.get(known.module) or apart
         return found
 
     def _placed(self, finding: Finding, place: Place) -> Finding:

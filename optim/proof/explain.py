@@ -54,11 +54,13 @@ class Explanation:
         way: None: no layout makes its gradient right.
         factor: How many times too large it is in that way; 1 where it is right.
         even: The axes along which the ranks' products are equal.
+        split: The axes that certainly split another parameter of its module.
     """
 
     way: Way | None
     factor: float
     even: tuple[str, ...]
+    split: tuple[str, ...]
 
 
 class Explainer:
@@ -80,13 +82,13 @@ class Explainer:
         ways = list(candidates(known, self.topology, split, declared))
         for way in ways:
             if all(self._fits(way, probe) for probe in probes_of(way)):
-                return Explanation(way, 1.0, self._even(probes_of(way)[0]))
+                return Explanation(way, 1.0, self._even(probes_of(way)[0]), split)
         even = self._even(probes_of(ways[0])[0])
         for way in ways:
             factor = self._factor(way, probes_of(way))
             if factor is not None:
-                return Explanation(way, factor, even)
-        return Explanation(None, 1.0, even)
+                return Explanation(way, factor, even, split)
+        return Explanation(None, 1.0, even, split)
 
     def copied_along(self, known: Known) -> tuple[str, ...]:
         """The model axes along which values differ and yet the gradient is one: it is taken for a copy, and is none.
@@ -94,9 +96,9 @@ class Explainer:
         Collectives: object all-gathers.
         """
         differ = [axis for axis in self.topology.model_axes if not known.equal_along(axis, self.topology)]
+        way = next(candidates(known, self.topology, (), None))
         found = []
         for axis in differ:
-            way = next(candidates(known, self.topology, (), None))
             alike = Way(tuple((other, COPY if other == axis else along) for other, along in way.by_axis))
             probe = Probe(self.differences, known, alike, _SEEDS[0])
             if axis in self._even(probe):
@@ -118,7 +120,7 @@ class Explainer:
             value, spread = way.derivative(probe.products, self.topology)
             # Of the smallest step, which meets the fewest kinks, as far as rounding leaves digits.
             exact = [difference for difference in probe.differences() if difference.rounding <= 1e-5 * probe.size]
-            difference = min(exact or probe.differences(), key=lambda one: -one.rounding, default=None)
+            difference = max(exact or probe.differences(), key=lambda one: one.rounding, default=None)
             if difference is None or not difference.value or spread > 1e-6 * probe.size:
                 return None
             found.append(value / difference.value)
@@ -149,9 +151,7 @@ def axes_of_factor(factor: float, topology: Topology) -> tuple[str, ...]:
     return ()
 
 
-def cause_of(
-    known: Known, declared: Way, found: Explanation, split: Iterable[str], topology: Topology
-) -> tuple[Cause, tuple[str, ...]]:
+def cause_of(known: Known, declared: Way, found: Explanation, topology: Topology) -> tuple[Cause, tuple[str, ...]]:
     """The kind of mistake, and the axes along which it is."""
     differ = tuple(
         axis for axis, along in declared.by_axis if not along.apart and not known.equal_along(axis, topology)
@@ -165,21 +165,17 @@ def cause_of(
         too_large = found.factor > 1
         axes = axes_of_factor(found.factor if too_large else 1 / found.factor, topology)
         return ("counted several times" if too_large else "divided too often"), axes
-    changed = [(axis, was, found.way.along(axis)) for axis, was in declared.by_axis if was != found.way.along(axis)]
+    changed = [axis for axis, was in declared.by_axis if was != found.way.along(axis)]
     assert changed
-    axis, was, now = changed[0]
-    if now.apart and was.apart:
-        return ("divided too often" if now.products == "sum" else "counted several times"), (axis,)
-    if now.apart:
-        return "split, not declared", (axis,)
-    if was.apart:
-        return "declared split, but a copy", (axis,)
-    if was == TERM:
+    axis = changed[0]
+    was, now = declared.along(axis), found.way.along(axis)
+    if was.apart != now.apart:
+        return ("split, not declared" if now.apart else "declared split, but a copy"), (axis,)
+    if was == TERM or now.products != "sum":
         return "counted several times", (axis,)
-    if axis in topology.data_axes:
-        return ("divided too often" if now.products == "sum" else "counted several times"), (axis,)
-    if now.products == "sum" and axis in found.even:
-        return ("added on every rank" if axis in split and len(known.first.shape) == 1 else "divided too often"), (
-            axis,
-        )
-    return ("a sum is missing" if now.products == "sum" else "counted several times"), (axis,)
+    if now.apart or axis in topology.data_axes:
+        return "divided too often", (axis,)
+    if axis not in found.even:
+        return "a sum is missing", (axis,)
+    bias = axis in found.split and len(known.first.shape) == 1
+    return ("added on every rank" if bias else "divided too often"), (axis,)

@@ -79,7 +79,7 @@ class ForwardOrder:
     def _position(self, known: Known) -> int:
         """Of the input of its module; of the one that has it, where that is not called itself; -1: of none."""
         order = list(self._hashes[min(known.seen)])
-        module = known.name.rpartition(".")[0]
+        module = known.module
         while module:
             if Site(module, "input") in order:
                 return order.index(Site(module, "input"))
@@ -119,7 +119,7 @@ class ForwardOrder:
         told = [index for index in range(end) if self._hashes[groups[0][0]][order[index]] is not None]
         equal = (index for index in told if all(self._equal(order[index], ranks) for ranks in groups))
         last = max(equal, default=-1)
-        owners = {known.name.rpartition(".")[0] for known in self._known}
+        owners = {known.module for known in self._known}
         inside = (site.module for site in order[last + 1 : end + 1] if site.side == "output" and site.module in owners)
         return (order[last] if last >= 0 else None), list(inside)
 

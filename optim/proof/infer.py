@@ -89,11 +89,10 @@ def infer(
     rules, unknown = dict[str, P](), list[str]()
     for label, way in found.ways.items():
         known = by_label[label]
-        module = known.name.rpartition(".")[0]
         beside = {
             other.name: (other.first.shape, found.ways[other.label].apart == way.apart)
             for other in found.known
-            if other is not known and other.name.rpartition(".")[0] == module and other.label in found.ways
+            if other is not known and other.module == known.module and other.label in found.ways
         }
         spec, told = spec_of_way(known, way, registry.topology, beside)
         if not told:

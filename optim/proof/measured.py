@@ -82,6 +82,11 @@ class Known:
         return self.name + "".join(f" ({axis}={index})" for axis, index in self.stage)
 
     @property
+    def module(self) -> str:
+        """The name of the module that has it; empty where the model itself does."""
+        return self.name.rpartition(".")[0]
+
+    @property
     def first(self) -> Seen:
         """On the first rank that holds it."""
         return self.seen[min(self.seen)]

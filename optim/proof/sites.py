@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from ...parallel.interop.local import has_dtensors
-from ...parallel.mesh.registry import ProcessGroupRegistry
-from .differences import Differences, Digits
+from .differences import Differences
 from .explain import Explainer, Explanation, axes_of_factor
 from .findings import Cause
 from .forward_order import Site
 from .measured import Known, Measured, Seen
-from .objective import Losses, Objective
+from .objective import Losses
 from .ways import COPY, larger_axes
 
 _MOST = 24  # sites that are looked at
@@ -106,20 +105,19 @@ class Place:
 
 def first_wrong(
     model: nn.Module,
-    objective: Objective,
+    differences: Differences,
     events: Sequence[Site],
-    registry: ProcessGroupRegistry,
-    digits: Digits,
-    noise: float,
     split: Mapping[str, tuple[str, ...]],
 ) -> Place | None:
     """From the last of ``events`` backwards, the first site whose gradient is wrong. The same on all ranks.
 
     Args:
+        differences: Of the model's parameters.
         events: In forward order, the same on all ranks; ranks that lack a module have nothing there.
         split: By module, the axes that split its parameters.
     """
     events = events[-_MOST:]
+    objective, registry = differences.objective, differences.measured.registry
     with _added(model, events) as added:
         base: Losses = objective.differentiate()
         tensors, gradients, seen = dict[str, Tensor](), dict[str, Tensor | None](), dict[str, Seen]()
@@ -129,7 +127,7 @@ def first_wrong(
                 seen[str(site)] = Seen.of(one.value, one.zeros.grad, None, registry.topology)
                 one.zeros = tensors[str(site)]
         measured = Measured(tensors, gradients, seen, registry)
-        explainer = Explainer(Differences(objective, measured, base, digits, noise))
+        explainer = Explainer(Differences(objective, measured, base, differences.digits, differences.noise))
         right: Site | None = None
         for site in reversed(events):
             known = next((known for known in measured.known if known.name == str(site)), None)

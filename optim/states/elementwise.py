@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ...parallel.mesh.text import some
 from ...parallel.mesh.topology import Topology
 from ..norm.entries import ParameterEntry
 from ..step.several import parts_of
@@ -116,9 +117,8 @@ def check_whole(optimizer: torch.optim.Optimizer, entries: Iterable[ParameterEnt
 def _check_whole(optimizer: torch.optim.Optimizer, trained: Sequence[ParameterEntry], topology: Topology) -> None:
     split = [entry for entry in trained if topology.size(*entry.spec.sharded_axes) > 1]
     if split:
-        more = f" and {len(split) - 3} more" if len(split) > 3 else ""
-        names = ", ".join(f"{entry.name} ({entry.spec})" for entry in split[:3])
-        check_elementwise(optimizer, f"{names}{more} {'is' if len(split) == 1 else 'are'} split, so it gets pieces")
+        names = some((f"{entry.name} ({entry.spec})" for entry in split), 3)
+        check_elementwise(optimizer, f"{names} {'is' if len(split) == 1 else 'are'} split, so it gets pieces")
     named = {axis for entry in trained for axis in (*dict(entry.spec.owned), *dict(entry.spec.tied))}
     if topology.size(*{*topology.pipe_axes, *named}) > 1:
         check_each_alone(optimizer, "ranks hold different parameters")
@@ -140,6 +140,8 @@ def check_each_alone(optimizer: torch.optim.Optimizer, why: str) -> None:
 
 def _doubt(optimizer: torch.optim.Optimizer) -> str | None:
     """Why the optimizer may not be elementwise; None where it is."""
+    if getattr(optimizer, "asks_other_ranks", False):
+        return None  # it gets from them what its pieces lack
     said, name = getattr(optimizer, "elementwise", None), type(optimizer).__name__
     if said is not None:
         return None if said else f"{name} says elementwise = False"

@@ -37,19 +37,19 @@ class Saved:
     registry: ProcessGroupRegistry
     coordinates: Coordinates
 
-    def state_dict(self, skipped_steps: int) -> dict[str, Any]:
-        """The wrapped optimizer's, and under ``"meshstep"`` all else. Host reads: a few."""
+    def state_dict(self, counts: Mapping[str, int]) -> dict[str, Any]:
+        """The wrapped optimizer's, and under ``"meshstep"`` all else, ``counts`` of steps among it. Host reads: a few."""
         own = {
             "precision": self.precision.name,
             "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
             "weights": self.chain.state_dict(),
-            "skipped_steps": skipped_steps,
+            **counts,
             "coordinates": self.coordinates,
         }
         return {**self.optimizer.state_dict(), "meshstep": own}
 
-    def load(self, state: Mapping[str, Any]) -> int:
-        """Load what `state_dict` gave; returns the count of skipped steps.
+    def load(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Load what `state_dict` gave; returns what was under ``"meshstep"``, counts among it.
 
         Raises:
             ValueError: On every rank, when any rank's does not fit; everything is then as it was.
@@ -82,7 +82,7 @@ class Saved:
                 scale.load_state_dict(scale_backup)
             raise
         self.chain.publish()
-        return int((own or {}).get("skipped_steps", 0))
+        return own or {}
 
     def _load_weights(self, own: Mapping[str, Any] | None) -> None:
         """The last to be loaded, because masters are rounded into the model, which may have been loaded already."""

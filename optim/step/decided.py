@@ -72,7 +72,8 @@ def steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
     """Whether to step parts of what the param groups hold one after another is the same as to step all of it at once."""
     hooks = any(part._optimizer_step_pre_hooks or part._optimizer_step_post_hooks for part in parts_of(optimizer))
     late = any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups)
-    return steps_on_device(optimizer) and not hooks and not late
+    whole = any(getattr(part, "asks_other_ranks", False) for part in parts_of(optimizer))
+    return steps_on_device(optimizer) and not hooks and not late and not whole
 
 
 def only(optimizer: torch.optim.Optimizer, places: Sequence[Sequence[int]]) -> AbstractContextManager[None]:

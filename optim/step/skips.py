@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -154,8 +155,13 @@ class SkipMonitor:
         """Those of them that some rank refused. Host reads: one."""
         return int(self.counts[3])
 
-    def restore(self, total: int) -> None:
-        """Start again from ``total`` skipped steps and none in a row."""
+    def state_dict(self) -> dict[str, int]:
+        """What a run that is continued goes on counting. Host reads: one."""
+        total, _, _, vetoed, _ = map(int, self.counts.tolist())
+        return {"skipped_steps": total, "vetoed_steps": vetoed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Start again from there, with none in a row; what is missing, as older states lack vetoes, is 0."""
         self.counts.zero_()
-        self.counts[0] = total
+        self.counts[0], self.counts[3] = state.get("skipped_steps", 0), state.get("vetoed_steps", 0)
         self._step = 0

@@ -20,7 +20,8 @@ from .several import parts_of
 
 
 def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer takes ``grad_scale`` and ``found_inf`` tensors itself: Adam, AdamW, SGD, Adagrad, fused.
+    """Whether the optimizer takes ``grad_scale`` and ``found_inf`` tensors itself: Adam, AdamW, SGD, Adagrad, fused; and
+    those of `meshstep.optim.whole`.
 
     Not before its first step for a fused SGD with dampening: torch makes the first momentum buffer from the gradient
     alone and has no such buffer yet if that step is skipped on the device. And not for half-precision parameters on a CPU
@@ -28,6 +29,8 @@ def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """
     if (parts := parts_of(optimizer)) != [optimizer]:
         return all(map(steps_on_device, parts))
+    if getattr(optimizer, "asks_other_ranks", False):
+        return True
     fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
     groups = optimizer.param_groups
     if not fused or not all(group.get("fused") for group in groups):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..mesh.text import some
 from ..mesh.topology import Topology
 from .spec import P
 
@@ -101,7 +102,7 @@ def declare(module: nn.Module, rules: Mapping[str, P] | None = None) -> None:
         if not any(fnmatchcase(name, pattern) for name in params):
             raise ValueError(
                 f"rule {pattern!r} matches no parameter of {type(module).__name__}; "
-                f"its parameters are {_some(params) or 'none'}"
+                f"its parameters are {some(params) or 'none'}"
             )
     decided: dict[str, Annotation] = {}
     missing = []
@@ -120,7 +121,7 @@ def declare(module: nn.Module, rules: Mapping[str, P] | None = None) -> None:
         decided[name] = Annotation(spec, name, full_shape=full_shape)
     if missing:
         raise ValueError(
-            f"no rule says how {_some(missing)} is laid out; add a rule for it, P() meaning replicated on purpose"
+            f"no rule says how {some(missing)} is laid out; add a rule for it, P() meaning replicated on purpose"
         )
     for name, annotation in decided.items():
         setattr(params[name], ATTRIBUTE, annotation)
@@ -142,12 +143,6 @@ def _most_specific(name: str, rules: Mapping[str, P]) -> P | None:
 
 def _literal_characters(pattern: str) -> int:
     return sum(character not in "*?[]!" for character in pattern)
-
-
-def _some(names: Iterable[str], most: int = 5) -> str:
-    names = list(names)
-    shown = ", ".join(names[:most])
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def copy_annotation(source: Tensor, target: Tensor) -> None:

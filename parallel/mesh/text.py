@@ -1,8 +1,8 @@
-"""Tables and ranks as plain text."""
+"""Tables, ranks and names as plain text."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
@@ -39,3 +39,10 @@ def named_ranks(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank])
     return f"ranks {', '.join('-'.join(map(str, run)) for run in runs)}"
+
+
+def some(names: Iterable[str], most: int = 5) -> str:
+    """``a, b and 7 more``: the first ``most`` names, and how many are left out; empty of none."""
+    names = list(names)
+    shown = ", ".join(names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown

@@ -14,21 +14,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
 
-from dtensors import registry_of
-from meshstep.parallel import ProcessGroupRegistry
-from meshstep.testing import Proof, prove
 from mutants import mutated
-from proof_models import OF_TORCH, build, drawn_model
+from proof_models import drawn_model, proved
 from tqdm import tqdm
 from world import World
-
-
-def right_model(number: int) -> Proof:
-    """On one rank."""
-    drawn = drawn_model(number)
-    with registry_of(drawn.axes) if drawn.family in OF_TORCH else ProcessGroupRegistry(drawn.topology) as registry:
-        built = build(drawn, registry)
-        return prove(built.model, built.loss, registry)
 
 
 def main() -> None:
@@ -40,7 +29,7 @@ def main() -> None:
     world = World()
     alarms = [0, 0]
     for number in tqdm(range(options.start, options.start + options.right), desc="right models"):
-        proof = world.run(drawn_model(number).topology.world_size, right_model, number)[0]
+        proof = world.run(drawn_model(number).topology.world_size, proved, number)[0]
         alarms[0 if proof.right else 1] += 1
         if not proof.right:
             print(f"{drawn_model(number)}:\n{proof}\n")

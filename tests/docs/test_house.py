@@ -40,6 +40,7 @@ FLOORS: Mapping[str, tuple[frozenset[str], ...]] = {
         frozenset({"clip"}),
         frozenset({"step"}),
         frozenset({"states"}),
+        frozenset({"whole"}),
         frozenset({"setup", "options", "capture"}),
         frozenset({"facade"}),
         frozenset({"parallel_optimizer"}),
@@ -50,7 +51,11 @@ FLOORS: Mapping[str, tuple[frozenset[str], ...]] = {
     "testing": (frozenset({"*"}),),
 }
 # What examples and snippets import from.
-PUBLIC = {f"meshstep.{package}" for package in PACKAGES} | {"meshstep.parallel.launch", "meshstep.testing.strategies"}
+PUBLIC = {f"meshstep.{package}" for package in PACKAGES} | {
+    "meshstep.optim.whole",
+    "meshstep.parallel.launch",
+    "meshstep.testing.strategies",
+}
 LINES = 300
 
 Arrow = tuple[str, str]

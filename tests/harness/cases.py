@@ -126,6 +126,7 @@ def parameters_on(case: Case, registry: ProcessGroupRegistry) -> list[tuple[str,
 
 @st.composite
 def cases(draw: st.DrawFn, most_ranks: int = 8, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Case:
+    """A mesh of at most ``most_ranks``, and up to five parameters with gradients that fit it."""
     topology = draw(topologies(most_ranks))
     params = []
     for _ in range(draw(st.integers(1, 5))):

@@ -22,6 +22,7 @@ def content(value: Any) -> Any:
 
 
 def model_of(shape: int = 3, names: tuple[str, ...] = ("one", "two"), buffer: bool = True) -> nn.Module:
+    """Of linear layers with these names, and a buffer; the same at every call."""
     torch.manual_seed(1)
     model = nn.ModuleDict({name: nn.Linear(shape, 2) for name in names})
     if buffer:
@@ -32,6 +33,7 @@ def model_of(shape: int = 3, names: tuple[str, ...] = ("one", "two"), buffer: bo
 def optimizer_of(
     model: nn.Module, groups: Callable[[nn.Module], Any] = nn.Module.parameters, precision: Any = "fp32", **options: Any
 ) -> ParallelOptimizer:
+    """On one rank, over the model's param groups as ``groups`` makes them; ``kind=``: of torch's optimizer."""
     kind = options.pop("kind", torch.optim.AdamW)
     if precision != "fp32":
         model.bfloat16()

@@ -302,6 +302,7 @@ _OFTEN = [
 
 
 def setting_of(rng: random.Random) -> Setting:
+    """The next one that ``rng`` draws."""
     return Setting(
         layout=rng.choice(sorted(LAYOUTS) + _OFTEN),
         states=rng.choice(["whole", "overlap", "zero1", "zero2"]),
@@ -347,5 +348,6 @@ CASES = st.integers(0, 2**32 - 1).map(case_of)
 
 
 def data_ranks(setting: Setting) -> int:
+    """How many ranks see other samples."""
     topology = setting.at.topology
     return prod(topology.size(axis) for axis in topology.data_axes)

@@ -45,6 +45,7 @@ def assert_same_parameters(module: nn.Module, dense: nn.Module, registry: Proces
 
 
 def assert_same_grads(module: nn.Module, dense: nn.Module, registry: ProcessGroupRegistry) -> None:
+    """Of a parallel module, put together from all ranks, and of the dense one."""
     expected = dict(dense.named_parameters())
     for name, param in module.named_parameters():
         grad = expected[name].grad

@@ -43,6 +43,7 @@ class LocalOperations(TorchDispatchMode):
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
+    """In float64, the same at every call."""
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 

@@ -123,4 +123,5 @@ def flip(tensor: Tensor, bit: int, element: int = 0) -> None:
 
 
 def bits_of(tensors: list[Tensor]) -> bytes:
+    """All their bits, one after the other."""
     return b"".join(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)

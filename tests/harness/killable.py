@@ -90,6 +90,7 @@ class Model(nn.Module):
 
 
 def train(plan: Plan) -> None:
+    """What the plan says, on this rank of a world of processes that may be killed."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     if dist.is_torchelastic_launched():
@@ -130,6 +131,7 @@ def train(plan: Plan) -> None:
 
 
 def one_step(step: int, model: nn.Module, optimizer: ParallelOptimizer, registry: ProcessGroupRegistry) -> float:
+    """The loss of a batch, of which every data rank has a part."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(16, 6, generator=generator)
     y = torch.sin(3 * x[:, :4])
@@ -155,11 +157,13 @@ def arm(plan: Plan, rank: int) -> None:
 
 
 def stop(plan: Plan) -> None:
+    """Say that this rank has come here, and wait to be killed."""
     plan.mark.touch()
     time.sleep(600)
 
 
 def die_unless_started_for_the_third_time(plan: Plan) -> None:
+    """By a signal, as from outside; says so by a file."""
     count = os.environ["TORCHELASTIC_RESTART_COUNT"]
     if count != "2":
         (Path(plan.directory) / f"died-{count}").touch()
@@ -173,6 +177,7 @@ def start_in_fork(plan: Plan, rank: int, size: int) -> None:
 
 
 def encoded(plan: Plan) -> str:
+    """As the argument of a process."""
     return json.dumps(asdict(plan))
 
 

@@ -15,8 +15,6 @@ from typing import Any, Literal
 from unittest import mock
 
 import torch
-from dtensors import registry_of
-from meshstep.optim.proof.prove import prove
 from meshstep.parallel import P, ProcessGroupRegistry, annotate, gather_objects, spec_of
 from meshstep.parallel.interop.local import has_dtensors, local_gradients
 from meshstep.parallel.mesh import collectives
@@ -29,8 +27,9 @@ from meshstep.parallel.mesh.linear_maps import (
     own_slice,
     reduce_scatter,
 )
-from proof_models import OF_TORCH, Built, Drawn, Stage, build, drawn_model
-from torch import Tensor, nn
+from meshstep.testing import prove
+from proof_models import OF_TORCH, Built, Drawn, Stage, build, drawn_model, registry_for
+from torch import Tensor
 from torch.nn import functional as F
 
 Kind = Literal[
@@ -80,7 +79,7 @@ def mutated(number: int) -> Outcome | None:
     """On every rank of ``drawn_model(number).topology``: the outcome, the same on all."""
     drawn = drawn_model(number)
     rng = random.Random(f"mutant {number}")
-    with _registry(drawn) as registry:
+    with registry_for(drawn) as registry:
         built = build(drawn, registry)
         kind = rng.choice([name for name, make in _KINDS.items() for _ in range(make.often(drawn))])
         try:
@@ -103,12 +102,6 @@ def mutated(number: int) -> Outcome | None:
             proof.forwards,
             f"{truth.what}: wrong are {sorted(truth.wrong)}, because {truth.causes} over {truth.axes}\n{proof}",
         )
-
-
-@contextmanager
-def _registry(drawn: Drawn) -> Iterator[ProcessGroupRegistry]:
-    with registry_of(drawn.axes) if drawn.family in OF_TORCH else ProcessGroupRegistry(drawn.topology) as registry:
-        yield registry
 
 
 # The truth about a backward -----------------------------------------------------------------------------------------------
@@ -457,4 +450,3 @@ _KINDS: dict[str, _Make] = {
         ("stage's gradient", _stage_gradient, ("pipe",), 3),
     )
 }
-__all__ = ["Outcome", "mutated", "nn"]

@@ -28,6 +28,7 @@ def adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
 
 
 def momentum_sgd(params: Any) -> torch.optim.Optimizer:
+    """Fused, with momentum."""
     return torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True)
 
 
@@ -64,6 +65,7 @@ def optimizer_of(bases: list[float]) -> torch.optim.Optimizer:
 
 
 def rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    """Of all param groups."""
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 

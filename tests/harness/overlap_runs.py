@@ -86,6 +86,7 @@ def train_replicas(ranks: int, mode: str, how: str, overlap: bool, exchange: Any
 def make_optimizer(
     model: nn.Module, registry: ProcessGroupRegistry, reduce: Reduce, mode: str, how: str
 ) -> ParallelOptimizer:
+    """In the precision ``mode``, used as ``how`` says; ``added``: the head's parameters are left for later."""
     params = [param for name, param in model.named_parameters() if how != "added" or not name.startswith("head")]
     return ParallelOptimizer(
         adamw(params),

@@ -110,6 +110,8 @@ def batch(step: int, data_ranks: int = 1) -> tuple[Tensor, Tensor]:
 
 
 class Block(nn.Module):
+    """x + down(tanh(up(x))), split over ``tensor``."""
+
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()
         self.up = ColumnParallelLinear(WIDTH, HIDDEN, registry)

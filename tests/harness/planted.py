@@ -144,7 +144,7 @@ class Planted(nn.Module):
             if layout.holds(name, rank):
                 local = layout.local(start(layout.key(name, rank)), name, rank).to(dtype)
                 self.register_parameter(name, nn.Parameter(local))
-                annotate(self.get_parameter(name), layout.spec(name), name)
+                annotate(self.get_parameter(name), layout.spec(name), name, full_shape=SHAPES[name])
 
     def forward(self, step: int, micro: int = 0) -> Tensor:
         total = torch.zeros((), dtype=torch.float64)

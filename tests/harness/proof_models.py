@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from dtensors import registry_of
 from grid_models import VOCABULARY, Lm
 from meshstep.parallel import (
     ColumnParallelLinear,
@@ -28,6 +29,7 @@ from meshstep.parallel import (
     spec_of,
     vocab_parallel_cross_entropy,
 )
+from meshstep.testing import Proof, prove
 from torch import Tensor, nn
 
 Loss = Callable[[Any], Tensor | None]
@@ -75,7 +77,7 @@ _MESHES: dict[str, list[tuple[tuple[str, int], ...]]] = {
     "FSDP2": [(("data", 2),), (("data", 2), ("tensor", 2)), (("data", 3),)],
 }
 _OFTEN = ["1-D", "1-D", "sequence", "2-D", "experts", "pipe", "DTensor", "2-D", "sequence"]
-OF_TORCH = ("DTensor", "FSDP2")  # whose meshes torch remembers: see `dtensors.registry_of`
+OF_TORCH = ("DTensor", "FSDP2")  # whose meshes torch remembers
 
 
 def drawn_model(number: int) -> Drawn:
@@ -107,6 +109,19 @@ def build(drawn: Drawn, registry: ProcessGroupRegistry) -> Built:
         _train(built.model, registry)
     torch.manual_seed(drawn.seed)
     return built
+
+
+def registry_for(drawn: Drawn) -> ProcessGroupRegistry:
+    """Of its mesh; one that torch doesn't take for another one, where it remembers them."""
+    return registry_of(drawn.axes) if drawn.family in OF_TORCH else ProcessGroupRegistry(drawn.topology)
+
+
+def proved(number: int) -> Proof:
+    """What `prove` says of model ``number``, which is right: on every rank of its topology."""
+    drawn = drawn_model(number)
+    with registry_for(drawn) as registry:
+        built = build(drawn, registry)
+        return prove(built.model, built.loss, registry)
 
 
 def _train(model: nn.Module, registry: ProcessGroupRegistry) -> None:

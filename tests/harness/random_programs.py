@@ -83,6 +83,7 @@ class Drawn:
 
 
 def drawn_of(number: int) -> Drawn:
+    """Program ``number``, the same everywhere."""
     rng = random.Random(number)
     while True:
         kinds = rng.sample([*_SIZES, "grid"], rng.randint(1, 4))
@@ -139,6 +140,8 @@ class Split2D(nn.Module):
 
 
 class Words2D(nn.Module):
+    """The sum of a 2-D table's first rows, scaled."""
+
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()
         self.table = Embedding2D(WIDTH, WIDTH, registry)
@@ -237,6 +240,7 @@ class _Plain(nn.Module):
 
 
 def options_of(drawn: Drawn) -> dict[str, Any]:
+    """Arguments of `ParallelOptimizer` that go together, the same on all ranks."""
     rng, topology = drawn.rng("options"), drawn.topology
     norm_type = rng.choice([1.0, 2.0, 2.0, inf])
     options: dict[str, Any] = {

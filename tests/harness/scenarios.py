@@ -45,6 +45,8 @@ def batch(step: int) -> Tensor:
 
 
 class Tensor1D(nn.Module):
+    """ids [batch, token] -> loss, split over ``tensor``, its sequence too where asked."""
+
     def __init__(self, registry: ProcessGroupRegistry, dtype: torch.dtype, sequence: bool) -> None:
         super().__init__()
         self.registry, self.sequence = registry, sequence
@@ -64,6 +66,7 @@ class Tensor1D(nn.Module):
 
 
 def dense_1d(p: Full, ids: Tensor) -> Tensor:
+    """The loss of `Tensor1D` from full parameters."""
     x = F.layer_norm(p["emb.weight"][ids[:, :-1]], (WIDTH,), p["norm.weight"], p["norm.bias"])
     x = F.linear(F.gelu(F.linear(x, p["up.weight"], p["up.bias"])), p["down.weight"], p["down.bias"])
     return F.cross_entropy(F.linear(x, p["head.weight"], p["head.bias"]).flatten(0, 1), ids[:, 1:].flatten())
@@ -73,6 +76,8 @@ def dense_1d(p: Full, ids: Tensor) -> Tensor:
 
 
 class Tensor2D(nn.Module):
+    """ids [batch, token] -> loss, in blocks over ``row`` and ``col``."""
+
     def __init__(self, registry: ProcessGroupRegistry, dtype: torch.dtype, bias: Any) -> None:
         super().__init__()
         self.registry = registry
@@ -90,6 +95,7 @@ class Tensor2D(nn.Module):
 
 
 def dense_2d(p: Full, ids: Tensor) -> Tensor:
+    """The loss of `Tensor2D` from full parameters."""
     x = F.gelu(p["table"][ids[:, :-1]] @ p["up.weight"] + p["up.bias"])
     x = F.layer_norm(x, (HIDDEN,), p["norm.weight"], p["norm.bias"]) @ p["head.weight"] + p["head.bias"]
     return F.cross_entropy(x.flatten(0, 1), ids[:, 1:].flatten())
@@ -99,6 +105,8 @@ def dense_2d(p: Full, ids: Tensor) -> Tensor:
 
 
 class Stage(nn.Module):
+    """The first or the last half of a model whose embedding and classifier are one table."""
+
     def __init__(self, registry: ProcessGroupRegistry, dtype: torch.dtype) -> None:
         super().__init__()
         self.registry, self.first = registry, registry.coordinate["pipe"] == 0
@@ -129,6 +137,7 @@ class Stage(nn.Module):
 
 
 def dense_pipe(p: Full, ids: Tensor) -> Tensor:
+    """The loss of both stages from full parameters."""
     x = torch.tanh(torch.tanh(p["tied"][ids[:, :-1]] @ p["0:layer"]) @ p["1:layer"]) @ p["tied"].t()
     return F.cross_entropy(x.flatten(0, 1), ids[:, 1:].flatten())
 
@@ -170,6 +179,7 @@ SCENARIOS = {
 
 
 def build(scenario: Scenario, registry: ProcessGroupRegistry, dtype: torch.dtype) -> nn.Module | None:
+    """This rank's model; None where it has none."""
     torch.manual_seed(11)
     kind = scenario.kind
     if kind in ("column", "all", "row0"):
@@ -185,6 +195,7 @@ def build(scenario: Scenario, registry: ProcessGroupRegistry, dtype: torch.dtype
 
 
 def backward(scenario: Scenario, model: nn.Module | None, optimizer: ParallelOptimizer, ids: Tensor) -> None:
+    """This rank's part of one micro-batch, as the scenario has it."""
     registry = optimizer.registry
     if "data" in dict(scenario.axes) and scenario.kind != "idle":
         ids = shard(ids, P("data"), registry)
@@ -195,6 +206,7 @@ def backward(scenario: Scenario, model: nn.Module | None, optimizer: ParallelOpt
 
 
 def dense_loss(scenario: Scenario, params: Full, ids: Tensor) -> Tensor:
+    """Of the whole batch; half of it where one of two data ranks idles."""
     loss = scenario.dense(params, ids)
     return loss / 2 if scenario.kind == "idle" else loss
 

@@ -18,6 +18,8 @@ RULES = {"norm.*": P(partial="tensor"), "*": P()}
 
 
 class Block(nn.Module):
+    """down(gelu(up(norm(x))))."""
+
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6)
@@ -28,6 +30,7 @@ class Block(nn.Module):
 
 
 def parallel_block(registry: ProcessGroupRegistry) -> Block:
+    """Split over ``tensor`` by torch's own styles, the norm along the sequence."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -50,6 +53,7 @@ def parallel_block(registry: ProcessGroupRegistry) -> Block:
 def train_block(
     axes: Axes, functional: bool, options: dict[str, Any], rules: dict[str, P] = RULES
 ) -> tuple[list[float], list[Tensor]]:
+    """(norms, full parameters) of five steps on ``axes``."""
     with registry_of(axes) as registry:
         block = parallel_block(registry)
         declare(block, rules)
@@ -77,6 +81,7 @@ def train_block(
 
 
 def dense_block() -> tuple[list[float], list[Tensor]]:
+    """What `train_block` is to give, of one process."""
     torch.manual_seed(2)
     block = Block().double()
     optimizer = torch.optim.SGD(block.parameters(), lr=0.5)
@@ -90,6 +95,7 @@ def dense_block() -> tuple[list[float], list[Tensor]]:
 
 
 def assert_trained(found: tuple[list[float], list[Tensor]]) -> None:
+    """What `train_block` gave is what one process does."""
     norms, params = dense_block()
     assert found[0] == pytest.approx(norms, rel=1e-9)
     for one, other in zip(found[1], params, strict=True):

@@ -71,6 +71,7 @@ TOLERANCE = {
 
 
 def topology_of(layout: str) -> Topology:
+    """Of a row of the table."""
     return Topology() if layout == "one process" else Topology.parse(layout)
 
 
@@ -78,6 +79,8 @@ def topology_of(layout: str) -> Topology:
 
 
 class Block(nn.Module):
+    """x + down(tanh(up(norm(x)))), split as the mesh's axes say."""
+
     def __init__(self, registry: ProcessGroupRegistry) -> None:
         super().__init__()
         axes = registry.topology.axes
@@ -115,6 +118,7 @@ class Blocks(nn.Module):
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Of a step: x [batch, width] and classes [batch], the same on all ranks."""
     generator = torch.Generator().manual_seed(40 + step)
     x = torch.randn(BATCH, WIDTH, generator=generator)
     return x, x.flip(1).argmax(1)
@@ -173,6 +177,7 @@ def differences(run: Run, reference: Run, mode: str) -> list[str]:
 
 
 def run_cell(registry: ProcessGroupRegistry, form: str, mode: str) -> Run:
+    """Some steps with `Booster`; of what is refused, the words."""
     model: nn.Module = Blocks(registry)
     sgd = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, fused=True)
     try:
@@ -194,6 +199,7 @@ def run_cell(registry: ProcessGroupRegistry, form: str, mode: str) -> Run:
 
 
 def local_batch(step: int, registry: ProcessGroupRegistry) -> tuple[Tensor, Tensor]:
+    """This rank's part of `batch`."""
     axes = registry.topology.axes
     rows = (*registry.topology.data_axes, *(axis for axis in axes if axis == "row"))
     x, y = batch(step)

@@ -100,10 +100,12 @@ class Net(nn.Module):
 
 
 def wrapper(registry: ProcessGroupRegistry) -> Wrap:
+    """Puts a torch optimizer into a `ParallelOptimizer` on this mesh."""
     return lambda plain: ParallelOptimizer(plain, registry)
 
 
 def train(model: Net, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    """Steps ``first`` to ``last`` - 1."""
     for step in range(first, last):
         optimizer.zero_grad()
         model.loss(step).backward()

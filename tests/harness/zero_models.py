@@ -72,6 +72,7 @@ def inputs(step: int, rank: int) -> Tensor:
 def odd_steps(
     model: Odd, optimizer: ParallelOptimizer, registry: ProcessGroupRegistry, steps: range, first_rank_uses: bool = True
 ) -> None:
+    """Some training. ``sometimes`` is used on data rank 0 alone, or everywhere if not ``first_rank_uses``."""
     dtype = model.gain.dtype
     for step in steps:
         optimizer.zero_grad()

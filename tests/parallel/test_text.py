@@ -1,11 +1,11 @@
-"""Columns of a text table stand under each other."""
+"""Columns of a text table stand under each other; of many names the first ones are shown."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from meshstep.parallel.mesh.text import aligned
+from meshstep.parallel.mesh.text import aligned, some
 
 CELLS = st.text("abc", min_size=1, max_size=5)
 
@@ -27,3 +27,15 @@ def test_no_rows_make_no_lines_and_uneven_rows_no_table() -> None:
     assert aligned([]) == []
     with pytest.raises(ValueError, match="shorter"):
         aligned([("a", "b"), ("a",)])
+
+
+@given(st.lists(CELLS, max_size=8), st.integers(1, 8))
+def test_what_is_left_out_of_a_list_is_counted(names: list[str], most: int) -> None:
+    shown, _, more = some(names, most).partition(" and ")
+    assert shown == ", ".join(names[:most])
+    assert more == (f"{len(names) - most} more" if len(names) > most else "")
+
+
+def test_five_names_are_shown() -> None:
+    assert some("abcde") == "a, b, c, d, e"
+    assert some("abcdef") == "a, b, c, d, e and 1 more"

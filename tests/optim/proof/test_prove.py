@@ -4,32 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from dtensors import registry_of
+from meshstep.optim.proof import examination
+from meshstep.optim.proof.forward_order import ForwardOrder
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, copy_to, declare, reduce_from
 from meshstep.testing import Proof, prove
 from mutants import Outcome, mutated
-from proof_models import OF_TORCH, build, drawn_model
+from proof_models import drawn_model, proved
 from torch import Tensor, nn
 from torch.nn import functional as F
 from world import World, WorldError
-
-
-def _proved(number: int) -> Proof:
-    drawn = drawn_model(number)
-    with registry_of(drawn.axes) if drawn.family in OF_TORCH else ProcessGroupRegistry(drawn.topology) as registry:
-        built = build(drawn, registry)
-        return prove(built.model, built.loss, registry)
-
 
 # Drawn once: tests/benchmarks/mutants.py draws others, and as many as one likes.
 RIGHT, WRONG = range(9000, 9016), range(9000, 9036)
 
 
 def test_nothing_is_found_in_right_models(world: World) -> None:
-    proofs = world.run_each(_proved, [(drawn_model(number).topology.world_size, (number,)) for number in RIGHT])
+    proofs = world.run_each(proved, [(drawn_model(number).topology.world_size, (number,)) for number in RIGHT])
     for number, (first, *others) in zip(RIGHT, proofs, strict=True):
         assert first.right, f"{drawn_model(number)}: {first}"
         assert first.proved
@@ -97,6 +91,20 @@ def test_a_right_model_costs_few_forwards(world: World) -> None:
     assert proof.forwards <= 7  # with the backward; two for rounding; two sizes of effects
     assert str(proof) == f"7 parameters are right, in {proof.forwards} forwards"
     proof.check()
+
+
+def _net_asked_for_its_order() -> list[int]:
+    """How often the order of modules is gathered, for a right model and for a wrong one."""
+    made = []
+    for change in (None, _slightly_off):
+        with mock.patch.object(examination, "ForwardOrder", side_effect=ForwardOrder) as order:
+            _net(change)
+        made.append(order.call_count)
+    return made
+
+
+def test_the_order_of_modules_is_gathered_only_where_something_is_wrong(world: World) -> None:
+    assert world.run(4, _net_asked_for_its_order) == [[0, 1]] * 4
 
 
 def _detached(net: Net) -> None:

@@ -26,7 +26,7 @@ from meshstep.parallel.interop.local import local_parameter
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as torch_lr
 from torch.utils.data import TensorDataset
-from world import World
+from world import World, WorldError
 
 MODES: tuple[Any, ...] = (None, "ddp", "zero1", "zero2", "fsdp")
 IN, HIDDEN, CLASSES = 16, 64, 16
@@ -274,3 +274,48 @@ def test_a_run_continues_from_where_it_was_saved(mode: Any, world: World, tmp_pa
     ):
         assert done == 6
         assert torch.equal(weights, resumed)
+
+
+# Options that are passed on -------------------------------------------------------------------------------------------
+
+
+def vetoed(mode: Any) -> tuple[list[bool], int, int]:
+    """Whether each of three steps moved weights, rank 1 refusing the second; vetoed steps; how often it was asked."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        asked: list[int] = []
+
+        def commit() -> bool:
+            asked.append(len(asked))
+            return registry.global_rank == 0 or asked[-1] != 1
+
+        model = make_model(registry)
+        booster = Booster("bf16", registry, mode, max_norm=0.5, accumulation_steps=2, commit=commit)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        model, optimizer, criterion, _, _ = booster.boost(model, sgd, nn.CrossEntropyLoss())
+        moved = []
+        for x, y in zip(*(part.split(16) for part in samples(48)), strict=True):
+            before = [local_parameter(param).clone() for param in model.parameters()]
+            optimizer.zero_grad()
+            for micro in range(2):
+                at = 2 * micro + registry.rank("data")
+                booster.backward(criterion(model(x.chunk(4)[at]), y.chunk(4)[at]), optimizer)
+                optimizer.step()
+            pairs = zip(model.parameters(), before, strict=True)
+            moved.append(any(not torch.equal(local_parameter(param), was) for param, was in pairs))
+        return moved, optimizer.vetoed_steps, len(asked)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_veto_skips_the_step_in_every_form(world: World, mode: Any) -> None:
+    assert world.run(2, vetoed, mode) == [([True, False, True], 1, 3)] * 2
+
+
+def test_a_veto_that_can_not_be_asked_for_is_refused_on_every_rank(world: World) -> None:
+    with pytest.raises(WorldError, match=r"(?s)2 of 2 ranks failed.*commit=False: give a function without arguments"):
+        world.run(2, boosted_with, False)
+
+
+def boosted_with(commit: Any) -> None:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        model = make_model(registry)
+        Booster("fp32", registry, commit=commit).boost(model, torch.optim.SGD(model.parameters(), lr=0.05))

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from flips import Run, bits_of
-from meshstep.optim import GradStats, HoldOnSkip, MultiStepLR, ParallelOptimizer
+from meshstep.optim import (
+    GradStats,
+    HoldOnSkip,
+    MultiStepLR,
+    ParallelOptimizer,
+    TorchStates,
+    load_checkpoint,
+    save_checkpoint,
+)
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from probes import collectives, no_host_reads
 from torch import Tensor, nn
@@ -120,6 +129,51 @@ def raising(what: str) -> tuple[str, list[float], int]:
 )
 def test_what_it_raises_is_a_veto_to_the_others_who_go_on(world: World, what: str, told: str) -> None:
     assert world.run(2, raising, what) == [("", [0, 1, 0], 1), (told, [0, 1, 0], 1)]
+
+
+def continued(way: str, path: Path) -> list[tuple[int, int]]:
+    """(skipped, vetoed) steps of a run, of another one that goes on from its state, and one vetoed step later."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+
+        def run_of_vetoes() -> Run:
+            run = Run(
+                "fp16 masters",
+                registry,
+                every=None,
+                commit=lambda: registry.global_rank == 0 or run.steps % 2 == 0,  # the 1st is refused, the 3rd, the 5th
+            )
+            return run
+
+        first, other = run_of_vetoes(), run_of_vetoes()
+        for step in range(5):
+            first.step(1e9 if step == 3 else 1.0)
+        if way == "checkpoint":
+            save_checkpoint(path, first.model, first.optimizer)
+            load_checkpoint(path, other.model, other.optimizer)
+        elif way == "torch's states":
+            TorchStates(other.optimizer).load_state_dict(TorchStates(first.optimizer).state_dict())
+        elif way == "copy":
+            other.optimizer = copy.deepcopy(first.optimizer)
+        else:
+            state = first.optimizer.state_dict()
+            if way == "older state":
+                del state["meshstep"]["vetoed_steps"]
+            other.optimizer.load_state_dict(state)
+        counts = [(run.optimizer.skipped_steps, run.optimizer.vetoed_steps) for run in (first, other)]
+        if way != "copy":  # whose parameters are others than the model's
+            other.step()
+            counts.append((other.optimizer.skipped_steps, other.optimizer.vetoed_steps))
+        return counts
+
+
+@pytest.mark.parametrize("way", ["state", "checkpoint", "torch's states", "copy"])
+def test_vetoes_are_counted_on_where_a_run_goes_on(world: World, tmp_path: Path, way: str) -> None:
+    for counts in world.run(2, continued, way, tmp_path):
+        assert counts == [(4, 3), (4, 3), (5, 4)][: len(counts)]
+
+
+def test_a_state_from_before_vetoes_were_counted_has_none(world: World, tmp_path: Path) -> None:
+    assert world.run(2, continued, "older state", tmp_path) == [[(4, 3), (4, 0), (5, 1)]] * 2
 
 
 def counted(kind: str) -> list[Any]:

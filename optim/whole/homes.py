@@ -1,0 +1,130 @@
+"""Matrices computed whole at one rank each: pieces travel to their home, and the results back to all that have pieces.
+
+A home is one of the ranks that have some of the matrix, chosen so that all have about the same to compute. Which elements
+travel where is settled once, by arithmetic that is the same on all ranks; a step packs, exchanges and unpacks. Matrices
+go in rounds, so that one round computes while the next one travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ...parallel.layout.pieces import Box, Shape
+from .layout import LogicalTensor
+from .rounds import Compute, Matrix, Round
+from .tensors import WholeTensors, narrowed
+
+ROUND_BYTES = 64 * 2**20
+
+
+class Homes:
+    """Where each matrix is computed, and the exchanges around it.
+
+    Args:
+        tensors: The logical tensors.
+        boxes: For a logical tensor the parts of it that are computed each by itself; none where none is. They tile it.
+        cost: About how long a matrix of a shape takes, in any unit.
+        lists: How many tensors of each matrix travel to its home.
+        dtype: Of what travels, there and back; None: the tensor's.
+        round_bytes: Of whole matrices at one home in one round, at most, where one matrix is not larger.
+
+    Attributes:
+        own: The matrices whose home this rank is.
+    Collectives: none.
+    """
+
+    def __init__(
+        self,
+        tensors: WholeTensors,
+        boxes: Callable[[LogicalTensor], Sequence[Box]],
+        cost: Callable[[Shape], float],
+        lists: int = 1,
+        dtype: torch.dtype | None = None,
+        round_bytes: int = ROUND_BYTES,
+    ) -> None:
+        self.tensors, self.lists = tensors, lists
+        load: dict[int, float] = {}
+        by_ranks: dict[tuple[int, ...], list[Matrix]] = {}
+        parts = [
+            (tensor, number, box) for tensor in tensors.everything.values() for number, box in enumerate(boxes(tensor))
+        ]
+        for tensor, number, box in sorted(parts, key=lambda part: (-cost(part[2].sizes), part[0].name, part[1])):
+            holders = {rank: held for rank in tensor.ranks if (held := _common(tensor.held[rank], box))}
+            home = min(holders, key=lambda rank: (load.get(rank, 0.0), rank))
+            load[home] = load.get(home, 0.0) + cost(box.sizes)
+            sources = {r: s for r, spoken in tensor.sources(home).items() if (s := _common(spoken, box))}
+            by_ranks.setdefault(tensor.ranks, []).append(Matrix(tensor, number, box, home, sources, holders))
+        self.load = load
+        self._rounds = [
+            Round(tensors, ranks, matrices, lists, dtype or matrices[0].tensor.dtype)
+            for ranks in sorted(by_ranks)
+            if tensors.rank in ranks
+            for matrices in _rounds(by_ranks[ranks], lists, round_bytes)
+        ]
+        self.own = [matrix for one in self._rounds for matrix in one.own]
+
+    def map(self, values: Sequence[Mapping[int, Tensor]], compute: Compute) -> dict[int, Tensor]:
+        """``compute`` of each matrix at its home; the results, as pieces, by position.
+
+        Args:
+            values: For each list by position a contiguous tensor of the piece's shape, of the dtype that travels.
+            compute: Called at home alone, for each of `own`.
+        Returns:
+            By position the piece of the result: the same bits on all ranks that have copies.
+        Collectives: for each round two all-to-alls of the ranks that share its tensors (one where every home has all that
+        it needs, none where nobody else has any). Host reads: none. Memory: three rounds of whole matrices at most.
+        """
+        if self.tensors.registry is None:
+            return self._alone(values, compute)
+        results: dict[int, Tensor] = {}
+        returning: list[Callable[[], None]] = []
+        arriving = self._rounds[0].send(values) if self._rounds else None
+        for index, one in enumerate(self._rounds):
+            arrived, arriving = arriving, None
+            if index + 1 < len(self._rounds):
+                arriving = self._rounds[index + 1].send(values)
+            assert arrived is not None
+            returning.append(one.send_back(arrived(), compute, values, results))
+            if len(returning) > 1:
+                returning.pop(0)()
+        for finish in returning:
+            finish()
+        return results
+
+    def _alone(self, values: Sequence[Mapping[int, Tensor]], compute: Compute) -> dict[int, Tensor]:
+        """On one rank, where some parameters may not be stepped."""
+        results = {position: torch.empty_like(value) for position, value in values[0].items()}
+        for matrix in self.own:
+            (position,) = self.tensors.positions(matrix.tensor)
+            if position in results:
+                wholes = [narrowed(of_list[position], matrix.box) for of_list in values]
+                narrowed(results[position], matrix.box).copy_(compute(matrix, wholes))
+        return results
+
+
+def _common(held: Sequence[Box], box: Box) -> list[Box]:
+    return [one.common(box) for one in held if one.overlaps(box)]
+
+
+def _rounds(matrices: Sequence[Matrix], lists: int, round_bytes: int) -> list[list[Matrix]]:
+    """In each round every home has about as much."""
+    rounds: list[list[Matrix]] = []
+    filled: dict[int, tuple[int, int]] = {}  # by home: its round, the bytes there
+    for matrix in matrices:
+        numbytes = prod(matrix.shape) * matrix.tensor.dtype.itemsize * lists
+        index, held = filled.get(matrix.home, (0, 0))
+        if held and held + numbytes > round_bytes:
+            index, held = index + 1, 0
+        filled[matrix.home] = index, held + numbytes
+        while len(rounds) <= index:
+            rounds.append([])
+        rounds[index].append(matrix)
+    return [
+        [matrix for matrix in one if matrix.tensor.dtype == dtype]
+        for one in rounds
+        for dtype in sorted({matrix.tensor.dtype for matrix in one}, key=str)
+    ]

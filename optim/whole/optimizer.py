@@ -1,0 +1,206 @@
+"""The base of optimizers that need whole tensors: a torch optimizer whose update asks other ranks for what it lacks.
+
+An optimizer says how a step makes new values from old ones (`WholeOptimizer.updates`), in terms of `WholeTensors`, and is
+the same on one rank and on many: alone, each parameter is whole. `meshstep.optim.ParallelOptimizer` binds it to what it
+steps.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...parallel.layout.pieces import Region
+from ...parallel.layout.spec import P
+from ...parallel.mesh.agreement import on_all_ranks
+from ...parallel.mesh.registry import ProcessGroupRegistry
+from ..states.pieces import named_params_of
+from .tensors import WholeTensors
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a position of the param groups is of the model.
+
+    Args:
+        name: The logical tensor's, unique in the model.
+        given: The name that the parameter has on this rank.
+        piece: What is stepped.
+        region: Which part of the logical tensor that is.
+        spec: The parameter's layout.
+        trained: Not frozen.
+    """
+
+    name: str
+    given: str | None
+    piece: Tensor
+    region: Region | None
+    spec: P
+    trained: bool = True
+
+
+@dataclass
+class Slot:
+    """A position of the param groups in one step.
+
+    Args:
+        position: In the param groups, counted through.
+        param, grad: Of the piece's shape; contiguous. The gradient is unscaled.
+        state: The optimizer's of this piece. Not to be written to: `Update` says what it becomes.
+        group: The param group.
+        step: How many steps there will have been after this one, 0-dim float64, on the device.
+    """
+
+    position: int
+    param: Tensor
+    grad: Tensor
+    state: dict[str, Any]
+    group: dict[str, Any]
+    step: Tensor
+
+
+class Update(NamedTuple):
+    """What a step makes of a position: the parameter's new values, and those of the state's tensors that change."""
+
+    slot: Slot
+    param: Tensor
+    state: Mapping[str, Tensor]
+
+
+class WholeOptimizer(torch.optim.Optimizer):
+    """A torch optimizer that sees logical tensors.
+
+    Used alone, each parameter is whole. Under `ParallelOptimizer` it gets pieces, and a parameter that has no gradient on
+    this rank counts as one of zeros: other ranks may have one. An overflow is decided on the device; nothing changes then.
+
+    Attributes:
+        tensors: What it may ask of the logical tensors.
+        whole_states: The names of the states that belong to logical tensors, not to pieces: the same on all ranks that have
+            them.
+        kept: The names of a subclass's own attributes, which a copy has too.
+    """
+
+    asks_other_ranks = True
+    _step_supports_amp_scaling = True
+    whole_states: ClassVar[frozenset[str]] = frozenset()
+    kept: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self._tensors: WholeTensors | None = None
+        self._frozen: set[int] = set()
+        super().__init__(params, defaults)
+
+    # For subclasses -------------------------------------------------------------------------------------------------
+
+    def said_of(self, name: str | None, shape: tuple[int, ...], group: Mapping[str, Any], spec: P | None) -> Any:
+        """What all ranks that have some of a parameter must say alike of it, and what its logical tensor has as ``said``.
+
+        Args:
+            name: None where the optimizer was given none.
+            shape: Of the logical tensor.
+        """
+        return None
+
+    @abstractmethod
+    def initial(self, slot: Slot) -> dict[str, Any]:
+        """The state of a position before its first step. Collectives: none."""
+
+    @abstractmethod
+    def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
+        """One step: the formula. Collectives: the same on all ranks, whatever this one has; host reads: none."""
+
+    # Binding --------------------------------------------------------------------------------------------------------
+
+    @property
+    def tensors(self) -> WholeTensors:
+        """Of what it steps."""
+        if self._tensors is None:
+            pairs = [(group, *pair) for group in self.param_groups for pair in named_params_of([group])]
+            said = [self.said_of(name, tuple(param.shape), group, None) for group, name, param in pairs]
+            self.bound(WholeTensors.alone([param for _, _, param in pairs], said))
+        assert self._tensors is not None
+        return self._tensors
+
+    def bind(self, pieces: Sequence[Bound], registry: ProcessGroupRegistry) -> None:
+        """Step pieces from now on, with other ranks.
+
+        Args:
+            pieces: By position.
+        Raises:
+            ValueError: On every rank, see `WholeTensors.of`.
+        Collectives: object all-gathers.
+        """
+        groups = [group for group in self.param_groups for _ in group["params"]]
+        said = on_all_ranks(
+            lambda: [
+                self.said_of(one.given, one.region.full_shape, group, one.spec) if one.region and one.trained else None
+                for one, group in zip(pieces, groups, strict=True)
+            ],
+            registry,
+        )
+        self._frozen = {position for position, one in enumerate(pieces) if not one.trained}
+        self.bound(WholeTensors.of([(one.name, one.piece, one.region) for one in pieces], registry, said))
+
+    def bound(self, tensors: WholeTensors) -> None:
+        """``tensors`` are what it steps; to be extended by what is settled once."""
+        self._tensors = tensors
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_kept": {name: getattr(self, name) for name in self.kept}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        kept = state.get("_kept")
+        super().__setstate__({key: value for key, value in state.items() if key != "_kept"})
+        if kept is not None:  # a copy; else a state is being loaded
+            vars(self).update(kept, _tensors=None, _frozen=set())
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's."""
+        super().add_param_group(param_group)
+        self._tensors, self._frozen = None, set()
+
+    # The step -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One step; where ``found_inf`` is set and 1, nothing changes. Collectives: of `updates`. Host reads: none."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        for slot, param, state in self.updates(self._slots(getattr(self, "grad_scale", None))):
+            _write(slot.param, param, found_inf)
+            for key, value in state.items():
+                _write(slot.state[key], value, found_inf)
+            _write(slot.state["step"], slot.step.to(slot.state["step"].dtype), found_inf)
+        return loss
+
+    def _slots(self, grad_scale: Tensor | None) -> list[Slot]:
+        alone = self.tensors.registry is None
+        slots: list[Slot] = []
+        pairs = [(group, param) for group in self.param_groups for param in group["params"]]
+        for position, (group, param) in enumerate(pairs):
+            if position in self._frozen or (alone and param.grad is None):
+                continue
+            grad = torch.zeros_like(param) if param.grad is None else param.grad
+            if grad_scale is not None:
+                grad = grad / grad_scale.to(grad.device)
+            slot = Slot(position, param, grad.contiguous(), self.state[param], group, torch.zeros(()))
+            if "step" not in slot.state:
+                slot.state.update(self.initial(slot), step=torch.zeros((), device=param.device))
+            slot.step = slot.state["step"].double() + 1
+            slots.append(slot)
+        return slots
+
+
+def _write(target: Tensor, value: Tensor, found_inf: Tensor | None) -> None:
+    """Nothing, where ``found_inf`` is 1."""
+    if found_inf is not None:
+        value = torch.where(found_inf.to(target.device) > 0, target, value.to(target.dtype))
+    target.copy_(value)

@@ -1,0 +1,143 @@
+"""Time of Muon's step on 4 ranks: each matrix at one home; all of them on every rank; and torch's on DTensors.
+
+    python tests/benchmarks/muon.py [--width 512] [--layers 4] [--rounds 5]
+
+A transformer's matrices, copied over ``data=2`` and split over ``tensor=2``. The three take turns, one step each, so that a
+busy machine is busy for all; printed are medians over rounds, and how evenly Newton-Schulz is divided between ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from statistics import fmean, median
+from time import perf_counter, thread_time
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
+
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from meshstep.optim import Muon, ParallelOptimizer
+from meshstep.optim.whole import muon as of_muon
+from meshstep.optim.whole.newton_schulz import newton_schulz
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, gather_objects, shard
+from torch import Tensor, nn
+from world import World
+
+OPTIONS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
+
+
+def shapes_of(width: int, layers: int) -> dict[str, tuple[tuple[int, int], P]]:
+    """A layer's matrices and how they are split."""
+    one = {
+        "q": ((width, width), P("tensor")),
+        "k": ((width, width), P("tensor")),
+        "v": ((width, width), P("tensor")),
+        "out": ((width, width), P(None, "tensor")),
+        "up": ((4 * width, width), P("tensor")),
+        "down": ((width, 4 * width), P(None, "tensor")),
+    }
+    return {f"{layer}.{name}": value for layer in range(layers) for name, value in one.items()}
+
+
+def _full(shape: tuple[int, int], seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Ours:
+    """Matrices at homes."""
+
+    def __init__(self, registry: ProcessGroupRegistry, width: int, layers: int) -> None:
+        self.params: dict[str, nn.Parameter] = {}
+        for index, (name, (shape, spec)) in enumerate(shapes_of(width, layers).items()):
+            self.params[name] = nn.Parameter(shard(_full(shape, index), spec, registry))
+            annotate(self.params[name], spec, name)
+            self.params[name].grad = shard(_full(shape, 1000 + index), spec, registry)
+        inner = Muon(self.params.items(), **OPTIONS)
+        self.optimizer = ParallelOptimizer(inner, registry)
+        self.inner = inner
+
+    def step(self) -> None:
+        self.inner.step()
+
+
+class Duplicated:
+    """torch's, of whole matrices, all of them on every rank; ``mesh``: as DTensors."""
+
+    def __init__(self, width: int, layers: int, mesh: Any = None) -> None:
+        params = []
+        for index, (shape, spec) in enumerate(shapes_of(width, layers).values()):
+            tensors = [_full(shape, index), _full(shape, 1000 + index)]
+            if mesh is not None:
+                from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+                split = Shard(0 if spec.dim_axes(0) else 1)
+                tensors = [distribute_tensor(tensor, mesh, [Replicate(), split]) for tensor in tensors]
+            param = nn.Parameter(tensors[0])
+            param.grad = tensors[1]
+            params.append(param)
+        self.optimizer = torch.optim.Muon(params, **OPTIONS)
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+def timed(width: int, layers: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each step by kind, and of Newton-Schulz on this rank's core alone."""
+    busy = [0.0]
+
+    def clocked(*args: Any) -> Tensor:
+        begin = thread_time()
+        found = newton_schulz(*args)
+        busy[0] += thread_time() - begin
+        return found
+
+    with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
+        kinds: dict[str, Any] = {
+            "homes": Ours(registry, width, layers),
+            "duplicated": Duplicated(width, layers),
+            "DTensor": Duplicated(width, layers, registry.device_mesh("data", "tensor")),
+        }
+        found: dict[str, list[float]] = {**{kind: [] for kind in kinds}, "newton-schulz": []}
+        for number in range(rounds + 1):
+            for kind, one in kinds.items():
+                dist.barrier()
+                busy[0], begin = 0.0, perf_counter()
+                with mock.patch.object(of_muon, "newton_schulz", clocked):
+                    one.step()
+                dist.barrier()
+                if number:
+                    found[kind].append(perf_counter() - begin)
+                    found["newton-schulz"] += [busy[0]] if kind == "homes" else []
+        ours: Ours = kinds["homes"]
+        shares = gather_objects(ours.inner._homes.load.get(registry.global_rank, 0.0), registry)
+        found["share of the work"] = [max(shares) / fmean(shares)]
+        return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    world = World()
+    by_rank = world.run(4, timed, options.width, options.layers, options.rounds)
+    world.close()
+    times = {kind: median(by_rank[0][kind]) for kind in ("homes", "duplicated", "DTensor")}
+    work = [fmean(found["newton-schulz"]) for found in by_rank]
+    print(
+        f"width {options.width}, {options.layers} layers, data=2, tensor=2; torch {torch.__version__}, one thread a rank"
+    )
+    for kind, seconds in times.items():
+        print(f"{kind:12}{1e3 * seconds:9.1f} ms a step{seconds / times['duplicated']:8.2f} of duplicated")
+    planned = by_rank[0]["share of the work"][0]
+    print(f"Newton-Schulz, slowest rank: {max(work) / fmean(work):.2f} x the mean; by its cost {planned:.2f}")
+
+
+if __name__ == "__main__":
+    main()

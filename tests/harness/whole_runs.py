@@ -1,0 +1,86 @@
+"""Runs of optimizers that need whole tensors: on every layout and alone, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from meshstep.optim import Offloaded, ParallelOptimizer, Sharded
+from meshstep.parallel import P, ProcessGroupRegistry, blocks
+from planted import LAYOUTS, SHAPES, Dense, Full, Layout, Part, Planted, parts, run_step, start
+from torch import Tensor, nn
+from zero_models import small_buckets
+
+Make = Callable[[Iterable[tuple[str, Tensor]]], torch.optim.Optimizer]
+"""An optimizer of named parameters; a function of a module, which ranks can import."""
+
+WHOLE_LAYOUTS = {
+    **LAYOUTS,
+    "data=3": Layout((("data", 3),)),
+    "uneven": Layout((("tensor", 3),), {"up": P("tensor"), "down": P(None, "tensor"), "bias": P("tensor")}),
+    "fused blocks": Layout((("tensor", 2),), {"up": P(blocks("tensor", 2)), "bias": P(blocks("tensor", 2))}),
+    "experts": Layout((("data", 2), ("expert", 2)), {"kernel": P("expert")}),
+}
+STATES: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "ZeRO-1": {"states": Sharded("data")},
+    "ZeRO-2": {"states": Sharded("data", gradients=True)},
+    "offload": {"states": Offloaded(0.5)},
+}
+
+
+def trained(layout: Layout, make: Make, options: dict[str, Any] | None = None, steps: int = 10) -> list[Part]:
+    """What this rank has after some steps in float64."""
+    with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
+        model = Planted(layout, registry.global_rank, torch.float64)
+        optimizer = ParallelOptimizer(make(model.named_parameters()), registry, **(options or {}))
+        for step in range(steps):
+            run_step(model, optimizer, step)
+            optimizer.step()
+        return parts(layout, optimizer)
+
+
+def alone(layout: Layout, make: Make, steps: int = 10) -> Full:
+    """The whole parameters after the same steps of the same optimizer in one process, without a registry."""
+    dense = Dense(layout)
+    params = {key: nn.Parameter(start(key)) for key in layout.keys}
+    # One name for one kind of parameter, as on a rank: what an optimizer does by name it does on every stage.
+    by_stage: dict[int, dict[str, nn.Parameter]] = {}
+    for (name, stage), param in params.items():
+        by_stage.setdefault(stage, {})[name] = param
+    optimizers = [make(named.items()) for named in by_stage.values()]
+    for step in range(steps):
+        for key, gradient in dense.gradients(step).items():
+            params[key].grad = gradient
+        for optimizer in optimizers:
+            optimizer.step()
+    return {key: param.detach() for key, param in params.items()}
+
+
+def largest_error(by_rank: list[list[Part]], full: Full) -> float:
+    """Of any piece on any rank, relative to the largest element of its tensor."""
+    errors = [
+        float((part.value - part.of(full[part.key])).abs().max() / full[part.key].abs().max())
+        for own in by_rank
+        for part in own
+        if part.value.numel()
+    ]
+    assert errors
+    return max(errors)
+
+
+def copies_differ(by_rank: list[list[Part]]) -> list[str]:
+    """The pieces of which two ranks have other bits."""
+    seen: dict[tuple[Any, str], Tensor] = {}
+    return [
+        f"{part.key} {part.region}"
+        for own in by_rank
+        for part in own
+        if not torch.equal(seen.setdefault((part.key, str(part.region)), part.value), part.value)
+    ]
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    """Of the parameters."""
+    return dict(SHAPES)

@@ -1,0 +1,457 @@
+"""Muon: torch's numbers, its formula, and on every layout the dense model's update to the bit."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import slice_of
+from dtensors import registry_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from meshstep.amp import Bf16, NaiveFp16
+from meshstep.optim import (
+    Muon,
+    ParallelOptimizer,
+    Sharded,
+    load_checkpoint,
+    save_checkpoint,
+)
+from meshstep.optim.whole import reference
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from meshstep.parallel.layout.pieces import Region
+from meshstep.testing.strategies import Kind, specs, topologies
+from planted import LAYOUTS, SHAPES, Layout, Planted, parts, run_step
+from probes import collectives, no_host_reads
+from torch import Tensor, nn
+from whole_runs import STATES, WHOLE_LAYOUTS, alone, copies_differ, largest_error, trained
+from world import World
+from zero_models import small_buckets
+
+EXACT = 1e-12
+
+
+def muon(params: Iterable[Any], **options: Any) -> Muon:
+    given: dict[str, Any] = {"ns_dtype": None, "adamw": {"lr": 0.05}, "blocks": {"up": 2}, **options}
+    return Muon(params, lr=0.1, **given)
+
+
+# Its numbers ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [None, "original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_its_numbers_are_torchs(rule: Any, nesterov: bool) -> None:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"lr": 0.03, "weight_decay": 0.2, "momentum": 0.8, "nesterov": nesterov}
+    options |= {"adjust_lr_fn": rule, "ns_steps": 4}
+    ours = [nn.Parameter(torch.randn(shape)) for shape in ((6, 10), (12, 4), (5, 5))]
+    theirs = [nn.Parameter(param.detach().clone()) for param in ours]
+    one, other = Muon(ours, **options), torch.optim.Muon(theirs, **options)
+    for _ in range(10):
+        for param, same in zip(ours, theirs, strict=True):
+            param.grad = torch.randn_like(param)
+            same.grad = param.grad.clone()
+        one.step()
+        other.step()
+    for param, same in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(param, same, rtol=1e-6, atol=1e-6)
+
+
+def test_alone_it_is_its_formula() -> None:
+    torch.manual_seed(0)
+    ours = {
+        name: nn.Parameter(torch.randn(shape, dtype=torch.float64))
+        for name, shape in {"w": (6, 10), "tall": (12, 4), "bias": (7,), "embed": (9, 4)}.items()
+    }
+    plain = {name: param.detach().clone() for name, param in ours.items()}
+    states: dict[str, dict[str, Any]] = {name: {} for name in ours}
+    optimizer = Muon(ours.items(), lr=0.03, ns_dtype=None, adamw={"lr": 0.01, "weight_decay": 0.3})
+    for _ in range(10):
+        grads = {name: torch.randn_like(param) for name, param in ours.items()}
+        for name, param in ours.items():
+            param.grad = grads[name]
+        optimizer.step()
+        plain_step: Any = reference.muon
+        plain_step(*([one[name] for name in ("w", "tall")] for one in (plain, grads, states)), lr=0.03)
+        plain_step = partial(reference.adamw, lr=0.01, weight_decay=0.3)
+        plain_step(*([one[name] for name in ("bias", "embed")] for one in (plain, grads, states)))
+    for name, param in ours.items():
+        torch.testing.assert_close(param.detach(), plain[name], rtol=EXACT, atol=EXACT)
+
+
+def test_stacks_blocks_and_convolutions_are_the_matrices_they_are_made_of() -> None:
+    torch.manual_seed(0)
+    shapes = {"stack": (3, 4, 6), "qkv": (12, 5), "heads": (8, 5), "kernel": (6, 2, 3, 3)}
+    fused = {name: nn.Parameter(torch.randn(shape, dtype=torch.float64)) for name, shape in shapes.items()}
+    apart = [
+        *(nn.Parameter(part.clone()) for part in fused["stack"].detach()),
+        *(nn.Parameter(part.clone()) for part in fused["qkv"].detach().split([6, 2, 4])),
+        *(nn.Parameter(part.clone()) for part in fused["heads"].detach().chunk(4)),
+        nn.Parameter(fused["kernel"].detach().flatten(1).clone()),
+    ]
+    options: dict[str, Any] = {"lr": 0.1, "ns_dtype": None}
+    one = Muon(fused.items(), blocks={"qkv": (6, 2, 4), "he*": 4}, **options)
+    other = Muon(apart, **options)
+    for _ in range(3):
+        for param in fused.values():
+            param.grad = torch.randn_like(param)
+        grads = {name: param.grad for name, param in fused.items() if param.grad is not None}
+        of = [
+            *grads["stack"],
+            *grads["qkv"].split([6, 2, 4]),
+            *grads["heads"].chunk(4),
+            grads["kernel"].flatten(1),
+        ]
+        for param, grad in zip(apart, of, strict=True):
+            param.grad = grad.clone()
+        one.step()
+        other.step()
+    found = [
+        *fused["stack"].detach(),
+        *fused["qkv"].detach().split([6, 2, 4]),
+        *fused["heads"].detach().chunk(4),
+        fused["kernel"].detach().flatten(1),
+    ]
+    for whole, part in zip(found, apart, strict=True):
+        torch.testing.assert_close(whole, part.detach(), rtol=EXACT, atol=EXACT)
+
+
+# On every layout ----------------------------------------------------------------------------------------------------------
+
+CASES = [
+    (name, state)
+    for name, layout in WHOLE_LAYOUTS.items()
+    for state in STATES
+    if "data" in layout.topology.axes or not state.startswith("ZeRO")
+]
+
+
+def test_it_is_the_dense_update_on_every_layout_and_placement(world: World) -> None:
+    cases = [(WHOLE_LAYOUTS[name], muon, STATES[state]) for name, state in CASES]
+    found = world.run_each(trained, [(case[0].topology.world_size, case) for case in cases])
+    for (name, state), by_rank in zip(CASES, found, strict=True):
+        assert largest_error(by_rank, alone(WHOLE_LAYOUTS[name], muon)) <= EXACT, f"{name}, {state}"
+        assert copies_differ(by_rank) == [], f"{name}, {state}"
+
+
+def unbound(params: Iterable[Any]) -> Muon:
+    """What is wrong: every piece is a matrix."""
+    optimizer = muon(params, blocks={})
+    optimizer.bind = lambda pieces, registry: None  # type: ignore[method-assign]
+    return optimizer
+
+
+@pytest.mark.parametrize("name", ["tensor", "grid", "fused blocks"])
+def test_bare_pieces_fail_the_same_comparison(world: World, name: str) -> None:
+    layout = WHOLE_LAYOUTS[name]
+    by_rank = world.run(layout.topology.world_size, trained, layout, unbound)
+    assert largest_error(by_rank, alone(layout, muon)) > 1e-3
+
+
+@st.composite
+def random_layouts(draw: st.DrawFn) -> tuple[Layout, str]:
+    topology = draw(topologies(4, axes=("data", "row", "col", "pipe", "expert"), most_axes=3))
+    kinds: tuple[Kind, ...] = draw(
+        st.sampled_from([("sharded",), ("sharded", "owned", "tied"), ("sharded", "partial", "diagonal")])
+    )
+    layout = {name: draw(specs(topology, shape, kinds, uneven=True)) for name, shape in SHAPES.items()}
+    layout = {name: spec for name, spec in layout.items() if _is_cut_as_said(SHAPES[name], spec, topology)}
+    axes = tuple(zip(topology.axes, topology.sizes, strict=True))
+    state = draw(st.sampled_from(list(STATES))) if "data" in topology.axes else "whole"
+    return Layout(axes, layout), state
+
+
+def _is_cut_as_said(shape: tuple[int, ...], spec: P, topology: Topology) -> bool:
+    """Whether `planted` cuts it as a layer would: it cuts a dim over all axes at once, which differs where they don't
+    divide it."""
+    try:
+        for rank in range(topology.world_size):
+            cut = slice_of(torch.empty(shape), spec, topology, rank)
+            Region.of_shard(shape, cut.shape, spec, topology, topology.coordinate(rank))
+    except ValueError:
+        return False
+    return True
+
+
+@settings(max_examples=6)
+@given(st.lists(random_layouts(), min_size=5, max_size=5))
+def test_it_is_the_dense_update_on_random_layouts(world: World, cases: list[tuple[Layout, str]]) -> None:
+    run = [(layout, muon, STATES[state], 4) for layout, state in cases]
+    found = world.run_each(trained, [(case[0].topology.world_size, case) for case in run])
+    for (layout, state), by_rank in zip(cases, found, strict=True):
+        assert largest_error(by_rank, alone(layout, muon, 4)) <= EXACT, (layout, state)
+        assert copies_differ(by_rank) == [], (layout, state)
+
+
+class Net(nn.Module):
+    """Matrices, a stack and vectors, whole."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.first = nn.Linear(5, width)
+        self.second = nn.Linear(width, 6)
+        self.experts = nn.Parameter(torch.randn(2, 6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x).tanh()).tanh()
+        return torch.einsum("bi,eij->bej", x, self.experts).square().mean()
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def fully_sharded(tensor: int) -> dict[str, Tensor]:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    axes = {"data": 2, **({"tensor": tensor} if tensor > 1 else {})}
+    with registry_of(tuple(axes.items())) as registry:
+        net = Net(6 + tensor).double()
+        if tensor > 1:
+            plan: Any = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+            parallelize_module(net, registry.device_mesh(*axes)["tensor"], plan)
+        mesh = registry.device_mesh(*axes)["data"]
+        fully_shard(net.first, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+        annotate(net.experts, P(), "experts")
+        optimizer = ParallelOptimizer(
+            Muon(net.named_parameters(), lr=0.1, ns_dtype=None), registry, data_parallel=net, max_norm=0.5
+        )
+        for step in range(6):
+            optimizer.zero_grad()
+            optimizer.backward(net(batch(registry.rank("data"), step)))
+            optimizer.step()
+        return {
+            name: param.full_tensor() if isinstance(param, DTensor) else param.detach()
+            for name, param in net.named_parameters()
+        }
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_under_fully_shard_it_is_the_dense_update(world: World, tensor: int) -> None:
+    net = Net(6 + tensor).double()
+    optimizer = Muon(net.named_parameters(), lr=0.1, ns_dtype=None)
+    for step in range(6):
+        optimizer.zero_grad()
+        (sum(net(batch(rank, step)) for rank in range(2)) / 2).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+    for found in world.run(2 * tensor, fully_sharded, tensor):
+        for name, param in net.named_parameters():
+            torch.testing.assert_close(found[name], param.detach(), rtol=1e-6, atol=1e-6)  # torch clips by norm + 1e-6
+
+
+# Collectives, host reads, skips -------------------------------------------------------------------------------------------
+
+
+def counted(layout: Layout, options: dict[str, Any]) -> Counter[str]:
+    """Of one step, beyond those of SGD with the same options."""
+    counts = []
+    for make in (muon, partial(torch.optim.SGD, lr=0.1, fused=True)):
+        with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
+            model = Planted(layout, registry.global_rank)
+            optimizer = ParallelOptimizer(make(model.named_parameters()), registry, max_norm=1.0, **options)
+            for step in range(3):
+                run_step(model, optimizer, step)
+                with collectives() as seen:
+                    optimizer.step()
+            counts.append(seen)
+    return counts[0] - counts[1]
+
+
+def test_a_round_takes_two_all_to_alls(world: World) -> None:
+    for name, state, expected in (
+        ("alone", "whole", {}),
+        ("tensor", "whole", {"all_to_all_single": 2}),  # `table` is whole on both: it comes back only
+        ("data", "whole", {"all_to_all_single": 1}),
+        ("data", "ZeRO-1", {"all_to_all_single": 2}),
+        ("data x tensor", "ZeRO-2", {"all_to_all_single": 2}),
+    ):
+        layout = WHOLE_LAYOUTS[name]
+        for found in world.run(layout.topology.world_size, counted, layout, STATES[state]):
+            assert found == expected, (name, state)
+
+
+def without_reads(layout: Layout, options: dict[str, Any]) -> None:
+    with ProcessGroupRegistry(layout.topology) as registry:
+        model = Planted(layout, registry.global_rank)
+        optimizer = ParallelOptimizer(muon(model.named_parameters()), registry, max_norm=1.0, **options)
+        for step in range(3):
+            run_step(model, optimizer, step)
+            if step < 2:
+                optimizer.step()
+                continue
+            with no_host_reads():
+                optimizer.step()
+
+
+@pytest.mark.parametrize("state", ["whole", "ZeRO-2"])
+def test_a_step_reads_nothing_on_the_host(world: World, state: str) -> None:
+    world.run(4, without_reads, LAYOUTS["data x tensor"], STATES[state])
+
+
+def skipped(layout: Layout, dtype: torch.dtype, options: dict[str, Any]) -> bool:
+    """Whether a step with an overflow on one rank left everything on this one as it was."""
+    with ProcessGroupRegistry(layout.topology) as registry:
+        model = Planted(layout, registry.global_rank, dtype)
+        if "precision" in options:
+            options["precision"].prepare(model, registry)
+        optimizer = ParallelOptimizer(muon(model.named_parameters()), registry, max_norm=1.0, **options)
+        for step in range(2):
+            run_step(model, optimizer, step)
+            optimizer.step()
+        before = parts(layout, optimizer)
+        optimizer.zero_grad()
+        optimizer.backward(model(2) * (torch.inf if registry.global_rank == 1 else 1.0))
+        stats = optimizer.step()
+        assert stats is not None
+        assert bool(stats.skipped)
+        after = parts(layout, optimizer)
+        same = all(torch.equal(one.value, other.value) for one, other in zip(before, after, strict=True))
+        return same and all(
+            torch.equal(one.state[key], other.state[key])
+            for one, other in zip(before, after, strict=True)
+            for key in one.state
+        )
+
+
+def test_an_overflow_anywhere_leaves_everything_as_it_was(world: World) -> None:
+    layout = LAYOUTS["data x tensor"]
+    cases: list[Any] = [
+        (layout, torch.float32, {}),
+        (layout, torch.float64, STATES["ZeRO-2"]),
+        (layout, torch.float32, {"precision": NaiveFp16(init_scale=64.0)}),
+    ]
+    assert world.run_each(skipped, [(4, case) for case in cases]) == [[True] * 4] * 3
+
+
+def in_mode(layout: Layout, options: dict[str, Any], micros: int) -> Any:
+    with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
+        model = Planted(layout, registry.global_rank)
+        options["precision"].prepare(model, registry)
+        optimizer = ParallelOptimizer(muon(model.named_parameters()), registry, **options)
+        for step in range(10):
+            run_step(model, optimizer, step, micros)
+            optimizer.step()
+        return parts(layout, optimizer)
+
+
+@pytest.mark.parametrize("precision", [Bf16(), NaiveFp16(init_scale=64.0)], ids=["bf16", "fp16"])
+def test_masters_loss_scale_and_accumulation_are_as_for_any_optimizer(world: World, precision: Any) -> None:
+    """Gradients are short binary fractions, exact in both dtypes and scaled: so masters are the float32 run's."""
+    layout = LAYOUTS["data x tensor"]
+    by_rank = world.run(4, in_mode, layout, {"precision": precision, **STATES["ZeRO-2"]}, 1)
+    assert largest_error(by_rank, alone(layout, muon)) < 2e-4
+    by_rank = world.run(4, in_mode, layout, {"precision": precision, "accumulation_steps": 2}, 2)
+    assert copies_differ(by_rank) == []
+
+
+# Going on -----------------------------------------------------------------------------------------------------------------
+
+
+def run_to(layout: Layout, folder: Path, steps: range, load: bool, options: dict[str, Any]) -> Any:
+    with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
+        model = Planted(layout, registry.global_rank, torch.float64)
+        optimizer = ParallelOptimizer(muon(model.named_parameters()), registry, **options)
+        if load:
+            load_checkpoint(folder, model, optimizer)
+        for step in steps:
+            run_step(model, optimizer, step)
+            optimizer.step()
+        if not load:
+            save_checkpoint(folder, model, optimizer)
+        return parts(layout, optimizer)
+
+
+def test_a_run_goes_on_in_another_layout(world: World, tmp_path: Path) -> None:
+    """Gradients are the same on both, for no rank has a share of its own."""
+    rows = Layout((("tensor", 2),), {"up": P("tensor"), "down": P(None, "tensor"), "bias": P("tensor")})
+    columns = Layout((("row", 2), ("col", 2)), {"up": P("row", "col"), "down": P("col"), "table": P("col")})
+    world.run(2, run_to, rows, tmp_path / "one", range(4), False, STATES["offload"])
+    by_rank = world.run(4, run_to, columns, tmp_path / "one", range(4, 10), True, {"states": Sharded("row")})
+    assert largest_error(by_rank, alone(columns, muon)) <= EXACT
+
+
+# What is refused, and what a copy is --------------------------------------------------------------------------------------
+
+
+def test_wrong_options_are_errors_that_say_what_is_wanted() -> None:
+    matrix, vector = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4))
+    with pytest.raises(ValueError, match=r"momentum=1\.5"):
+        Muon([matrix], momentum=1.5)
+    with pytest.raises(ValueError, match="want 'original'"):
+        Muon([matrix], adjust_lr_fn="none")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="there is no beta"):
+        Muon([matrix], adamw={"beta": 1})
+    with pytest.raises(ValueError, match="matrices and others"):
+        Muon([matrix]).add_param_group({"params": [nn.Parameter(torch.randn(2, 2)), vector]})
+    optimizer = Muon([{"params": [vector], "algorithm": "muon"}])
+    vector.grad = torch.ones(4)
+    with pytest.raises(ValueError, match="is no matrix"):
+        optimizer.step()
+    optimizer = Muon([("qkv", matrix)], blocks={"qkv": 3})
+    with pytest.raises(ValueError, match="do not add up"):
+        optimizer.step()
+
+
+def test_the_rule_says_what_is_a_matrix_and_a_group_may_say_it_itself() -> None:
+    params = {name: nn.Parameter(torch.randn(4, 3)) for name in ("w", "embed.weight", "lm_head.weight", "heads.q")}
+    params["bias"] = nn.Parameter(torch.randn(4))
+    groups = Muon([*params.items()], lr=0.5, adamw={"lr": 0.1}).param_groups
+    assert [(group["algorithm"], group["param_names"], group["lr"]) for group in groups] == [
+        ("muon", ["w", "heads.q"], 0.5),
+        ("adamw", ["embed.weight", "lm_head.weight", "bias"], 0.1),
+    ]
+    (group,) = Muon([{"params": [params["w"]], "algorithm": "adamw", "lr": 0.2}], adamw={"lr": 0.1}).param_groups
+    assert (group["algorithm"], group["lr"]) == ("adamw", 0.2)
+
+
+def test_a_copy_steps_as_the_original() -> None:
+    torch.manual_seed(0)
+    params = {"up": nn.Parameter(torch.randn(8, 3)), "bias": nn.Parameter(torch.randn(4))}
+    for param in params.values():
+        param.grad = torch.randn_like(param)
+    optimizer = muon(params.items())
+    optimizer.step()
+    same = copy.deepcopy(optimizer)
+    for param in (param for group in same.param_groups for param in group["params"]):
+        param.grad = torch.ones_like(param)
+    for param in params.values():
+        param.grad = torch.ones_like(param)
+    same.step()
+    optimizer.step()
+    copied = [param for group in same.param_groups for param in group["params"]]
+    for one, other in zip(params.values(), copied, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_is_frozen_stays_and_what_has_no_gradient_on_some_ranks_has_one_of_zeros(world: World) -> None:
+    frozen, moved = world.run(2, frozen_and_missing)[0]
+    assert frozen
+    assert moved
+
+
+def frozen_and_missing() -> tuple[bool, bool]:
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        model = nn.ParameterDict({name: nn.Parameter(torch.ones(2, 3)) for name in ("frozen", "missing", "there")})
+        model["frozen"].requires_grad_(False)
+        for name, param in model.items():
+            annotate(param, P("tensor"), name)
+        optimizer = ParallelOptimizer(Muon(model.named_parameters(), lr=0.1, ns_dtype=None), registry)
+        loss = model["there"].square().sum()
+        if registry.rank("tensor") == 0:
+            loss = loss + (model["missing"] * torch.arange(6).view(2, 3)).sum()
+        optimizer.backward(loss)
+        optimizer.step()
+        there = not torch.equal(model["missing"].detach(), torch.ones(2, 3))
+        return torch.equal(model["frozen"].detach(), torch.ones(2, 3)), there

@@ -136,7 +136,7 @@ def continued(way: str, path: Path) -> list[tuple[int, int]]:
     with ProcessGroupRegistry(Topology(data=2)) as registry:
 
         def run_of_vetoes() -> Run:
-            run = Run(
+            run: Run = Run(
                 "fp16 masters",
                 registry,
                 every=None,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_is_leaf, tree_map
 
 from ...parallel.interop.local import has_dtensors
 
@@ -73,8 +73,16 @@ class _AllInFloat64(TorchFunctionMode):
         if name in _CASTS:
             return args[0].double()
         if not name.endswith("_") and name != "__get__":  # what is changed in place stays what it is
-            args, kwargs = tree_map(_raised, args), tree_map(_raised, kwargs or {})
+            args = tuple(map(_raised_within, args))
+            kwargs = {key: _raised_within(value) for key, value in (kwargs or {}).items()}
         return func(*args, **(kwargs or {}))
+
+
+def _raised_within(value: object) -> object:
+    """Of what holds others, each. A tree of one leaf costs more than most functions that it is made for."""
+    return (
+        _raised(value) if isinstance(value, (Tensor, torch.dtype)) or tree_is_leaf(value) else tree_map(_raised, value)
+    )
 
 
 def _raised(value: object) -> object:

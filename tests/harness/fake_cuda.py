@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -63,6 +64,8 @@ class _Logging(TorchDispatchMode):
         self.log, self.pinned = log, pinned
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # most of what comes: whoever asks a fake tensor for its device
+            return func(*args)
         name = str(func)
         before = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         if "cuda" in before and name.startswith(_READS):
@@ -115,6 +118,13 @@ class _Event(_Stream):
         pass
 
 
+@cache
+def _torchs_functions() -> dict[Any, Any]:
+    """What torch's compiler lists when it is first asked, and again after each new default group: 25 ms. Within
+    `fake_cuda` it would list what is put in the place of some."""
+    return trace_rules.get_torch_obj_rule_map()
+
+
 @contextmanager
 def fake_cuda(*, collectives_on: torch.device = CUDA) -> Iterator[Callable[[], Any]]:
     """Tensors made within are fake; yields a context manager that logs.
@@ -145,10 +155,10 @@ def fake_cuda(*, collectives_on: torch.device = CUDA) -> Iterator[Callable[[], A
             yield log
         log.waits += waits
 
-    # torch's compiler lists torch's functions when it is first asked, for good: not those that are put in their places.
-    trace_rules.get_torch_obj_rule_map()
+    _torchs_functions()
     with ExitStack() as stack:
         for owner, name, value in (
+            (trace_rules, "get_torch_obj_rule_map", cache(_torchs_functions)),
             (torch.cuda, "Event", lambda: _Event(waits)),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "current_device", lambda: 0),

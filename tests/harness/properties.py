@@ -32,7 +32,7 @@ from world import World
 C = TypeVar("C")
 Item = TypeVar("Item", bound=pytest.Item)
 WITHOUT_SHRINKING: Sequence[Phase] = (Phase.explicit, Phase.reuse, Phase.generate)
-CASES_OF_A_TEST = 4  # in a sample
+CASES_OF_A_TEST = 2  # in a sample
 FAILURES = Path(__file__).parents[2] / ".hypothesis" / "cases"
 
 

@@ -15,6 +15,7 @@ from free_ports import free_port
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 ROOT = Path(__file__).parent.parent.parent
+FORKED = Path(__file__).parent / "forked_torchrun.py"
 
 
 def recipe(heading: str) -> dict[str, Any]:
@@ -35,10 +36,8 @@ def _blocks(heading: str) -> list[str]:
 
 def torchrun(script: Path, processes: int, *arguments: str) -> str:
     """What ``script`` prints. AssertionError, with all that it said, where it fails."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    done = subprocess.run(
-        [*command, str(script), *arguments], capture_output=True, text=True, timeout=300, check=False, cwd=ROOT
-    )
+    command = [sys.executable, str(FORKED), str(processes), str(script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -95,20 +95,21 @@ def item(test: str, **arguments: object) -> Any:
 
 
 def test_a_sample_has_every_test_and_each_value_of_each_argument_of_a_small_one() -> None:
-    grid = [item("grid", layout=layout, mode=mode) for layout, mode in product("abc", range(CASES_OF_A_TEST))]
-    line = [item("line", mode=mode) for mode in range(CASES_OF_A_TEST)]
+    layouts, modes = "abc"[:CASES_OF_A_TEST], range(CASES_OF_A_TEST)
+    grid = [item("grid", layout=layout, mode=mode) for layout, mode in product(layouts, modes)]
+    line = [item("line", mode=mode) for mode in modes]
     alone = item("alone")
     chosen = sample([*grid, *line, alone])
     assert alone in chosen
     assert all(case in chosen for case in line)
     of_grid = [case.callspec.params for case in chosen if case in grid]
     assert len(of_grid) == CASES_OF_A_TEST
-    assert {case["layout"] for case in of_grid} == set("abc")
-    assert {case["mode"] for case in of_grid} == set(range(CASES_OF_A_TEST))
+    assert {case["layout"] for case in of_grid} == set(layouts)
+    assert {case["mode"] for case in of_grid} == set(modes)
 
 
 def test_a_sample_has_a_few_cases_of_a_large_test_the_same_in_every_process() -> None:
-    tests = [[item(f"test {index}", mode=mode) for mode in range(20)] for index in range(20)]
+    tests = [[item(f"test {index}", mode=mode) for mode in range(20)] for index in range(100)]
     every = [case for cases in tests for case in cases]
     chosen = sample(every)
     assert [sum(case in chosen for case in cases) for cases in tests] == [CASES_OF_A_TEST] * len(tests)

@@ -14,12 +14,13 @@ from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, copy_
 from meshstep.testing import Proof, prove
 from mutants import Outcome, mutated
 from proof_models import drawn_model, proved
+from properties import number_of_cases
 from torch import Tensor, nn
 from torch.nn import functional as F
 from world import World, WorldError
 
 # Drawn once: tests/benchmarks/mutants.py draws others, and as many as one likes.
-RIGHT, WRONG = range(9000, 9016), range(9000, 9036)
+RIGHT, WRONG = (range(9000, 9000 + number_of_cases(count)) for count in (16, 36))
 
 
 def test_nothing_is_found_in_right_models(world: World) -> None:
@@ -41,7 +42,7 @@ def test_every_mistake_is_found_and_its_parameters_are_named_and_nine_causes_of_
             assert first.found, f"{drawn_model(number)}: {first}"
             assert first.named, f"{drawn_model(number)}: {first}"
             made.append(first)
-    assert len(made) >= 20
+    assert len(made) >= len(WRONG) * 5 / 9
     wrong = [outcome for outcome in made if not outcome.cause]
     assert len(wrong) <= len(made) // 10, wrong
 

@@ -1,4 +1,4 @@
-"""The optimizers that `--optimizer` names, with one learning rate for all that makes sense: AdamW's."""
+"""The optimizers that `--optimizer` names, each with a learning rate that goes by AdamW's, which `--lr` is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from meshstep.optim import Muon
+from meshstep.optim import LAMB, SOAP, Adafactor, Muon
 from torch import Tensor, nn
 
 Named = Iterable[tuple[str, nn.Parameter]]
@@ -20,13 +20,32 @@ def _adamw(params: Named, lr: float | Tensor, **options: Any) -> torch.optim.Opt
 
 
 def _muon(params: Named, lr: float | Tensor) -> torch.optim.Optimizer:
-    """With the scale that makes its updates as large as AdamW's."""
-    adamw = {"weight_decay": 0.05, "betas": (0.9, 0.999)}
-    scale: Any = {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.05}
-    return Muon(params, lr, **scale, adamw=adamw, no_matrices=NO_MATRICES, blocks=QKV)
+    """With the scale that goes by the size of AdamW's updates. The iteration is float32, not bfloat16 as by default, so that
+    the curves of two topologies, whose gradients are summed in other orders, are equal to more digits."""
+    adamw = {"lr": lr, "weight_decay": 0.05, "betas": (0.9, 0.999)}
+    options: Any = {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.02, "ns_dtype": None}
+    return Muon(params, 3 * lr, **options, adamw=adamw, no_matrices=NO_MATRICES, blocks=QKV)
 
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": _adamw, "muon": _muon}
+def _lamb(params: Named, lr: float | Tensor) -> torch.optim.Optimizer:
+    return LAMB(params, 5 * lr, weight_decay=0.05)
+
+
+def _adafactor(params: Named, lr: float | Tensor) -> torch.optim.Optimizer:
+    return Adafactor(params, 5 * lr, weight_decay=0.01)
+
+
+def _soap(params: Named, lr: float | Tensor) -> torch.optim.Optimizer:
+    return SOAP(params, lr, weight_decay=0.05, blocks=QKV)
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "muon": _muon,
+    "lamb": _lamb,
+    "adafactor": _adafactor,
+    "soap": _soap,
+}
 
 
 def add_optimizer(parser: argparse.ArgumentParser) -> None:

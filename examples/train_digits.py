@@ -120,9 +120,8 @@ class Trainer:
         # A graph reads the rate from where it is; the schedule writes it there.
         lr = torch.tensor(options.lr, device=registry.device) if options.cuda_graph else options.lr
         inner = optimizer_of(options.optimizer, model.named_parameters(), lr, **eps)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(
-            inner, options.lr, total_steps=options.steps, cycle_momentum=False
-        )
+        peaks = [float(group["lr"]) for group in inner.param_groups]
+        schedule = torch.optim.lr_scheduler.OneCycleLR(inner, peaks, total_steps=options.steps, cycle_momentum=False)
         self.booster = Booster(
             precision_asked(options),
             registry,

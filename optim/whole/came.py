@@ -92,7 +92,7 @@ class CAME(WholeOptimizer):
         for slot in slots:
             group, shape, u = slot.group, self._shape(slot), self._update(slot, moments[slot.position])
             beta1, state = group["betas"][0], dict(moments[slot.position])
-            uu = next(measured), next(measured) if is_factored(shape) else None
+            uu = [next(measured) for _ in range(2 if is_factored(shape) else 1)]
             k = (rms(uu[0], shape) / group["clip_threshold"]).clamp(min=1)
             towards = state["exp_avg"] = toward(slot.state["exp_avg"], u / k, 1 - beta1)
             if is_factored(shape):

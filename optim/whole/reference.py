@@ -139,12 +139,17 @@ def came(
     """arXiv:2307.02047."""
 
     def average(state: dict[str, Any], key: str, beta: float, squares: Tensor) -> Tensor:
+        def moved(to: str, mean: Tensor) -> Tensor:
+            now: Tensor = beta * state.get(key + to, 0) + (1 - beta) * mean
+            state[key + to] = now
+            return now
+
         if squares.dim() < 2:
-            state[key] = beta * state.get(key, 0) + (1 - beta) * squares
-            return state[key]
-        rows = state[key + " rows"] = beta * state.get(key + " rows", 0) + (1 - beta) * squares.mean(-1, keepdim=True)
-        columns = beta * state.get(key + " columns", 0) + (1 - beta) * squares.mean(-2, keepdim=True)
-        state[key + " columns"] = columns
+            return moved("", squares)
+        rows, columns = (
+            moved(" rows", squares.mean(-1, keepdim=True)),
+            moved(" columns", squares.mean(-2, keepdim=True)),
+        )
         return rows @ columns / rows.mean(-2, keepdim=True)
 
     for w, g, state in zip(params, grads, states, strict=True):

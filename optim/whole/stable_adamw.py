@@ -65,12 +65,13 @@ class StableAdamW(WholeOptimizer):
 
 def _rate(slot: Slot, which: int) -> Tensor:
     """1 - b'."""
-    beta = slot.group["betas"][which]
+    beta: float = slot.group["betas"][which]
     return (1 - beta) / (1 - beta**slot.step)
 
 
 def _second_moment(slot: Slot) -> Tensor:
-    return slot.state["exp_avg_sq"].lerp(slot.grad.square(), _rate(slot, 1).to(slot.grad.dtype))
+    v: Tensor = slot.state["exp_avg_sq"]
+    return v.lerp(slot.grad.square(), _rate(slot, 1).to(slot.grad.dtype))
 
 
 def _normalized(slot: Slot) -> Tensor:

@@ -138,24 +138,25 @@ class WholeTensors:
             values: Each has a tensor of the piece's shape by position; the same positions on all ranks that share a tensor.
         Returns:
             For each list the norms, 0-dim float64, by position.
-        Collectives: one all-reduce over the world, wherever some tensor of the model is split. Host reads: none.
+        Collectives: one all-reduce over the world, wherever some tensor of the model is split. Host reads: none, but to
+        bring what is measured on a GPU to pieces on the CPU.
         """
         split = [name for name, tensor in self.everything.items() if tensor.is_split]
         slots = {name: index for index, name in enumerate(split)}
         packed = self._zeros(len(values) * len(split), values)
-        found: list[dict[int, Tensor]] = [{} for _ in values]
+        found: list[dict[int, tuple[Tensor, torch.device]]] = [{} for _ in values]
         for index, of_list in enumerate(values):
             for position, value in of_list.items():
                 power = self._power(position, value)
                 slot = slots.get(self.tensors[position].name)
                 if slot is not None:
                     at = index * len(split) + slot
-                    packed[at] += power
+                    packed[at] += power.to(packed.device)
                     power = packed[at]
-                found[index][position] = power
+                found[index][position] = power, value.device
         if slots:
             self._sum(packed, tuple(range(self._world)))
-        return [{position: power.sqrt() for position, power in of_list.items()} for of_list in found]
+        return [{at: power.sqrt().to(device) for at, (power, device) in of_list.items()} for of_list in found]
 
     def _power(self, position: int, value: Tensor) -> Tensor:
         """The sum of squares of what this rank speaks for."""
@@ -174,7 +175,7 @@ class WholeTensors:
                 Taken one after another, so that those of a generator are not in memory together.
         Returns:
             For each request the whole result, float64, of the logical shape with those dims of size 1.
-        Collectives: for each set of ranks that share split tensors one all-reduce. Host reads: none.
+        Collectives: for each set of ranks that share split tensors one all-reduce. Host reads: as `norms_of`.
         """
         results, positions = list[Tensor](), list[int]()
         for position, value, dims in requests:
@@ -187,10 +188,11 @@ class WholeTensors:
         for ranks in sorted(by_ranks):
             # By name: tied tensors may come in another order elsewhere.
             those = sorted(by_ranks[ranks], key=lambda index: self.tensors[positions[index]].name)
-            packed = torch.cat([results[index].reshape(-1) for index in those])
+            device = results[those[0]].device
+            packed = torch.cat([results[index].reshape(-1).to(device) for index in those])
             self._sum(packed, ranks)
             for index, part in zip(those, packed.split([results[index].numel() for index in those]), strict=True):
-                results[index] = part.view(results[index].shape)
+                results[index] = part.view(results[index].shape).to(results[index].device)
         return results
 
     def _local_sum(self, position: int, value: Tensor, dims: tuple[int, ...]) -> Tensor:

@@ -13,25 +13,35 @@ from hypothesis import strategies as st
 from meshstep.optim import ParallelOptimizer, load_checkpoint, save_checkpoint
 from meshstep.parallel import P, ProcessGroupRegistry, Topology
 from meshstep.parallel.layout.pieces import Region
-from meshstep.testing.strategies import specs, topologies
+from meshstep.testing.strategies import Kind, specs, topologies
 from planted import SHAPES, Layout, Part, Planted, parts, run_step
 from probes import collectives, no_host_reads
-from whole_runs import STATES, Make, trained
+from whole_runs import STATES, Make
 from zero_models import small_buckets
 
 Options = dict[str, Any]
 
 
 def each_trained(layout: Layout, makes: list[Make], options: Options, steps: int = 10) -> list[list[Part]]:
-    """`trained` with one optimizer after another."""
-    return [trained(layout, make, options, steps) for make in makes]
+    """`trained` with one optimizer after another, in the same process groups."""
+    found = []
+    with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
+        for make in makes:
+            model = Planted(layout, registry.global_rank, torch.float64)
+            optimizer = ParallelOptimizer(make(model.named_parameters()), registry, **options)
+            for step in range(steps):
+                run_step(model, optimizer, step)
+                optimizer.step()
+            found.append(parts(layout, optimizer))
+    return found
 
 
 def beyond_sgd(layout: Layout, makes: list[Make], options: Options) -> list[Counter[str]]:
     """For each optimizer the collectives of a step, less those of SGD with the same options."""
-    counts = []
-    for make in (partial(torch.optim.SGD, lr=0.1, fused=True), *makes):
-        with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
+    sgd: Make = partial(torch.optim.SGD, lr=0.1, fused=True)
+    counts: list[Counter[str]] = []
+    with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
+        for make in [sgd, *makes]:
             model = Planted(layout, registry.global_rank)
             optimizer = ParallelOptimizer(make(model.named_parameters()), registry, max_norm=1.0, **options)
             for step in range(3):
@@ -44,8 +54,8 @@ def beyond_sgd(layout: Layout, makes: list[Make], options: Options) -> list[Coun
 
 def without_host_reads(layout: Layout, makes: list[Make], options: Options) -> None:
     """Raises where the third step waits for a number."""
-    for make in makes:
-        with ProcessGroupRegistry(layout.topology) as registry:
+    with ProcessGroupRegistry(layout.topology) as registry:
+        for make in makes:
             model = Planted(layout, registry.global_rank)
             optimizer = ParallelOptimizer(make(model.named_parameters()), registry, max_norm=1.0, **options)
             for step in range(2):
@@ -58,39 +68,41 @@ def without_host_reads(layout: Layout, makes: list[Make], options: Options) -> N
 
 def changed_by_overflow(layout: Layout, makes: list[Make], dtype: torch.dtype, options: Options) -> list[list[str]]:
     """For each optimizer what a step changed here in which rank 1 alone had an infinite loss."""
-    return [_changed_by_overflow(layout, make, dtype, options) for make in makes]
-
-
-def _changed_by_overflow(layout: Layout, make: Make, dtype: torch.dtype, options: Options) -> list[str]:
     with ProcessGroupRegistry(layout.topology) as registry:
-        model = Planted(layout, registry.global_rank, dtype)
-        if "precision" in options:
-            options["precision"].prepare(model, registry)
-        optimizer = ParallelOptimizer(make(model.named_parameters()), registry, max_norm=1.0, **options)
-        for step in range(2):
-            run_step(model, optimizer, step)
-            optimizer.step()
-        before = parts(layout, optimizer)
-        optimizer.zero_grad()
-        optimizer.backward(model(2) * (torch.inf if registry.global_rank == 1 else 1.0))
-        stats = optimizer.step()
-        assert stats is not None
-        assert bool(stats.skipped)
-        pairs = list(zip(before, parts(layout, optimizer), strict=True))
-        changed = [str(one.key) for one, other in pairs if not torch.equal(one.value, other.value)]
-        return changed + [
-            f"{key} of {one.key}"
-            for one, other in pairs
-            for key in one.state
-            if not torch.equal(one.state[key], other.state[key])
-        ]
+        return [_changed_by_overflow(layout, make, dtype, options, registry) for make in makes]
+
+
+def _changed_by_overflow(
+    layout: Layout, make: Make, dtype: torch.dtype, options: Options, registry: ProcessGroupRegistry
+) -> list[str]:
+    model = Planted(layout, registry.global_rank, dtype)
+    if "precision" in options:
+        options["precision"].prepare(model, registry)
+    optimizer = ParallelOptimizer(make(model.named_parameters()), registry, max_norm=1.0, **options)
+    for step in range(2):
+        run_step(model, optimizer, step)
+        optimizer.step()
+    before = parts(layout, optimizer)
+    optimizer.zero_grad()
+    optimizer.backward(model(2) * (torch.inf if registry.global_rank == 1 else 1.0))
+    stats = optimizer.step()
+    assert stats is not None
+    assert bool(stats.skipped)
+    pairs = list(zip(before, parts(layout, optimizer), strict=True))
+    changed = [str(one.key) for one, other in pairs if not torch.equal(one.value, other.value)]
+    return changed + [
+        f"{key} of {one.key}"
+        for one, other in pairs
+        for key in one.state
+        if not torch.equal(one.state[key], other.state[key])
+    ]
 
 
 def in_mode(layout: Layout, makes: list[Make], options: Options, micros: int = 1) -> list[list[Part]]:
     """With masters, and maybe a loss scale and accumulation: what each optimizer has made of them."""
     found = []
-    for make in makes:
-        with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
+    with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
+        for make in makes:
             model = Planted(layout, registry.global_rank)
             options["precision"].prepare(model, registry)
             optimizer = ParallelOptimizer(make(model.named_parameters()), registry, **options)
@@ -120,7 +132,8 @@ def run_to(layout: Layout, make: Make, folder: Path, steps: range, load: bool, o
 def random_layouts(draw: st.DrawFn) -> tuple[Layout, str]:
     """A layout of the planted parameters, and which of `STATES` fits to it."""
     topology = draw(topologies(4, axes=("data", "row", "col", "pipe", "expert"), most_axes=3))
-    kinds = draw(st.sampled_from([("sharded",), ("sharded", "owned", "tied"), ("sharded", "partial", "diagonal")]))
+    among: list[tuple[Kind, ...]] = [("sharded",), ("sharded", "owned", "tied"), ("sharded", "partial", "diagonal")]
+    kinds = draw(st.sampled_from(among))
     said = {name: draw(specs(topology, shape, kinds, uneven=True)) for name, shape in SHAPES.items()}
     said = {name: spec for name, spec in said.items() if _is_cut_as_said(SHAPES[name], spec, topology)}
     state = draw(st.sampled_from(list(STATES))) if "data" in topology.axes else "whole"

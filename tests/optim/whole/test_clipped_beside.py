@@ -46,7 +46,7 @@ def clipped_alone(layout: Layout, make: Make, clip: Callable[[Full, Full], Full]
 
 def in_two(matrices: float, others: float, gradients: Full, weights: Full) -> Full:
     """Matrices by their own norm, the others by theirs."""
-    found = {}
+    found: Full = {}
     for longest, is_matrix in ((matrices, True), (others, False)):
         own = {key: value for key, value in gradients.items() if (key[0] in MATRICES) == is_matrix}
         norm = torch.stack([value.norm() for value in own.values()]).norm()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_cuda import Log, fake_cuda
-from meshstep.optim import Measure, Muon, ParallelOptimizer, Sharded
+from meshstep.optim import CAME, LAMB, LARS, Adafactor, Measure, Muon, ParallelOptimizer, Sharded, StableAdamW
 from meshstep.optim.whole import tensors as of_tensors
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.parallel.layout.pieces import Region
@@ -28,7 +29,10 @@ pytestmark = [
 TOPOLOGY = Topology(data=2, tensor=2)
 SPECS = {"split": P(None, "tensor"), "whole": P(), "bias": P()}
 SHAPES = {"split": (6, 5), "whole": (4, 6), "bias": (6,)}
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {"Muon": Muon}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    **{kind.__name__: kind for kind in (Muon, LAMB, LARS, StableAdamW, Adafactor)},
+    "CAME": partial(CAME, lr=1e-3),
+}
 
 
 @contextmanager
@@ -42,9 +46,11 @@ def world() -> Iterator[None]:
         def there(rank: int, name: str, region: Region) -> Region:
             where = TOPOLOGY.coordinate(rank)
             found = Region.of_shard(region.full_shape, region.shape, SPECS[name.partition("@")[0]], TOPOLOGY, where)
-            # ZeRO cuts a shard in halves by the data coordinate.
-            half = region.numel < found.numel
-            return found.run(where["data"] * region.numel if half else 0, region.numel)
+            if region.numel == found.numel:
+                return found
+            # ZeRO cuts a shard in two by the data coordinate, of which rank 0 has the first part.
+            rest = found.numel - region.numel
+            return found.run(0, region.numel) if where["data"] == 0 else found.run(region.numel, rest)
 
         return [
             [(name, dtype, said, there(rank, name, region)) for name, dtype, said, region in own] for rank in range(4)

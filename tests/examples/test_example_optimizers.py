@@ -1,0 +1,45 @@
+"""`--optimizer`: each has the curve of one process on every topology, and Muon is below AdamW at equal steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from run_example import printed_by_example, read_curve, train_example
+from world import World
+
+STEPS = 8
+COLUMNS = ("loss", "accuracy", "norm", "clip_coef")
+DIGITS = ["--steps", str(STEPS), "--seed", "3"]
+
+
+# SOAP's first bases are arbitrary where the first gradient has fewer independent columns than rows: its last bits decide.
+@pytest.mark.parametrize(("name", "tolerance"), [("muon", 2e-5), ("lamb", 2e-5), ("adafactor", 2e-5), ("soap", 3e-3)])
+def test_each_has_the_curve_of_one_process_on_every_topology(
+    world: World, name: str, tolerance: float, tmp_path: Path
+) -> None:
+    flags = [*DIGITS, "--optimizer", name]
+    one = tmp_path / "one.csv"
+    world.run(1, printed_by_example, "train_digits", [*flags, "--curve", str(one)], "data=1")
+    expected = read_curve(one, COLUMNS)
+    assert expected.shape == (STEPS, 4)
+    for topology, more in (("data=2,tensor=2", ["--zero", "2"]), ("row=2,col=2", []), ("tensor=4", [])):
+        path = tmp_path / f"{topology}.csv"
+        world.run(4, printed_by_example, "train_digits", [*flags, "--curve", str(path), *more], topology)
+        torch.testing.assert_close(read_curve(path, COLUMNS)[:, 0], expected[:, 0], rtol=tolerance, atol=0)
+
+
+def test_muon_is_below_adamw_at_equal_steps_and_a_plot_shows_both(world: World, tmp_path: Path) -> None:
+    flags = ["--paragraphs", "500", "--epochs", "3", "--width", "32", "--seed", "3"]
+    curves = {name: tmp_path / f"{name}.csv" for name in ("adamw", "muon")}
+    plot = tmp_path / "both.svg"
+    for name, path in curves.items():
+        more = ["--plot", str(plot), "--beside", str(curves["adamw"])] if name == "muon" else []
+        how = ["--optimizer", name, "--curve", str(path), *flags, *more]
+        world.run(1, train_example, "accumulate_lm", how)
+    adamw, muon = (read_curve(path)[:, 1] for path in curves.values())
+    assert len(adamw) == len(muon) > 20
+    assert muon[-5:].mean() < adamw[-5:].mean() - 0.05
+    drawn = plot.read_text()
+    assert drawn.count('class="curve"') == drawn.count('class="beside"') == 2

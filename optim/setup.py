@@ -32,13 +32,13 @@ from .norm.units import Units
 from .states.chain import Chain
 from .states.compared import check_stepped_alike, checks_of, watch_of
 from .states.completion import Completion
-from .states.elementwise import check_in_buckets, check_whole
+from .states.elementwise import asks_other_ranks, check_in_buckets, check_whole
 from .states.link import Binding, Placement, Position
 from .states.local_tensors import LocalTensors
 from .states.masters import precision_link
 from .step.data_parallel import Overlap, Reduce, Switch, modules_in
 from .step.megatron_data_parallel import switch_of
-from .step.several import kind_of
+from .step.several import kind_of, parts_of
 from .step.skips import OnNonfinite, checked_nonfinite
 from .step.update import check_steps_without_closure
 from .step.window import Window
@@ -133,6 +133,8 @@ class Setup:
             "check_replicas": measure.check_replicas,
             "commit": "given" if self.commit is not None else None,
         }
+        whole = [type(part).__name__ for part in parts_of(self.optimizer) if asks_other_ranks(part)]
+        said["optimizers that need whole tensors"] = whole
         stage = [self.registry.coordinate[axis] for axis in topology.pipe_axes]
         where = f" of pipeline stage {stage}" if topology.size(*topology.pipe_axes) > 1 else ""
         said[f"the optimizer{where}"] = kind_of(self.optimizer)

@@ -29,7 +29,7 @@ def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """
     if (parts := parts_of(optimizer)) != [optimizer]:
         return all(map(steps_on_device, parts))
-    if getattr(optimizer, "asks_other_ranks", False):
+    if getattr(optimizer, "asks_other_ranks", False):  # one of `meshstep.optim.whole`
         return True
     fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
     groups = optimizer.param_groups

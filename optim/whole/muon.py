@@ -120,8 +120,7 @@ class Muon(WholeOptimizer):
             return
         for algorithm in ("muon", "adamw"):
             own = [item for item in group["params"] if self.algorithm_of(*_named(item)) == algorithm]
-            if own:
-                yield {**group, "params": own, "algorithm": algorithm}
+            yield {**group, "params": own, "algorithm": algorithm}  # empty too: ranks then have the same groups
 
     def algorithm_of(self, name: str | None, param: Tensor) -> str:
         """``"muon"`` or ``"adamw"``, by the rule."""
@@ -131,10 +130,9 @@ class Muon(WholeOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. Raises ValueError where it has matrices and others, and does not say which algorithm they are for."""
         group = groups_of([param_group])[0]
-        parts = list(self._sorted(group))
-        if len(parts) > 1:
+        own, *rest = sorted(self._sorted(group), key=lambda part: -len(part["params"]))
+        if any(part["params"] for part in rest):
             raise ValueError("the param group has matrices and others: give them in two, or say its 'algorithm'")
-        own = parts[0] if parts else {**group, "algorithm": "muon"}
         super().add_param_group({**self._adamw, **own} if own["algorithm"] == "adamw" else own)
 
     # What is a matrix -----------------------------------------------------------------------------------------------

@@ -15,9 +15,17 @@ from zero_models import small_buckets
 Make = Callable[[Iterable[tuple[str, Tensor]]], torch.optim.Optimizer]
 """An optimizer of named parameters; a function of a module, which ranks can import."""
 
+
+class ExactMeans(Layout):
+    """Shares are multiples of 3, so that means over 3 data ranks are not rounded, in whatever order they are summed."""
+
+    def share(self, name: str, rank: int, step: int, micro: int = 0) -> Tensor:
+        return super().share(name, rank, step, micro) * 3
+
+
 WHOLE_LAYOUTS = {
     **LAYOUTS,
-    "data=3": Layout((("data", 3),)),
+    "data=3": ExactMeans((("data", 3),)),
     "uneven": Layout((("tensor", 3),), {"up": P("tensor"), "down": P(None, "tensor"), "bias": P("tensor")}),
     "fused blocks": Layout((("tensor", 2),), {"up": P(blocks("tensor", 2)), "bias": P(blocks("tensor", 2))}),
     "experts": Layout((("data", 2), ("expert", 2)), {"kernel": P("expert")}),

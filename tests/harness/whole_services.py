@@ -16,7 +16,7 @@ from meshstep.parallel.layout.pieces import Region
 from meshstep.testing.strategies import Kind, specs, topologies
 from planted import SHAPES, Layout, Part, Planted, parts, run_step
 from probes import collectives, no_host_reads
-from whole_runs import STATES, Make
+from whole_runs import STATES, ExactMeans, Make
 from zero_models import small_buckets
 
 Options = dict[str, Any]
@@ -137,12 +137,14 @@ def random_layouts(draw: st.DrawFn) -> tuple[Layout, str]:
     said = {name: draw(specs(topology, shape, kinds, uneven=True)) for name, shape in SHAPES.items()}
     said = {name: spec for name, spec in said.items() if _is_cut_as_said(SHAPES[name], spec, topology)}
     state = draw(st.sampled_from(list(STATES))) if "data" in topology.axes else "whole"
-    return Layout(axes_of(topology), said), state
+    return ExactMeans(axes_of(topology), said), state
 
 
 def _is_cut_as_said(shape: tuple[int, ...], spec: P, topology: Topology) -> bool:
     """Whether `slice_of` cuts it as a layer would: it cuts a dim over all axes at once, which differs where they don't
-    divide it."""
+    divide it. And no stage gives a share of its own to another one's piece."""
+    if any(axis in topology.pipe_axes and isinstance(at, str) for axis, at in spec.owned):
+        return False
     try:
         for rank in range(topology.world_size):
             cut = slice_of(torch.empty(shape), spec, topology, rank)

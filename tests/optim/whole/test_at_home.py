@@ -18,11 +18,11 @@ from meshstep.optim.whole import Homes, WholeTensors, reference
 from meshstep.optim.whole.layout import logical_tensors
 from meshstep.parallel import P, ProcessGroupRegistry
 from meshstep.parallel.layout.pieces import Region
-from meshstep.testing.strategies import specs, topologies
-from planted import LAYOUTS, SHAPES, Layout, Planted, parts, run_step
+from planted import LAYOUTS, Layout, Planted, parts, run_step
 from probes import collectives, no_host_reads
 from torch import Tensor, nn
 from whole_runs import STATES, WHOLE_LAYOUTS, alone, copies_differ, largest_error, trained
+from whole_services import random_layouts
 from world import World
 from zero_models import small_buckets
 
@@ -161,24 +161,12 @@ def test_bare_pieces_fail_the_same_comparison(world: World, kind: str) -> None:
         assert largest_error(by_rank, alone(layout, MAKES[kind])) > 1e-3
 
 
-@st.composite
-def random_layouts(draw: st.DrawFn) -> tuple[Layout, str, str]:
-    topology = draw(topologies(4, axes=("data", "row", "col", "pipe", "expert"), most_axes=3))
-    kinds: Any = draw(st.sampled_from([("sharded",), ("sharded", "owned", "tied"), ("sharded", "partial", "diagonal")]))
-    layout = {name: draw(specs(topology, shape, kinds, uneven=True)) for name, shape in SHAPES.items()}
-    axes = tuple(zip(topology.axes, topology.sizes, strict=True))
-    state = draw(st.sampled_from(list(STATES))) if "data" in topology.axes else "whole"
-    # Three data ranks round; see above.
-    rounds = topology.size(*topology.data_axes) == 3
-    return Layout(axes, layout), state, draw(st.sampled_from([kind for kind in MAKES if kind != "soap" or not rounds]))
-
-
 @settings(max_examples=5)
-@given(st.lists(random_layouts(), min_size=5, max_size=5))
-def test_it_is_the_dense_update_on_random_layouts(world: World, cases: list[tuple[Layout, str, str]]) -> None:
-    run = [(layout, MAKES[kind], STATES[state], 5) for layout, state, kind in cases]
+@given(st.lists(st.tuples(random_layouts(), st.sampled_from(list(MAKES))), min_size=5, max_size=5))
+def test_it_is_the_dense_update_on_random_layouts(world: World, cases: list[tuple[tuple[Layout, str], str]]) -> None:
+    run = [(layout, MAKES[kind], STATES[state], 5) for (layout, state), kind in cases]
     found = world.run_each(trained, [(case[0].topology.world_size, case) for case in run])
-    for (layout, state, kind), by_rank in zip(cases, found, strict=True):
+    for ((layout, state), kind), by_rank in zip(cases, found, strict=True):
         assert largest_error(by_rank, alone(layout, MAKES[kind], 5)) <= EXACT, (layout, state, kind)
         assert copies_differ(by_rank) == [], (layout, state, kind)
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import slice_of
 from dtensors import registry_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,12 +25,11 @@ from meshstep.optim import (
 )
 from meshstep.optim.whole import reference
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
-from meshstep.parallel.layout.pieces import Region
-from meshstep.testing.strategies import Kind, specs, topologies
-from planted import LAYOUTS, SHAPES, Layout, Planted, parts, run_step
+from planted import LAYOUTS, Layout, Planted, parts, run_step
 from probes import collectives, no_host_reads
 from torch import Tensor, nn
 from whole_runs import STATES, WHOLE_LAYOUTS, alone, copies_differ, largest_error, trained
+from whole_services import random_layouts
 from world import World
 from zero_models import small_buckets
 
@@ -154,31 +152,6 @@ def test_bare_pieces_fail_the_same_comparison(world: World, name: str) -> None:
     layout = WHOLE_LAYOUTS[name]
     by_rank = world.run(layout.topology.world_size, trained, layout, unbound)
     assert largest_error(by_rank, alone(layout, muon)) > 1e-3
-
-
-@st.composite
-def random_layouts(draw: st.DrawFn) -> tuple[Layout, str]:
-    topology = draw(topologies(4, axes=("data", "row", "col", "pipe", "expert"), most_axes=3))
-    kinds: tuple[Kind, ...] = draw(
-        st.sampled_from([("sharded",), ("sharded", "owned", "tied"), ("sharded", "partial", "diagonal")])
-    )
-    layout = {name: draw(specs(topology, shape, kinds, uneven=True)) for name, shape in SHAPES.items()}
-    layout = {name: spec for name, spec in layout.items() if _is_cut_as_said(SHAPES[name], spec, topology)}
-    axes = tuple(zip(topology.axes, topology.sizes, strict=True))
-    state = draw(st.sampled_from(list(STATES))) if "data" in topology.axes else "whole"
-    return Layout(axes, layout), state
-
-
-def _is_cut_as_said(shape: tuple[int, ...], spec: P, topology: Topology) -> bool:
-    """Whether `planted` cuts it as a layer would: it cuts a dim over all axes at once, which differs where they don't
-    divide it."""
-    try:
-        for rank in range(topology.world_size):
-            cut = slice_of(torch.empty(shape), spec, topology, rank)
-            Region.of_shard(shape, cut.shape, spec, topology, topology.coordinate(rank))
-    except ValueError:
-        return False
-    return True
 
 
 @settings(max_examples=6)

@@ -441,7 +441,9 @@ def test_the_largest_cost_of_a_home_is_near_the_mean(kind: Any) -> None:
         [[(name, torch.float32, said[name], region[name]) for name in named] for _ in range(4)]
     )
     homes = Homes(WholeTensors([], everything, None), optimizer.boxes, optimizer.cost)
-    assert max(homes.load.values()) / (sum(homes.load.values()) / 4) < 1.1
+    total = sum(optimizer.cost(shape) for shape in shapes)
+    assert sum(homes.load.values()) == pytest.approx(total)
+    assert max(homes.load.values()) < 1.1 * total / 4
 
 
 def test_wrong_options_are_errors_that_say_what_is_wanted() -> None:

@@ -37,7 +37,7 @@ from meshstep.parallel import (
     vocab_parallel_cross_entropy,
 )
 from models.gpt import CONTEXT, GPT
-from optimizers import add_optimizer, optimizer_of
+from optimizer_flag import add_optimizer, optimizer_of
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset

@@ -35,7 +35,7 @@ from meshstep.optim import Booster, newest_checkpoint
 from meshstep.parallel import P, ProcessGroupRegistry, reduce_from, shard
 from models.digits import DenseReference, DigitsTransformer, full_parameters
 from models.layers import DenseLayers, layers_for
-from optimizers import add_optimizer, optimizer_of
+from optimizer_flag import add_optimizer, optimizer_of
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from tqdm import tqdm

@@ -31,7 +31,7 @@ from meshstep.parallel import ProcessGroupRegistry, Role, Topology
 from models.digits import DenseReference, MixtureTransformer
 from models.layers import DenseLayers
 from models.moe import DenseMixture, Mixture, MixtureShape
-from optimizers import add_optimizer
+from optimizer_flag import add_optimizer
 from torch import Tensor, nn
 from train_digits import Samples, run
 

@@ -120,7 +120,9 @@ class Muon(WholeOptimizer):
             return
         for algorithm in ("muon", "adamw"):
             own = [item for item in group["params"] if self.algorithm_of(*_named(item)) == algorithm]
-            yield {**group, "params": own, "algorithm": algorithm}  # empty too: ranks then have the same groups
+            # Empty too: ranks then have the same groups. torch wants names in all of them or in none.
+            names = {"param_names": []} if not own and any(_named(item)[0] for item in group["params"]) else {}
+            yield {**group, **names, "params": own, "algorithm": algorithm}
 
     def algorithm_of(self, name: str | None, param: Tensor) -> str:
         """``"muon"`` or ``"adamw"``, by the rule."""

@@ -19,7 +19,7 @@ def _adamw(params: Named, lr: float | Tensor, **options: Any) -> torch.optim.Opt
 
 
 def _muon(params: Named, lr: float | Tensor) -> torch.optim.Optimizer:
-    """With the scale that goes by the size of AdamW's updates; it is that of a transposed weight too, as 2-D layers have it.
+    """With the scale that goes by the size of AdamW's updates, and is that of a transposed weight, as 2-D layers have it.
 
     The iteration is float32, not bfloat16 as by default: the curves of two topologies, whose gradients are summed in other
     orders, are then equal to more digits.

@@ -21,11 +21,6 @@ def soap(params: Iterable[Any], **options: Any) -> SOAP:
     return SOAP(params, lr=0.1, **given)
 
 
-def narrow_soap(params: Iterable[Any]) -> SOAP:
-    """Whose bases are of sides of full rank: rounding does not turn them."""
-    return soap(params, max_precond_dim=4)
-
-
 def shampoo(params: Iterable[Any], **options: Any) -> Shampoo:
     given: dict[str, Any] = {"precondition_frequency": 2, "blocks": BLOCKS, "factor_dtype": torch.float64, **options}
     return Shampoo(params, lr=0.1, weight_decay=0.1, **{"epsilon": 1e-3, **given})

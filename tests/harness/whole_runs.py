@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from meshstep.optim import Offloaded, ParallelOptimizer, Sharded
+from meshstep.optim import Muon, Offloaded, ParallelOptimizer, Sharded
 from meshstep.parallel import P, ProcessGroupRegistry, blocks
 from planted import LAYOUTS, SHAPES, Dense, Full, Layout, Part, Planted, parts, run_step, start
 from torch import Tensor, nn
@@ -30,6 +30,13 @@ WHOLE_LAYOUTS = {
     "fused blocks": Layout((("tensor", 2),), {"up": P(blocks("tensor", 2)), "bias": P(blocks("tensor", 2))}),
     "experts": Layout((("data", 2), ("expert", 2)), {"kernel": P("expert")}),
 }
+
+
+def muon(params: Iterable[Any], **options: Any) -> Muon:
+    given: dict[str, Any] = {"ns_dtype": None, "adamw": {"lr": 0.05}, "blocks": {"up": 2}, **options}
+    return Muon(params, lr=0.1, **given)
+
+
 STATES: dict[str, dict[str, Any]] = {
     "whole": {},
     "ZeRO-1": {"states": Sharded("data")},

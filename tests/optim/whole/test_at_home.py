@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from home_runs import MAKES, at_homes, narrow_soap, run_to, unbound
+from home_runs import MAKES, at_homes, run_to, unbound
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshstep.amp import Bf16, NaiveFp16
@@ -131,26 +131,6 @@ def test_what_has_no_gradient_is_left_alone() -> None:
 
 
 # On every layout ----------------------------------------------------------------------------------------------------------
-
-CASES = [
-    (name, state)
-    for name, layout in WHOLE_LAYOUTS.items()
-    for state in STATES
-    if "data" in layout.topology.axes or not state.startswith("ZeRO")
-]
-
-
-@pytest.mark.parametrize("kind", list(MAKES))
-def test_it_is_the_dense_update_on_every_layout_and_placement(world: World, kind: str) -> None:
-    """Where sums of gradients are rounded (data=3), SOAP has bases of sides of full rank: rounding turns others. Shampoo,
-    which moves as SOAP does, in fewer placements."""
-    fitting = [(name, state) for name, state in CASES if kind != "shampoo" or state in ("whole", "ZeRO-2")]
-    makes = {name: narrow_soap if (kind, name) == ("soap", "data=3") else MAKES[kind] for name in WHOLE_LAYOUTS}
-    cases = [(WHOLE_LAYOUTS[name], makes[name], STATES[state]) for name, state in fitting]
-    found = world.run_each(trained, [(case[0].topology.world_size, case) for case in cases])
-    for (name, state), by_rank in zip(fitting, found, strict=True):
-        assert largest_error(by_rank, alone(WHOLE_LAYOUTS[name], makes[name])) <= EXACT, f"{name}, {state}"
-        assert copies_differ(by_rank) == [], f"{name}, {state}"
 
 
 @pytest.mark.parametrize("kind", list(MAKES))

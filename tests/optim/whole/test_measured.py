@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from measured import MAKES, OPTIONS
 from meshstep.amp import Bf16, NaiveFp16
 from meshstep.optim import CAME, LAMB, LARS, Adafactor, Sharded, StableAdamW
-from meshstep.optim.whole import reference
 from meshstep.parallel import P
 from planted import LAYOUTS, Layout, Part
 from properties import random_cases
 from torch import Tensor, nn
-from whole_runs import STATES, WHOLE_LAYOUTS, Make, alone, copies_differ, largest_error
+from whole_runs import STATES, WHOLE_LAYOUTS, alone, copies_differ, largest_error
 from whole_services import (
     beyond_sgd,
     changed_by_overflow,
@@ -30,14 +30,6 @@ from whole_services import (
 from world import World
 
 EXACT = 1e-12
-OPTIONS: dict[str, tuple[Callable[..., torch.optim.Optimizer], Callable[..., None], dict[str, Any]]] = {
-    "LAMB": (LAMB, reference.lamb, {"lr": 0.05, "weight_decay": 0.1}),
-    "LARS": (LARS, reference.lars, {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.1, "trust_coeff": 0.1}),
-    "StableAdamW": (StableAdamW, reference.stable_adamw, {"lr": 0.05, "weight_decay": 0.1}),
-    "Adafactor": (Adafactor, reference.adafactor, {"lr": 0.05, "weight_decay": 0.1}),
-    "CAME": (CAME, reference.came, {"lr": 0.003, "weight_decay": 0.1, "betas": (0.9, 0.99, 0.995)}),
-}
-MAKES: dict[str, Make] = {name: partial(kind, **options) for name, (kind, _, options) in OPTIONS.items()}
 NAMES, EACH = list(MAKES), list(MAKES.values())
 every_name = pytest.mark.parametrize("name", NAMES)
 
@@ -203,13 +195,6 @@ def test_wrong_options_are_errors_that_say_what_is_wanted(kind: Any, options: di
 
 # On every layout ----------------------------------------------------------------------------------------------------------
 
-CASES = [
-    (name, state)
-    for name, layout in WHOLE_LAYOUTS.items()
-    for state in STATES
-    if ("data" in layout.topology.axes or not state.startswith("ZeRO")) and (state != "offload" or "tensor" in name)
-]
-
 
 def assert_dense(cases: list[tuple[Layout, str]], found: list[list[list[list[Part]]]], steps: int) -> None:
     """Args: found: For each case by rank, for each optimizer, the parts."""
@@ -218,12 +203,6 @@ def assert_dense(cases: list[tuple[Layout, str]], found: list[list[list[list[Par
             own = [of_rank[index] for of_rank in by_rank]
             assert largest_error(own, alone(layout, make, steps)) <= EXACT, f"{NAMES[index]}, {state}, {layout}"
             assert copies_differ(own) == [], f"{NAMES[index]}, {state}, {layout}"
-
-
-def test_each_is_the_dense_update_on_every_layout_and_placement(world: World) -> None:
-    cases = [(WHOLE_LAYOUTS[name], state) for name, state in CASES]
-    calls = [(layout.topology.world_size, (layout, EACH, STATES[state], 3)) for layout, state in cases]
-    assert_dense(cases, world.run_each(each_trained, calls), 3)
 
 
 @random_cases(random_layouts(), 10)

@@ -28,17 +28,12 @@ from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from planted import LAYOUTS, Layout, Planted, parts, run_step
 from probes import collectives, no_host_reads
 from torch import Tensor, nn
-from whole_runs import STATES, WHOLE_LAYOUTS, alone, copies_differ, largest_error, trained
+from whole_runs import STATES, WHOLE_LAYOUTS, alone, copies_differ, largest_error, muon, trained
 from whole_services import random_layouts
 from world import World
 from zero_models import small_buckets
 
 EXACT = 1e-12
-
-
-def muon(params: Iterable[Any], **options: Any) -> Muon:
-    given: dict[str, Any] = {"ns_dtype": None, "adamw": {"lr": 0.05}, "blocks": {"up": 2}, **options}
-    return Muon(params, lr=0.1, **given)
 
 
 # Its numbers ------------------------------------------------------------------------------------------------------------
@@ -123,21 +118,6 @@ def test_stacks_blocks_and_convolutions_are_the_matrices_they_are_made_of() -> N
 
 
 # On every layout ----------------------------------------------------------------------------------------------------------
-
-CASES = [
-    (name, state)
-    for name, layout in WHOLE_LAYOUTS.items()
-    for state in STATES
-    if "data" in layout.topology.axes or not state.startswith("ZeRO")
-]
-
-
-def test_it_is_the_dense_update_on_every_layout_and_placement(world: World) -> None:
-    cases = [(WHOLE_LAYOUTS[name], muon, STATES[state]) for name, state in CASES]
-    found = world.run_each(trained, [(case[0].topology.world_size, case) for case in cases])
-    for (name, state), by_rank in zip(CASES, found, strict=True):
-        assert largest_error(by_rank, alone(WHOLE_LAYOUTS[name], muon)) <= EXACT, f"{name}, {state}"
-        assert copies_differ(by_rank) == [], f"{name}, {state}"
 
 
 def unbound(params: Iterable[Any]) -> Muon:

@@ -1,0 +1,55 @@
+"""The README's table of optimizers that need whole tensors is what happens: each cell of it is run.
+
+After ten steps in float64 every rank has what the same optimizer has alone in one process, to 1e-12, and copies have the
+same bits, with every placement of states that the cell says.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from whole_runs import STATES, WHOLE_LAYOUTS, alone, copies_differ, largest_error
+from whole_services import each_trained
+from whole_table import LAYOUTS, OPTIMIZERS, PLACEMENTS, fitting
+from world import World
+
+README = (Path(__file__).parent.parent.parent / "README.md").read_text()
+SECTION = README.partition("## Muon, SOAP, LAMB, Adafactor\n")[2].partition("\n## ")[0]
+EXACT = 1e-12
+
+
+def table() -> dict[tuple[str, str], str]:
+    """(optimizer, layout) -> the cell."""
+    lines = [line for line in SECTION.splitlines() if line[:1] == "|"]
+    start = next(index for index, line in enumerate(lines) if "`tensor=2`" in line)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start:]]
+    layouts = [cell.replace("`", "") for cell in rows[0][1:]]
+    return {
+        (row[0].strip("`"), layout): cell for row in rows[2:] for layout, cell in zip(layouts, row[1:], strict=True)
+    }
+
+
+TABLE = table()
+
+
+def test_the_table_has_a_cell_for_every_optimizer_and_layout() -> None:
+    assert list(TABLE) == [(optimizer, layout) for optimizer in OPTIMIZERS for layout in LAYOUTS]
+    for (_, layout), cell in TABLE.items():
+        assert cell.split(", ") == fitting(layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_cell_is_the_dense_update(world: World, layout: str) -> None:
+    planted = WHOLE_LAYOUTS[LAYOUTS[layout]]
+    expected = {name: alone(planted, make) for name, make in OPTIMIZERS.items()}
+    for placement in PLACEMENTS:
+        names = [name for name in OPTIMIZERS if placement in TABLE[name, layout].split(", ")]
+        if not names:
+            continue
+        makes, options = [OPTIMIZERS[name] for name in names], STATES[PLACEMENTS[placement]]
+        by_rank = world.run(planted.topology.world_size, each_trained, planted, makes, options)
+        for index, name in enumerate(names):
+            own = [of_rank[index] for of_rank in by_rank]
+            assert largest_error(own, expected[name]) <= EXACT, f"{name}, {placement}"
+            assert copies_differ(own) == [], f"{name}, {placement}"

@@ -121,7 +121,8 @@ class Muon(WholeOptimizer):
         for algorithm in ("muon", "adamw"):
             own = [item for item in group["params"] if self.algorithm_of(*_named(item)) == algorithm]
             # Empty too: ranks then have the same groups. torch wants names in all of them or in none.
-            names: dict[str, Any] = {"param_names": []} if not own and any(_named(item)[0] for item in group["params"]) else {}
+            named = any(_named(item)[0] for item in group["params"])
+            names: dict[str, Any] = {"param_names": []} if named and not own else {}
             yield {**group, **names, "params": own, "algorithm": algorithm}
 
     def algorithm_of(self, name: str | None, param: Tensor) -> str:

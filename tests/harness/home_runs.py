@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
-from meshstep.optim import SOAP, ParallelOptimizer, Shampoo, load_checkpoint, save_checkpoint
+from meshstep.optim import SOAP, Shampoo
 from meshstep.optim.whole import AnyOptimizer, HomeOptimizer, whole
-from meshstep.parallel import ProcessGroupRegistry
-from planted import Layout, Part, Planted, parts, run_step
-from zero_models import small_buckets
 
 BLOCKS = {"up": 2}
 
@@ -53,23 +49,6 @@ def bare_shampoo(params: Iterable[Any]) -> HomeOptimizer:
 
 def bare_adafactor(params: Iterable[Any]) -> HomeOptimizer:
     return bare(adafactor(params))
-
-
-def run_to(
-    layout: Layout, kind: str, folder: Path, steps: range, load: bool, options: dict[str, Any], seed: Any = None
-) -> list[Part]:
-    """Some steps, from a checkpoint or to one."""
-    with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
-        model = Planted(layout, registry.global_rank, torch.float64)
-        optimizer = ParallelOptimizer(MAKES[kind](model.named_parameters()), registry, **options)
-        if load:
-            load_checkpoint(folder, model, optimizer)
-        for step in steps:
-            run_step(model, optimizer, step)
-            optimizer.step()
-        if not load:
-            save_checkpoint(folder, model, optimizer)
-        return parts(layout, optimizer)
 
 
 def at_homes(optimizer: torch.optim.Optimizer) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from home_runs import MAKES, at_homes, run_to, unbound
+from home_runs import MAKES, at_homes, unbound
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshstep.amp import Bf16, NaiveFp16
@@ -22,7 +22,7 @@ from planted import LAYOUTS, Layout, Planted, parts, run_step
 from probes import collectives, no_host_reads
 from torch import Tensor, nn
 from whole_runs import STATES, WHOLE_LAYOUTS, alone, copies_differ, largest_error, trained
-from whole_services import random_layouts
+from whole_services import random_layouts, run_to
 from world import World
 from zero_models import small_buckets
 
@@ -294,14 +294,16 @@ COLUMNS = Layout((("row", 2), ("col", 2)), {"up": P("row", "col"), "down": P("co
 @pytest.mark.parametrize("kind", list(MAKES))
 def test_a_run_goes_on_in_another_layout_bit_for_bit(world: World, tmp_path: Path, kind: str) -> None:
     """Gradients are the same on both, for no rank has a share of its own. Homes are others."""
-    world.run(2, run_to, ROWS, kind, tmp_path / "one", range(5), False, STATES["offload"])
-    by_rank = world.run(4, run_to, COLUMNS, kind, tmp_path / "one", range(5, 10), True, {"states": Sharded("row")})
+    world.run(2, run_to, ROWS, MAKES[kind], tmp_path / "one", range(5), False, STATES["offload"])
+    by_rank = world.run(
+        4, run_to, COLUMNS, MAKES[kind], tmp_path / "one", range(5, 10), True, {"states": Sharded("row")}
+    )
     assert largest_error(by_rank, alone(COLUMNS, MAKES[kind])) == 0
     assert copies_differ(by_rank) == []
     kept = Counter((part.key, key) for own in by_rank for part in own for key in part.state if "." in key)
     assert set(kept.values()) == {1}, "at its home alone"
-    world.run(4, run_to, COLUMNS, kind, tmp_path / "two", range(5), False, {"states": Sharded("row")})
-    by_rank = world.run(2, run_to, ROWS, kind, tmp_path / "two", range(5, 10), True, {})
+    world.run(4, run_to, COLUMNS, MAKES[kind], tmp_path / "two", range(5), False, {"states": Sharded("row")})
+    by_rank = world.run(2, run_to, ROWS, MAKES[kind], tmp_path / "two", range(5, 10), True, {})
     assert largest_error(by_rank, alone(ROWS, MAKES[kind])) == 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -20,18 +19,14 @@ from meshstep.optim import (
     Muon,
     ParallelOptimizer,
     Sharded,
-    load_checkpoint,
-    save_checkpoint,
 )
 from meshstep.optim.whole import reference
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from planted import LAYOUTS, Layout, Planted, parts, run_step
-from probes import collectives, no_host_reads
 from torch import Tensor, nn
 from whole_runs import STATES, WHOLE_LAYOUTS, alone, copies_differ, largest_error, muon, trained
-from whole_services import random_layouts
+from whole_services import beyond_sgd, changed_by_overflow, in_mode, random_layouts, run_to, without_host_reads
 from world import World
-from zero_models import small_buckets
 
 EXACT = 1e-12
 
@@ -208,21 +203,6 @@ def test_under_fully_shard_it_is_the_dense_update(world: World, tensor: int) -> 
 # Collectives, host reads, skips -------------------------------------------------------------------------------------------
 
 
-def counted(layout: Layout, options: dict[str, Any]) -> Counter[str]:
-    """Of one step, beyond those of SGD with the same options."""
-    counts = []
-    for make in (muon, partial(torch.optim.SGD, lr=0.1, fused=True)):
-        with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
-            model = Planted(layout, registry.global_rank)
-            optimizer = ParallelOptimizer(make(model.named_parameters()), registry, max_norm=1.0, **options)
-            for step in range(3):
-                run_step(model, optimizer, step)
-                with collectives() as seen:
-                    optimizer.step()
-            counts.append(seen)
-    return counts[0] - counts[1]
-
-
 def test_a_round_takes_two_all_to_alls(world: World) -> None:
     for name, state, expected in (
         ("alone", "whole", {}),
@@ -232,108 +212,45 @@ def test_a_round_takes_two_all_to_alls(world: World) -> None:
         ("data x tensor", "ZeRO-2", {"all_to_all_single": 2}),
     ):
         layout = WHOLE_LAYOUTS[name]
-        for found in world.run(layout.topology.world_size, counted, layout, STATES[state]):
-            assert found == expected, (name, state)
-
-
-def without_reads(layout: Layout, options: dict[str, Any]) -> None:
-    with ProcessGroupRegistry(layout.topology) as registry:
-        model = Planted(layout, registry.global_rank)
-        optimizer = ParallelOptimizer(muon(model.named_parameters()), registry, max_norm=1.0, **options)
-        for step in range(3):
-            run_step(model, optimizer, step)
-            if step < 2:
-                optimizer.step()
-                continue
-            with no_host_reads():
-                optimizer.step()
+        for found in world.run(layout.topology.world_size, beyond_sgd, layout, [muon], STATES[state]):
+            assert found == [expected], (name, state)
 
 
 @pytest.mark.parametrize("state", ["whole", "ZeRO-2"])
 def test_a_step_reads_nothing_on_the_host(world: World, state: str) -> None:
-    world.run(4, without_reads, LAYOUTS["data x tensor"], STATES[state])
-
-
-def skipped(layout: Layout, dtype: torch.dtype, options: dict[str, Any]) -> bool:
-    """Whether a step with an overflow on one rank left everything on this one as it was."""
-    with ProcessGroupRegistry(layout.topology) as registry:
-        model = Planted(layout, registry.global_rank, dtype)
-        if "precision" in options:
-            options["precision"].prepare(model, registry)
-        optimizer = ParallelOptimizer(muon(model.named_parameters()), registry, max_norm=1.0, **options)
-        for step in range(2):
-            run_step(model, optimizer, step)
-            optimizer.step()
-        before = parts(layout, optimizer)
-        optimizer.zero_grad()
-        optimizer.backward(model(2) * (torch.inf if registry.global_rank == 1 else 1.0))
-        stats = optimizer.step()
-        assert stats is not None
-        assert bool(stats.skipped)
-        after = parts(layout, optimizer)
-        same = all(torch.equal(one.value, other.value) for one, other in zip(before, after, strict=True))
-        return same and all(
-            torch.equal(one.state[key], other.state[key])
-            for one, other in zip(before, after, strict=True)
-            for key in one.state
-        )
+    world.run(4, without_host_reads, LAYOUTS["data x tensor"], [muon], STATES[state])
 
 
 def test_an_overflow_anywhere_leaves_everything_as_it_was(world: World) -> None:
     layout = LAYOUTS["data x tensor"]
     cases: list[Any] = [
-        (layout, torch.float32, {}),
-        (layout, torch.float64, STATES["ZeRO-2"]),
-        (layout, torch.float32, {"precision": NaiveFp16(init_scale=64.0)}),
-        (layout, torch.float32, {"precision": ApexFp16(opt_level="O3")}),
+        (layout, [muon], torch.float32, {}),
+        (layout, [muon], torch.float64, STATES["ZeRO-2"]),
+        (layout, [muon], torch.float32, {"precision": NaiveFp16(init_scale=64.0)}),
+        (layout, [muon], torch.float32, {"precision": ApexFp16(opt_level="O3")}),
     ]
-    assert world.run_each(skipped, [(4, case) for case in cases]) == [[True] * 4] * 4
-
-
-def in_mode(layout: Layout, options: dict[str, Any], micros: int) -> Any:
-    with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
-        model = Planted(layout, registry.global_rank)
-        options["precision"].prepare(model, registry)
-        optimizer = ParallelOptimizer(muon(model.named_parameters()), registry, **options)
-        for step in range(10):
-            run_step(model, optimizer, step, micros)
-            optimizer.step()
-        return parts(layout, optimizer)
+    assert world.run_each(changed_by_overflow, [(4, case) for case in cases]) == [[[[]]] * 4] * 4
 
 
 @pytest.mark.parametrize("precision", [Bf16(), NaiveFp16(init_scale=64.0)], ids=["bf16", "fp16"])
 def test_masters_loss_scale_and_accumulation_are_as_for_any_optimizer(world: World, precision: Any) -> None:
     """Gradients are short binary fractions, exact in both dtypes and scaled: so masters are the float32 run's."""
     layout = LAYOUTS["data x tensor"]
-    by_rank = world.run(4, in_mode, layout, {"precision": precision, **STATES["ZeRO-2"]}, 1)
-    assert largest_error(by_rank, alone(layout, muon)) < 2e-4
-    by_rank = world.run(4, in_mode, layout, {"precision": precision, "accumulation_steps": 2}, 2)
-    assert copies_differ(by_rank) == []
+    by_rank = world.run(4, in_mode, layout, [muon], {"precision": precision, **STATES["ZeRO-2"]})
+    assert largest_error([own for (own,) in by_rank], alone(layout, muon, 5)) < 2e-4
+    by_rank = world.run(4, in_mode, layout, [muon], {"precision": precision, "accumulation_steps": 2}, 2)
+    assert copies_differ([own for (own,) in by_rank]) == []
 
 
 # Going on -----------------------------------------------------------------------------------------------------------------
-
-
-def run_to(layout: Layout, folder: Path, steps: range, load: bool, options: dict[str, Any]) -> Any:
-    with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
-        model = Planted(layout, registry.global_rank, torch.float64)
-        optimizer = ParallelOptimizer(muon(model.named_parameters()), registry, **options)
-        if load:
-            load_checkpoint(folder, model, optimizer)
-        for step in steps:
-            run_step(model, optimizer, step)
-            optimizer.step()
-        if not load:
-            save_checkpoint(folder, model, optimizer)
-        return parts(layout, optimizer)
 
 
 def test_a_run_goes_on_in_another_layout(world: World, tmp_path: Path) -> None:
     """Gradients are the same on both, for no rank has a share of its own."""
     rows = Layout((("tensor", 2),), {"up": P("tensor"), "down": P(None, "tensor"), "bias": P("tensor")})
     columns = Layout((("row", 2), ("col", 2)), {"up": P("row", "col"), "down": P("col"), "table": P("col")})
-    world.run(2, run_to, rows, tmp_path / "one", range(4), False, STATES["offload"])
-    by_rank = world.run(4, run_to, columns, tmp_path / "one", range(4, 10), True, {"states": Sharded("row")})
+    world.run(2, run_to, rows, muon, tmp_path / "one", range(4), False, STATES["offload"])
+    by_rank = world.run(4, run_to, columns, muon, tmp_path / "one", range(4, 10), True, {"states": Sharded("row")})
     assert largest_error(by_rank, alone(columns, muon)) <= EXACT
 
 

@@ -179,8 +179,10 @@ class Muon(WholeOptimizer):
         found = self._homes.map([towards], orthogonal)
         for slot in matrices:
             lr, decay = slot.group["lr"], slot.group["weight_decay"]
-            o = found[slot.position].to(slot.param.dtype) * self._scale(slot)
-            param = slot.param * (1 - lr * decay) - lr * o
+            o, rate = found[slot.position], lr * self._scale(slot)
+            kept = slot.param * (1 - lr * decay)
+            # In one pass over a half-precision o, where the rate is a number.
+            param = kept - rate * o.to(kept.dtype) if isinstance(rate, Tensor) else kept.add_(o, alpha=-rate)
             yield Update(slot, param, {"momentum_buffer": momenta[slot.position]})
         for slot in slots:
             if slot.group["algorithm"] == "adamw":

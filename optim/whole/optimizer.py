@@ -202,9 +202,10 @@ class WholeOptimizer(torch.optim.Optimizer):
     def write(self, target: Tensor, value: Tensor) -> None:
         """Copy, within a step; nothing, where that is skipped: ``found_inf`` is 1. Host reads: none."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
-        if found_inf is not None:
-            value = torch.where(found_inf.to(target.device) > 0, target, value.to(target.dtype))
-        target.copy_(value)
+        if found_inf is None:
+            target.copy_(value)
+        else:
+            torch.where(found_inf.to(target.device) > 0, target, value.to(target.dtype), out=target)
 
     def _slots(self, grad_scale: Tensor | None) -> list[Slot]:
         alone = self.tensors.registry is None

@@ -62,6 +62,8 @@ class Ours:
         self.inner = inner
 
     def step(self) -> None:
+        """As `ParallelOptimizer` does, with its decision whether to skip."""
+        self.inner.found_inf = torch.zeros(())  # type: ignore[attr-defined]
         self.inner.step()
 
 

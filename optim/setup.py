@@ -32,13 +32,13 @@ from .norm.units import Units
 from .states.chain import Chain
 from .states.compared import check_stepped_alike, checks_of, watch_of
 from .states.completion import Completion
-from .states.elementwise import asks_other_ranks, check_in_buckets, check_whole
+from .states.elementwise import check_in_buckets, check_whole
 from .states.link import Binding, Placement, Position
 from .states.local_tensors import LocalTensors
 from .states.masters import precision_link
 from .step.data_parallel import Overlap, Reduce, Switch, modules_in
 from .step.megatron_data_parallel import switch_of
-from .step.several import kind_of, parts_of
+from .step.several import asks_other_ranks, kind_of, parts_of
 from .step.skips import OnNonfinite, checked_nonfinite
 from .step.update import check_steps_without_closure
 from .step.window import Window

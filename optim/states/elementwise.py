@@ -17,7 +17,7 @@ import torch
 from ...parallel.mesh.text import some
 from ...parallel.mesh.topology import Topology
 from ..norm.entries import ParameterEntry
-from ..step.several import parts_of
+from ..step.several import asks_other_ranks, parts_of
 
 _LOW_BIT = [
     f"{paged}{kind}{bits}"
@@ -159,11 +159,6 @@ def check_in_buckets(optimizer: torch.optim.Optimizer, why: str) -> None:
                 f"{why}, of which ranks have different numbers, but {type(part).__name__} asks other ranks in each step: "
                 "keep float32 masters and states, which Sharded divides and Offloaded moves"
             )
-
-
-def asks_other_ranks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is one of `meshstep.optim.whole`, to which pieces may be given: it gets from others what they lack."""
-    return bool(getattr(optimizer, "asks_other_ranks", False))
 
 
 def _doubt(optimizer: torch.optim.Optimizer) -> str | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...amp.by_bucket import holding
 from ...amp.fp8.weights import forget_rounded
-from .several import parts_of
+from .several import asks_other_ranks, parts_of
 from .update import apply_update, steps_on_device
 
 
@@ -72,7 +72,7 @@ def steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
     """Whether to step parts of what the param groups hold one after another is the same as to step all of it at once."""
     hooks = any(part._optimizer_step_pre_hooks or part._optimizer_step_post_hooks for part in parts_of(optimizer))
     late = any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups)
-    whole = any(getattr(part, "asks_other_ranks", False) for part in parts_of(optimizer))
+    whole = any(map(asks_other_ranks, parts_of(optimizer)))
     return steps_on_device(optimizer) and not hooks and not late and not whole
 
 

@@ -206,3 +206,8 @@ def unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
     """Its name, or theirs."""
     return " + ".join(type(part).__name__ for part in parts_of(optimizer))
+
+
+def asks_other_ranks(optimizer: object) -> bool:
+    """Whether it is one of `meshstep.optim.whole`, to which pieces may be given: it gets from others what they lack."""
+    return bool(getattr(optimizer, "asks_other_ranks", False))

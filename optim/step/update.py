@@ -16,7 +16,7 @@ from ...amp.casting import is_half
 from ..gradients.in_place import scale_gradients
 from .captured_update import capturable
 from .counted_once import CountedOnce
-from .several import parts_of
+from .several import asks_other_ranks, parts_of
 
 
 def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
@@ -29,7 +29,7 @@ def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """
     if (parts := parts_of(optimizer)) != [optimizer]:
         return all(map(steps_on_device, parts))
-    if getattr(optimizer, "asks_other_ranks", False):  # one of `meshstep.optim.whole`
+    if asks_other_ranks(optimizer):
         return True
     fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
     groups = optimizer.param_groups

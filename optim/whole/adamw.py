@@ -15,12 +15,14 @@ from .optimizer import Slot, Update
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
-def adamw_initial(slot: Slot) -> dict[str, Any]:
+def moments(slot: Slot) -> dict[str, Any]:
+    """Adam's two of a position, before its first step: of the piece's shape and dtype."""
     zeros = torch.zeros_like(slot.param, memory_format=torch.contiguous_format)
     return {"exp_avg": zeros, "exp_avg_sq": zeros.clone()}
 
 
 def adamw_update(slot: Slot) -> Update:
+    """One step. Collectives, host reads: none."""
     group, t = slot.group, slot.step
     beta1, beta2 = group["betas"]
     m = slot.state["exp_avg"].lerp(slot.grad, 1 - beta1)

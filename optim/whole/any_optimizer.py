@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ...parallel.layout.pieces import Box, Shape
 from ...parallel.layout.spec import P
 from ..states.elementwise import check_each_alone
+from ..step.several import asks_other_ranks
 from ..step.update import check_steps_without_closure, step_within
 from .at_home import HomeOptimizer
 from .layout import LogicalTensor
@@ -179,7 +180,7 @@ def _check(optimizer: object) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "steps_windows"):
         raise TypeError(f"whole({type(optimizer).__name__}): give a plain torch optimizer")
     name = type(optimizer).__name__
-    if getattr(optimizer, "asks_other_ranks", False):
+    if asks_other_ranks(optimizer):
         raise TypeError(f"whole({name}): it steps whole tensors already; give it to ParallelOptimizer as it is")
     check_steps_without_closure(optimizer)
     check_each_alone(optimizer, "whole() steps each tensor by itself")

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from .adamw import moments
 from .factored import is_factored, outer, rms, row_and_column_sums, row_and_column_zeros, total, toward
 from .optimizer import Slot, Update, WholeOptimizer
 from .tensors import Request
@@ -76,11 +77,10 @@ class CAME(WholeOptimizer):
         super().__init__(params, defaults)
 
     def initial(self, slot: Slot) -> dict[str, Any]:
-        zeros = torch.zeros_like(slot.param, memory_format=torch.contiguous_format)
         shape = self._shape(slot)
         if not is_factored(shape):
-            return {"exp_avg": zeros, "exp_avg_sq": zeros.clone()}
-        state = {"exp_avg": zeros}
+            return moments(slot)
+        state = {"exp_avg": torch.zeros_like(slot.param, memory_format=torch.contiguous_format)}
         for what in ("sq", "res"):
             state[f"exp_avg_{what}_row"], state[f"exp_avg_{what}_col"] = row_and_column_zeros(slot, shape)
         return state

@@ -48,9 +48,10 @@ class Homes:
         round_bytes: int = ROUND_BYTES,
         settled: Mapping[tuple[str, int], int] | None = None,
     ) -> None:
-        self.tensors, self.lists = tensors, lists
+        self.tensors = tensors
         load: dict[int, float] = {}
         by_ranks: dict[tuple[int, ...], list[Matrix]] = {}
+        spoken: dict[tuple[str, int], dict[int, list[Box]]] = {}  # of a tensor, where a rank speaks for all that it has
         parts = [
             (tensor, number, box) for tensor in tensors.everything.values() for number, box in enumerate(boxes(tensor))
         ]
@@ -60,7 +61,9 @@ class Homes:
             if home not in holders:
                 home = min(holders, key=lambda rank: (load.get(rank, 0.0), rank))
             load[home] = load.get(home, 0.0) + cost(box.sizes)
-            sources = {r: s for r, spoken in tensor.sources(home).items() if (s := _common(spoken, box))}
+            if (tensor.name, home) not in spoken:
+                spoken[tensor.name, home] = tensor.sources(home)
+            sources = {rank: own for rank, said in spoken[tensor.name, home].items() if (own := _common(said, box))}
             by_ranks.setdefault(tensor.ranks, []).append(Matrix(tensor, number, box, home, sources, holders))
         self.load = load
         self._rounds = [

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .adamw import moments
 from .on_demand import OnDemand
 from .optimizer import Slot, Update, WholeOptimizer
 
@@ -61,8 +62,7 @@ class LAMB(WholeOptimizer):
         super().__init__(params, defaults)
 
     def initial(self, slot: Slot) -> dict[str, Any]:
-        zeros = torch.zeros_like(slot.param, memory_format=torch.contiguous_format)
-        return {"exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+        return moments(slot)
 
     def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
         adapted = [slot for slot in slots if slot.group["weight_decay"] != 0 or slot.group["always_adapt"]]

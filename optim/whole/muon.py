@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...parallel.layout.pieces import Box, Shape
 from ...parallel.layout.spec import P
-from .adamw import ADAMW, adamw_initial, adamw_update
+from .adamw import ADAMW, adamw_update, moments
 from .homes import Homes
 from .layout import LogicalTensor
 from .matrices import Blocks, matrices_of
@@ -157,7 +157,7 @@ class Muon(WholeOptimizer):
 
     def initial(self, slot: Slot) -> dict[str, Any]:
         if slot.group["algorithm"] == "adamw":
-            return adamw_initial(slot)
+            return moments(slot)
         return {"momentum_buffer": torch.zeros_like(slot.param, memory_format=torch.contiguous_format)}
 
     def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...parallel.layout.pieces import Shape
 from ...parallel.layout.spec import P
+from .adamw import moments
 from .at_home import HomeOptimizer, named
 from .matrices import Blocks, matrices_of
 from .optimizer import Slot, Update
@@ -114,8 +115,7 @@ class Shampoo(HomeOptimizer):
 
     def initial(self, slot: Slot) -> dict[str, Any]:
         if not self.tensors.tensors[slot.position].said:
-            zeros = torch.zeros_like(slot.param, memory_format=torch.contiguous_format)
-            return {"exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+            return moments(slot)
         state: dict[str, Any] = {}
         for matrix in self.own(slot):
             zeros = slot.param.new_zeros(sides_of(matrix.shape))

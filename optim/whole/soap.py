@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...parallel.layout.pieces import Shape
 from ...parallel.layout.spec import P
-from .adamw import adamw_initial
+from .adamw import moments
 from .at_home import HomeOptimizer, named
 from .matrices import Blocks, matrices_of
 from .optimizer import Slot, Update
@@ -111,7 +111,7 @@ class SOAP(HomeOptimizer):
 
     def initial(self, slot: Slot) -> dict[str, Any]:
         if not self.tensors.tensors[slot.position].said:
-            return adamw_initial(slot)
+            return moments(slot)
         state: dict[str, Any] = {}
         for matrix in self.own(slot):
             zeros = slot.param.new_zeros(sides_of(matrix.shape))

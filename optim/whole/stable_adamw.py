@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from math import prod, sqrt
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from .adamw import moments
 from .on_demand import OnDemand
 from .optimizer import Slot, Update, WholeOptimizer
 
@@ -47,8 +47,7 @@ class StableAdamW(WholeOptimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def initial(self, slot: Slot) -> dict[str, Any]:
-        zeros = torch.zeros_like(slot.param, memory_format=torch.contiguous_format)
-        return {"exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+        return moments(slot)
 
     def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
         (norms,) = self.tensors.norms_of(OnDemand(slots, _normalized))

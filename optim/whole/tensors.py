@@ -45,6 +45,8 @@ class WholeTensors:
         self._positions: dict[str, list[int]] = {}
         for position, tensor in enumerate(self.tensors):
             self._positions.setdefault(tensor.name, []).append(position)
+        split = [name for name, tensor in everything.items() if tensor.is_split]
+        self._slots = {name: index for index, name in enumerate(split)}  # in what is packed of all ranks' norms
         self._spoken = [self._boxes(tensor) for tensor in self.tensors]
 
     @classmethod
@@ -125,7 +127,7 @@ class WholeTensors:
         for box in boxes:
             for offsets, part in parts.items():
                 held = Box(offsets, tuple(part.shape))
-                if box.overlaps(held) or not offsets:
+                if box.overlaps(held):
                     common = box.common(held)
                     yield common, narrowed(part, common, offsets)
 
@@ -141,16 +143,15 @@ class WholeTensors:
         Collectives: one all-reduce over the world, wherever some tensor of the model is split. Host reads: none, but to
         bring what is measured on a GPU to pieces on the CPU.
         """
-        split = [name for name, tensor in self.everything.items() if tensor.is_split]
-        slots = {name: index for index, name in enumerate(split)}
-        packed = self._zeros(len(values) * len(split), values)
+        slots = self._slots
+        packed = self._zeros(len(values) * len(slots), values)
         found: list[dict[int, tuple[Tensor, torch.device]]] = [{} for _ in values]
         for index, of_list in enumerate(values):
             for position, value in of_list.items():
                 power = self._power(position, value)
                 slot = slots.get(self.tensors[position].name)
                 if slot is not None:
-                    at = index * len(split) + slot
+                    at = index * len(slots) + slot
                     packed[at] += power.to(packed.device)
                     power = packed[at]
                 found[index][position] = power, value.device

@@ -99,3 +99,14 @@ def copies_differ(by_rank: list[list[Part]]) -> list[str]:
 def shapes() -> dict[str, tuple[int, ...]]:
     """Of the parameters."""
     return dict(SHAPES)
+
+
+def step_both(
+    one: torch.optim.Optimizer, ours: list[nn.Parameter], other: torch.optim.Optimizer, theirs: list[nn.Parameter]
+) -> None:
+    """One step of two optimizers, with the same random gradients."""
+    for param, same in zip(ours, theirs, strict=True):
+        param.grad = torch.randn_like(param)
+        same.grad = param.grad.clone()
+    one.step()
+    other.step()

@@ -15,6 +15,7 @@ from meshstep.optim import SOAP
 from meshstep.optim.whole import whole
 from torch import nn
 from whole_optimizers import MAKE, NOT_REACHED, RIGHT_ON_PIECES, apart, of
+from whole_runs import step_both
 from world import World
 
 
@@ -25,11 +26,7 @@ def test_our_soap_has_the_numbers_of_the_published_one() -> None:
     theirs = [nn.Parameter(param.detach().clone()) for param in ours]
     one, other = SOAP(ours, precondition_frequency=3), theirs_of(theirs, precondition_frequency=3)
     for _ in range(10):
-        for param, same in zip(ours, theirs, strict=True):
-            param.grad = torch.randn_like(param)
-            same.grad = param.grad.clone()
-        one.step()
-        other.step()
+        step_both(one, ours, other, theirs)
     for param, same in zip(ours, theirs, strict=True):
         torch.testing.assert_close(param, same, rtol=1e-5, atol=1e-5)
 

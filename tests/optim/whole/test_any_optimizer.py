@@ -15,7 +15,7 @@ from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from planted import LAYOUTS, Planted, parts, run_step, start
 from third_party import SignDescent, TrustRatio, under_the_name
 from torch import Tensor, nn
-from whole_runs import alone, largest_error, trained
+from whole_runs import alone, largest_error, step_both, trained
 from world import World
 
 
@@ -75,11 +75,7 @@ def test_alone_it_is_the_optimizer_itself(make: Callable[..., torch.optim.Optimi
     theirs = [nn.Parameter(param.detach().clone()) for param in ours]
     one, other = whole(make(ours, lr=0.1)), make(theirs, lr=0.1)
     for _ in range(5):
-        for param, same in zip(ours, theirs, strict=True):
-            param.grad = torch.randn_like(param)
-            same.grad = param.grad.clone()
-        one.step()
-        other.step()
+        step_both(one, ours, other, theirs)
     for param, same in zip(ours, theirs, strict=True):
         assert torch.equal(param, same)
 

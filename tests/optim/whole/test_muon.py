@@ -24,7 +24,7 @@ from meshstep.optim.whole import reference
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from planted import LAYOUTS, Layout, Planted, parts, run_step
 from torch import Tensor, nn
-from whole_runs import STATES, WHOLE_LAYOUTS, alone, copies_differ, largest_error, muon, trained
+from whole_runs import STATES, WHOLE_LAYOUTS, alone, copies_differ, largest_error, muon, step_both, trained
 from whole_services import beyond_sgd, changed_by_overflow, in_mode, random_layouts, run_to, without_host_reads
 from world import World
 
@@ -44,11 +44,7 @@ def test_its_numbers_are_torchs(rule: Any, nesterov: bool) -> None:
     theirs = [nn.Parameter(param.detach().clone()) for param in ours]
     one, other = Muon(ours, **options), torch.optim.Muon(theirs, **options)
     for _ in range(10):
-        for param, same in zip(ours, theirs, strict=True):
-            param.grad = torch.randn_like(param)
-            same.grad = param.grad.clone()
-        one.step()
-        other.step()
+        step_both(one, ours, other, theirs)
     for param, same in zip(ours, theirs, strict=True):
         torch.testing.assert_close(param, same, rtol=1e-6, atol=1e-6)
 

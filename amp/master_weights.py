@@ -9,7 +9,7 @@ Reference: Micikevicius et al. 2017, "Mixed precision training", arXiv:1710.0374
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -157,14 +157,18 @@ class MasterWeights:
         return [(self._param_of[param], param) for param in params if param in self._param_of]
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def publish(self, written: Sequence[Tensor] = ()) -> None:
         """Round the masters that are in the param groups into the model's parameters: one multi-tensor copy.
 
         Nothing changes where a master hasn't, so a skipped step needs no exception from it.
+
+        Args:
+            written: Parameters into which they have been rounded already.
         """
-        held = self.held()
-        if held:
-            params, masters = zip(*held, strict=True)
+        held, done = self.held(), {id(param) for param in written}
+        late = [pair for pair in held if id(pair[0]) not in done] if done else held
+        if late:
+            params, masters = zip(*late, strict=True)
             copy_each_(params, masters)
         self._note_versions(held)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...amp.master_weights import MasterWeights
 from ...amp.stochastic_rounding import StochasticRounding
 from ..gradients.in_place import clear_gradients
+from ..step.half_copies import HalfCopies
 from .link import AnyWindow, Binding, Link
 from .pieces import Held, StandIns
 
@@ -87,14 +88,16 @@ class Masters(Link):
         self._made.collect()
 
     def step(self, update: Callable[[], object]) -> None:
-        masters = self._made
+        masters, held = self._made, self._made.held()
         late = []
-        for tensor, master in masters.held():
+        for tensor, master in held:
             if master.grad is None and tensor.grad is not None:  # it came only now, to a copy on the CPU
                 master.grad = tensor.grad.float()
                 late.append(master)
-        update()
-        masters.publish()
+        copies = HalfCopies({master: tensor for tensor, master in held})
+        with copies.offered():
+            update()
+        masters.publish(copies.written)
         clear_gradients(late, set_to_none=True)  # the copy's memory gets another before the next step
 
     def publish(self) -> None:

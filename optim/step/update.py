@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
+from ...amp.by_bucket import holding
 from ...amp.casting import is_half
 from ..gradients.in_place import scale_gradients
 from .captured_update import capturable
 from .counted_once import CountedOnce
+from .native_update import loops_for, step_by_loops
 from .several import asks_other_ranks, parts_of
 
 
@@ -60,7 +62,8 @@ def apply_update(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Te
     Args:
         optimizer: The wrapped optimizer.
         found_inf: 0-dim float32, 0 or 1.
-        factor: 0-dim, or None for 1. A fused optimizer divides by its inverse in float32 (and leaves the scaled gradient in
+        factor: 0-dim, or None for 1. On a CPU the compiled loops multiply by it as they step (`native_update`), and leave
+            gradients as they are. torch's fused kernels divide by its inverse in float32 (and leave the scaled gradient in
             ``.grad``); float64 parameters and other optimizers are multiplied in a pass of their own.
     Collectives: none. Host reads: one, unless `steps_on_device`; of several optimizers one for all.
     """
@@ -77,6 +80,17 @@ def apply_update(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Te
 
 
 def _update_on_device(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
+    loops = loops_for(optimizer) if found_inf.is_cpu else None
+    if loops is None:
+        _update_by_torch(optimizer, found_inf, factor)
+        return
+    left = step_by_loops(loops, optimizer, found_inf, factor)
+    if any(left):
+        with holding(optimizer, left):
+            _update_by_torch(optimizer, found_inf, factor)
+
+
+def _update_by_torch(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
     params = params_of(optimizer)
     if factor is not None and torch.float64 in {param.dtype for param in params}:
         scale_gradients(params, torch.where(found_inf > 0, torch.ones_like(factor), factor))

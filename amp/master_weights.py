@@ -44,14 +44,16 @@ class MasterWeights:
         main_grads: Let backward itself add up in float32 (`Tensor.grad_dtype`). False where something else reduces the
             gradients in the parameters' dtype, as `DistributedDataParallel` must ("Expected BFloat16, got Float"):
             `collect` casts them then, and accumulation over micro-batches rounds to half precision.
+        cast: False: without ``main_grads`` masters get the half-precision gradients as they are, for an update that reads
+            them so; who writes to them casts first.
 
     Attributes:
         pairs: (model parameter, master), in the order in which the masters were made.
     Collectives: none, in any method. Host reads: none, except to make an error sure.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, main_grads: bool = True) -> None:
-        self.optimizer, self.main_grads = optimizer, main_grads
+    def __init__(self, optimizer: torch.optim.Optimizer, *, main_grads: bool = True, cast: bool = True) -> None:
+        self.optimizer, self.main_grads, self.cast = optimizer, main_grads, cast
         self.pairs: list[tuple[Tensor, nn.Parameter]] = []
         self._frozen: list[Tensor] = []
         self._versions: dict[Tensor, int] = {}  # of the parameters, after the last step
@@ -90,6 +92,8 @@ class MasterWeights:
             }
         if self.main_grads:
             use_main_grad_(param)
+        elif not self.cast:
+            master.grad_dtype = None  # any
         return master
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -135,13 +139,15 @@ class MasterWeights:
                     "clears the masters' gradients only; call MasterWeights.zero_grad() instead"
                 )
         gradients = {param: param.grad for param, _ in self.pairs if param.grad is not None}
-        halves = [param for param, grad in gradients.items() if is_half(grad) and grad.layout is torch.strided]
+        halves = [
+            param for param, grad in gradients.items() if self.cast and is_half(grad) and grad.layout is torch.strided
+        ]
         cast = dict(zip(halves, float32_of([gradients[param] for param in halves]), strict=True))
         for param, master in self.pairs:
             grad = gradients.get(param)
             if grad is not None:
                 setattr(grad, _COLLECTED, True)
-                master.grad = cast[param] if param in cast else grad.float()
+                master.grad = cast[param] if param in cast else grad.float() if self.cast else grad
                 setattr(master.grad, _COLLECTED, True)
             elif hasattr(master.grad, _COLLECTED):  # else somebody gave the master itself one
                 master.grad = None

@@ -35,11 +35,16 @@ def use_kernels(kernels: Kernels) -> None:
     _chosen[:] = [_checked(kernels, "kernels")]
 
 
-def native() -> Native | None:
-    """The compiled loops, if they are to be used and are there."""
+def kernels_chosen() -> Kernels:
+    """What `use_kernels`, or the environment, has said."""
     if not _chosen:
         _chosen.append(_checked(os.environ.get(VARIABLE, "auto"), VARIABLE))
-    return _found() if _chosen[0] == "auto" else None
+    return _chosen[0]
+
+
+def native() -> Native | None:
+    """The compiled loops, if they are to be used and are there."""
+    return _found() if kernels_chosen() == "auto" else None
 
 
 def kernels_here() -> str:

@@ -45,12 +45,17 @@ class Rows:
     def __init__(self, params: Sequence[Tensor], state: State, names: Sequence[str], counted: bool) -> None:
         self._all, self._names = list(params), (*names, "step") if counted else tuple(names)
         self._params: list[Tensor] = []
-        self._others: list[Tensor] = []
         self._states: list[dict[str, Any]] = []
+        self._others: list[Tensor] = []
+        self._waiting: list[Tensor] = []
         for param in params:
             if param.grad is None and param not in state:
-                self._others.append(param)  # its first gradient makes it a row
-            elif _is_stepped(param) and _has_states(param, state[param], names, counted):
+                self._waiting.append(param)  # for its first gradient
+            elif not _is_stepped(param):
+                self._others.append(param)
+            elif not self._names:
+                self._params.append(param)
+            elif _has_states(param, state[param], names, counted):
                 self._params.append(param)
                 self._states.append(state[param])
             else:
@@ -81,7 +86,7 @@ class Rows:
             and list(map(id, state.values())) == self._known
             and all(all(map(is_, new, old)) for new, old in zip(self._values_now(), self._values, strict=True))
             and self._addresses_now() == self._addresses
-            and not any(param.grad is not None and param not in state for param in self._others)
+            and all(param.grad is None for param in self._waiting)
         )
 
     def taken(self, copies: HalfCopies | None) -> tuple[list[Call], list[Tensor]]:

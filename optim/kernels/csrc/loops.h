@@ -188,13 +188,13 @@ static double NAME(power)(int dtype, int norm_type, const void *base, int64_t st
 INLINE void NAME(adam)(float *restrict p, const float *restrict grad, float *restrict m, float *restrict v,
                        float *restrict most, int64_t n, const struct adam *set, float step_size, float root,
                        const int decoupled, const int amsgrad) {
-    const float factor = set->factor, beta2 = set->beta2, rest1 = set->rest1, rest2 = set->rest2, eps = set->eps;
+    const float factor = set->factor, beta1 = set->beta1, beta2 = set->beta2, rest1 = set->rest1, rest2 = set->rest2, eps = set->eps;
     const float decay = set->decay;
     for (int64_t i = 0; i < n; i++) {
         float g = grad[i] * factor, w = p[i];
         if (decoupled) w = w * decay;
         else g = g + decay * w;
-        float mean = m[i] + rest1 * (g - m[i]);
+        float mean = m[i] * beta1 + rest1 * g;
         float square = v[i] * beta2 + rest2 * g * g;
         m[i] = mean;
         v[i] = square;

@@ -28,7 +28,7 @@ typedef double doubles4 __attribute__((vector_size(32)));
 typedef double doubles8 __attribute__((vector_size(64)));
 
 /* Hyper-parameters, as float32 as torch's kernels take them. */
-struct adam { float factor, beta2, rest1, rest2, eps, decay; int decoupled, amsgrad; };
+struct adam { float factor, beta1, beta2, rest1, rest2, eps, decay; int decoupled, amsgrad; };
 struct sgd { float factor, decay, rate, momentum, rest; int nesterov; };
 struct adagrad { float factor, decay, eps; };
 
@@ -305,7 +305,7 @@ EXPORT int meshstep_update(int kind, int64_t count, const uint64_t *columns, con
     if (*found_inf != 0) return 0;
     struct update update = {.kind = kind, .grad_dtype = grad_dtype, .half_dtype = half_dtype};
     if (kind == ADAM)
-        update.adam = (struct adam){(float)factor, (float)hyper[2], (float)(1 - hyper[1]), (float)(1 - hyper[2]),
+        update.adam = (struct adam){(float)factor, (float)hyper[1], (float)hyper[2], (float)(1 - hyper[1]), (float)(1 - hyper[2]),
                                     (float)hyper[3], (float)(hyper[5] != 0 ? 1 - hyper[0] * hyper[4] : hyper[4]),
                                     hyper[5] != 0, hyper[6] != 0};
     else if (kind == SGD)

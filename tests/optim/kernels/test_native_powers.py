@@ -9,14 +9,18 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from loops import INSTRUCTIONS, loops, with_instructions
+from loops import instructions_here, loops, using, with_instructions
 from meshstep.optim import use_kernels
+from meshstep.optim.kernels.choice import Kernels
 from meshstep.optim.norm.powers import local_powers, reference_powers
 from properties import number_of_cases
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SPECIAL = [0.0, -0.0, 1e-45, 1e-40, 6e-8, 3e38, -3e38, 65504.0]
+
+INSTRUCTIONS = instructions_here()
+KERNELS: tuple[Kernels, ...] = ("auto", "torch")
 
 
 @pytest.fixture(autouse=True)
@@ -118,12 +122,9 @@ def test_torchs_kernels_can_be_asked_for() -> None:
     """They sum float32 rows in float32: their error is what tells them from the loops."""
     values = [torch.randn(100_000, generator=torch.Generator().manual_seed(1))]
     exact, off = reference_powers(values, 2.0), list[float]()
-    try:
-        for kernels in ("auto", "torch"):
-            use_kernels(kernels)
+    for kernels in KERNELS:
+        with using(kernels):
             off.append(float((local_powers(values, 2.0) / exact - 1).abs()))
-    finally:
-        use_kernels("auto")
     assert off[0] < 1e-14 < off[1] < 2e-7
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loops import INSTRUCTIONS, loops, with_instructions
+from loops import instructions_here, loops, with_instructions
 from meshstep.optim.kernels.native import Columns, Kind
 from meshstep.optim.kernels.reference import SGD, Adagrad, Adam
 from properties import number_of_cases
@@ -21,6 +21,8 @@ from torch import Tensor
 Rule = Adam | SGD | Adagrad
 KINDS = {Adam: Kind.ADAM, SGD: Kind.SGD, Adagrad: Kind.ADAGRAD}
 HALVES = (torch.bfloat16, torch.float16)
+
+INSTRUCTIONS = instructions_here()
 
 
 @pytest.fixture(autouse=True)

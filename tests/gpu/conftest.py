@@ -10,8 +10,8 @@ from loops import using
 from on_gpu import why_no_gpu
 
 
-@pytest.fixture(autouse=True)
-def _torchs_kernels() -> Iterator[None]:
+@pytest.fixture
+def torchs_kernels() -> Iterator[None]:
     """On the CPU as on a GPU: a graph in its place is made of torch's operators, and so the steps beside it are."""
     with using("torch"):
         yield

@@ -30,8 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def of_few_blocks(**options: Any) -> torch.nn.Module:
-    """ResNet-34 with one block where it has several: a plain one, and three whose shortcut is a convolution. Most of the time
-    goes with 21 million parameters, and blocks of a kind differ in nothing that a topology could change."""
+    """ResNet-34 with one block where it has several: a plain one, and three whose shortcut is a convolution. Most of its
+    time goes with 21 million parameters, and blocks of a kind differ in nothing that a topology could change."""
     from torchvision.models.resnet import BasicBlock, ResNet
 
     return ResNet(BasicBlock, [1, 1, 1, 1], **options)

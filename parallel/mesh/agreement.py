@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from .calls import check_same_call, current_call, in_call
 from .registry import ProcessGroupRegistry
 
-T, V = TypeVar("T"), TypeVar("V")
+T = TypeVar("T")
+V = TypeVar("V")
 
 
 def gather_objects(value: T, registry: ProcessGroupRegistry) -> list[T]:

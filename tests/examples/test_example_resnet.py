@@ -34,7 +34,8 @@ def of_few_blocks(**options: Any) -> torch.nn.Module:
     time goes with 21 million parameters, and blocks of a kind differ in nothing that a topology could change."""
     from torchvision.models.resnet import BasicBlock, ResNet
 
-    return ResNet(BasicBlock, [1, 1, 1, 1], **options)
+    model: torch.nn.Module = ResNet(BasicBlock, [1, 1, 1, 1], **options)
+    return model
 
 
 def train_few_blocks(flags: Sequence[str], topology: str) -> None:

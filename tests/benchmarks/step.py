@@ -11,31 +11,25 @@ from __future__ import annotations
 
 import argparse
 import platform
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
 
 import torch
 from meshstep.amp import Bf16, NaiveFp16
 from meshstep.amp.precision import Precision
 from meshstep.optim import ParallelOptimizer, clip_grad_norm_
 from meshstep.parallel import ProcessGroupRegistry, Topology
+from stepped_sizes import transformer_parameters
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 Step = Callable[[], object]
 MakeParams = Callable[[], list[nn.Parameter]]
-
-
-def transformer_parameters(
-    device: torch.device, width: int = 512, depth: int = 9, vocab: int = 3072
-) -> list[nn.Parameter]:
-    """The shapes of a 30M-parameter transformer."""
-    shapes: list[tuple[int, ...]] = [(vocab, width), (512, width)]
-    for _ in range(depth):
-        shapes += [(width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,)]
-        shapes += [(width,), (width,), (4 * width, width), (4 * width,), (width, 4 * width), (width,)]
-    return [nn.Parameter(torch.randn(shape, device=device) * 0.02) for shape in [*shapes, (width,), (width,)]]
 
 
 def tiny_parameters(device: torch.device, count: int = 1000) -> list[nn.Parameter]:
@@ -113,7 +107,11 @@ def classic_chain(make: MakeParams, dtype: torch.dtype) -> Step:
 
 
 def with_masters(make: MakeParams, dtype: torch.dtype, precision: Precision, cast: bool = False) -> Step:
-    """The same by ParallelOptimizer. Args: cast: The copy to float32 main grads, which autograd does in backward, as well."""
+    """The same by ParallelOptimizer.
+
+    Args:
+        cast: The copy to float32 main grads, which autograd does in backward, as well.
+    """
     params = [nn.Parameter(param.detach().to(dtype)) for param in make()]
     optimizer = ParallelOptimizer(
         torch.optim.AdamW(params, lr=1e-4, fused=True), alone(), max_norm=0.7, precision=precision

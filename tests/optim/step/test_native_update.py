@@ -156,13 +156,11 @@ def test_elements_in_another_order_of_memory_are_stepped_as_they_are(calls: Call
 
 CHANGES: dict[str, Callable[[nn.ParameterList, ParallelOptimizer], object]] = {
     "states loaded": lambda model, optimizer: optimizer.load_state_dict(deepcopy(optimizer.state_dict())),
-    "weights in other memory": lambda model, optimizer: [setattr(param, "data", param.data.clone()) for param in model],
+    "weights in other memory": lambda model, optimizer: moved(*model),
     "a state in other memory": lambda model, optimizer: optimizer.state[model[0]].update(
         exp_avg=optimizer.state[model[0]]["exp_avg"].clone() * 2
     ),
-    "a state's data in other memory": lambda model, optimizer: setattr(
-        optimizer.state[model[2]]["exp_avg_sq"], "data", optimizer.state[model[2]]["exp_avg_sq"] * 3
-    ),
+    "a state's data in other memory": lambda model, optimizer: moved(optimizer.state[model[2]]["exp_avg_sq"]),
     "state of another dtype": lambda model, optimizer: optimizer.state[model[0]].update(
         step=optimizer.state[model[0]]["step"].double()
     ),
@@ -172,10 +170,16 @@ CHANGES: dict[str, Callable[[nn.ParameterList, ParallelOptimizer], object]] = {
 }
 
 
+def moved(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        tensor.data = tensor.data.clone() * 3
+
+
 def one_more(model: nn.ParameterList) -> nn.Parameter:
-    model.append(nn.Parameter(torch.ones(3, 2)))
+    new = nn.Parameter(torch.ones(3, 2))
+    model.append(new)
     declare(model, {"*": P()})
-    return model[-1]
+    return new
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -30,11 +30,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def of_few_blocks(**options: Any) -> torch.nn.Module:
-    """ResNet-34 with one block where it has several: a plain one, and three whose shortcut is a convolution. Most of its
+    """ResNet-34 with fewer blocks: two plain ones, and three whose shortcut is a convolution. Most of its
     time goes with 21 million parameters, and blocks of a kind differ in nothing that a topology could change."""
     from torchvision.models.resnet import BasicBlock, ResNet
 
-    model: torch.nn.Module = ResNet(BasicBlock, [1, 1, 1, 1], **options)
+    model: torch.nn.Module = ResNet(BasicBlock, [2, 1, 1, 1], **options)
     return model
 
 

@@ -17,6 +17,7 @@ together here can be had one by one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
@@ -31,9 +32,10 @@ from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..clip.policies import Clip, clip_of
 from ..norm.stats import GradStats
-from ..options import Stats_co, StepOptions
+from ..options import Stats_co, StepOptions, as_one
 from ..parallel_optimizer import ParallelOptimizer
 from ..schedule.follow import follow, followers
+from ..step.several import Several, unchanged
 from ..step.window import Window
 from .checks import (
     check_contents,
@@ -133,7 +135,7 @@ class Booster(Saving, Generic[Stats_co]):
     def boost(
         self,
         model: M,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         criterion: Criterion = ...,
         dataloader: Loader = ...,
         lr_scheduler: Schedule = ...,
@@ -142,7 +144,7 @@ class Booster(Saving, Generic[Stats_co]):
     def boost(
         self,
         model: PipelineSchedule,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         criterion: Criterion = ...,
         dataloader: Loader = ...,
         lr_scheduler: Schedule = ...,
@@ -154,7 +156,7 @@ class Booster(Saving, Generic[Stats_co]):
     def boost(
         self,
         model: Any,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         criterion: Any = None,
         dataloader: Any = None,
         lr_scheduler: Any = None,
@@ -167,12 +169,14 @@ class Booster(Saving, Generic[Stats_co]):
         Args:
             model: Bare, and not stepped yet; it is moved to the registry's device if that is a CUDA device. Or a schedule
                 of `torch.distributed.pipelining` with its loss function, over this rank's bare stages; see `Pipeline`.
-            optimizer: A torch optimizer over its parameters. None: the model is prepared for evaluation.
+            optimizer: A torch optimizer over its parameters; or a list of them, which take one step with one norm. None:
+                the model is prepared for evaluation.
             criterion: A function or module, run as the precision mode wants it.
             dataloader: Returned as it is, once data ranks are seen to share its samples: by its sampler, or by the first
                 samples of an IterableDataset, which are read for it. Samplers of your own class are trusted.
             lr_scheduler: A torch or meshstep schedule that was made on ``optimizer``. torch's own move with every call of
-                their ``step`` (but see `HoldOnSkip`); meshstep's only when the optimizer has really stepped.
+                their ``step`` (but see `HoldOnSkip`); meshstep's only when the optimizer has really stepped. With a list of
+                optimizers there is none to make it on before: make it on the one that is returned.
         Returns:
             (model, optimizer, criterion, dataloader, lr_scheduler), None for what was not given. The optimizer is a
             `ParallelOptimizer`; the model is wrapped with ``"ddp"``: yours, as the type says, is its ``.module`` then; of a
@@ -182,6 +186,14 @@ class Booster(Saving, Generic[Stats_co]):
                 `ParallelOptimizer` does, when the model has been prepared; build it anew then.
         Collectives: gathers of Python objects, broadcasts of the model over the data axes.
         """
+        several = isinstance(optimizer, (list, tuple))
+        one: Any = as_one(optimizer, self.registry) if several else optimizer  # type: ignore[arg-type]
+        with unchanged(one):
+            return self._boost(model, one, criterion, dataloader, lr_scheduler)
+
+    def _boost(
+        self, model: Any, optimizer: torch.optim.Optimizer | None, criterion: Any, dataloader: Any, lr_scheduler: Any
+    ) -> tuple[Any, Any, Any, Any, Any]:
         schedule = model if is_schedule(model) else None
         parts: list[nn.Module] = [model] if schedule is None else modules_of(schedule)
         whole: nn.Module = parts[0] if len(parts) == 1 else nn.ModuleList(parts)
@@ -219,6 +231,8 @@ class Booster(Saving, Generic[Stats_co]):
         check_loader(dataloader, self.registry)
         if optimizer is not None:
             check_optimizer(optimizer, model, self.registry)
+            if lr_scheduler is not None and isinstance(optimizer, Several):
+                raise ValueError("lr_scheduler is of one of several optimizers; make it on the one that boost returns")
             if lr_scheduler is not None:
                 followers(lr_scheduler, optimizer)
         elif lr_scheduler is not None:

@@ -27,7 +27,7 @@ from ...parallel.layout.annotation import annotate
 from ...parallel.mesh.agreement import gather_objects
 from ..gradients.bucket import BUCKET_BYTES, Exact, Exchange
 from ..gradients.during_backward import BackwardReducer, run_all
-from ..gradients.early import model_meets_over_data, stages_differ
+from ..gradients.early import kind_of, model_meets_over_data, sizes_of, uneven_kinds
 from ..gradients.flat import FlatBucket, flat_buckets
 from ..norm.entries import ParameterEntry, entries_of
 from ..norm.plan import Bucket, ReductionPlan
@@ -55,8 +55,8 @@ class Sharded(Placement):
         axis: Over its ranks, usually ``"data"``. Of an alias those axes count that a parameter is the same on: experts that
             ``mid`` splits are sharded over ``edp`` where ``data`` is ``edp x mid``.
         gradients: Every backward reduces gradients into this rank's slice, and all ranks must call `backward` for every
-            micro-batch. Bucket by bucket while it runs; of owned parameters, and of all where the model itself uses a data
-            axis (a spec names it, or it is none by its name, or ``cp``) or pieces are uneven, only when it has ended.
+            micro-batch. Bucket by bucket while it runs; of owned parameters and of those with uneven pieces, and of all
+            where the model itself uses a data axis (a spec names it, or it is none by its name, or ``cp``), when it ends.
         exchange: How gradients are summed over the axis; None: as they are.
     Collectives: to install it, an object all-gather; in a window (ZeRO-1) or micro-batch, one reduce-scatter a bucket of 32
     MiB of gradients that the axis still has to sum; in a step one all-gather a bucket. Host reads: none.
@@ -100,7 +100,7 @@ class Shards(Link):
         self._early: list[Slices] = []
         self._late: list[Slices] = []
         self._norm_buckets: set[Bucket] = set()
-        self._all_late = False
+        self._all_late, self._uneven = False, frozenset[str]()
         self._names: dict[Tensor, str] = {}
         self._cut_over: dict[Tensor, tuple[str, ...]] = {}
         self._cuts: list[tuple[int, int]] = []
@@ -127,8 +127,8 @@ class Shards(Link):
         self._names |= {tensors[index]: entries[index].name for index in over}
         pieces: dict[Tensor, list[tuple[Tensor, int]]] = {tensors[index]: [] for index in over}
         for cut, layout in planned:
-            owned = any(entries[index].spec.owned for index in layout.indices)
-            bucket = self._make_bucket([tensors[index] for index in layout.indices], layout, cut, owned)
+            waits = self._waits(entries[layout.indices[0]])
+            bucket = self._make_bucket([tensors[index] for index in layout.indices], layout, cut, waits)
             for segment, piece in zip(bucket.segments, bucket.pieces, strict=True):
                 index = layout.indices[segment.position]
                 annotate(piece, piece_spec(entries[index].spec, over[index].axes), entries[index].name)
@@ -166,15 +166,17 @@ class Shards(Link):
     def _grad_dtype(self, param: Tensor) -> torch.dtype:
         return torch.float32 if self._main_grads and is_half(param) else param.dtype
 
-    def _make_bucket(self, params: list[Tensor], layout: FlatBucket, cut: Cut, owned: bool) -> Slices:
+    def _waits(self, entry: ParameterEntry) -> bool:
+        """Whether its bucket waits for the end of backward: `gradients/early`. Others may have other owned parameters."""
+        return self._all_late or bool(entry.spec.owned) or kind_of(entry, self.registry.topology) in self._uneven
+
+    def _make_bucket(self, params: list[Tensor], layout: FlatBucket, cut: Cut, waits: bool) -> Slices:
         for param in params:
             if self._main_grads and is_half(param):
                 use_main_grad_(param)
         dtype, exchange = self._grad_dtype(params[0]), self.how.exchange or Exact()
         bucket = Slices(params, layout, self.registry, cut.axes, cut.summed, dtype, exchange, self.how.gradients)
-        # Others may have other owned parameters; see `gradients/early`.
-        early = not cut.summed or not (self._all_late or owned)
-        (self._early if early else self._late).append(bucket)
+        (self._late if cut.summed and waits else self._early).append(bucket)
         return bucket
 
     def _agree(self, entries: list[ParameterEntry], over: Mapping[int, Cut]) -> None:
@@ -184,10 +186,11 @@ class Shards(Link):
             cuts.setdefault(cut.axes, []).append(entries[index].name)
         specs = [piece_spec(e.spec, over[i].axes) if i in over else e.spec for i, e in enumerate(entries)]
         mine = {Bucket.of(spec, topology) for spec in specs}
-        sizes = [entries[index].numel for index in over if not entries[index].spec.owned]
+        sizes = sizes_of((entries[index] for index in over if not entries[index].spec.owned), topology)
         meets = model_meets_over_data(entries, topology, *topology.atoms(self.how.axis))
         reports = gather_objects((mine, cuts, sizes, meets), self.registry)
-        self._all_late |= any(meets for *_, meets in reports) or stages_differ([r[2] for r in reports], topology)
+        self._all_late |= any(meets for *_, meets in reports)
+        self._uneven |= uneven_kinds([sizes for _, _, sizes, _ in reports], topology)
         check_same_cuts([cuts for _, cuts, *_ in reports], topology)
         self._norm_buckets.update(*(buckets for buckets, *_ in reports))
 

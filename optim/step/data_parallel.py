@@ -25,9 +25,9 @@ class Reduce:
     Args:
         overlap: Reduce each bucket of gradients over the data axes as soon as backward has filled it, in the last
             micro-batch of a window (call the others under ``no_sync``, where you decide when to step). Over axes that the
-            model itself uses, and for DTensors and owned parameters, only when it has ended; all of them then, where the
-            model may meet over a data axis (experts) or ranks cut their parameters into other buckets (uneven pieces), or
-            ranks could wait for each other in a circle. False: all of it in `step`.
+            model itself uses, and for DTensors, owned parameters and those with uneven pieces, only when it has ended; all
+            of them then, where the model may meet over a data axis (experts), or ranks could wait for each other in a
+            circle. False: all of it in `step`.
         average_data: False where something else averages gradients over the data axes; pending sums are made all the same.
         exchange: What goes over the wire; None: the gradients as they are.
         bucket_bytes: Of a flat bucket; None: 32 MiB, and half of it with ``overlap``: smaller ones cost more.

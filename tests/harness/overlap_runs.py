@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from meshstep.amp import NaiveFp16
 from meshstep.optim import Offloaded, ParallelOptimizer, Reduce
-from meshstep.optim.gradients.bucket import GradientBucket
+from meshstep.optim.gradients.bucket import GradientBucket, Reducible
 from meshstep.optim.gradients.during_backward import BackwardReducer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from optimizers import adamw
@@ -36,15 +36,19 @@ class Replica(Odd):
 
 @dataclass
 class Watch:
-    """What buckets did: those started, by their first parameter; how many of them before backward had ended."""
+    """What buckets did: of whole states those started, by their first parameter; and those started by hooks of backward."""
 
     order: list[int] = field(default_factory=list)
-    in_backward: int = 0
+    early: list[Reducible] = field(default_factory=list)
+
+    @property
+    def in_backward(self) -> int:
+        return len(self.early)
 
 
 @contextmanager
 def watched() -> Iterator[Watch]:
-    """Records every bucket that is started; ``in_backward`` counts those that hooks started."""
+    """Records every bucket that is started."""
     watch, arrived, start = Watch(), BackwardReducer._arrived, GradientBucket.start
 
     def on_start(bucket: GradientBucket) -> Any:
@@ -52,9 +56,9 @@ def watched() -> Iterator[Watch]:
         return start(bucket)
 
     def on_gradient(reducer: BackwardReducer, param: Tensor) -> None:
-        before = len(watch.order)
+        before = reducer._next if reducer._is_open else len(reducer._eager)
         arrived(reducer, param)
-        watch.in_backward += len(watch.order) - before
+        watch.early += reducer._eager[before : reducer._next]
 
     with (
         mock.patch.object(GradientBucket, "start", on_start),

@@ -16,11 +16,15 @@ import pytest
 import torch
 from deadlocks import eager, lazy, of_kind, serial, stuck
 from hypothesis import given, settings
-from meshstep.optim import Measure, ParallelOptimizer, Sharded
+from meshstep.optim import Measure, ParallelOptimizer, Reduce, Sharded
+from meshstep.optim.gradients import early
 from meshstep.optim.gradients.bucket import reduce_all
-from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, copy_to, reduce_from
+from meshstep.optim.gradients.early import Sizes, uneven_kinds
+from meshstep.optim.states import sharded
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, copy_to, declare, reduce_from
+from overlap_runs import watched
 from properties import WITHOUT_SHRINKING, number_of_cases
-from random_programs import DRAWN, Drawn, drawn_of, recorded
+from random_programs import DRAWN, Drawn, drawn_of, options_of, recorded
 from recorded_ranks import Event, Program
 from torch import nn
 from world import World
@@ -37,8 +41,11 @@ def test_no_order_can_deadlock(drawn: Drawn) -> None:
         assert backend(programs) is None, f"{backend.__name__}: {backend(programs)}"
 
 
-def step_with_gaps(gaps: str) -> list[float]:
+def step_with_gaps(gaps: str, states: str) -> list[float]:
     """In backward the gradients come before two ranks meet in the model; in the second step some lack these, some those."""
+    options: dict[str, Any] = {"data_parallel": Reduce(overlap=True, bucket_bytes=16)}
+    if states == "sharded":
+        options = {"states": Sharded("data", gradients=True)}
     axis, roles = ("expert", {"expert": "data"}) if gaps == "experts" else ("tensor", {})
     topology = Topology(roles=roles, data=2, **{axis: 2})  # type: ignore[arg-type]
     with ProcessGroupRegistry(topology, timeout=timedelta(seconds=10)) as registry, small_buckets(16):
@@ -53,7 +60,7 @@ def step_with_gaps(gaps: str) -> list[float]:
         for index, (param, spec) in enumerate(zip(params, specs, strict=True)):
             annotate(param, spec, f"{index} of {model if spec.owned else 'all'}")
         sgd = torch.optim.SGD([{"params": params}], lr=0.5, fused=True)
-        optimizer = ParallelOptimizer(sgd, registry, states=Sharded("data", gradients=True))
+        optimizer = ParallelOptimizer(sgd, registry, **options)
         for uses in ([True] * len(params), used):
             met = reduce_from(copy_to(torch.ones((), requires_grad=True), registry, axis), registry, axis)
             terms = [(met * param).sum() for param, use in zip(params, uses, strict=True) if use]
@@ -63,12 +70,41 @@ def step_with_gaps(gaps: str) -> list[float]:
         return [param[0].item() for param in params if param.numel()]
 
 
+@pytest.mark.parametrize("states", ["whole", "sharded"])
 @pytest.mark.parametrize("gaps", ["experts", "owners", "uneven pieces"])
-def test_gradients_that_come_on_some_ranks_only_stop_nobody(world: World, gaps: str) -> None:
+def test_gradients_that_come_on_some_ranks_only_stop_nobody(world: World, gaps: str, states: str) -> None:
     """Of experts that see other samples, of parameters that peers don't have, and of those of which peers have more."""
     # The gradient is 2, and then, with zeros of those that lack it, 1.
-    for found in world.run(4, step_with_gaps, gaps):
+    for found in world.run(4, step_with_gaps, gaps, states):
         assert found == [1.0 - 0.5 * 2.0 - 0.5 * 1.0] * len(found)
+
+
+class Uneven(nn.Module):
+    """Three words' vectors split over two ranks, between layers that both have whole."""
+
+    def __init__(self, registry: ProcessGroupRegistry) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.words = nn.Parameter(torch.ones(2 - registry.coordinate["tensor"], 8))
+        declare(self, {"words": P("tensor"), "*": P()})
+
+
+def started_in_backward(states: str) -> set[int]:
+    """The numbers of elements of the first parameters of buckets that hooks started."""
+    with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry, small_buckets(16), watched() as watch:
+        model = Uneven(registry)
+        options: dict[str, Any] = {"data_parallel": Reduce(overlap=True, bucket_bytes=16)}
+        if states == "sharded":
+            options = {"states": Sharded("data", gradients=True)}
+        optimizer = ParallelOptimizer(torch.optim.SGD(model.named_parameters()), registry, **options)
+        optimizer.backward(torch.stack([param.sum() for param in model.parameters()]).sum())
+        optimizer.step()
+    return {bucket.params[0].numel() for bucket in watch.early}
+
+
+@pytest.mark.parametrize("states", ["whole", "sharded"])
+def test_where_some_pieces_are_uneven_the_others_gradients_do_not_wait(world: World, states: str) -> None:
+    assert world.run(4, started_in_backward, states) == [{64, 8}] * 4  # weights and biases; the words have 16 or 8
 
 
 # What the order rests on ----------------------------------------------------------------------------------------------
@@ -91,6 +127,23 @@ def test_sums_over_one_group_are_finished_before_those_over_the_next_begin() -> 
     one, other = object(), object()
     reduce_all([Noted("a", one, log), Noted("b", one, log), Noted("c", other, log), Noted("d", None, log)])
     assert log == [f"{what} {name}" for names in ("ab", "c", "d") for what in ("start", "finish") for name in names]
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ((("whole", 4), ("split", 8)), set()),
+        ((("whole", 4), ("split", 7)), {"split"}),
+        ((("whole", 4),), {"split"}),  # the last piece has no elements
+        ((("split", 8), ("whole", 4)), {"whole", "split"}),
+        ((("whole", 4), ("whole", 4), ("split", 7)), {"whole", "split"}),
+    ],
+)
+def test_kinds_wait_whose_buckets_differ_within_a_stage(others: Sizes, expected: set[str]) -> None:
+    ones: Sizes = (("whole", 4), ("split", 8))
+    assert uneven_kinds([ones, others], Topology(tensor=2)) == expected
+    assert uneven_kinds([ones, others], Topology(pipe=2)) == set()
+    assert uneven_kinds([ones, ones, ones, others], Topology(pipe=2, tensor=2)) == expected
 
 
 @pytest.mark.parametrize(
@@ -129,6 +182,19 @@ def test_groups_made_in_the_order_of_first_use_would_deadlock_if_making_them_wer
     assert sum(stuck(programs) is not None for programs in made) >= 3
     for drawn in ask:
         assert eager(recorded(replace(drawn, asks=False))) is None
+
+
+@pytest.mark.parametrize(("number", "option"), [(61, "data_parallel"), (25, "states")])
+def test_gradients_that_did_not_wait_for_the_end_of_backward_would_deadlock(number: int, option: str) -> None:
+    """Of a model with experts: those of whole states with overlap, and of sharded ones."""
+    drawn = drawn_of(number)
+    assert option in options_of(drawn)
+    assert serial(recorded(drawn)) is None
+    with (
+        mock.patch.object(early, "model_meets_over_data", return_value=False),
+        mock.patch.object(sharded, "model_meets_over_data", return_value=False),
+    ):
+        assert serial(recorded(drawn)) is not None
 
 
 def of_pair(*groups: str) -> Program:

@@ -319,3 +319,36 @@ def boosted_with(commit: Any) -> None:
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model = make_model(registry)
         Booster("fp32", registry, commit=commit).boost(model, torch.optim.SGD(model.parameters(), lr=0.05))
+
+
+# Several optimizers ------------------------------------------------------------------------------------------------------
+
+
+def two_rates_run(mode: Any, several: bool) -> tuple[Tensor, list[float]]:
+    """Weights and norms of steps of matrices and of the rest at rates of their own."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        model = make_model(registry)
+        groups: list[dict[str, Any]] = [
+            {"params": [param for param in model.parameters() if (param.dim() == 2) == is_matrix], "lr": lr}
+            for is_matrix, lr in ((True, 0.02), (False, 0.005))
+        ]
+        optimizers: Any = [torch.optim.AdamW([group]) for group in groups] if several else torch.optim.AdamW(groups)
+        booster = Booster("bf16", registry, mode, max_norm=0.1)
+        model, optimizer, criterion, *_ = booster.boost(model, optimizers, F.cross_entropy)
+        norms = []
+        for step in range(3):
+            inputs, labels = (part.chunk(2)[registry.rank("data")] for part in samples(BATCH + 2 * step))
+            optimizer.zero_grad()
+            booster.backward(criterion(model(inputs), labels), optimizer)
+            norms.append(float(optimizer.step().total_norm))
+        return flat(full_weights(model, registry)), norms
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_optimizers_are_boosted_to_the_bit_as_one_with_two_groups(world: World, mode: Any) -> None:
+    for (mine, norms), (its, expected) in zip(
+        world.run(2, two_rates_run, mode, True), world.run(2, two_rates_run, mode, False), strict=True
+    ):
+        assert norms == expected
+        assert min(norms) > 0.1  # and clipped
+        assert torch.equal(mine, its)

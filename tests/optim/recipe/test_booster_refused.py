@@ -73,6 +73,22 @@ def test_wrong_arguments(kind: type[Exception], changes: Callable[[], dict[str, 
         boost(**changes())
 
 
+def test_several_optimizers_that_are_refused_stay_as_they_were() -> None:
+    model, other = classifier(), classifier()
+    first, *rest = model.parameters()
+    several = [torch.optim.SGD([first], lr=0.1), torch.optim.SGD(rest, lr=0.1)]
+    for message, changes in (
+        ("lr_scheduler is of one of several optimizers", {"lr_scheduler": torch_lr.StepLR(several[0], 2)}),
+        ("4 of the optimizer's parameters are not the model's", {"model": other}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            boost(**{"model": model, "optimizer": several, **changes})
+        assert [part.param_groups[0]["params"] for part in several] == [[first], rest]
+        assert not any("optimizer" in group for part in several for group in part.param_groups)
+    with pytest.raises(ValueError, match="a list of optimizers is empty"):
+        Booster().boost(model, [])
+
+
 CUDA = torch.device("cuda", 3)
 
 

@@ -1,9 +1,9 @@
-"""What pyproject.toml can't say: an editable install that type checkers see, and the README for an index."""
+"""What pyproject.toml can't say: an editable install that type checkers see, C kernels, and the README for an index."""
 
 import re
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
 from setuptools.command.editable_wheel import editable_wheel
 
 HERE = Path(__file__).parent
@@ -30,7 +30,24 @@ def for_an_index(readme: str) -> str:
     return re.sub(r"\[([^]]+)\]\((?!https?:)[^)]*\)", r"\1", readme)
 
 
+# Plain C, without Python's or torch's headers: one library serves all versions of both. Without a compiler the package
+# works by torch's kernels.
+NATIVE = "optim/kernels/csrc"
+kernels = Extension(
+    "meshstep.optim.kernels._native",
+    sources=[f"{NATIVE}/native.c"],
+    depends=[f"{NATIVE}/loops.h"],
+    # Operations as they are written: all instruction sets give the same bits.
+    extra_compile_args=["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"],
+    extra_link_args=["-pthread"],
+    libraries=["m"],
+    py_limited_api=True,
+    optional=True,
+)
+
 setup(
+    ext_modules=[kernels],
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
     cmdclass={"editable_wheel": LinkedFolders},
     long_description=for_an_index((HERE / "README.md").read_text(encoding="utf-8")),
     long_description_content_type="text/markdown",

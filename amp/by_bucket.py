@@ -36,10 +36,20 @@ def holding(optimizer: torch.optim.Optimizer, bucket: Bucket) -> Iterator[None]:
     """With param groups that hold only the bucket."""
     groups = optimizer.param_groups
     whole = [group["params"] for group in groups]
+    _within.append(optimizer)
     try:
         for group, params in zip(groups, bucket, strict=True):
             group["params"] = params
         yield
     finally:
+        _within.pop()
         for group, params in zip(groups, whole, strict=True):
             group["params"] = params
+
+
+_within: list[torch.optim.Optimizer] = []
+
+
+def in_bucket() -> bool:
+    """Whether param groups hold a bucket now, of which nobody should keep anything."""
+    return bool(_within)

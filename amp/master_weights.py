@@ -9,7 +9,7 @@ Reference: Micikevicius et al. 2017, "Mixed precision training", arXiv:1710.0374
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,14 +44,16 @@ class MasterWeights:
         main_grads: Let backward itself add up in float32 (`Tensor.grad_dtype`). False where something else reduces the
             gradients in the parameters' dtype, as `DistributedDataParallel` must ("Expected BFloat16, got Float"):
             `collect` casts them then, and accumulation over micro-batches rounds to half precision.
+        cast: False: without ``main_grads`` masters get the half-precision gradients as they are, for an update that reads
+            them so; who writes to them casts first.
 
     Attributes:
         pairs: (model parameter, master), in the order in which the masters were made.
     Collectives: none, in any method. Host reads: none, except to make an error sure.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, main_grads: bool = True) -> None:
-        self.optimizer, self.main_grads = optimizer, main_grads
+    def __init__(self, optimizer: torch.optim.Optimizer, *, main_grads: bool = True, cast: bool = True) -> None:
+        self.optimizer, self.main_grads, self.cast = optimizer, main_grads, cast
         self.pairs: list[tuple[Tensor, nn.Parameter]] = []
         self._frozen: list[Tensor] = []
         self._versions: dict[Tensor, int] = {}  # of the parameters, after the last step
@@ -90,6 +92,8 @@ class MasterWeights:
             }
         if self.main_grads:
             use_main_grad_(param)
+        elif not self.cast:
+            master.grad_dtype = None  # any
         return master
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -135,13 +139,15 @@ class MasterWeights:
                     "clears the masters' gradients only; call MasterWeights.zero_grad() instead"
                 )
         gradients = {param: param.grad for param, _ in self.pairs if param.grad is not None}
-        halves = [param for param, grad in gradients.items() if is_half(grad) and grad.layout is torch.strided]
+        halves = [
+            param for param, grad in gradients.items() if self.cast and is_half(grad) and grad.layout is torch.strided
+        ]
         cast = dict(zip(halves, float32_of([gradients[param] for param in halves]), strict=True))
         for param, master in self.pairs:
             grad = gradients.get(param)
             if grad is not None:
                 setattr(grad, _COLLECTED, True)
-                master.grad = cast[param] if param in cast else grad.float()
+                master.grad = cast[param] if param in cast else grad.float() if self.cast else grad
                 setattr(master.grad, _COLLECTED, True)
             elif hasattr(master.grad, _COLLECTED):  # else somebody gave the master itself one
                 master.grad = None
@@ -157,14 +163,18 @@ class MasterWeights:
         return [(self._param_of[param], param) for param in params if param in self._param_of]
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def publish(self, written: Sequence[Tensor] = ()) -> None:
         """Round the masters that are in the param groups into the model's parameters: one multi-tensor copy.
 
         Nothing changes where a master hasn't, so a skipped step needs no exception from it.
+
+        Args:
+            written: Parameters into which they have been rounded already.
         """
-        held = self.held()
-        if held:
-            params, masters = zip(*held, strict=True)
+        held, done = self.held(), {id(param) for param in written}
+        late = [pair for pair in held if id(pair[0]) not in done] if done else held
+        if late:
+            params, masters = zip(*late, strict=True)
             copy_each_(params, masters)
         self._note_versions(held)
 

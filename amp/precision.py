@@ -27,6 +27,8 @@ class Precision(ABC):
     """One precision mode. Subclasses say how in `_prepare`, which is called once a model."""
 
     name: ClassVar[str]
+    main_grads: bool = True
+    """Whether half-precision parameters with masters get their gradients in float32."""
 
     @property
     def masters(self) -> bool:

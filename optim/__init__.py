@@ -6,6 +6,7 @@ from .clip.policies import Adaptive, ByGroup, ByNorm, ByValue, Clip, PerParamete
 from .gradients.bucket import Exact, Exchange
 from .gradients.compressed import Bf16Wire
 from .gradients.sync import sync_gradients
+from .kernels.choice import use_kernels
 from .monitor import Monitor, Report, TensorBoardWriter
 from .norm.entries import ParameterEntry
 from .norm.global_norm import GlobalNorm, Norms
@@ -102,4 +103,5 @@ __all__ = [
     "share_weights",
     "sync_gradients",
     "take_over_clipping",
+    "use_kernels",
 ]

@@ -24,6 +24,7 @@ from .gradients.bucket import BUCKET_BYTES
 from .gradients.during_backward import BackwardReducer
 from .gradients.early import Early
 from .gradients.sync import gradient_buckets
+from .kernels.choice import kernels_here
 from .norm.agreement import agree, with_names
 from .norm.entries import count_as_copies, entries_of
 from .norm.measure import Measure
@@ -35,7 +36,7 @@ from .states.completion import Completion
 from .states.elementwise import check_in_buckets, check_whole
 from .states.link import Binding, Placement, Position
 from .states.local_tensors import LocalTensors
-from .states.masters import precision_link
+from .states.masters import check_main_grads, precision_link
 from .step.data_parallel import Overlap, Reduce, Switch, modules_in
 from .step.megatron_data_parallel import switch_of
 from .step.several import asks_other_ranks, kind_of, parts_of
@@ -109,8 +110,7 @@ class Setup:
         precision = precision_of(self.precision)
         if not (precision.masters or precision.stochastic_rounding):
             return
-        dtypes = gather_objects({entry.dtype for entry in plan.entries}, self.registry)
-        found = {dtype for of_rank in dtypes for dtype in of_rank}
+        found = set[torch.dtype]().union(*gather_objects({entry.dtype for entry in plan.entries}, self.registry))
         if found and not found & {*HALF_DTYPES}:
             raise ValueError(
                 f"precision={precision.name!r} steps half-precision parameters, but all are "
@@ -132,6 +132,7 @@ class Setup:
             "per_parameter": measure.per_parameter,
             "check_replicas": measure.check_replicas,
             "commit": "given" if self.commit is not None else None,
+            "kernels (use_kernels or MESHSTEP_KERNELS)": kernels_here(),
         }
         whole = [type(part).__name__ for part in parts_of(self.optimizer) if asks_other_ranks(part)]
         said["optimizers that need whole tensors"] = whole
@@ -185,6 +186,7 @@ class Setup:
         self._check_clip()
         self.reduce.check()
         binding = self.binding(precision)
+        check_main_grads(binding, self.accumulation_steps)
         for placement in self.placements:
             if not isinstance(placement, Placement):
                 raise TypeError(f"states={placement!r}: give placements, such as Sharded('data') or Offloaded(0.5)")

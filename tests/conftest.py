@@ -13,6 +13,7 @@ os.environ.setdefault("RES_OPTIONS", "attempts:0")
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from loops import using
 from properties import is_sample, sample
 from world import World
 
@@ -69,3 +70,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
     items.sort(key=lambda item: {"examples", "test_torchtitan.py"}.isdisjoint(item.path.parts))
+
+
+@pytest.fixture
+def torchs_kernels() -> Iterator[None]:
+    """In this process torch's kernels compute, not the library's."""
+    with using("torch"):
+        yield

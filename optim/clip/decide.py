@@ -19,7 +19,7 @@ from torch import Tensor
 from ...amp.capture import keeps_state_in_place
 from ...parallel.layout.pieces import Region
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from ..gradients.in_place import is_complete, mark_complete, scale_gradients
+from ..gradients.in_place import is_complete, mark_complete, scale_gradients, widen_gradients
 from ..norm.constants import Constants
 from ..norm.global_norm import GlobalNorm, Level, Norms
 from ..norm.measure import Measure
@@ -257,6 +257,7 @@ class Clipping:
         """Multiply the gradients by factors at that level, in place."""
         # All at once: gradients that are views of one buffer are written to together, as far as torch can tell.
         complete = [param for param in self.params if is_complete(param)]
+        widen_gradients(self.params)
         units = self._measurers[needs].units
         if level == "total":
             scale_gradients(self.params, factors)

@@ -23,7 +23,7 @@ from ...amp.capture import is_captured
 from ...amp.copies import copy_each_
 from ...parallel.mesh.flat_collectives import reduce_scatter_flat
 from .flat import FlatBucket
-from .in_place import mark_complete
+from .in_place import mark_complete, widen_gradients
 
 BUCKET_BYTES = 32 * 2**20
 
@@ -91,6 +91,7 @@ class LocalGradients:
     @torch.no_grad()
     def start(self) -> Finish:
         """Multiply them. Collectives, host reads: none."""
+        widen_gradients(self.params)
         gradients = [param.grad for param in self.params if param.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, self.scale)
@@ -204,10 +205,11 @@ class GradientBucket:
         for view, param in zip(self.views(flat), self.params, strict=True):
             if param.grad is None and not param.requires_grad:
                 continue  # frozen since the bucket was made: what is no gradient must not be stepped with
-            if self._adopt and param.is_contiguous():
+            narrow = param.grad is not None and param.grad.dtype != self.dtype  # the sum would be rounded into it
+            if (self._adopt or narrow) and param.is_contiguous():
                 param.grad = view
                 continue
-            if param.grad is None:
+            if param.grad is None or narrow:
                 param.grad = torch.empty_like(param, dtype=self.dtype)
             targets.append(param.grad)
             sources.append(view)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...amp.casting import is_half
 from ..norm.powers import are_alike
 
 _COMPLETE = "_meshstep_complete"
@@ -17,9 +18,17 @@ def gradient_dtype(param: Tensor) -> torch.dtype:
     return param.grad_dtype or param.dtype
 
 
+def widen_gradients(params: Sequence[Tensor]) -> None:
+    """Cast the half-precision gradients of float32 parameters to float32, before anybody writes to them."""
+    for param in params:
+        if param.grad is not None and param.grad.dtype != param.dtype == torch.float32 and is_half(param.grad):
+            param.grad = param.grad.float()
+
+
 def scale_gradients(params: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply the gradients that are there by a 0-dim tensor, in place: one multi-tensor pass a device and dtype."""
     complete = [param for param in params if is_complete(param)]
+    widen_gradients(params)
     scale_each([param.grad for param in params], factor)
     for param in complete:
         mark_complete(param)
@@ -48,6 +57,7 @@ def clamp_each(gradients: Sequence[Tensor | None], clip_value: float) -> None:
 def clamp_gradients(params: Sequence[Tensor], clip_value: float) -> None:
     """Clamp the gradients that are there to [-clip_value, clip_value], in place."""
     complete = [param for param in params if is_complete(param)]
+    widen_gradients(params)
     clamp_each([param.grad for param in params], clip_value)
     for param in complete:
         mark_complete(param)

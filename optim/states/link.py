@@ -73,7 +73,8 @@ class Binding:
     @property
     def main_grads(self) -> bool:
         """Whether half-precision parameters have float32 gradients."""
-        return self.precision.masters and (self.data_parallel is None or self.data_parallel.float32_grads)
+        wanted = self.precision.masters and self.precision.main_grads
+        return wanted and (self.data_parallel is None or self.data_parallel.float32_grads)
 
 
 class Placement(ABC):

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...amp.master_weights import MasterWeights
 from ...amp.stochastic_rounding import StochasticRounding
 from ..gradients.in_place import clear_gradients
+from ..step.half_copies import HalfCopies
 from .link import AnyWindow, Binding, Link
 from .pieces import Held, StandIns
 
@@ -18,10 +19,24 @@ from .pieces import Held, StandIns
 def precision_link(binding: Binding) -> Link:
     """The link that the precision mode needs."""
     if binding.precision.masters:
-        return Masters(binding.main_grads)
+        return Masters(binding.main_grads, cast=binding.precision.main_grads)
     if binding.precision.stochastic_rounding:
         return Rounded(binding)
     return AsTheyAre(binding.optimizer)
+
+
+def check_main_grads(binding: Binding, accumulation_steps: int | None) -> None:
+    """Raise ValueError where gradients in half precision would be added up."""
+    if binding.precision.main_grads or not binding.precision.masters:
+        return
+    adds = [f"{type(placement).__name__}, which sums pieces over ranks" for placement in binding.placements]
+    adds += ["Reduce(overlap=True), which sums over ranks"] if binding.overlap else []
+    adds += [f"accumulation_steps={accumulation_steps}"] if accumulation_steps not in (None, 1) else []
+    if adds:
+        raise ValueError(
+            f"{binding.precision!r} leaves gradients in half precision, and they would be rounded by {adds[0]}: "
+            "leave main_grads=True"
+        )
 
 
 class AsTheyAre(Link):
@@ -55,17 +70,18 @@ class Masters(Link):
 
     Args:
         main_grads: Half-precision tensors have float32 gradients, which the masters share.
+        cast: Else masters get float32 copies of them.
     """
 
     divisible = True
 
-    def __init__(self, main_grads: bool) -> None:
-        self._main_grads = main_grads
+    def __init__(self, main_grads: bool, cast: bool = True) -> None:
+        self._main_grads, self._cast = main_grads, cast
         self.masters: MasterWeights | None = None
 
     def install(self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]) -> StandIns:
         if self.masters is None:
-            self.masters = MasterWeights(optimizer, main_grads=self._main_grads)
+            self.masters = MasterWeights(optimizer, main_grads=self._main_grads, cast=self._cast)
             new = self.masters.pairs
         else:
             before = len(self.masters.pairs)
@@ -87,14 +103,16 @@ class Masters(Link):
         self._made.collect()
 
     def step(self, update: Callable[[], object]) -> None:
-        masters = self._made
+        masters, held = self._made, self._made.held()
         late = []
-        for tensor, master in masters.held():
+        for tensor, master in held:
             if master.grad is None and tensor.grad is not None:  # it came only now, to a copy on the CPU
                 master.grad = tensor.grad.float()
                 late.append(master)
-        update()
-        masters.publish()
+        copies = HalfCopies({master: tensor for tensor, master in held})
+        with copies.offered():
+            update()
+        masters.publish(copies.written)
         clear_gradients(late, set_to_none=True)  # the copy's memory gets another before the next step
 
     def publish(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from inspect import Parameter, signature
@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 from torch.optim import optimizer as torch_optimizer
 
+from ...amp.by_bucket import holding
 from ...amp.casting import is_half
-from ..gradients.in_place import scale_gradients
+from ..gradients.in_place import scale_gradients, widen_gradients
 from .captured_update import capturable
 from .counted_once import CountedOnce
+from .native_update import loops_for, step_by_loops
 from .several import asks_other_ranks, parts_of
 
 
@@ -60,7 +63,8 @@ def apply_update(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Te
     Args:
         optimizer: The wrapped optimizer.
         found_inf: 0-dim float32, 0 or 1.
-        factor: 0-dim, or None for 1. A fused optimizer divides by its inverse in float32 (and leaves the scaled gradient in
+        factor: 0-dim, or None for 1. On a CPU the compiled loops multiply by it as they step (`native_update`), and leave
+            gradients as they are. torch's fused kernels divide by its inverse in float32 (and leave the scaled gradient in
             ``.grad``); float64 parameters and other optimizers are multiplied in a pass of their own.
     Collectives: none. Host reads: one, unless `steps_on_device`; of several optimizers one for all.
     """
@@ -71,17 +75,33 @@ def apply_update(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Te
             _update_on_device(part, found_inf, factor)
     if on_host and not bool(found_inf):
         for part in on_host:
+            widen_gradients(params_of(part))
             if factor is not None:
                 scale_gradients(params_of(part), factor)
+            if any(group.get("fused") for group in part.param_groups):
+                lay_out_gradients(params_of(part))
             _step_rightly(part)
 
 
 def _update_on_device(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
+    loops = loops_for(optimizer) if found_inf.is_cpu else None
+    if loops is None:
+        _update_by_torch(optimizer, found_inf, factor)
+        return
+    left = step_by_loops(loops, optimizer, found_inf, factor)
+    if any(left):
+        with holding(optimizer, left):
+            _update_by_torch(optimizer, found_inf, factor)
+
+
+def _update_by_torch(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
     params = params_of(optimizer)
+    widen_gradients(params)
     if factor is not None and torch.float64 in {param.dtype for param in params}:
         scale_gradients(params, torch.where(found_inf > 0, torch.ones_like(factor), factor))
         factor = None
     _start_momentum(optimizer)
+    lay_out_gradients(params)
     fused: Any = optimizer
     fused.found_inf = found_inf
     fused.grad_scale = None if factor is None else torch.reciprocal(factor, out=torch.empty_like(found_inf))
@@ -90,6 +110,15 @@ def _update_on_device(optimizer: torch.optim.Optimizer, found_inf: Tensor, facto
             step_within(optimizer)
     finally:
         del fused.found_inf, fused.grad_scale
+
+
+def lay_out_gradients(params: Sequence[Tensor]) -> None:
+    """Give gradients on a CPU the order of memory of their parameters: torch's fused kernels there walk through both as
+    they lie, and would step elements by gradients of others."""
+    for param in params:
+        grad = param.grad
+        if grad is not None and grad.stride() != param.stride() and param.is_cpu and param.numel() > 1:
+            param.grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -142,12 +171,17 @@ def _starts_late(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _is_miscomputed(optimizer: torch.optim.Optimizer) -> bool:
-    return isinstance(optimizer, torch.optim.SGD) and any(
-        group.get("fused")
-        and any(is_half(param) and param.is_cpu for param in group["params"])
-        and _fused_sgd_is_wrong()
-        for group in optimizer.param_groups
-    )
+    """Whether torch's fused kernels would step a parameter on a CPU wrongly: one whose elements do not lie densely, where
+    they write between them; a half-precision one of SGD's."""
+    sgd = isinstance(optimizer, torch.optim.SGD)
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            params = [param for param in group["params"] if param.is_cpu]
+            if any(not param.is_contiguous() and not is_dense(param) for param in params):
+                return True
+            if sgd and any(map(is_half, params)) and _fused_sgd_is_wrong():
+                return True
+    return False
 
 
 @cache

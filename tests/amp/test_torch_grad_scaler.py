@@ -36,6 +36,11 @@ def registry() -> Iterator[ProcessGroupRegistry]:
         yield registry
 
 
+@pytest.fixture(autouse=True)
+def _torchs_kernels(torchs_kernels: None) -> None:
+    """What is compared to the bit is stepped by the same kernels."""
+
+
 class Run:
     """Two layers, each with an optimizer of its own where there are two, and a scaler."""
 

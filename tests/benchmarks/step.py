@@ -11,30 +11,25 @@ from __future__ import annotations
 
 import argparse
 import platform
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
+
 import torch
-from meshstep.amp import Mode
+from meshstep.amp import Bf16, NaiveFp16
+from meshstep.amp.precision import Precision
 from meshstep.optim import ParallelOptimizer, clip_grad_norm_
 from meshstep.parallel import ProcessGroupRegistry, Topology
+from stepped_sizes import transformer_parameters
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 Step = Callable[[], object]
 MakeParams = Callable[[], list[nn.Parameter]]
-
-
-def transformer_parameters(
-    device: torch.device, width: int = 512, depth: int = 9, vocab: int = 3072
-) -> list[nn.Parameter]:
-    """The shapes of a 30M-parameter transformer."""
-    shapes: list[tuple[int, ...]] = [(vocab, width), (512, width)]
-    for _ in range(depth):
-        shapes += [(width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,)]
-        shapes += [(width,), (width,), (4 * width, width), (4 * width,), (width, 4 * width), (width,)]
-    return [nn.Parameter(torch.randn(shape, device=device) * 0.02) for shape in [*shapes, (width,), (width,)]]
 
 
 def tiny_parameters(device: torch.device, count: int = 1000) -> list[nn.Parameter]:
@@ -74,10 +69,15 @@ def full_precision(make: MakeParams) -> dict[str, Step]:
 def mixed_precision(make: MakeParams) -> dict[str, Step]:
     """Name -> one step from half-precision gradients to half-precision weights, with float32 masters and clipping."""
     steps: dict[str, Step] = {"bare fused fp32 AdamW": fused_adamw(make()).step}
-    modes: dict[Mode, torch.dtype] = {"bf16": torch.bfloat16, "fp16_naive": torch.float16}
-    for name, dtype in modes.items():
+    modes: dict[str, tuple[type[Bf16] | type[NaiveFp16], torch.dtype]] = {
+        "bf16": (Bf16, torch.bfloat16),
+        "fp16_naive": (NaiveFp16, torch.float16),
+    }
+    for name, (mode, dtype) in modes.items():
         steps[f"{name}, classic chain"] = classic_chain(make, dtype)
-        steps[f"{name}, meshstep"] = with_masters(make, dtype, name)
+        steps[f"{name}, main_grads=False"] = with_masters(make, dtype, mode(main_grads=False))
+        steps[f"{name}, from main grads"] = with_masters(make, dtype, mode())
+        steps[f"{name}, the cast to main grads too"] = with_masters(make, dtype, mode(), cast=True)
     return steps
 
 
@@ -106,19 +106,24 @@ def classic_chain(make: MakeParams, dtype: torch.dtype) -> Step:
     return step
 
 
-def with_masters(make: MakeParams, dtype: torch.dtype, precision: Mode) -> Step:
-    """The same by ParallelOptimizer. The copy to main grads, which autograd does in backward, is timed as well."""
+def with_masters(make: MakeParams, dtype: torch.dtype, precision: Precision, cast: bool = False) -> Step:
+    """The same by ParallelOptimizer.
+
+    Args:
+        cast: The copy to float32 main grads, which autograd does in backward, as well.
+    """
     params = [nn.Parameter(param.detach().to(dtype)) for param in make()]
-    half_grads = [torch.randn_like(param) for param in params]
     optimizer = ParallelOptimizer(
         torch.optim.AdamW(params, lr=1e-4, fused=True), alone(), max_norm=0.7, precision=precision
     )
-    for param in params:
-        param.grad = torch.empty_like(param, dtype=torch.float32)
+    half_grads = [torch.randn_like(param) for param in params]
+    for param, half in zip(params, half_grads, strict=True):
+        param.grad = half.float() if precision.main_grads else half
 
     @torch.no_grad()
     def step() -> None:
-        torch._foreach_copy_([param.grad for param in params if param.grad is not None], half_grads)
+        if cast:
+            torch._foreach_copy_([param.grad for param in params if param.grad is not None], half_grads)
         optimizer.scale_loss(torch.zeros(()))  # as a backward of others would
         optimizer.step()
 

@@ -35,6 +35,7 @@ FLOORS: Mapping[str, tuple[frozenset[str], ...]] = {
     ),
     "amp": (frozenset({"*"}), frozenset({"fp8"}), frozenset({"by_name"})),
     "optim": (
+        frozenset({"kernels"}),
         frozenset({"norm"}),
         frozenset({"gradients"}),
         frozenset({"clip"}),

@@ -6,7 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from loops import using
 from on_gpu import why_no_gpu
+
+
+@pytest.fixture
+def torchs_kernels() -> Iterator[None]:
+    """On the CPU as on a GPU: a graph in its place is made of torch's operators, and so the steps beside it are."""
+    with using("torch"):
+        yield
 
 
 @pytest.fixture(params=["cuda", "cpu"])

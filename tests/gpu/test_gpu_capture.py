@@ -10,6 +10,8 @@ from cpu_graph import CpuGraph
 from graph_runs import SETTINGS, CudaGraph, Graph, Run, by_replays, by_steps
 from precision_modes import differences
 
+pytestmark = pytest.mark.usefixtures("torchs_kernels")
+
 
 def graph_on(device: torch.device) -> Callable[[], Graph]:
     return CudaGraph if device.type == "cuda" else CpuGraph

@@ -18,10 +18,13 @@ from on_gpu import nobody_waits
 from precision_modes import differences
 from torch import Tensor
 
-pytestmark = pytest.mark.skipif(
-    int(os.environ.get("WORLD_SIZE", "1")) < 2,
-    reason="needs several processes: torchrun --standalone --nproc-per-node 4 -m tests.gpu",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        int(os.environ.get("WORLD_SIZE", "1")) < 2,
+        reason="needs several processes: torchrun --standalone --nproc-per-node 4 -m tests.gpu",
+    ),
+    pytest.mark.usefixtures("torchs_kernels"),
+]
 MODES = ("fp32", "bf16", "fp16_naive")
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from arguments import arguments
 from meshstep.optim import GradStats, ParallelOptimizer
+from meshstep.optim.step.native_update import loops_for
 from meshstep.parallel import (
     ColumnParallelLinear,
     LayerNorm1D,
@@ -261,10 +262,13 @@ def train(
             assert taken is not None
             stats.append(taken)
         norms = torch.stack([entry.total_norm for entry in stats])
+        gradients = {} if options.get("shard_states") else full_tensors(scenario, model, registry, gradients=True)
+        if dtype == torch.float32 and loops_for(optimizer.optimizer) is not None:  # they leave gradients as they are
+            gradients = {key: value * stats[-1].clip_coef for key, value in gradients.items()}
         return Run(
             start,
             full_tensors(scenario, model, registry, gradients=False),
-            {} if options.get("shard_states") else full_tensors(scenario, model, registry, gradients=True),
+            gradients,
             norms.tolist(),
             norms.double().numpy().tobytes(),
         )

@@ -13,6 +13,7 @@ import pytest
 import torch
 from cpu_graph import CUDA_OF_THE_CPU, CpuGraph, capturing
 from graph_runs import PLACED, SETTINGS, Run, Setting, by_replays, by_steps
+from loops import using
 from meshstep.optim import CosineAnnealingLR, HoldOnSkip, ParallelOptimizer
 from meshstep.optim.norm.constants import KEPT, Constants
 from meshstep.parallel import ProcessGroupRegistry, Topology
@@ -22,6 +23,11 @@ from torch.optim.lr_scheduler import LRScheduler, StepLR
 from world import World
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _torchs_kernels(torchs_kernels: None) -> None:
+    """A graph of a CPU is made of torch's operators, and so the steps beside it are."""
 
 
 @pytest.mark.parametrize("before", [3, 20])
@@ -41,7 +47,7 @@ def test_inner_and_last_micro_batches_are_two_graphs(name: str) -> None:
 
 
 def on_ranks(name: str, placed: str, micro: int, before: int | None) -> dict[str, Tensor]:
-    with ProcessGroupRegistry(Topology(data=2)) as registry:
+    with ProcessGroupRegistry(Topology(data=2)) as registry, using("torch"):
         run = Run(Setting(SETTINGS[name].precision, {**PLACED[placed], "max_norm": 0.5}), CPU, registry)
         return by_steps(run, micro) if before is None else by_replays(run, before, CpuGraph, micro)
 

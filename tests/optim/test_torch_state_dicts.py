@@ -27,6 +27,11 @@ from torch_optimizers import (
 )
 
 
+@pytest.fixture(autouse=True)
+def _torchs_kernels(torchs_kernels: None) -> None:
+    """What is compared to the bit is stepped by the same kernels."""
+
+
 @pytest.fixture(scope="module")
 def wrap() -> Iterator[Wrap]:
     with ProcessGroupRegistry(Topology()) as registry:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from arguments import link_of
+from loops import using
 from meshstep.amp import Bf16, Mode, NaiveFp16, Precision
 from meshstep.optim import Offloaded, ParallelOptimizer, Sharded
 from meshstep.optim.states.offloaded import reference_offloaded_step
@@ -96,7 +97,7 @@ def offloaded_off(layout_name: str, fraction: float, mode: Mode | Precision, kin
         "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
         "sgd": lambda params: torch.optim.SGD(params, lr=0.125, momentum=0.5, fused=True),
     }
-    with ProcessGroupRegistry(layout.topology) as registry:
+    with ProcessGroupRegistry(layout.topology) as registry, using("torch"):  # the reference steps by them
         model, plain = (Planted(layout, registry.global_rank) for _ in range(2))
         if isinstance(mode, Precision):
             mode.prepare(model, registry)

@@ -1,0 +1,285 @@
+/* The loops, compiled once for each instruction set: see native.c, which defines NAME and INSTRUCTIONS before each inclusion.
+ *
+ * Vectors are GCC's and Clang's. Each element sees the same operations in the same order on all machines, none contracted
+ * (-ffp-contract=off): all instruction sets give the same bits. */
+
+#if INSTRUCTIONS == AVX512
+#define WIDTH 8
+#define floatsN floats8
+#define intsN ints8
+#define doublesN doubles8
+#define SHORTS_AT(at) ((ints8)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(at))))
+#define FLOAT16S_AT(at) ((floats8)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(at))))
+#define DOUBLES_OF(floats) ((doubles8)_mm512_cvtps_pd((__m256)(floats)))
+#else
+#define WIDTH 4
+#define floatsN floats4
+#define intsN ints4
+#define doublesN doubles4
+#define DOUBLES_OF(floats) __builtin_convertvector(floats, doubles4)
+#if INSTRUCTIONS == AVX2
+#define SHORTS_AT(at) ((ints4)_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i *)(at))))
+#define FLOAT16S_AT(at) ((floats4)_mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)(at))))
+#else
+#define SHORTS_AT(at) ints_of_shorts((const uint16_t *)(at))
+#define FLOAT16S_AT(at) floats_of_float16((const uint16_t *)(at))
+#endif
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* Half precision <-> float32, in blocks that stay in the first cache. ------------------------------------------------ */
+
+static void NAME(widen_bfloat16)(const uint16_t *restrict from, float *restrict to, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits = (uint32_t)from[i] << 16;
+        memcpy(&to[i], &bits, 4);
+    }
+}
+
+/* To the nearest, ties to even; NaN as torch writes it. */
+static void NAME(round_bfloat16)(const float *restrict from, uint16_t *restrict to, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, &from[i], 4);
+        uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+        to[i] = (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+    }
+}
+
+static void NAME(widen_float16)(const uint16_t *restrict from, float *restrict to, int64_t n) {
+    int64_t i = 0;
+#if INSTRUCTIONS > 0
+    for (; i + 8 <= n; i += 8)
+        _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + i))));
+#endif
+    for (; i < n; i++) to[i] = float_of_float16(from[i]);
+}
+
+static void NAME(round_float16)(const float *restrict from, uint16_t *restrict to, int64_t n) {
+    int64_t i = 0;
+#if INSTRUCTIONS > 0
+    for (; i + 8 <= n; i += 8)
+        _mm_storeu_si128((__m128i *)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+#endif
+    for (; i < n; i++) to[i] = float16_of_float(from[i]);
+}
+
+static const float *NAME(widened)(int dtype, const void *base, int64_t at, int64_t n, float *buffer) {
+    if (dtype == FLOAT32) return (const float *)base + at;
+    if (dtype == BFLOAT16) NAME(widen_bfloat16)((const uint16_t *)base + at, buffer, n);
+    else NAME(widen_float16)((const uint16_t *)base + at, buffer, n);
+    return buffer;
+}
+
+static void NAME(written_half)(int dtype, const float *from, void *base, int64_t at, int64_t n) {
+    if (dtype == BFLOAT16) NAME(round_bfloat16)(from, (uint16_t *)base + at, n);
+    else NAME(round_float16)(from, (uint16_t *)base + at, n);
+}
+
+/* Powers: 32 sums in float64, put together in one order. ------------------------------------------------------------- */
+
+static double NAME(together)(const double *sums) {
+    double pairs[LANES];
+    memcpy(pairs, sums, sizeof pairs);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int j = 0; j < width; j++) pairs[j] += pairs[j + width];
+    return pairs[0];
+}
+
+#define AHEAD 2048 /* bytes: what is read so far ahead has come when it is needed */
+
+INLINE doublesN NAME(doubles_at)(const int dtype, const void *at, const int squares) {
+    floatsN floats;
+    if (dtype == FLOAT32) {
+        memcpy(&floats, at, sizeof floats);
+    } else if (dtype == BFLOAT16) {
+        intsN bits = SHORTS_AT(at);
+        floats = (floatsN)(bits << 16);
+    } else {
+        floats = FLOAT16S_AT(at);
+    }
+    if (!squares) floats = (floatsN)((intsN)floats & 0x7fffffff);
+    doublesN values = DOUBLES_OF(floats);
+    return squares ? values * values : values;
+}
+
+INLINE double NAME(sum)(const int dtype, const void *base, int64_t n, const int squares) {
+    enum { VECTORS = LANES / WIDTH };
+    const int size = dtype == FLOAT32 ? 4 : 2;
+    const char *x = base;
+    doublesN sums[VECTORS] = {{0}};
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES, x += LANES * size) {
+        __builtin_prefetch(x + AHEAD);
+        if (size == 4) __builtin_prefetch(x + AHEAD + 64);
+#pragma GCC unroll 8
+        for (int j = 0; j < VECTORS; j++) sums[j] += NAME(doubles_at)(dtype, x + WIDTH * j * size, squares);
+    }
+    double lanes[LANES];
+    memcpy(lanes, sums, sizeof lanes);
+    float rest[LANES];
+    const float *last = NAME(widened)(dtype, x, 0, n - i, rest);
+    for (int lane = 0; lane < n - i; lane++) {
+        double value = last[lane];
+        lanes[lane] += squares ? value * value : fabs(value);
+    }
+    return NAME(together)(lanes);
+}
+
+INLINE double NAME(sum_of_doubles)(const double *x, int64_t n, const int squares) {
+    double sums[LANES] = {0};
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int j = 0; j < LANES; j++) sums[j] += squares ? x[i + j] * x[i + j] : fabs(x[i + j]);
+    for (int lane = 0; i < n; i++, lane++) sums[lane] += squares ? x[i] * x[i] : fabs(x[i]);
+    return NAME(together)(sums);
+}
+
+/* The largest absolute value by its bits: without the sign they are ordered as the values are, and NaN is above all. */
+#define LARGEST(kind, bits, mask)                                       \
+    static bits NAME(largest_##kind)(const bits *restrict x, int64_t n) { \
+        bits found = 0;                                                 \
+        for (int64_t i = 0; i < n; i++) {                               \
+            bits value = x[i] & mask;                                   \
+            found = value > found ? value : found;                      \
+        }                                                               \
+        return found;                                                   \
+    }
+LARGEST(16, uint16_t, 0x7fff)
+LARGEST(32, uint32_t, 0x7fffffff)
+LARGEST(64, uint64_t, 0x7fffffffffffffff)
+#undef LARGEST
+
+static double NAME(largest)(int dtype, const void *x, int64_t n) {
+    if (dtype == FLOAT64) {
+        uint64_t bits = NAME(largest_64)(x, n);
+        double value;
+        memcpy(&value, &bits, 8);
+        return value;
+    }
+    if (dtype == FLOAT32) {
+        uint32_t bits = NAME(largest_32)(x, n);
+        float value;
+        memcpy(&value, &bits, 4);
+        return value;
+    }
+    uint16_t bits = NAME(largest_16)(x, n);
+    float value;
+    if (dtype == BFLOAT16) NAME(widen_bfloat16)(&bits, &value, 1);
+    else value = float_of_float16(bits);
+    return value;
+}
+
+/* Of one chunk. */
+static double NAME(power)(int dtype, int norm_type, const void *base, int64_t start, int64_t n) {
+    const char *x = (const char *)base + start * size_of(dtype);
+    if (norm_type == LARGEST_ONE) return NAME(largest)(dtype, x, n);
+    if (dtype == FLOAT64)
+        return norm_type == 2 ? NAME(sum_of_doubles)((const double *)x, n, 1) : NAME(sum_of_doubles)((const double *)x, n, 0);
+    if (dtype == FLOAT32) return norm_type == 2 ? NAME(sum)(FLOAT32, x, n, 1) : NAME(sum)(FLOAT32, x, n, 0);
+    if (dtype == BFLOAT16) return norm_type == 2 ? NAME(sum)(BFLOAT16, x, n, 1) : NAME(sum)(BFLOAT16, x, n, 0);
+    return norm_type == 2 ? NAME(sum)(FLOAT16, x, n, 1) : NAME(sum)(FLOAT16, x, n, 0);
+}
+
+/* Updates of one block; `factor` has the sign of `maximize`. --------------------------------------------------------- */
+
+/* Kingma, Ba 2015 (arXiv:1412.6980), Loshchilov, Hutter 2019 (arXiv:1711.05101), Reddi et al. 2018 (amsgrad). */
+INLINE void NAME(adam)(float *restrict p, const float *restrict grad, float *restrict m, float *restrict v,
+                       float *restrict most, int64_t n, const struct adam *set, float step_size, float root,
+                       const int decoupled, const int amsgrad) {
+    const float factor = set->factor, beta1 = set->beta1, beta2 = set->beta2, rest1 = set->rest1, rest2 = set->rest2, eps = set->eps;
+    const float decay = set->decay;
+    for (int64_t i = 0; i < n; i++) {
+        float g = grad[i] * factor, w = p[i];
+        if (decoupled) w = w * decay;
+        else g = g + decay * w;
+        float mean = m[i] * beta1 + rest1 * g;
+        float square = v[i] * beta2 + rest2 * g * g;
+        m[i] = mean;
+        v[i] = square;
+        if (amsgrad) {
+            square = most[i] > square ? most[i] : square;
+            most[i] = square;
+        }
+        p[i] = w - step_size * mean / (sqrtf(square) / root + eps);
+    }
+}
+
+/* torch's SGD; Sutskever et al. 2013 for Nesterov's. */
+INLINE void NAME(sgd)(float *restrict p, const float *restrict grad, float *restrict momentum, int64_t n,
+                      const struct sgd *set, const int has_momentum, const int nesterov) {
+    const float factor = set->factor, decay = set->decay, rate = set->rate, keep = set->momentum, rest = set->rest;
+    for (int64_t i = 0; i < n; i++) {
+        float g = grad[i] * factor + decay * p[i];
+        if (has_momentum) {
+            float kept = momentum[i] * keep + g * rest;
+            momentum[i] = kept;
+            g = nesterov ? g + kept * keep : kept;
+        }
+        p[i] = p[i] - rate * g;
+    }
+}
+
+/* Duchi et al. 2011. */
+INLINE void NAME(adagrad)(float *restrict p, const float *restrict grad, float *restrict sum, int64_t n,
+                          const struct adagrad *set, float rate) {
+    const float factor = set->factor, decay = set->decay, eps = set->eps;
+    for (int64_t i = 0; i < n; i++) {
+        float g = grad[i] * factor + decay * p[i];
+        float square = sum[i] + g * g;
+        sum[i] = square;
+        p[i] = p[i] - rate * g / (sqrtf(square) + eps);
+    }
+}
+
+/* The same in strips of a cache line, which asks for what comes: a loop that is vectorised can't. */
+INLINE void NAME(adam_ahead)(float *restrict p, const float *restrict grad, float *restrict m, float *restrict v,
+                             float *restrict most, int64_t n, const struct adam *set, float step_size, float root,
+                             const int decoupled, const int amsgrad) {
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        __builtin_prefetch((const char *)(p + i) + AHEAD, 1);
+        __builtin_prefetch((const char *)(grad + i) + AHEAD);
+        __builtin_prefetch((const char *)(m + i) + AHEAD, 1);
+        __builtin_prefetch((const char *)(v + i) + AHEAD, 1);
+        NAME(adam)(p + i, grad + i, m + i, v + i, most ? most + i : most, 16, set, step_size, root, decoupled, amsgrad);
+    }
+    NAME(adam)(p + i, grad + i, m + i, v + i, most ? most + i : most, n - i, set, step_size, root, decoupled, amsgrad);
+}
+
+static void NAME(update)(const struct update *update, const struct tensor *tensor, int64_t start, int64_t length) {
+    float buffer[BLOCK];
+    for (int64_t at = start; at < start + length; at += BLOCK) {
+        int64_t n = start + length - at < BLOCK ? start + length - at : BLOCK;
+        float *p = tensor->param + at;
+        const float *g = NAME(widened)(update->grad_dtype, tensor->grad, at, n, buffer);
+        if (update->kind == ADAM) {
+            const struct adam *set = &update->adam;
+            float *m = tensor->first + at, *v = tensor->second + at, *most = set->amsgrad ? tensor->third + at : NULL;
+            float size = tensor->by_step[0], root = tensor->by_step[1];
+            if (set->decoupled && !set->amsgrad) NAME(adam_ahead)(p, g, m, v, most, n, set, size, root, 1, 0);
+            else if (set->decoupled) NAME(adam_ahead)(p, g, m, v, most, n, set, size, root, 1, 1);
+            else if (!set->amsgrad) NAME(adam_ahead)(p, g, m, v, most, n, set, size, root, 0, 0);
+            else NAME(adam_ahead)(p, g, m, v, most, n, set, size, root, 0, 1);
+        } else if (update->kind == SGD) {
+            const struct sgd *set = &update->sgd;
+            float *momentum = tensor->first ? tensor->first + at : NULL;
+            if (!momentum) NAME(sgd)(p, g, momentum, n, set, 0, 0);
+            else if (set->nesterov) NAME(sgd)(p, g, momentum, n, set, 1, 1);
+            else NAME(sgd)(p, g, momentum, n, set, 1, 0);
+        } else {
+            NAME(adagrad)(p, g, tensor->first + at, n, &update->adagrad, tensor->by_step[0]);
+        }
+        if (tensor->half) NAME(written_half)(update->half_dtype, p, tensor->half, at, n);
+    }
+}
+#undef AHEAD
+#undef INLINE
+#undef WIDTH
+#undef floatsN
+#undef intsN
+#undef doublesN
+#undef SHORTS_AT
+#undef FLOAT16S_AT
+#undef DOUBLES_OF

@@ -1,0 +1,350 @@
+/* Powers of gradients and updates of optimizers in one pass over memory: plain C, without Python's or torch's headers.
+ *
+ * Called through ctypes by native.py, with the addresses of tensors. Which instruction set is used is decided when the first
+ * call is made; results are the same bits for all of them, and for any number of threads: sums are made of chunks, in order. */
+
+#include <math.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define EXPORT __attribute__((visibility("default")))
+
+enum { FLOAT32 = 0, FLOAT64 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
+enum { LARGEST_ONE = 0 }; /* the norm type of p = inf */
+enum { ADAM = 0, SGD = 1, ADAGRAD = 2 };
+enum { LANES = 32, BLOCK = 1024, CHUNK = 16384 };
+enum { ENOUGH = 1 << 18 }; /* elements that are worth a thread */
+
+typedef float floats4 __attribute__((vector_size(16)));
+typedef float floats8 __attribute__((vector_size(32)));
+typedef int32_t ints4 __attribute__((vector_size(16)));
+typedef int32_t ints8 __attribute__((vector_size(32)));
+typedef double doubles4 __attribute__((vector_size(32)));
+typedef double doubles8 __attribute__((vector_size(64)));
+
+/* Hyper-parameters, as float32 as torch's kernels take them. */
+struct adam { float factor, beta1, beta2, rest1, rest2, eps, decay; int decoupled, amsgrad; };
+struct sgd { float factor, decay, rate, momentum, rest; int nesterov; };
+struct adagrad { float factor, decay, eps; };
+
+struct update {
+    int kind, grad_dtype, half_dtype;
+    union { struct adam adam; struct sgd sgd; struct adagrad adagrad; };
+};
+
+struct tensor {
+    float *param;
+    const void *grad;
+    float *first, *second, *third; /* the optimizer's states */
+    void *half;                    /* the half-precision copy of param, or NULL */
+    float by_step[2];
+    int64_t numel;
+};
+
+static inline int64_t size_of(int dtype) { return dtype == FLOAT64 ? 8 : dtype == FLOAT32 ? 4 : 2; }
+
+/* float16 by bits, for what the machine has no instruction for. */
+static inline float float_of_float16(uint16_t half) {
+    uint32_t exponent = half & 0x7c00, bits = (uint32_t)(half & 0x7fff) << 13;
+    float value;
+    if (exponent == 0x7c00) bits |= 0x7f800000; /* inf, NaN */
+    else if (exponent) bits += 112u << 23;
+    else bits += 113u << 23; /* below the normal ones: 2^-14 (1 + x) - 2^-14 */
+    memcpy(&value, &bits, 4);
+    if (!exponent) value -= 0x1p-14f;
+    memcpy(&bits, &value, 4);
+    bits |= (uint32_t)(half & 0x8000) << 16;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static inline uint16_t float16_of_float(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    uint16_t sign = (uint16_t)((bits >> 16) & 0x8000);
+    bits &= 0x7fffffff;
+    if (bits > 0x7f800000) return sign | 0x7e00 | (uint16_t)((bits >> 13) & 0x3ff);
+    if (bits >= 0x477ff000) return sign | 0x7c00; /* rounds to more than the largest */
+    if (bits < 0x38800000) {                      /* the sum's last bit is the unit of what is below the normal ones */
+        float shifted;
+        memcpy(&shifted, &bits, 4);
+        shifted += 0.5f;
+        memcpy(&bits, &shifted, 4);
+        return sign | (uint16_t)(bits - 0x3f000000);
+    }
+    bits += 0xfff + ((bits >> 13) & 1) - (112u << 23);
+    return sign | (uint16_t)(bits >> 13);
+}
+
+static inline ints4 ints_of_shorts(const uint16_t *x) { return (ints4){x[0], x[1], x[2], x[3]}; }
+static inline floats4 floats_of_float16(const uint16_t *x) {
+    return (floats4){float_of_float16(x[0]), float_of_float16(x[1]), float_of_float16(x[2]), float_of_float16(x[3])};
+}
+
+#define AVX2 1
+#define AVX512 2
+
+#define INSTRUCTIONS 0
+#define NAME(name) name##_plain
+#include "loops.h"
+#undef NAME
+#undef INSTRUCTIONS
+
+#if defined(__x86_64__)
+#define INSTRUCTIONS AVX2
+#define NAME(name) name##_avx2
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c")
+#endif
+#include "loops.h"
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#undef NAME
+#undef INSTRUCTIONS
+
+#define INSTRUCTIONS AVX512
+#define NAME(name) name##_avx512
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c,prefer-vector-width=512"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c,prefer-vector-width=512")
+#endif
+#include "loops.h"
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#undef NAME
+#undef INSTRUCTIONS
+#endif
+
+/* Which instruction set. --------------------------------------------------------------------------------------------- */
+
+struct loops {
+    const char *name;
+    double (*power)(int, int, const void *, int64_t, int64_t);
+    void (*update)(const struct update *, const struct tensor *, int64_t, int64_t);
+};
+
+static const struct loops all_loops[] = {
+    {"plain", power_plain, update_plain},
+#if defined(__x86_64__)
+    {"avx2", power_avx2, update_avx2},
+    {"avx512", power_avx512, update_avx512},
+#endif
+};
+
+static int runs_here(int index) {
+#if defined(__x86_64__)
+    if (index == 1) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    if (index == 2)
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && runs_here(1);
+#endif
+    return index == 0;
+}
+
+static const struct loops *loops = &all_loops[0];
+
+/* Take the instruction set of this name, or the best one (NULL). Returns its name, NULL where it can't run here. */
+EXPORT const char *meshstep_take(const char *name) {
+    for (int index = (int)(sizeof all_loops / sizeof *all_loops) - 1; index >= 0; index--)
+        if (runs_here(index) && (!name || !strcmp(name, all_loops[index].name))) {
+            loops = &all_loops[index];
+            return loops->name;
+        }
+    return NULL;
+}
+
+/* Threads: made for a call and gone after it, so that nothing is lost in a fork. ------------------------------------- */
+
+struct share {
+    void (*work)(void *, int64_t, int64_t);
+    void *context;
+    int64_t begin, end;
+};
+
+static void *run_share(void *given) {
+    struct share *share = given;
+    share->work(share->context, share->begin, share->end);
+    return NULL;
+}
+
+/* work(context, begin, end) over all of [0, count), in parts. */
+static void in_parallel(void (*work)(void *, int64_t, int64_t), void *context, int64_t count, int64_t elements, int threads) {
+    enum { MOST = 256 };
+    int64_t most = elements / ENOUGH;
+    if (most < threads) threads = (int)most;
+    if (count < threads) threads = (int)count;
+    if (threads > MOST) threads = MOST;
+    struct share shares[MOST];
+    pthread_t ids[MOST];
+    int started[MOST] = {0};
+    for (int i = 0; i < threads; i++)
+        shares[i] = (struct share){work, context, count * i / threads, count * (i + 1) / threads};
+    for (int i = 1; i < threads; i++) started[i] = !pthread_create(&ids[i], NULL, run_share, &shares[i]);
+    if (threads < 2) work(context, 0, count);
+    else run_share(&shares[0]);
+    for (int i = 1; i < threads; i++) {
+        if (started[i]) pthread_join(ids[i], NULL);
+        else run_share(&shares[i]);
+    }
+}
+
+/* Powers. ------------------------------------------------------------------------------------------------------------ */
+
+struct powers {
+    const uint64_t *addresses;
+    const int64_t *numels, *first_chunk;
+    int64_t tensors;
+    int dtype, norm_type;
+    double *partial;
+};
+
+static int64_t chunks_of(int64_t numel, int64_t chunk) { return (numel + chunk - 1) / chunk; }
+
+/* The tensor that has the chunk: the last one whose first chunk is not after it. */
+static int64_t tensor_at(const int64_t *first_chunk, int64_t tensors, int64_t chunk) {
+    int64_t low = 0, high = tensors;
+    while (high - low > 1) {
+        int64_t middle = (low + high) / 2;
+        if (first_chunk[middle] <= chunk) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
+static void powers_of_chunks(void *given, int64_t begin, int64_t end) {
+    struct powers *p = given;
+    int64_t tensor = tensor_at(p->first_chunk, p->tensors, begin);
+    for (int64_t chunk = begin; chunk < end; chunk++) {
+        while (chunk >= p->first_chunk[tensor + 1]) tensor++;
+        int64_t start = (chunk - p->first_chunk[tensor]) * CHUNK, rest = p->numels[tensor] - start;
+        p->partial[chunk] = loops->power(
+            p->dtype, p->norm_type, (const void *)(uintptr_t)p->addresses[tensor], start, rest < CHUNK ? rest : CHUNK);
+    }
+}
+
+/* In pairs of halves, so that the error of a sum grows with the logarithm of its length. NaN is the largest. */
+static double together(const double *values, int64_t n, int norm_type) {
+    if (n == 0) return 0;
+    if (n == 1) return values[0];
+    double a = together(values, n / 2, norm_type), b = together(values + n / 2, n - n / 2, norm_type);
+    if (norm_type != LARGEST_ONE) return a + b;
+    return isnan(a) || a > b ? a : b;
+}
+
+/* out[i]: the sum of |x|^norm_type of tensor i, its largest |x| for norm_type 0. Returns 0, or 1 where memory is out. */
+EXPORT int meshstep_powers(int64_t tensors, const uint64_t *addresses, const int64_t *numels, int dtype, int norm_type,
+                           double *out, int threads) {
+    int64_t *first = malloc((size_t)(tensors + 1) * sizeof *first), chunks = 0, elements = 0;
+    if (!first) return 1;
+    for (int64_t i = 0; i < tensors; i++) {
+        first[i] = chunks;
+        chunks += chunks_of(numels[i], CHUNK);
+        elements += numels[i];
+    }
+    first[tensors] = chunks;
+    double *partial = malloc((size_t)(chunks + 1) * sizeof *partial);
+    if (!partial) {
+        free(first);
+        return 1;
+    }
+    struct powers powers = {addresses, numels, first, tensors, dtype, norm_type, partial};
+    if (chunks) in_parallel(powers_of_chunks, &powers, chunks, elements, threads);
+    for (int64_t i = 0; i < tensors; i++) out[i] = together(partial + first[i], first[i + 1] - first[i], norm_type);
+    free(first);
+    free(partial);
+    return 0;
+}
+
+/* Updates. ----------------------------------------------------------------------------------------------------------- */
+
+struct updates {
+    const struct update *update;
+    const struct tensor *tensors;
+    const int64_t *first_chunk;
+    int64_t count;
+};
+
+static void update_chunks(void *given, int64_t begin, int64_t end) {
+    struct updates *u = given;
+    int64_t at = tensor_at(u->first_chunk, u->count, begin);
+    for (int64_t chunk = begin, stop; chunk < end; chunk = stop) {
+        while (chunk >= u->first_chunk[at + 1]) at++;
+        stop = u->first_chunk[at + 1] < end ? u->first_chunk[at + 1] : end;
+        int64_t start = (chunk - u->first_chunk[at]) * CHUNK, until = (stop - u->first_chunk[at]) * CHUNK;
+        const struct tensor *tensor = &u->tensors[at];
+        loops->update(u->update, tensor, start, (until < tensor->numel ? until : tensor->numel) - start);
+    }
+}
+
+/* One update of `count` tensors; nothing is changed where *found_inf is not 0.
+ *
+ * columns: 5 arrays of `count` addresses, one after another: param, first, second, third state, step; 0: none.
+ * grads: `count` addresses. halves: as many, or NULL: half-precision copies of the params, or 0.
+ * hyper: Adam: lr, beta1, beta2, eps, weight decay, decoupled, amsgrad. SGD: lr, momentum, dampening, weight decay, nesterov.
+ *        Adagrad: lr, lr decay, eps, weight decay.
+ * factor: of the gradients, with the sign of maximize. Returns 0, or 1 where memory is out. */
+EXPORT int meshstep_update(int kind, int64_t count, const uint64_t *columns, const uint64_t *grads, const uint64_t *halves,
+                           const int64_t *numels, int grad_dtype, int half_dtype, const double *hyper, double factor,
+                           const float *found_inf, int threads) {
+    if (*found_inf != 0) return 0;
+    struct update update = {.kind = kind, .grad_dtype = grad_dtype, .half_dtype = half_dtype};
+    if (kind == ADAM)
+        update.adam = (struct adam){(float)factor, (float)hyper[1], (float)hyper[2], (float)(1 - hyper[1]), (float)(1 - hyper[2]),
+                                    (float)hyper[3], (float)(hyper[5] != 0 ? 1 - hyper[0] * hyper[4] : hyper[4]),
+                                    hyper[5] != 0, hyper[6] != 0};
+    else if (kind == SGD)
+        update.sgd = (struct sgd){(float)factor, (float)hyper[3], (float)hyper[0], (float)hyper[1], (float)(1 - hyper[2]),
+                                  hyper[4] != 0};
+    else update.adagrad = (struct adagrad){(float)factor, (float)hyper[3], (float)hyper[2]};
+    struct tensor *tensors = malloc((size_t)(count + 1) * sizeof *tensors);
+    int64_t *first = malloc((size_t)(count + 1) * sizeof *first), chunks = 0, elements = 0;
+    if (!tensors || !first) {
+        free(tensors);
+        free(first);
+        return 1;
+    }
+    double counted = -1, size = 0, root = 1;
+    for (int64_t i = 0; i < count; i++) {
+        struct tensor *tensor = &tensors[i];
+        float *at[5];
+        for (int column = 0; column < 5; column++) at[column] = (float *)(uintptr_t)columns[column * count + i];
+        *tensor = (struct tensor){.param = at[0], .first = at[1], .second = at[2], .third = at[3], .numel = numels[i]};
+        tensor->grad = (const void *)(uintptr_t)grads[i];
+        if (halves) tensor->half = (void *)(uintptr_t)halves[i];
+        float *step = at[4];
+        if (step) {
+            *step += 1;
+            if (*step != counted) { /* a power takes longer than a small tensor */
+                counted = *step;
+                size = kind == ADAM ? hyper[0] / (1 - pow(hyper[1], counted)) : hyper[0] / (1 + (counted - 1) * hyper[1]);
+                root = kind == ADAM ? sqrt(1 - pow(hyper[2], counted)) : 1;
+            }
+        }
+        tensor->by_step[0] = (float)size, tensor->by_step[1] = (float)root;
+        first[i] = chunks;
+        chunks += chunks_of(numels[i], CHUNK);
+        elements += numels[i];
+    }
+    first[count] = chunks;
+    struct updates updates = {&update, tensors, first, count};
+    if (chunks) in_parallel(update_chunks, &updates, chunks, elements, threads);
+    free(tensors);
+    free(first);
+    return 0;
+}

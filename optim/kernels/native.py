@@ -1,0 +1,167 @@
+"""The compiled loops (`csrc/native.c`), called with the addresses of tensors.
+
+One pass over memory where torch's kernels take two or more: powers of gradients of any float dtype are summed in float64 as
+they are read; an update reads the gradient, in half precision too, multiplies it, steps, and writes the half-precision
+copy of what it has stepped. The gradients stay as they are.
+
+All instruction sets, and all numbers of threads, give the same bits. What a call does not change is what torch counts: who
+writes to tensors that autograd has saved says so himself (`torch.autograd.graph.increment_version`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from math import inf
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+NORM_TYPES = {1.0: 1, 2.0: 2, inf: 0}
+PLAIN = frozenset({Tensor, nn.Parameter})
+"""Whose memory is what they say: no subclass of them."""
+
+
+class Kind(IntEnum):
+    """An update's formula, as in `reference`."""
+
+    ADAM = 0
+    SGD = 1
+    ADAGRAD = 2
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What one call updates, a row a tensor, as addresses: 0 where there is none.
+
+    Args:
+        fixed: Of the params, the first, second and third state, and the step counts, one column after another.
+        grads: Of the gradients, all of one dtype.
+        numels: Of the params.
+        halves: Of half-precision copies of the params.
+    """
+
+    fixed: array[int]
+    grads: array[int]
+    numels: array[int]
+    halves: array[int] | None = None
+
+
+class Native:
+    """The loops of one compiled library.
+
+    Args:
+        path: Of the library.
+
+    Attributes:
+        instructions: The instruction set in use: "plain", "avx2", "avx512".
+    """
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        at, whole, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+        self._take, self._powers, self._update = (
+            library.meshstep_take,
+            library.meshstep_powers,
+            library.meshstep_update,
+        )
+        self._take.argtypes, self._take.restype = [ctypes.c_char_p], ctypes.c_char_p
+        self._powers.argtypes = [whole, at, at, number, number, at, number]
+        self._update.argtypes = [number, whole, at, at, at, at, number, number, at, ctypes.c_double, at, number]
+        self.instructions = self.take(None)
+
+    def take(self, instructions: str | None) -> str:
+        """Use this instruction set, or the best one that runs here, and return its name; for tests.
+
+        Raises:
+            ValueError: It does not run here.
+        """
+        found: bytes | None = self._take(instructions.encode() if instructions else None)
+        if found is None:
+            raise ValueError(f"{instructions!r} does not run on this machine")
+        self.instructions = found.decode()
+        return self.instructions
+
+    def powers(self, tensors: Sequence[Tensor], norm_type: float) -> Tensor | None:
+        """[n] float64: the sum of |x|^p of each tensor, p 1 or 2, or the largest |x|; None where it is not for these.
+
+        Args:
+            tensors: Dense, on the CPU, all of one dtype.
+        """
+        kind, dtype = NORM_TYPES.get(norm_type), DTYPES.get(tensors[0].dtype)
+        if kind is None or dtype is None or not {*map(type, tensors)} <= PLAIN:
+            return None
+        tensors = [tensor if tensor.is_contiguous() else in_memory_order(tensor) for tensor in tensors]
+        addresses = array("Q", [tensor.data_ptr() for tensor in tensors])
+        numels = array("q", [tensor.numel() for tensor in tensors])
+        found = torch.empty(len(tensors), dtype=torch.float64)
+        threads = torch.get_num_threads()
+        _check(
+            self._powers(len(tensors), _address(addresses), _address(numels), dtype, kind, found.data_ptr(), threads)
+        )
+        return found
+
+    def update(
+        self,
+        kind: Kind,
+        columns: Columns,
+        hyper: Sequence[float],
+        factor: float,
+        found_inf: Tensor,
+        grad_dtype: torch.dtype,
+        half_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        """Step float32 tensors, or change nothing where ``found_inf`` is not 0, which is looked at by the loops.
+
+        Args:
+            columns: What is stepped; steps are float32.
+            hyper: Adam: lr, beta1, beta2, eps, weight decay, whether that is decoupled, amsgrad. SGD: lr, momentum,
+                dampening, weight decay, nesterov. Adagrad: lr, lr decay, eps, weight decay.
+            factor: The gradients are multiplied by it; negative to maximize.
+            found_inf: 0-dim float32, on the CPU.
+            grad_dtype: Of the gradients: float32, bfloat16 or float16.
+            half_dtype: Of the half-precision copies.
+        """
+        count, numbers, halves = len(columns.numels), array("d", hyper), columns.halves
+        _check(
+            self._update(
+                kind,
+                count,
+                _address(columns.fixed),
+                _address(columns.grads),
+                None if halves is None else _address(halves),
+                _address(columns.numels),
+                DTYPES[grad_dtype],
+                DTYPES[half_dtype],
+                _address(numbers),
+                factor,
+                found_inf.data_ptr(),
+                torch.get_num_threads(),
+            )
+        )
+
+
+def built() -> Native | None:
+    """The library that was compiled when the package was installed, if it was."""
+    found = sorted(Path(__file__).parent.glob("_native*.so"))
+    return Native(found[0]) if found else None
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """[numel]: a view of a dense tensor as it lies in memory; a copy of one that is not dense."""
+    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(by_stride).reshape(-1).contiguous()
+
+
+def _address(values: array[int] | array[float]) -> int:
+    return values.buffer_info()[0]
+
+
+def _check(status: int) -> None:
+    if status:
+        raise MemoryError("the kernels got no memory for their tables")

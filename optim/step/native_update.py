@@ -1,0 +1,127 @@
+"""torch's fused Adam, AdamW, SGD and Adagrad on a CPU, stepped by the compiled loops on torch's own states.
+
+Whether a parameter is stepped by them depends on the parameter alone, not on others or on gradients: ranks that hold copies
+of it choose alike.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ...amp.by_bucket import in_bucket
+from ..kernels.choice import native
+from ..kernels.native import PLAIN, Kind, Native
+from .half_copies import offered
+from .rows import Rows
+
+Hyper = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Known:
+    """An optimizer of torch: its formula, the names of its states in the order of the loops, and its hyper-parameters."""
+
+    kind: Kind
+    states: Callable[[Hyper], tuple[str, ...]]
+    hyper: Callable[[Hyper], list[float]]
+
+
+def _adam_states(group: Hyper) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
+
+
+def _adam_hyper(group: Hyper) -> list[float]:
+    beta1, beta2 = group["betas"]
+    flags = float(group["decoupled_weight_decay"]), float(group["amsgrad"])
+    return [*map(number, (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])), *flags]
+
+
+ADAM = Known(Kind.ADAM, _adam_states, _adam_hyper)
+KNOWN: Mapping[type, Known] = {
+    torch.optim.Adam: ADAM,
+    torch.optim.AdamW: ADAM,
+    torch.optim.SGD: Known(
+        Kind.SGD,
+        lambda group: ("momentum_buffer",) if group["momentum"] else (),
+        lambda group: [
+            *map(number, (group["lr"], group["momentum"], group["dampening"], group["weight_decay"])),
+            float(group["nesterov"]),
+        ],
+    ),
+    torch.optim.Adagrad: Known(
+        Kind.ADAGRAD,
+        lambda group: ("sum",),
+        lambda group: [*map(number, (group["lr"], group["lr_decay"], group["eps"], group["weight_decay"]))],
+    ),
+}
+
+
+def number(value: float | Tensor) -> float:
+    """A hyper-parameter as a number; of a tensor on the CPU it is read where it lies, and nobody waits."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    types = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
+    return float(types[value.dtype].from_address(value.data_ptr()).value)
+
+
+def loops_for(optimizer: torch.optim.Optimizer) -> Native | None:
+    """The loops, if they step what this optimizer steps: one of torch's own classes, fused, without anybody's hooks in
+    its step."""
+    loops = native()
+    if loops is None or type(optimizer) not in KNOWN or "step" in vars(optimizer):
+        return None
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return None
+    return loops if all(map(_is_plain, optimizer.param_groups)) else None
+
+
+def _is_plain(group: Hyper) -> bool:
+    numbers = (value for key, value in group.items() if isinstance(value, Tensor))
+    return bool(group.get("fused")) and not group["differentiable"] and all(map(_is_read_here, numbers))
+
+
+def _is_read_here(value: Tensor) -> bool:
+    return type(value) in PLAIN and value.is_cpu and value.dtype in (torch.float32, torch.float64)
+
+
+# Of each optimizer, for as long as it lives: what was stepped of each param group in its last step.
+_kept: WeakKeyDictionary[torch.optim.Optimizer, dict[int, Rows]] = WeakKeyDictionary()
+
+
+def step_by_loops(
+    loops: Native, optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None
+) -> list[list[Tensor]]:
+    """Step what the loops step; nothing changes where ``found_inf`` is 1, but that states are made.
+
+    Args:
+        loops: `loops_for` the optimizer.
+        found_inf: 0-dim float32, on the CPU.
+        factor: Of the gradients, 0-dim; None for 1.
+    Returns:
+        Of each param group the parameters with gradients that are left for torch.
+    Collectives, host reads: none.
+    """
+    known, copies, left = KNOWN[type(optimizer)], offered(), list[list[Tensor]]()
+    times = 1.0 if factor is None else number(factor)
+    # Buckets hold copies that are thrown away after it.
+    kept: dict[int, Rows] = {} if in_bucket() else _kept.setdefault(optimizer, {})
+    for index, group in enumerate(optimizer.param_groups):
+        names = known.states(group)
+        rows = kept.get(index)
+        if rows is None or not rows.are_still(group["params"], optimizer.state, names):
+            rows = kept[index] = Rows(group["params"], optimizer.state, names, counted=known.kind != Kind.SGD)
+        hyper, signed = known.hyper(group), -times if group["maximize"] else times
+        calls, others = rows.taken(copies)
+        for call in calls:
+            loops.update(known.kind, call.columns, hyper, signed, found_inf, call.grad_dtype, call.half_dtype)
+        left.append(others)
+    if copies is not None and copies.written:
+        torch.autograd.graph.increment_version(copies.written)
+    return left

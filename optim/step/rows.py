@@ -1,0 +1,197 @@
+"""What the loops step in one param group, as rows of addresses, which are kept as long as they are the same."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
+
+from ..kernels.native import PLAIN, Columns
+from .half_copies import HalfCopies
+
+GRADIENTS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+STRIDED = frozenset({torch.strided})
+State = Mapping[Tensor, dict[str, Any]]
+
+
+class Call(NamedTuple):
+    """One call of the loops. Args: alive: What its addresses belong to."""
+
+    columns: Columns
+    grad_dtype: torch.dtype
+    half_dtype: torch.dtype
+    alive: list[Tensor]
+
+
+class Rows:
+    """Those parameters that the loops step: dense float32 ones on the CPU with states of the same layout. The others are
+    left for torch.
+
+    States are made as torch makes them, where a parameter has its first gradient.
+
+    Args:
+        params: All of a param group.
+        state: The optimizer's.
+        names: Of the states, in the order of the loops.
+        counted: The optimizer counts the steps of each parameter.
+    """
+
+    def __init__(self, params: Sequence[Tensor], state: State, names: Sequence[str], counted: bool) -> None:
+        self._all, self._names = list(params), (*names, "step") if counted else tuple(names)
+        self._params: list[Tensor] = []
+        self._states: list[dict[str, Any]] = []
+        self._others: list[Tensor] = []
+        self._waiting: list[Tensor] = []
+        for param in params:
+            if param.grad is None and param not in state:
+                self._waiting.append(param)  # for its first gradient
+            elif not _is_stepped(param):
+                self._others.append(param)
+            elif not self._names:
+                self._params.append(param)
+            elif _has_states(param, state[param], names, counted):
+                self._params.append(param)
+                self._states.append(state[param])
+            else:
+                self._others.append(param)
+        self._contiguous = [param.is_contiguous() for param in self._params]
+        self._values = self._values_now()
+        self._addresses = self._addresses_now()
+        self._known = list(map(id, state.values()))
+        columns = dict(zip(("param", *self._names), self._addresses, strict=True))
+        none = [0] * len(self._params)
+        self._fixed = [columns["param"], *(columns[name] for name in names), *[none] * (3 - len(names))]
+        self._fixed.append(columns.get("step", none))
+        self._numels = [param.numel() for param in self._params]
+        self._table, self._lengths = _flat(self._fixed), array("q", self._numels)
+
+    def _values_now(self) -> list[list[Tensor]]:
+        return [[state[name] for state in self._states] for name in self._names]
+
+    def _addresses_now(self) -> list[list[int]]:
+        return [[tensor.data_ptr() for tensor in column] for column in (self._params, *self._values)]
+
+    def are_still(self, params: Sequence[Tensor], state: State, names: Sequence[str]) -> bool:
+        """Whether all is where it was: these parameters, these states, at these addresses, and no first gradient."""
+        return (
+            len(params) == len(self._all)
+            and all(map(is_, params, self._all))
+            and self._names[: len(names)] == tuple(names)
+            and list(map(id, state.values())) == self._known
+            and all(all(map(is_, new, old)) for new, old in zip(self._values_now(), self._values, strict=True))
+            and self._addresses_now() == self._addresses
+            and all(param.grad is None for param in self._waiting)
+        )
+
+    def taken(self, copies: HalfCopies | None) -> tuple[list[Call], list[Tensor]]:
+        """The calls that step the rows that have gradients, one for each dtype of these; and the parameters with gradients
+        that are left, because they or their gradients are nothing for the loops.
+
+        Args:
+            copies: Half-precision copies that are to be written, which is noted there.
+        """
+        grads = [param.grad for param in self._params]
+        chosen, kinds = _chosen(grads)
+        calls = [self._call(grads, chosen, dtype, len(kinds) == 1, copies) for dtype in kinds]
+        strange = [
+            param
+            for param, grad, here in zip(self._params, grads, chosen, strict=True)
+            if not here and grad is not None
+        ]
+        return calls, [param for param in self._others if param.grad is not None] + strange
+
+    def _call(
+        self,
+        grads: Sequence[Tensor | None],
+        chosen: Sequence[bool],
+        dtype: torch.dtype,
+        only: bool,
+        copies: HalfCopies | None,
+    ) -> Call:
+        if not only:
+            chosen = [
+                here and grad is not None and grad.dtype == dtype for here, grad in zip(chosen, grads, strict=True)
+            ]
+        params, contiguous = list(compress(self._params, chosen)), compress(self._contiguous, chosen)
+        rows = [grad for grad in compress(grads, chosen) if grad is not None]
+        rows = [
+            grad if plain and grad.is_contiguous() else _laid_out(grad, param)
+            for grad, param, plain in zip(rows, params, contiguous, strict=True)
+        ]
+        addresses = array("Q", [grad.data_ptr() for grad in rows])
+        every = len(params) == len(self._params)
+        table = self._table if every else _flat(compress(column, chosen) for column in self._fixed)
+        lengths = self._lengths if every else array("q", compress(self._numels, chosen))
+        halves, half_dtype = _halves(copies, params)
+        return Call(Columns(table, addresses, lengths, halves), dtype, half_dtype, rows)
+
+
+def _chosen(grads: Sequence[Tensor | None]) -> tuple[list[bool], set[torch.dtype]]:
+    """Which of the gradients are there and can be read, and their dtypes."""
+    if {*map(type, grads)} <= PLAIN and {grad.layout for grad in grads if grad is not None} <= STRIDED:
+        dtypes = {grad.dtype for grad in grads if grad is not None}
+        if dtypes <= GRADIENTS:
+            return [True] * len(grads), dtypes
+    chosen = [
+        type(grad) in PLAIN and grad is not None and grad.dtype in GRADIENTS and grad.layout in STRIDED
+        for grad in grads
+    ]
+    return chosen, {grad.dtype for grad in compress(grads, chosen) if grad is not None}
+
+
+def _flat(columns: Iterable[Iterable[int]]) -> array[int]:
+    table = array("Q")
+    for column in columns:
+        table.extend(column)
+    return table
+
+
+def _is_stepped(param: Tensor) -> bool:
+    if param.dtype != torch.float32 or not param.is_cpu or type(param) not in PLAIN:
+        return False
+    return param.is_contiguous() or is_dense(param)
+
+
+def _has_states(param: Tensor, state: dict[str, Any], names: Sequence[str], counted: bool) -> bool:
+    """Makes those that are not there yet."""
+    if counted and "step" not in state:
+        state["step"] = torch.zeros((), dtype=torch.float32)
+    for name in names:
+        if state.get(name) is None:
+            state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+    if counted and not (state["step"].dtype == torch.float32 and state["step"].is_cpu):
+        return False
+    values = [state[name] for name in names]
+    return all(type(v) in PLAIN and v.dtype == torch.float32 and v.is_cpu and _alike(v, param) for v in values)
+
+
+def _alike(tensor: Tensor, param: Tensor) -> bool:
+    """Whether their elements lie in memory in one order; ``param`` is dense."""
+    return tensor.shape == param.shape and (
+        (tensor.is_contiguous() and param.is_contiguous()) or tensor.stride() == param.stride()
+    )
+
+
+def _laid_out(grad: Tensor, param: Tensor) -> Tensor:
+    """The gradient, or a copy of it, with its elements in the parameter's order."""
+    return grad if _alike(grad, param) else torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+
+
+def _halves(copies: HalfCopies | None, params: Sequence[Tensor]) -> tuple[array[int] | None, torch.dtype]:
+    """The addresses of the copies of ``params``, of one dtype: that of the first."""
+    found = [] if copies is None else [copies.halves.get(param) for param in params]
+    dtype = next((half.dtype for half in found if half is not None), torch.bfloat16)
+    if copies is None or not any(half is not None for half in found):
+        return None, dtype
+    halves = [
+        half if half is not None and half.dtype == dtype and type(half) in PLAIN and _alike(half, param) else None
+        for half, param in zip(found, params, strict=True)
+    ]
+    copies.written += [half for half in halves if half is not None]
+    return array("Q", [0 if half is None else half.data_ptr() for half in halves]), dtype

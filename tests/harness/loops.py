@@ -1,0 +1,52 @@
+"""The compiled loops under test, by each instruction set that runs here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+from meshstep.optim import use_kernels
+from meshstep.optim.kernels.choice import Kernels, kernels_chosen
+from meshstep.optim.kernels.native import Native, built
+
+
+@contextmanager
+def using(kernels: Kernels) -> Iterator[None]:
+    """With these kernels in this process."""
+    before = kernels_chosen()
+    use_kernels(kernels)
+    try:
+        yield
+    finally:
+        use_kernels(before)
+
+
+@cache
+def loops() -> Native:
+    """Those of the installation: where the tests run there is a C compiler, or there would be nothing to test."""
+    found = built()
+    assert found is not None, "the package was installed without its compiled kernels: is there a C compiler?"
+    return found
+
+
+def instructions_here() -> list[str]:
+    """Of the instruction sets those that this machine has."""
+    names = list[str]()
+    for name in ("plain", "avx2", "avx512"):
+        try:
+            names.append(loops().take(name))
+        except ValueError:
+            continue
+    loops().take(None)
+    return names
+
+
+@contextmanager
+def with_instructions(name: str) -> Iterator[None]:
+    """The instruction set is the library's, not a `Native`'s: all of them step by it meanwhile."""
+    loops().take(name)
+    try:
+        yield
+    finally:
+        loops().take(None)

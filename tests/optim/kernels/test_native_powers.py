@@ -1,0 +1,133 @@
+"""Powers by the compiled loops: those of the reference to 1e-14, and the same bits on every machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from loops import instructions_here, loops, using, with_instructions
+from meshstep.optim import use_kernels
+from meshstep.optim.kernels.choice import Kernels
+from meshstep.optim.norm.powers import local_powers, reference_powers
+from properties import number_of_cases
+from torch import Tensor
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+SPECIAL = [0.0, -0.0, 1e-45, 1e-40, 6e-8, 3e38, -3e38, 65504.0]
+
+INSTRUCTIONS = instructions_here()
+KERNELS: tuple[Kernels, ...] = ("auto", "torch")
+
+
+@pytest.fixture(autouse=True)
+def _best_instructions() -> Iterator[None]:
+    yield
+    loops().take(None)
+
+
+def some_values(shape: tuple[int, ...], dtype: torch.dtype, scale: float, seed: int) -> Tensor:
+    """Random, with zeros, denormals and values near the largest among them."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator, dtype=torch.float64).mul_(scale)
+    special = torch.tensor(SPECIAL, dtype=torch.float64)[torch.randint(8, shape, generator=generator)]
+    largest = torch.finfo(dtype).max
+    mixed = torch.where(torch.rand(shape, generator=generator) < 0.02, special, values)
+    return mixed.clamp(-largest, largest).to(dtype)
+
+
+@settings(max_examples=number_of_cases(80))
+@given(
+    shape=st.sampled_from(
+        [(), (0,), (1,), (7,), (31,), (33,), (1023,), (5, 0, 3), (40, 41), (16384,), (16385,), (70001,)]
+    ),
+    dtype=st.sampled_from(DTYPES),
+    p=st.sampled_from([1.0, 2.0, inf]),
+    instructions=st.sampled_from(INSTRUCTIONS),
+    offset=st.integers(0, 3),
+    scale=st.sampled_from([1e-30, 1.0, 1e30]),
+    seed=st.integers(0, 2**31),
+)
+@example((70001,), torch.float16, 2.0, "plain", 1, 1.0, 3)
+def test_powers_are_the_references_to_1e14(
+    shape: tuple[int, ...], dtype: torch.dtype, p: float, instructions: str, offset: int, scale: float, seed: int
+) -> None:
+    """Whatever the shape, the dtype, the address and the range: nothing overflows or vanishes that does not in float64."""
+    values = some_values(shape, dtype, scale, seed)
+    shifted = torch.zeros(values.numel() + offset, dtype=dtype)[offset:].view(shape).copy_(values)
+    strided = values.new_zeros((*shape, 2))[..., 0].copy_(values)
+    turned = shifted.t() if len(shape) == 2 else shifted
+    with with_instructions(instructions):
+        found = loops().powers([shifted, turned, strided], p)
+    assert found is not None
+    torch.testing.assert_close(found, reference_powers([values] * 3, p), rtol=1e-14, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("p", [1.0, 2.0, inf])
+def test_one_value_that_is_not_finite_makes_its_power_so_and_no_other(dtype: torch.dtype, p: float) -> None:
+    for instructions in INSTRUCTIONS:
+        for bad in (torch.nan, torch.inf, -torch.inf):
+            for numel, at in ((1, 0), (37, 36), (40000, 12345), (40000, 39999)):
+                values = torch.ones(numel, dtype=dtype)
+                values[at] = bad
+                with with_instructions(instructions):
+                    found = loops().powers([torch.ones(5, dtype=dtype), values, torch.ones(3, dtype=dtype)], p)
+                assert found is not None
+                assert found.isfinite().tolist() == [True, False, True]
+                assert bool(found[1].isnan()) == (bad != bad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("p", [1.0, 2.0, inf])
+def test_all_instruction_sets_and_numbers_of_threads_give_the_same_bits(dtype: torch.dtype, p: float) -> None:
+    tensors = [some_values((numel,), dtype, 1.0, numel) for numel in (3, 1_000_003, 17, 300_001)]
+    before, found = torch.get_num_threads(), set[tuple[float, ...]]()
+    try:
+        for instructions in INSTRUCTIONS:
+            for threads in (1, 2, 5):
+                torch.set_num_threads(threads)
+                with with_instructions(instructions):
+                    powers = loops().powers(tensors, p)
+                assert powers is not None
+                found.add(tuple(powers.tolist()))
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) == 1
+
+
+def test_a_hundred_million_elements_are_summed_to_1e14() -> None:
+    values = torch.arange(1.0, 129.0, dtype=torch.bfloat16).repeat(10**8 // 128)  # exact in bfloat16, and so are sums
+    found = loops().powers([values], 2.0)
+    assert found is not None
+    exact = sum(k * k for k in range(1, 129)) * (10**8 // 128)
+    assert found.item() == pytest.approx(exact, rel=1e-14)
+    assert torch.linalg.vector_norm(values.float()).double().square().item() != pytest.approx(exact, rel=1e-7)
+
+
+def test_what_is_no_plain_tensor_is_left_to_torch() -> None:
+    class Other(Tensor):
+        pass
+
+    plain = torch.ones(4)
+    assert loops().powers([plain, plain.as_subclass(Other)], 2.0) is None
+    assert loops().powers([plain], 3.0) is None
+    assert local_powers([plain.as_subclass(Other)], 2.0).tolist() == [4.0]
+
+
+def test_torchs_kernels_can_be_asked_for() -> None:
+    """They sum float32 rows in float32: their error is what tells them from the loops."""
+    values = [torch.randn(100_000, generator=torch.Generator().manual_seed(1))]
+    exact, off = reference_powers(values, 2.0), list[float]()
+    for kernels in KERNELS:
+        with using(kernels):
+            off.append(float((local_powers(values, 2.0) / exact - 1).abs()))
+    assert off[0] < 1e-14 < off[1] < 2e-7
+
+
+def test_other_names_of_kernels_are_an_error() -> None:
+    with pytest.raises(ValueError, match="kernels='triton': give 'auto' or 'torch'"):
+        use_kernels("triton")  # type: ignore[arg-type]

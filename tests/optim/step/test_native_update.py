@@ -1,0 +1,264 @@
+"""torch's optimizers, stepped by the compiled loops on torch's own states: what changes meanwhile is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from loops import using
+from meshstep.optim import ParallelOptimizer
+from meshstep.optim.kernels.choice import Kernels
+from meshstep.optim.kernels.native import Native
+from meshstep.optim.step.native_update import loops_for
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from torch import Tensor, nn
+from world import World
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+MAKE: dict[str, Make] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, fused=True),
+    "Adam, amsgrad, maximize": lambda params: torch.optim.Adam(
+        params, lr=0.01, amsgrad=True, maximize=True, fused=True
+    ),
+    "Adam, tensor rate": lambda params: torch.optim.Adam(params, lr=torch.tensor(0.01), weight_decay=0.1, fused=True),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, fused=True),
+    "SGD, Nesterov": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, fused=True),
+    "SGD, dampening": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.3, fused=True),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1, lr_decay=0.1, fused=True),
+}
+KERNELS: tuple[Kernels, ...] = ("auto", "torch")
+SHAPES = ((4, 3), (2, 3, 2, 2), (17,), (0, 3), ())
+
+
+def model_of(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.ParameterList:
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.ParameterList([nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES])
+    declare(model, {"*": P()})
+    return model
+
+
+def gradients(model: nn.ParameterList, step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for param in model:
+        param.grad = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.dtype)
+
+
+def of(model: nn.ParameterList, make: Make, **options: Any) -> ParallelOptimizer:
+    return ParallelOptimizer(make(list(model)), ProcessGroupRegistry(Topology()), **{"max_norm": 0.7, **options})
+
+
+class Calls:
+    """Counts how many tensors the loops step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows, update = 0, Native.update
+
+        def counted(native: Native, kind: Any, columns: Any, *args: Any) -> None:
+            self.rows += len(columns.numels)
+            update(native, kind, columns, *args)
+
+        monkeypatch.setattr(Native, "update", counted)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(monkeypatch)
+
+
+def close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_states_and_weights_are_torchs(name: str, calls: Calls) -> None:
+    """Same keys, dtypes and shapes, values to rounding, over ten steps of which one is skipped."""
+    found = dict[str, tuple[dict[str, Any], list[Tensor]]]()
+    for kernels in KERNELS:
+        with using(kernels):
+            model = model_of()
+            optimizer = of(model, MAKE[name])
+            for step in range(10):
+                gradients(model, step)
+                if step in (3, 4):
+                    model[1].grad = None  # comes and goes
+                if step == 6:
+                    model[0].grad[1, 1] = torch.nan
+                optimizer.step()
+            found[kernels] = optimizer.optimizer.state_dict(), [param.detach() for param in model]
+        if kernels == "auto":
+            assert calls.rows >= 8 * len(SHAPES) - 2
+            calls.rows = 0
+    assert calls.rows == 0
+    assert found["auto"][0]["state"].keys() == found["torch"][0]["state"].keys()
+    close(found["auto"], found["torch"])
+
+
+def test_what_is_no_row_for_the_loops_torch_steps(calls: Calls) -> None:
+    """float64 and half-precision parameters beside float32 ones."""
+    wide = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    plain, half = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    params = [wide, plain, half]
+    start = [param.detach().clone() for param in params]
+    declare(nn.ParameterList(params), {"*": P()})
+    optimizer = ParallelOptimizer(MAKE["AdamW"](params), ProcessGroupRegistry(Topology()), max_norm=1.0)
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    assert calls.rows == 2
+    assert all(float((new.detach() - old).abs().min()) > 1e-3 for new, old in zip(params, start, strict=True))
+    close(plain.detach().double(), wide.detach())
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD, Nesterov", "Adagrad"])
+def test_elements_that_do_not_lie_densely_are_stepped_and_what_is_between_is_not(name: str) -> None:
+    """torch's fused kernels would write there."""
+    memory = torch.ones(4, 6)
+    param, dense = nn.Parameter(memory[:, ::2]), nn.Parameter(torch.ones(4, 3))
+    declare(nn.ParameterList([param, dense]), {"*": P()})
+    optimizer = ParallelOptimizer(MAKE[name]([param, dense]), ProcessGroupRegistry(Topology()), max_norm=0.5)
+    for _ in range(2):
+        param.grad, dense.grad = (torch.arange(12.0).view(4, 3) for _ in range(2))
+        optimizer.step()
+    close(param.detach(), dense.detach())
+    assert bool((memory[:, 1::2] == 1).all())
+    assert float((param.detach() - 1).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD, dampening"])
+def test_elements_in_another_order_of_memory_are_stepped_as_they_are(calls: Calls, name: str) -> None:
+    """channels_last weights with states like them, and gradients that lie in another order than their parameter; by torch's
+    fused kernels alone elements are stepped by gradients of others."""
+    found = []
+    for kernels in ("auto", "torch", "not fused"):
+        with using("auto" if kernels == "auto" else "torch"):
+            model = model_of()
+            model[1].data = model[1].data.contiguous(memory_format=torch.channels_last)
+            optimizer = of(model, MAKE[name])
+            optimizer.param_groups[0]["fused"] = kernels != "not fused"
+            for step in range(3):
+                gradients(model, step)
+                grads = [param.grad for param in model]
+                assert grads[0] is not None
+                assert grads[1] is not None
+                model[0].grad = grads[0].t().contiguous().t()
+                if step != 1:
+                    model[1].grad = grads[1].contiguous(memory_format=torch.channels_last)
+                optimizer.step()
+            found.append([param.detach() for param in model])
+    assert calls.rows in (3 * len(SHAPES), 2 * len(SHAPES))  # the first with dampening is torch's
+    close(found[0], found[2])
+    close(found[1], found[2])
+
+
+CHANGES: dict[str, Callable[[nn.ParameterList, ParallelOptimizer], object]] = {
+    "states loaded": lambda model, optimizer: optimizer.load_state_dict(deepcopy(optimizer.state_dict())),
+    "weights in other memory": lambda model, optimizer: moved(*model),
+    "a state in other memory": lambda model, optimizer: optimizer.state[model[0]].update(
+        exp_avg=optimizer.state[model[0]]["exp_avg"].clone() * 2
+    ),
+    "a state's data in other memory": lambda model, optimizer: moved(optimizer.state[model[2]]["exp_avg_sq"]),
+    "state of another dtype": lambda model, optimizer: optimizer.state[model[0]].update(
+        step=optimizer.state[model[0]]["step"].double()
+    ),
+    "another rate": lambda model, optimizer: optimizer.param_groups[0].update(lr=0.3),
+    "a group more": lambda model, optimizer: optimizer.add_param_group({"params": [one_more(model)]}),
+    "a parameter replaced": lambda model, optimizer: optimizer.param_groups[0]["params"].reverse(),
+}
+
+
+def moved(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        tensor.data = tensor.data.clone() * 3
+
+
+def one_more(model: nn.ParameterList) -> nn.Parameter:
+    new = nn.Parameter(torch.ones(3, 2))
+    model.append(new)
+    declare(model, {"*": P()})
+    return new
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_changed_between_steps_is_seen(change: str) -> None:
+    """By the addresses that are kept from step to step: nothing is written to memory that is nobody's any more."""
+    found = []
+    for kernels in KERNELS:
+        with using(kernels):
+            model = model_of()
+            optimizer = of(model, MAKE["AdamW"])
+            for step in range(4):
+                if step == 2:
+                    CHANGES[change](model, optimizer)
+                gradients(model, step)
+                optimizer.step()
+            found.append([*(param.detach() for param in model), *(s["exp_avg"] for s in optimizer.state.values())])
+    close(found[0], found[1])
+
+
+def test_hooks_and_schedules_of_the_optimizer_itself_see_its_step(calls: Calls) -> None:
+    model = model_of()
+    inner = MAKE["AdamW"](list(model))
+    optimizer = ParallelOptimizer(inner, ProcessGroupRegistry(Topology()))
+    assert loops_for(inner) is not None
+    seen = []
+    hook = inner.register_step_post_hook(lambda *args: seen.append(1))
+    gradients(model, 0)
+    optimizer.step()
+    assert (seen, calls.rows) == ([1], 0)
+    hook.remove()
+    torch.optim.lr_scheduler.StepLR(inner, 1)  # it counts calls of its step
+    optimizer.step()
+    assert (seen, calls.rows) == ([1], 0)
+
+
+class OtherRule(torch.optim.AdamW):
+    """Somebody's own."""
+
+
+def test_only_torchs_own_fused_classes_are_stepped_by_the_loops() -> None:
+    params = list(model_of())
+    assert loops_for(OtherRule(params, fused=True)) is None
+    assert loops_for(torch.optim.AdamW(params)) is None
+    assert loops_for(torch.optim.NAdam(params)) is None
+
+
+def test_a_step_keeps_nothing_of_an_optimizer_that_is_gone() -> None:
+    import gc
+    import weakref
+
+    model = model_of()
+    optimizer = of(model, MAKE["AdamW"])
+    gradients(model, 0)
+    optimizer.step()
+    gone = weakref.ref(optimizer.state[model[0]]["exp_avg"])
+    del optimizer
+    gc.collect()
+    assert gone() is None
+
+
+def _with_other_kernels(registry: ProcessGroupRegistry) -> str:
+    of_rank = nn.ParameterList([nn.Parameter(torch.ones(3))])
+    declare(of_rank, {"*": P()})
+    with using("torch" if registry.global_rank == 1 else "auto"):
+        try:
+            ParallelOptimizer(MAKE["AdamW"](list(of_rank)), registry)
+        except ValueError as error:
+            return str(error)
+    return "made"
+
+
+def _agreed(topology: Topology) -> str:
+    with ProcessGroupRegistry(topology) as registry:
+        return _with_other_kernels(registry)
+
+
+def test_ranks_with_other_kernels_are_told_so_on_every_rank(world: World) -> None:
+    """Their copies would drift apart by rounding."""
+    for said in world.run(2, _agreed, Topology(data=2)):
+        assert "kernels (use_kernels or MESHSTEP_KERNELS)" in said
+        assert "'native'" in said
+        assert "'torch'" in said

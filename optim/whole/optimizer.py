@@ -219,13 +219,14 @@ class WholeOptimizer(torch.optim.Optimizer):
             rate: A number or 0-dim.
         """
         found_inf: Tensor | None = getattr(self, "found_inf", None)
-        if target.is_cpu and is_half(target):  # torch 2.12's and 2.13's fused SGD loses updates of these
-            whole = target.float()
-            self.write(target, whole - rate * (direction.float() + decay * whole))
+        if not target.is_contiguous() or (target.is_cpu and is_half(target)):
+            # torch's fused kernels walk through tensors as they lie, and lose updates of the second (2.12, 2.13).
+            whole = target.float() if is_half(target) else target
+            self.write(target, whole - rate * (direction.to(whole.dtype) + decay * whole))
             return
         sgd(
             [target],
-            [direction.to(target.dtype)],
+            [direction.to(target.dtype).contiguous()],
             [None],
             fused=True,
             found_inf=found_inf,

@@ -49,6 +49,24 @@ def test_its_numbers_are_torchs(rule: Any, nesterov: bool) -> None:
         torch.testing.assert_close(param, same, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_how_a_parameter_lies_in_memory_does_not_matter(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    full = torch.randn(6, 10, dtype=dtype)
+    ways = [full.clone(), full.t().contiguous().t(), torch.zeros(6, 20, dtype=dtype)[:, ::2].copy_(full)]
+    params = [nn.Parameter(way) for way in ways]
+    optimizer: Any = Muon(params, lr=0.1)
+    for skipped in (0.0, 1.0, 0.0):
+        before, grad = [param.detach().clone() for param in params], torch.randn(6, 10, dtype=dtype)
+        for param in params:
+            param.grad = grad.clone() if skipped == 0 else grad / 0
+        optimizer.found_inf = torch.tensor(skipped)
+        optimizer.step()
+        assert all(torch.equal(one, param) == bool(skipped) for one, param in zip(before, params, strict=True))
+    for param in params[1:]:
+        torch.testing.assert_close(param, params[0])
+
+
 def test_alone_it_is_its_formula() -> None:
     torch.manual_seed(0)
     ours = {

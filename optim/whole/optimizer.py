@@ -230,7 +230,7 @@ class WholeOptimizer(torch.optim.Optimizer):
             [None],
             fused=True,
             found_inf=found_inf,
-            lr=rate,  # type: ignore[arg-type]
+            lr=rate,
             weight_decay=decay,
             momentum=0.0,
             dampening=0.0,

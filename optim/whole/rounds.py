@@ -51,13 +51,13 @@ class Place(NamedTuple):
 
     Args:
         matrix: By its number in the round.
-        index: Which list.
+        which: Of the lists.
         box: In the logical tensor; within one rectangle of one piece.
         begin: In what is sent or has arrived, flat; None: the home is here.
     """
 
     matrix: int
-    index: int
+    which: int
     box: Box
     begin: int | None
 
@@ -138,7 +138,7 @@ class Round:
         for position, places in self._sent.items():
             for index, of_list in enumerate(values):
                 parts = self._parts(position, of_list[position], places)
-                for number, _, box, begin in (place for place in places if place.index == index):
+                for number, _, box, begin in (place for place in places if place.which == index):
                     if begin is None:
                         target = narrowed(wholes[number][index], box, self._matrices[number].box.offsets)
                     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -64,7 +64,8 @@ def on_all_ranks_with(function: Callable[[], tuple[T, V]], registry: ProcessGrou
             if kind in _SAME_KIND:
                 raise _SAME_KIND[kind](f"rank {rank}: {text}")
             raise RuntimeError(f"rank {rank}: {kind}: {text}")
-    return result, [value for value, _ in reports]  # type: ignore[return-value]
+    values: list[Any] = [value for value, _ in reports]
+    return result, values  # type: ignore[return-value]
 
 
 _SAME_KIND: dict[str, type[Exception]] = {

@@ -124,7 +124,8 @@ def timed(width: int, layers: int, rounds: int) -> dict[str, list[float]]:
             "duplicated": Duplicated(width, layers),
             "DTensor": Duplicated(width, layers, registry.device_mesh("data", "tensor")),
         }
-        found: dict[str, list[float]] = {kind + of: [] for kind in kinds for of in ("", CPU)} | {"newton-schulz": []}
+        names = ["newton-schulz", *(kind + of for kind in kinds for of in ("", CPU))]
+        found: dict[str, list[float]] = {name: [] for name in names}
         for number in range(rounds + 1):
             for kind, one in kinds.items():
                 dist.barrier()

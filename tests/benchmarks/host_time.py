@@ -15,7 +15,7 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
-from meshstep.amp import Bf16, Mode, Precision
+from meshstep.amp import Mode, Precision
 from meshstep.optim import ParallelOptimizer, ParameterEntry, ReductionPlan
 from meshstep.parallel import P, ProcessGroupRegistry, Topology
 from torch import nn
@@ -61,7 +61,6 @@ def steps(count: int, rounds: int) -> None:
         "torch": None,
         "meshstep fp32": "fp32",
         "meshstep bf16": "bf16",
-        "meshstep bf16, split masters": Bf16(split_masters=True),
     }
     contenders = {}
     for name, mode in modes.items():

@@ -127,7 +127,7 @@ def test_an_expert_axis_without_a_role_is_explained_in_the_table() -> None:
 
 def test_no_axes_is_one_rank() -> None:
     topology = Topology()
-    assert (topology.world_size, topology.coordinate(0), topology.rank(), topology.peers(0)) == (1, {}, 0, (0,))
+    assert (topology.world_size, topology.coordinate(0), topology.rank(), tuple(topology.peers(0))) == (1, {}, 0, (0,))
     assert list(topology.groups()) == list(topology.filter()) * 0 + [(0,)]
     assert Topology.parse("") == topology
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from meshstep.optim import Measure, Offloaded, ParallelOptimizer, Reduce, Sharded
+from meshstep.optim.gradients import early as early_kinds
 from meshstep.optim.gradients import sync
 from meshstep.optim.gradients.bucket import GradientBucket
 from meshstep.optim.norm.plan import Bucket
@@ -143,8 +144,9 @@ def train_rows(overlap: bool, mixed: bool) -> Tensor:
 
     With ``mixed``, parameters of all kinds of layout share buckets.
     """
-    kinds = mock.patch.object(sync, "layout_kind", return_value=Bucket()) if mixed else nullcontext()
-    with ProcessGroupRegistry(Topology(data=3, row=2)) as registry, kinds:
+    with ProcessGroupRegistry(Topology(data=3, row=2)) as registry, ExitStack() as stack:
+        for room in (sync, early_kinds) if mixed else ():
+            stack.enter_context(mock.patch.object(room, "layout_kind", return_value=Bucket()))
         model = Rows(registry)
         inner = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, fused=True)
         measure = Measure(check_replicas=False)  # which would end it in the first step

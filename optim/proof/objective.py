@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...parallel.data.random_state import random_state, set_random_state
 from ...parallel.interop.local import fully_sharded, local_tensor
-from ...parallel.mesh.agreement import gather_objects, on_all_ranks
+from ...parallel.mesh.agreement import on_all_ranks_with
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 
@@ -54,30 +54,28 @@ class Objective:
         self.calls = 0
 
     def differentiate(self) -> Losses:
-        """One forward and backward; the gradients stay in ``.grad``. Collectives: the model's, and object all-gathers."""
+        """One forward and backward; the gradients stay in ``.grad``. Collectives: the model's, and an object all-gather."""
         with self._same_circumstances():
-            loss, number = on_all_ranks(self._computed, self.registry)
-            ours = loss is not None and loss.requires_grad
-            if ours:
-                assert loss is not None
+            loss, said = on_all_ranks_with(self._computed, self.registry)
+            if loss is not None and loss.requires_grad:
                 loss.backward()
-        said = gather_objects((number, ours), self.registry)
-        self._backward_is_ours = all(ours for value, ours in said if value is not None)
-        return [value for value, _ in said]
+        self._backward_is_ours = all(ours for number, ours in said if number is not None)
+        return [number for number, _ in said]
 
     def __call__(self) -> Losses:
-        """One forward. Collectives: the model's, and object all-gathers over the world."""
+        """One forward. Collectives: the model's, and an object all-gather over the world."""
         with self._same_circumstances(), torch.set_grad_enabled(not self._backward_is_ours):
-            _, number = on_all_ranks(self._computed, self.registry)
+            _, said = on_all_ranks_with(self._computed, self.registry)
         for module in self._fully_sharded:
             module.reshard()  # without a backward, it would go on with the parameters that it has gathered
-        return gather_objects(number, self.registry)
+        return [number for number, _ in said]
 
-    def _computed(self) -> tuple[Tensor | None, float | None]:
-        """The loss, and its value. An error is told at once: other ranks may be waiting for this one in the model."""
+    def _computed(self) -> tuple[Tensor | None, tuple[float | None, bool]]:
+        """The loss; its value, and whether backward has still to be called. An error is told at once: other ranks may be
+        waiting for this one in the model."""
         try:
             loss = self._loss()
-            return loss, _number(loss)
+            return loss, (_number(loss), loss is not None and loss.requires_grad)
         except Exception:
             _LOGGER.exception("loss_fn raised on rank %d", self.registry.global_rank)
             raise

@@ -96,7 +96,7 @@ class AnyOptimizer(HomeOptimizer):
             return
         values = [{slot.position: slot.param.detach() for slot in slots}, {slot.position: slot.grad for slot in slots}]
         slot_of = self.at_home(slots)
-        found = self.homes.map(values, lambda matrix, lists: self._stepped(lists, slot_of(matrix)))
+        found = dict(self.homes.map(values, lambda matrix, lists: self._stepped(lists, slot_of(matrix))))
         for slot in slots:
             yield Update(slot, found.get(slot.position, slot.param), {})
 

@@ -8,18 +8,22 @@ the layout that it is loaded in, the matrix's home there gets it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...parallel.layout.pieces import Box, Shape
+from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import gather_objects
 from ..states.pieces import params_of
 from .homes import Homes
 from .layout import LogicalTensor
+from .matrices import Blocks, matrices_of
 from .optimizer import Slot, WholeOptimizer
+from .preconditioners import sides_of
 from .rounds import Matrix
 from .tensors import WholeTensors
 
@@ -31,14 +35,20 @@ class HomeOptimizer(WholeOptimizer):
 
     Attributes:
         lists: How many tensors of each matrix travel.
+        blocks: The blocks of fused weights, each a matrix of its own, by globs over names.
         homes: Where the matrices are computed.
         taken: How many steps there have been.
     Collectives: at binding, besides the base's, an object all-gather.
     """
 
     lists = 1
+    blocks: Blocks = MappingProxyType({})
     not_captured = "counts steps on the host, and does more in some than in others"
     _with_others = False
+
+    def said_of(self, name: str | None, shape: Shape, group: Mapping[str, Any], spec: P | None) -> Any:
+        """The matrices of a tensor of two dims or more."""
+        return tuple(matrices_of(name, shape, self.blocks, spec)) if len(shape) > 1 else ()
 
     def boxes(self, tensor: LogicalTensor) -> Sequence[Box]:
         """The matrices of a tensor; none where it has none."""
@@ -144,6 +154,12 @@ def _number_in(count: Tensor) -> int:
     """Of a 0-dim tensor on the CPU."""
     number: Any = count.tolist()
     return int(number)
+
+
+def moments_at_home(slot: Slot, matrix: Matrix) -> dict[str, Tensor]:
+    """Adam's two of a matrix, before its first step: of the parameter's dtype, and of the preconditioned sides' shape."""
+    zeros = slot.param.new_zeros(sides_of(matrix.shape))
+    return {named("exp_avg", matrix): zeros, named("exp_avg_sq", matrix): zeros.clone()}
 
 
 def named(name: str, matrix: Matrix, which: Any = None) -> str:

@@ -7,15 +7,16 @@ go in rounds, so that one round computes while the next one travels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 
 import torch
 from torch import Tensor
 
 from ...parallel.layout.pieces import Box, Shape
+from .buffers import Buffers
 from .layout import LogicalTensor
-from .rounds import Compute, Matrix, Round
+from .rounds import Compute, Matrix, Round, in_flight
 from .tensors import WholeTensors, narrowed
 
 ROUND_BYTES = 64 * 2**20
@@ -35,6 +36,7 @@ class Homes:
 
     Attributes:
         own: The matrices whose home this rank is.
+        buffers: What is kept of what travels, on a CPU.
     Collectives: none.
     """
 
@@ -48,7 +50,7 @@ class Homes:
         round_bytes: int = ROUND_BYTES,
         settled: Mapping[tuple[str, int], int] | None = None,
     ) -> None:
-        self.tensors = tensors
+        self.tensors, self._dtype = tensors, dtype
         load: dict[int, float] = {}
         by_ranks: dict[tuple[int, ...], list[Matrix]] = {}
         spoken: dict[tuple[str, int], dict[int, list[Box]]] = {}  # of a tensor, where a rank speaks for all that it has
@@ -66,51 +68,60 @@ class Homes:
             sources = {rank: own for rank, said in spoken[tensor.name, home].items() if (own := _common(said, box))}
             by_ranks.setdefault(tensor.ranks, []).append(Matrix(tensor, number, box, home, sources, holders))
         self.load = load
-        self._rounds = [
-            Round(tensors, ranks, matrices, lists, dtype or matrices[0].tensor.dtype)
+        shares = [
+            (ranks, matrices)
             for ranks in sorted(by_ranks)
             if tensors.rank in ranks
             for matrices in _rounds(by_ranks[ranks], lists, round_bytes)
         ]
+        self.buffers = Buffers()
+        self._rounds = [
+            Round(tensors, ranks, matrices, lists, dtype or matrices[0].tensor.dtype, index % 2, self.buffers)
+            for index, (ranks, matrices) in enumerate(shares)
+        ]
         self.own = [matrix for one in self._rounds for matrix in one.own]
 
-    def map(self, values: Sequence[Mapping[int, Tensor]], compute: Compute) -> dict[int, Tensor]:
-        """``compute`` of each matrix at its home; the results, as pieces, by position.
+    def map(
+        self, values: Sequence[Mapping[int, Tensor]], compute: Compute, device: torch.device | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """``compute`` of each matrix at its home; positions with the results' pieces, one after another as they are there.
+
+        Take all of them: what is taken starts what the other ranks wait for.
 
         Args:
-            values: For each list by position a contiguous tensor of the piece's shape, of the dtype that travels.
+            values: For each list by position a contiguous tensor of the piece's shape. A position is asked for when it sets
+                out, in each round that has some of its matrices: see `OnDemand`.
             compute: Called at home alone, for each of `own`.
+            device: Where matrices are computed; None: that of the first value.
         Returns:
-            By position the piece of the result: the same bits on all ranks that have copies.
+            Pieces of the tensor's dtype: the same bits on all ranks that have copies.
         Collectives: for each round two all-to-alls of the ranks that share its tensors (one where every home has all that
-        it needs, none where nobody else has any). Host reads: none. Memory: three rounds of whole matrices at most.
+        it needs, none where nobody else has any). Host reads: none. Memory: three rounds of whole matrices at most; on a
+        CPU what has travelled in two of them is kept for the next step.
         """
+        if device is None:
+            device = next((value.device for value in values[0].values()), torch.device("cpu"))
         if self.tensors.registry is None:
             return self._alone(values, compute)
-        results: dict[int, Tensor] = {}
-        returning: list[Callable[[], None]] = []
-        arriving = self._rounds[0].send(values) if self._rounds else None
-        for index, one in enumerate(self._rounds):
-            arrived, arriving = arriving, None
-            if index + 1 < len(self._rounds):
-                arriving = self._rounds[index + 1].send(values)
-            assert arrived is not None
-            returning.append(one.send_back(arrived(), compute, values, results))
-            if len(returning) > 1:
-                returning.pop(0)()
-        for finish in returning:
-            finish()
-        return results
+        return in_flight(self._rounds, values, compute, device)
 
-    def _alone(self, values: Sequence[Mapping[int, Tensor]], compute: Compute) -> dict[int, Tensor]:
+    def _alone(self, values: Sequence[Mapping[int, Tensor]], compute: Compute) -> Iterator[tuple[int, Tensor]]:
         """On one rank, where some parameters may not be stepped."""
-        results = {position: torch.empty_like(value) for position, value in values[0].items()}
+        by_position: dict[int, list[Matrix]] = {}
         for matrix in self.own:
             (position,) = self.tensors.positions(matrix.tensor)
-            if position in results:
-                wholes = [narrowed(of_list[position], matrix.box) for of_list in values]
-                narrowed(results[position], matrix.box).copy_(compute(matrix, wholes))
-        return results
+            by_position.setdefault(position, []).append(matrix)
+        for position in sorted(by_position):
+            if position not in values[0]:
+                continue
+            given = [of_list[position] for of_list in values]
+            if self._dtype is not None:
+                given = [value.to(self._dtype) for value in given]
+            result = torch.empty_like(given[0], dtype=self.tensors.tensors[position].dtype)
+            for matrix in by_position[position]:
+                wholes = [narrowed(value, matrix.box) for value in given]
+                narrowed(result, matrix.box).copy_(compute(matrix, wholes))
+            yield position, result
 
 
 def _common(held: Sequence[Box], box: Box) -> list[Box]:

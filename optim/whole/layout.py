@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import combinations
 from math import prod
 from typing import Any
 
@@ -47,9 +48,11 @@ class LogicalTensor:
         """By rank what it speaks for: each element of the tensor is in one box of one rank.
 
         Args:
-            first: A rank that speaks for all that it has.
+            first: A rank that speaks for all that it has. Those after it come next, so that of copies not the same one
+                speaks to all.
         """
-        order = sorted(self.ranks, key=lambda rank: (rank != first, rank))
+        at = 0 if first is None else self.ranks.index(first)
+        order = self.ranks[at:] + self.ranks[:at]
         return dict(_without_copies((rank, self.held[rank]) for rank in order))
 
 
@@ -89,7 +92,7 @@ def logical_tensors(ranks: Sequence[Sequence[tuple[str, Any, Any, Region]]]) -> 
     """By name, from what each rank has: name, dtype, what is said of it, region.
 
     Raises:
-        ValueError: Ranks say different things of one tensor, or nobody has some of its elements.
+        ValueError: Ranks say different things of one tensor, nobody has some of its elements, or one rank has some twice.
     """
     found: dict[str, LogicalTensor] = {}
     for rank, own in enumerate(ranks):
@@ -103,6 +106,13 @@ def logical_tensors(ranks: Sequence[Sequence[tuple[str, Any, Any, Region]]]) -> 
             held: Any = known.held
             held[rank] = (*held.get(rank, ()), *region.boxes())
     for tensor in found.values():
+        for rank, boxes in tensor.held.items():
+            if any(one.overlaps(other) for one, other in combinations(boxes, 2)):
+                raise ValueError(
+                    f"rank {rank} has elements of {tensor.name} {tuple(tensor.shape)} twice: two parameters there are said "
+                    "to be this tensor. What is tied on one rank is one parameter (head.weight = embedding.weight), which "
+                    "the optimizer steps once; two that differ need two names (annotate, declare)"
+                )
         spoken = sum(prod(box.sizes) for boxes in tensor.sources().values() for box in boxes)
         if spoken != prod(tensor.shape):
             raise ValueError(

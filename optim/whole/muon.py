@@ -26,6 +26,7 @@ from .homes import Homes
 from .layout import LogicalTensor
 from .matrices import Blocks, matrices_of
 from .newton_schulz import COEFFICIENTS, flops, newton_schulz
+from .on_demand import OnDemand
 from .optimizer import Slot, Update, WholeOptimizer
 from .rounds import Matrix
 from .tensors import WholeTensors, narrowed
@@ -69,7 +70,9 @@ class Muon(WholeOptimizer):
     Raises:
         ValueError: An option is out of range.
     Collectives: for each round of matrices, at most two all-to-alls among the ranks that have pieces of them.
-    Memory: three rounds of whole matrices at most (`meshstep.optim.whole.homes.ROUND_BYTES` each).
+    Memory: three rounds of whole matrices at most (`meshstep.optim.whole.homes.ROUND_BYTES` each, half of it where float32
+    weights travel in bfloat16); on a CPU two of them, and what this rank sends and gets in them, are kept for the next
+    step.
     """
 
     kept = ("no_matrices", "blocks", "ns_dtype", "_adamw")
@@ -161,29 +164,25 @@ class Muon(WholeOptimizer):
         return {"momentum_buffer": torch.zeros_like(slot.param, memory_format=torch.contiguous_format)}
 
     def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
-        matrices = [slot for slot in slots if slot.group["algorithm"] == "muon"]
-        by_position = {slot.position: slot for slot in matrices}
-        momenta: dict[int, Tensor] = {}
-        towards: dict[int, Tensor] = {}
-        for slot in matrices:
+        matrices = {slot.position: slot for slot in slots if slot.group["algorithm"] == "muon"}
+        for slot in matrices.values():
             mu = slot.group["momentum"]
-            momenta[slot.position] = m = slot.state["momentum_buffer"].lerp(slot.grad, 1 - mu)
-            u = slot.grad.lerp(m, mu) if slot.group["nesterov"] else m
-            towards[slot.position] = u if self.ns_dtype is None else u.to(self.ns_dtype)
+            self.descend(slot.state["momentum_buffer"], slot.grad, -(1 - mu), -1.0)  # m + (1 - mu) (g - m)
 
         def orthogonal(matrix: Matrix, lists: list[Tensor]) -> Tensor:
-            group = by_position[self.tensors.positions(matrix.tensor)[0]].group
+            group = matrices[self.tensors.positions(matrix.tensor)[0]].group
             whole = lists[0].reshape(as_matrix(matrix.shape))
             return newton_schulz(whole, group["ns_coefficients"], group["ns_steps"], group["eps"]).reshape(matrix.shape)
 
-        found = self._homes.map([towards], orthogonal)
-        for slot in matrices:
-            lr, decay = slot.group["lr"], slot.group["weight_decay"]
-            o, rate = found[slot.position], lr * self._scale(slot)
-            kept = slot.param * (1 - lr * decay)
-            # In one pass over a half-precision o, where the rate is a number.
-            param = kept - rate * o.to(kept.dtype) if isinstance(rate, Tensor) else kept.add_(o, alpha=-rate)
-            yield Update(slot, param, {"momentum_buffer": momenta[slot.position]})
+        towards = OnDemand(list(matrices.values()), _towards)
+        device = next((slot.param.device for slot in matrices.values()), None)
+        for position, o in self._homes.map([towards], orthogonal, device):
+            slot = matrices[position]
+            lr, decay, scale = slot.group["lr"], slot.group["weight_decay"], self._scale(slot)
+            if isinstance(scale, Tensor):
+                o, scale = o * scale, 1.0
+            self.descend(slot.param, o, lr * scale, decay / scale)
+            yield Update(slot, slot.param, {})
         for slot in slots:
             if slot.group["algorithm"] == "adamw":
                 yield adamw_update(slot)
@@ -201,6 +200,12 @@ class Muon(WholeOptimizer):
                     narrowed(whole, box).fill_(scale)
                 self._scales[slot.position] = self.tensors.of_whole(slot.position, whole)
         return self._scales[slot.position]
+
+
+def _towards(slot: Slot) -> Tensor:
+    """u, of the new momentum."""
+    m: Tensor = slot.state["momentum_buffer"]
+    return slot.grad.lerp(m, slot.group["momentum"]) if slot.group["nesterov"] else m
 
 
 def _boxes(tensor: LogicalTensor) -> Sequence[Box]:

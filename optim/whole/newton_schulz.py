@@ -23,9 +23,12 @@ def newton_schulz(
     tall = matrix.size(-2) > matrix.size(-1)
     x = matrix.mT if tall else matrix
     x = x / x.norm().clamp(min=eps)
+    # Memory is taken once: fresh one in each step would cost as much again.
+    after, gram, polynomial = x.new_empty(x.shape), x.new_empty(2 * x.shape[:1]), x.new_empty(2 * x.shape[:1])
     for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        torch.mm(x, x.mT, out=gram)
+        torch.addmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        x, after = torch.addmm(x, polynomial, x, beta=a, out=after), x
     return x.mT if tall else x
 
 

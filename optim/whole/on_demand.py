@@ -23,6 +23,9 @@ class OnDemand(Mapping[int, Tensor]):
     def __getitem__(self, position: int) -> Tensor:
         return self._make(self._slots[position])
 
+    def __contains__(self, position: object) -> bool:
+        return position in self._slots
+
     def __iter__(self) -> Iterator[int]:
         return iter(self._slots)
 

@@ -14,7 +14,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.sgd import sgd
 
+from ...amp.casting import is_half
 from ...parallel.layout.pieces import Region
 from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import on_all_ranks
@@ -202,10 +204,39 @@ class WholeOptimizer(torch.optim.Optimizer):
     def write(self, target: Tensor, value: Tensor) -> None:
         """Copy, within a step; nothing, where that is skipped: ``found_inf`` is 1. Host reads: none."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
+        if value is target:
+            return
         if found_inf is None:
             target.copy_(value)
         else:
             torch.where(found_inf.to(target.device) > 0, target, value.to(target.dtype), out=target)
+
+    def descend(self, target: Tensor, direction: Tensor, rate: float | Tensor, decay: float = 0.0) -> None:
+        """target <- target - rate (direction + decay target), within a step, in place and in one pass; nothing, where that
+        is skipped. What is stepped so is an `Update`'s own value. Host reads: none.
+
+        Args:
+            rate: A number or 0-dim.
+        """
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        if not target.is_contiguous() or (target.is_cpu and is_half(target)):
+            # torch's fused kernels walk through tensors as they lie, and lose updates of the second (2.12, 2.13).
+            whole = target.float() if is_half(target) else target
+            self.write(target, whole - rate * (direction.to(whole.dtype) + decay * whole))
+            return
+        sgd(
+            [target],
+            [direction.to(target.dtype).contiguous()],
+            [None],
+            fused=True,
+            found_inf=found_inf,
+            lr=rate,
+            weight_decay=decay,
+            momentum=0.0,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
 
     def _slots(self, grad_scale: Tensor | None) -> list[Slot]:
         alone = self.tensors.registry is None

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ...parallel.layout.pieces import Box, Shape
+from .buffers import Buffers
 from .layout import LogicalTensor
 from .tensors import WholeTensors, narrowed
 
@@ -45,6 +46,22 @@ Compute = Callable[[Matrix, list[Tensor]], Tensor]
 """From a matrix and its elements in each list, whole, the result of its shape and dtype."""
 
 
+class Place(NamedTuple):
+    """Where elements of this rank's pieces are on their way to a home or back.
+
+    Args:
+        matrix: By its number in the round.
+        which: Of the lists.
+        box: In the logical tensor; within one rectangle of one piece.
+        begin: In what is sent or has arrived, flat; None: the home is here.
+    """
+
+    matrix: int
+    which: int
+    box: Box
+    begin: int | None
+
+
 class Round:
     """Matrices of tensors that one set of ranks shares, of one dtype, which travel together.
 
@@ -54,17 +71,35 @@ class Round:
         matrices: The same on all of them.
         lists: How many tensors of each matrix travel to its home.
         dtype: Of what travels.
+        turn: Rounds of equal ``turn`` are never on their way at once, and take the same memory.
+        buffers: The memory.
+
+    Attributes:
+        own: The matrices whose home this rank is.
+        positions: Those of this rank that have some of the matrices.
     """
 
     def __init__(
-        self, tensors: WholeTensors, ranks: tuple[int, ...], matrices: Sequence[Matrix], lists: int, dtype: torch.dtype
+        self,
+        tensors: WholeTensors,
+        ranks: tuple[int, ...],
+        matrices: Sequence[Matrix],
+        lists: int,
+        dtype: torch.dtype,
+        turn: int,
+        buffers: Buffers,
     ) -> None:
-        self._tensors, self.ranks = tensors, ranks
+        self._tensors, self.ranks, self._lists = tensors, ranks, lists
         self._me, self._matrices, self._dtype = tensors.rank, matrices, dtype
-        self.own = [matrix for matrix in matrices if matrix.home == self._me]
+        self._turn, self._buffers = turn, buffers
+        self._own = [index for index, matrix in enumerate(matrices) if matrix.home == self._me]
+        self.own = [matrices[index] for index in self._own]
         # Elements from one rank to another, there and back.
         self._there = self._counts(lambda m: m.sources, lists)
         self._back = self._counts(lambda m: m.holders, 1)
+        self._sent = self._places(lambda m: m.sources, lists)
+        self._returned = self._places(lambda m: m.holders, 1)
+        self.positions = sorted({at for matrix in matrices for at in tensors.positions(matrix.tensor)})
 
     def _counts(self, boxes: Callable[[Matrix], Mapping[int, Sequence[Box]]], lists: int) -> dict[tuple[int, int], int]:
         """By (other rank, home), without what stays where it is."""
@@ -76,119 +111,182 @@ class Round:
                     found[rank, matrix.home] = found.get((rank, matrix.home), 0) + count
         return found
 
+    def _places(self, boxes: Callable[[Matrix], Mapping[int, Sequence[Box]]], lists: int) -> dict[int, list[Place]]:
+        """By position those of this rank's elements; what is for one home lies by matrix, list and box."""
+        found: dict[int, list[Place]] = {}
+        at = 0
+        for home in self.ranks:
+            for number, matrix in enumerate(self._matrices):
+                if matrix.home != home:
+                    continue
+                for index in range(lists):
+                    for box in boxes(matrix).get(self._me, ()):
+                        place = Place(number, index, box, None if home == self._me else at)
+                        for position in self._tensors.positions_of(matrix.tensor, box):  # one
+                            found.setdefault(position, []).append(place)
+                        at += 0 if home == self._me else prod(box.sizes)
+        return found
+
     # There ----------------------------------------------------------------------------------------------------------
 
-    def send(self, values: Sequence[Mapping[int, Tensor]]) -> Callable[[], list[list[Tensor]]]:
+    def send(
+        self, values: Sequence[Mapping[int, Tensor]], device: torch.device
+    ) -> Callable[[], dict[int, list[Tensor]]]:
         """Start to bring this rank's elements to their homes; what finishes it returns the whole matrices of `own`."""
-        wholes = [
-            [torch.empty(m.shape, dtype=self._dtype, device=self._device(values)) for _ in values] for m in self.own
-        ]
-        for matrix, lists in zip(self.own, wholes, strict=True):
-            for whole, of_list in zip(lists, values, strict=True):
-                for box, part in self._parts(matrix, of_list, matrix.sources.get(self._me, ())):
-                    narrowed(whole, box, matrix.box.offsets).copy_(part)
-        sent = [
-            part.reshape(-1)
-            for home in self.ranks
-            for matrix in self._matrices
-            if matrix.home == home != self._me
-            for of_list in values
-            for _, part in self._parts(matrix, of_list, matrix.sources.get(self._me, ()))
-        ]
-        arrived = self._exchange(sent, self._there, towards_home=True, like=values)
+        wholes = self._wholes(device)
+        flat, out, into = self._flat("sent", self._there, True, device)
+        for position, places in self._sent.items():
+            for index, of_list in enumerate(values):
+                parts = self._parts(position, of_list[position], places)
+                for number, _, box, begin in (place for place in places if place.which == index):
+                    if begin is None:
+                        target = narrowed(wholes[number][index], box, self._matrices[number].box.offsets)
+                    else:
+                        target = flat[begin : begin + prod(box.sizes)].view(box.sizes)
+                    target.copy_(parts[box])
+        arrived = self._exchange("arrived", self._there, flat, out, into, device)
 
-        def finish() -> list[list[Tensor]]:
-            by_rank = arrived()
+        def finish() -> dict[int, list[Tensor]]:
+            elements, at = arrived(), 0
             for rank in self.ranks:
-                at = 0
-                for matrix, lists in zip(self.own, wholes, strict=True):
-                    for whole in lists:
-                        for box in matrix.sources.get(rank, ()) if rank != self._me else ():
-                            part, at = by_rank[rank][at : at + prod(box.sizes)], at + prod(box.sizes)
+                for number in self._own if rank != self._me else ():
+                    matrix = self._matrices[number]
+                    for whole in wholes[number]:
+                        for box in matrix.sources.get(rank, ()):
+                            part, at = elements[at : at + prod(box.sizes)], at + prod(box.sizes)
                             narrowed(whole, box, matrix.box.offsets).copy_(part.view(box.sizes))
             return wholes
 
         return finish
 
+    def _wholes(self, device: torch.device) -> dict[int, list[Tensor]]:
+        """For each of `own`, by number, its lists."""
+        numels = [prod(matrix.shape) for matrix in self.own]
+        flat = self._buffers.flat(("whole", self._turn), self._lists * sum(numels), self._dtype, device)
+        parts = iter(flat.split([numel for numel in numels for _ in range(self._lists)]))
+        return {
+            number: [next(parts).view(matrix.shape) for _ in range(self._lists)]
+            for number, matrix in zip(self._own, self.own, strict=True)
+        }
+
     # Back -----------------------------------------------------------------------------------------------------------
 
     def send_back(
         self,
-        wholes: list[list[Tensor]],
+        wholes: dict[int, list[Tensor]],
         compute: Compute,
-        values: Sequence[Mapping[int, Tensor]],
         results: dict[int, Tensor],
-    ) -> Callable[[], None]:
-        """Compute, and start to bring the results to all that have pieces; what finishes it puts them into ``results``."""
-        made = [compute(matrix, lists) for matrix, lists in zip(self.own, wholes, strict=True)]
-        wholes.clear()
-        for matrix in self._matrices:
-            for position in self._tensors.positions(matrix.tensor):
-                if position not in results:
-                    results[position] = torch.empty_like(values[0][position])
-        for matrix, whole in zip(self.own, made, strict=True):
-            for box, part in self._parts(matrix, results, matrix.holders[self._me]):
-                part.copy_(narrowed(whole, box, matrix.box.offsets))
-        sent = [
-            narrowed(whole, box, matrix.box.offsets).reshape(-1)
-            for rank in self.ranks
-            if rank != self._me
-            for matrix, whole in zip(self.own, made, strict=True)
-            for box in self._order(matrix, rank)
-        ]
-        arrived = self._exchange(sent, self._back, towards_home=False, like=values)
+        device: torch.device,
+    ) -> Callable[[], Iterator[int]]:
+        """Compute, and start to bring the results to all that have pieces; what finishes it puts them into ``results``, of
+        the tensors' dtype, one position after another."""
+        flat, out, into = self._flat("sent back", self._back, False, device)
+        begins = self._begins()
+        stays: dict[int, Tensor] = {}
+        for number in self._own:
+            matrix = self._matrices[number]
+            # Parts of what is transposed would take long to copy.
+            stays[number] = made = compute(matrix, wholes.pop(number)).contiguous()
+            for rank in self.ranks:
+                for box in matrix.holders.get(rank, ()) if rank != self._me else ():
+                    begin = begins[number, rank, box]
+                    part = narrowed(made, box, matrix.box.offsets)
+                    flat[begin : begin + prod(box.sizes)].view(box.sizes).copy_(part)
+        arrived = self._exchange("arrived back", self._back, flat, out, into, device)
 
-        def finish() -> None:
-            by_rank = arrived()
-            for home in self.ranks:
-                at = 0
-                for matrix in self._matrices:
-                    if matrix.home != home or home == self._me:
-                        continue
-                    for _, part in self._parts(matrix, results, self._order(matrix, self._me)):
-                        part.copy_(by_rank[home][at : at + part.numel()].view(part.shape))
-                        at += part.numel()
+        def finish() -> Iterator[int]:
+            elements = arrived()
+            for position in self.positions:  # those too that have no element
+                places = self._returned.get(position, [])
+                if position not in results:
+                    shape, dtype = self._tensors.piece_shape(position), self._tensors.tensors[position].dtype
+                    results[position] = torch.empty(shape, dtype=dtype, device=device)
+                parts = self._parts(position, results[position], places)
+                for number, _, box, begin in places:
+                    if begin is None:
+                        part = narrowed(stays[number], box, self._matrices[number].box.offsets)
+                    else:
+                        part = elements[begin : begin + prod(box.sizes)].view(box.sizes)
+                    parts[box].copy_(part)
+                yield position
+            stays.clear()
 
         return finish
 
-    def _order(self, matrix: Matrix, rank: int) -> Sequence[Box]:
-        return matrix.holders.get(rank, ())
+    def _begins(self) -> dict[tuple[int, int, Box], int]:
+        """By matrix, rank and box where the result's elements for that rank begin in what is sent."""
+        found, at = {}, 0
+        for rank in self.ranks:
+            for number in self._own if rank != self._me else ():
+                for box in self._matrices[number].holders.get(rank, ()):
+                    found[number, rank, box] = at
+                    at += prod(box.sizes)
+        return found
 
     # Both -----------------------------------------------------------------------------------------------------------
 
-    def _parts(
-        self, matrix: Matrix, by_position: Mapping[int, Tensor], boxes: Sequence[Box]
-    ) -> list[tuple[Box, Tensor]]:
-        """Boxes of the matrix in this rank's pieces, in the order of ``boxes``: each lies in one rectangle of one piece."""
-        found = []
-        for box in boxes:
-            for position in self._tensors.positions(matrix.tensor):
-                found += list(self._tensors.views(position, by_position[position], [box]))
-        return found
+    def _parts(self, position: int, value: Tensor, places: Sequence[Place]) -> dict[Box, Tensor]:
+        """The elements of boxes in a piece; views of it."""
+        return dict(self._tensors.views(position, value, {place.box for place in places}))
 
-    def _device(self, values: Sequence[Mapping[int, Tensor]]) -> torch.device:
-        return next(iter(values[0].values())).device
-
-    def _exchange(
-        self, sent: Sequence[Tensor], counts: Mapping[tuple[int, int], int], towards_home: bool, like: Any
-    ) -> Callable[[], dict[int, Tensor]]:
-        """Start an all-to-all; what finishes it returns by rank what has come from it."""
-        if not counts:
-            return dict
-        tensors, me = self._tensors, self._me
-        assert tensors.registry is not None
+    def _flat(
+        self, use: str, counts: Mapping[tuple[int, int], int], towards_home: bool, device: torch.device
+    ) -> tuple[Tensor, list[int], list[int]]:
+        """Memory for what this rank sends; to each rank how many elements, and from each."""
+        me = self._me
         out = [counts.get((me, rank) if towards_home else (rank, me), 0) for rank in self.ranks]
         into = [counts.get((rank, me) if towards_home else (me, rank), 0) for rank in self.ranks]
-        dtype, device = self._dtype, self._device(like)
-        flat = torch.cat(list(sent)) if sent else torch.empty(0, dtype=dtype, device=device)
-        flat = flat.to(tensors.registry.device)
-        arrived = flat.new_empty(sum(into))
-        work: Any = dist.all_to_all_single(arrived, flat, into, out, group=tensors.group(self.ranks), async_op=True)
+        return self._buffers.flat((use, self._turn), sum(out), self._dtype, device), out, into
 
-        def finish() -> dict[int, Tensor]:
+    def _exchange(
+        self,
+        use: str,
+        counts: Mapping[tuple[int, int], int],
+        flat: Tensor,
+        out: list[int],
+        into: list[int],
+        device: torch.device,
+    ) -> Callable[[], Tensor]:
+        """Start an all-to-all; what finishes it returns what has come, by rank one after another."""
+        if not counts:
+            return lambda: flat
+        registry = self._tensors.registry
+        assert registry is not None
+        flat = flat.to(registry.device)
+        arrived = self._buffers.flat((use, self._turn), sum(into), self._dtype, registry.device)
+        group = self._tensors.group(self.ranks)
+        work: Any = dist.all_to_all_single(arrived, flat, into, out, group=group, async_op=True)
+
+        def finish() -> Tensor:
             work.wait()
             nonlocal flat
             flat = flat.new_empty(0)
-            return dict(zip(self.ranks, arrived.to(device).split(into), strict=True))
+            return arrived.to(device)
 
         return finish
+
+
+def in_flight(
+    rounds: Sequence[Round], values: Sequence[Mapping[int, Tensor]], compute: Compute, device: torch.device
+) -> Iterator[tuple[int, Tensor]]:
+    """One round computes while the next one travels there and the one before back: results, as they are there."""
+    last = {position: index for index, one in enumerate(rounds) for position in one.positions}
+    results: dict[int, Tensor] = {}
+    returning: list[Callable[[], Iterator[int]]] = []
+
+    def there(index: int) -> Iterator[tuple[int, Tensor]]:
+        for position in returning.pop(0)():
+            if last[position] == index:
+                yield position, results.pop(position)
+
+    arriving = rounds[0].send(values, device) if rounds else None
+    for index, one in enumerate(rounds):
+        arrived, arriving = arriving, None
+        if index + 1 < len(rounds):
+            arriving = rounds[index + 1].send(values, device)
+        assert arrived is not None
+        returning.append(one.send_back(arrived(), compute, results, device))
+        if len(returning) > 1:
+            yield from there(index - 1)
+    if rounds:
+        yield from there(len(rounds) - 1)

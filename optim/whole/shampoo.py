@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from ...parallel.layout.pieces import Shape
-from ...parallel.layout.spec import P
 from .adamw import moments
-from .at_home import HomeOptimizer, named
-from .matrices import Blocks, matrices_of
+from .at_home import HomeOptimizer, moments_at_home, named
+from .matrices import Blocks
 from .optimizer import Slot, Update
 from .preconditioners import FACTORISATION, Sides, gram, into, inverse_root, sides_of
 from .rounds import Matrix
@@ -101,9 +100,6 @@ class Shampoo(HomeOptimizer):
 
     # What is a matrix -----------------------------------------------------------------------------------------------
 
-    def said_of(self, name: str | None, shape: Shape, group: Mapping[str, Any], spec: P | None) -> Any:
-        return tuple(matrices_of(name, shape, self.blocks, spec)) if len(shape) > 1 else ()
-
     def cost(self, shape: Shape) -> float:
         """Two products with each preconditioner in every step, and now and then its root."""
         often: int = self.defaults["precondition_frequency"]
@@ -118,9 +114,8 @@ class Shampoo(HomeOptimizer):
             return moments(slot)
         state: dict[str, Any] = {}
         for matrix in self.own(slot):
-            zeros = slot.param.new_zeros(sides_of(matrix.shape))
-            state |= {named("exp_avg", matrix): zeros, named("exp_avg_sq", matrix): zeros.clone()}
-            for dim, side in enumerate(zeros.shape):
+            state |= moments_at_home(slot, matrix)
+            for dim, side in enumerate(sides_of(matrix.shape)):
                 if side <= slot.group["max_preconditioner_dim"]:
                     square = slot.param.new_zeros((side, side), dtype=self.factor_dtype)
                     state |= {named("factor", matrix, dim): square, named("root", matrix, dim): square.clone()}
@@ -135,7 +130,7 @@ class Shampoo(HomeOptimizer):
             return self._preconditioned(matrix, lists[0], slot, taken[slot.position])
 
         gradients = {slot.position: slot.grad for slot in slots if said[slot.position].said}
-        found = self.homes.map([gradients], preconditioned)
+        found = dict(self.homes.map([gradients], preconditioned))
         for slot in slots:
             new: dict[str, Tensor] = {}
             if slot.position not in found:

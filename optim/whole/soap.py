@@ -15,7 +15,7 @@ Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (arXiv:2409.11
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import sqrt
 from typing import Any
 
@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from ...parallel.layout.pieces import Shape
-from ...parallel.layout.spec import P
 from .adamw import moments
-from .at_home import HomeOptimizer, named
-from .matrices import Blocks, matrices_of
+from .at_home import HomeOptimizer, moments_at_home, named
+from .matrices import Blocks
 from .optimizer import Slot, Update
 from .preconditioners import FACTORISATION, Sides, eigenvectors, gram, into, out_of, renewed, sides_of
 from .rounds import Matrix
@@ -97,9 +96,6 @@ class SOAP(HomeOptimizer):
 
     # What is a matrix -----------------------------------------------------------------------------------------------
 
-    def said_of(self, name: str | None, shape: Shape, group: Mapping[str, Any], spec: P | None) -> Any:
-        return tuple(matrices_of(name, shape, self.blocks, spec)) if len(shape) > 1 else ()
-
     def cost(self, shape: Shape) -> float:
         """Four products with each basis in every step, and now and then a factorisation."""
         often: int = self.defaults["precondition_frequency"]
@@ -114,9 +110,8 @@ class SOAP(HomeOptimizer):
             return moments(slot)
         state: dict[str, Any] = {}
         for matrix in self.own(slot):
-            zeros = slot.param.new_zeros(sides_of(matrix.shape))
-            state |= {named("exp_avg", matrix): zeros, named("exp_avg_sq", matrix): zeros.clone()}
-            for dim, side in enumerate(zeros.shape):
+            state |= moments_at_home(slot, matrix)
+            for dim, side in enumerate(sides_of(matrix.shape)):
                 if side <= slot.group["max_precond_dim"]:
                     square = slot.param.new_zeros((side, side), dtype=self.factor_dtype)
                     state |= {named("GG", matrix, dim): square, named("Q", matrix, dim): square.clone()}
@@ -131,7 +126,8 @@ class SOAP(HomeOptimizer):
             slot = slot_of(matrix)
             return self._turned(matrix, lists[0], slot, taken[slot.position])
 
-        found = self.homes.map([{slot.position: slot.grad for slot in slots if said[slot.position].said}], turned)
+        gradients = {slot.position: slot.grad for slot in slots if said[slot.position].said}
+        found = dict(self.homes.map([gradients], turned))
         for slot in slots:
             beta1, beta2 = slot.group["betas"]
             lr, k, new = slot.group["lr"], taken[slot.position], {}

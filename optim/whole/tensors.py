@@ -26,6 +26,12 @@ Request = tuple[int, Tensor, tuple[int, ...]]
 class WholeTensors:
     """The logical tensors of which an optimizer steps pieces, by position in its param groups.
 
+    Args:
+        positions: The logical tensor's name, and which part of it the piece is.
+        everything: See below.
+        registry: None: alone.
+        shapes: Of the pieces. None: that of the shard, or flat where it is a part of one.
+
     Attributes:
         tensors: For each position the logical tensor.
         everything: Those of all ranks, by name, in an order that is the same on all.
@@ -37,11 +43,14 @@ class WholeTensors:
         positions: Sequence[tuple[str, Region]],
         everything: dict[str, LogicalTensor],
         registry: ProcessGroupRegistry | None,
+        shapes: Sequence[Shape] | None = None,
     ) -> None:
         self.registry, self.everything = registry, everything
         self.rank = 0 if registry is None else registry.global_rank
         self.tensors = [everything[name] for name, _ in positions]
         self._regions = [region for _, region in positions]
+        # A run may be flat even where it is all of the shard.
+        self._shapes = [tuple(shape) for shape in shapes or map(_shape_of, self._regions)]
         self._positions: dict[str, list[int]] = {}
         for position, tensor in enumerate(self.tensors):
             self._positions.setdefault(tensor.name, []).append(position)
@@ -91,7 +100,8 @@ class WholeTensors:
 
         ranks = gather_objects(on_all_ranks(own, registry), registry)
         everything = on_all_ranks(lambda: logical_tensors(ranks), registry)
-        return cls([(name, region) for name, _, _, region in ranks[registry.global_rank]], everything, registry)
+        positions = [(name, region) for name, _, _, region in ranks[registry.global_rank]]
+        return cls(positions, everything, registry, [tuple(piece.shape) for _, piece, _ in named])
 
     def _boxes(self, tensor: LogicalTensor) -> list[Box] | None:
         """What this rank speaks for; None: nobody needs to be asked."""
@@ -100,6 +110,18 @@ class WholeTensors:
     def positions(self, tensor: LogicalTensor) -> list[int]:
         """Where this rank has pieces of it."""
         return self._positions.get(tensor.name, [])
+
+    def positions_of(self, tensor: LogicalTensor, box: Box) -> list[int]:
+        """Those of `positions` that have a box, which lies in one rectangle of one piece."""
+        return [
+            position
+            for position in self.positions(tensor)
+            if any(box.overlaps(held) for held in self._regions[position].boxes())
+        ]
+
+    def piece_shape(self, position: int) -> Shape:
+        """Of what this rank has: a shard's, or flat."""
+        return self._shapes[position]
 
     # Parts ----------------------------------------------------------------------------------------------------------
 
@@ -113,7 +135,7 @@ class WholeTensors:
         Host reads, collectives: none.
         """
         region, full = self._regions[position], whole.expand(self.tensors[position].shape)
-        shape = region.shape if region.numel == prod(region.shape) else (region.numel,)
+        shape = self.piece_shape(position)
         if region.numel == prod(region.full_shape):
             return full.reshape(shape)
         piece = torch.empty(shape, dtype=whole.dtype, device=whole.device)
@@ -232,6 +254,10 @@ class WholeTensors:
         """The process group of these ranks."""
         assert self.registry is not None
         return self.registry.group_of(ranks)
+
+
+def _shape_of(region: Region) -> Shape:
+    return region.shape if region.numel == prod(region.shape) else (region.numel,)
 
 
 def _power(tensor: Tensor) -> Tensor:

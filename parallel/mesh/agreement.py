@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from .calls import check_same_call, current_call, in_call
 from .registry import ProcessGroupRegistry
 
 T = TypeVar("T")
+V = TypeVar("V")
 
 
 def gather_objects(value: T, registry: ProcessGroupRegistry) -> list[T]:
@@ -44,20 +45,27 @@ def on_all_ranks(function: Callable[[], T], registry: ProcessGroupRegistry) -> T
         the first one that failed: of the same type if it is one of these, and a RuntimeError that names the type if not.
     Collectives: those of `gather_objects`. Host reads: yes.
     """
+    return on_all_ranks_with(lambda: (function(), None), registry)[0]
+
+
+def on_all_ranks_with(function: Callable[[], tuple[T, V]], registry: ProcessGroupRegistry) -> tuple[T, list[V]]:
+    """As `on_all_ranks`, of a function that returns what stays here and what all are told: this rank's, and what it told
+    on each, by global rank. In the one gather that an error takes anyway."""
     try:
-        result, error = function(), None
+        (result, told), error = function(), None
     except Exception as caught:  # of any type: the other ranks must not wait for this one
-        result, error = None, caught
-    reports = gather_objects(None if error is None else (type(error).__name__, str(error)), registry)
+        result, told, error = None, None, caught
+    reports = gather_objects((told, None if error is None else (type(error).__name__, str(error))), registry)
     if error is not None:
         raise error
-    for rank, report in enumerate(reports):
+    for rank, (_, report) in enumerate(reports):
         if report is not None:
             kind, text = report
             if kind in _SAME_KIND:
                 raise _SAME_KIND[kind](f"rank {rank}: {text}")
             raise RuntimeError(f"rank {rank}: {kind}: {text}")
-    return result  # type: ignore[return-value]
+    values: list[Any] = [value for value, _ in reports]
+    return result, values  # type: ignore[return-value]
 
 
 _SAME_KIND: dict[str, type[Exception]] = {

@@ -1,9 +1,11 @@
-"""Time of Muon's step on 4 ranks: each matrix at one home; all of them on every rank; and torch's on DTensors.
+"""Time of Muon's step on 4 ranks: each matrix at one home; all of them on every rank, by the same code and by torch's; and
+torch's on DTensors.
 
     python tests/benchmarks/muon.py [--width 512] [--layers 4] [--rounds 5]
 
-A transformer's matrices, copied over ``data=2`` and split over ``tensor=2``. The three take turns, one step each, so that a
-busy machine is busy for all; printed are medians over rounds, and how evenly Newton-Schulz is divided between ranks.
+A transformer's matrices, copied over ``data=2`` and split over ``tensor=2``. They take turns, one step each, so that a
+busy machine is busy for all; printed are medians over rounds: until the slowest rank is done, and the processors' time of
+all ranks together, which does not wait. And how evenly Newton-Schulz is divided between ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 from statistics import fmean, median
-from time import perf_counter, thread_time
+from time import perf_counter, process_time, thread_time
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
 
@@ -29,6 +31,8 @@ from torch import Tensor, nn
 from world import World
 
 OPTIONS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
+KINDS = ("homes", "same, duplicated", "duplicated", "DTensor")
+CPU = ", processors"
 
 
 def shapes_of(width: int, layers: int) -> dict[str, tuple[tuple[int, int], P]]:
@@ -67,6 +71,21 @@ class Ours:
         self.inner.step()
 
 
+class SameOnEvery:
+    """The same optimizer with whole matrices, all of them on every rank."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        params = {}
+        for index, (name, (shape, _)) in enumerate(shapes_of(width, layers).items()):
+            params[name] = nn.Parameter(_full(shape, index))
+            params[name].grad = _full(shape, 1000 + index)
+        self.inner = Muon(params.items(), **OPTIONS)
+
+    def step(self) -> None:
+        self.inner.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+        self.inner.step()
+
+
 class Duplicated:
     """torch's, of whole matrices, all of them on every rank; ``mesh``: as DTensors."""
 
@@ -101,19 +120,23 @@ def timed(width: int, layers: int, rounds: int) -> dict[str, list[float]]:
     with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
         kinds: dict[str, Any] = {
             "homes": Ours(registry, width, layers),
+            "same, duplicated": SameOnEvery(width, layers),
             "duplicated": Duplicated(width, layers),
             "DTensor": Duplicated(width, layers, registry.device_mesh("data", "tensor")),
         }
-        found: dict[str, list[float]] = {**{kind: [] for kind in kinds}, "newton-schulz": []}
+        names = ["newton-schulz", *(kind + of for kind in kinds for of in ("", CPU))]
+        found: dict[str, list[float]] = {name: [] for name in names}
         for number in range(rounds + 1):
             for kind, one in kinds.items():
                 dist.barrier()
-                busy[0], begin = 0.0, perf_counter()
+                busy[0], begin, used = 0.0, perf_counter(), process_time()
                 with mock.patch.object(of_muon, "newton_schulz", clocked):
                     one.step()
+                used = process_time() - used
                 dist.barrier()
                 if number:
                     found[kind].append(perf_counter() - begin)
+                    found[kind + CPU].append(used)
                     found["newton-schulz"] += [busy[0]] if kind == "homes" else []
         ours: Ours = kinds["homes"]
         shares = gather_objects(ours.inner._homes.load.get(registry.global_rank, 0.0), registry)
@@ -130,13 +153,18 @@ def main() -> None:
     world = World()
     by_rank = world.run(4, timed, options.width, options.layers, options.rounds)
     world.close()
-    times = {kind: median(by_rank[0][kind]) for kind in ("homes", "duplicated", "DTensor")}
+    times = {kind: median(by_rank[0][kind]) for kind in KINDS}
+    used = {kind: sum(median(found[kind + CPU]) for found in by_rank) for kind in KINDS}
     work = [fmean(found["newton-schulz"]) for found in by_rank]
     print(
         f"width {options.width}, {options.layers} layers, data=2, tensor=2; torch {torch.__version__}, one thread a rank"
     )
-    for kind, seconds in times.items():
-        print(f"{kind:12}{1e3 * seconds:9.1f} ms a step{seconds / times['duplicated']:8.2f} of duplicated")
+    for kind in KINDS:
+        of_time, of_work = times[kind] / times["duplicated"], used[kind] / used["duplicated"]
+        print(
+            f"{kind:18}{1e3 * times[kind]:9.1f} ms a step{of_time:7.2f} of duplicated;"
+            f"{1e3 * used[kind]:9.1f} ms of processors{of_work:7.2f}"
+        )
     planned = by_rank[0]["share of the work"][0]
     print(f"Newton-Schulz, slowest rank: {max(work) / fmean(work):.2f} x the mean; by its cost {planned:.2f}")
 

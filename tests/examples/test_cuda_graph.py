@@ -30,6 +30,7 @@ def curve(flags: list[str]) -> torch.Tensor:
         return torch.stack(trainer.history)
 
 
+@pytest.mark.usefixtures("torchs_kernels")  # a graph of the CPU is made of torch's operators
 @pytest.mark.parametrize("flags", [[], ["--precision", "bf16", "--accumulate", "4"], ["--precision", "fp16_naive"]])
 def test_replays_have_the_curve_of_steps(flags: list[str]) -> None:
     """Up to the rate, which is a float32 tensor there."""

@@ -7,12 +7,19 @@ from pathlib import Path
 
 import torch
 from pipelines import ZBV_RUNS
+from properties import repetitions
 from run_example import printed_by_example, read_curve, run_example, train_example
 from world import World
 
 FLAGS = ["--paragraphs", "288", "--batch-size", "16", "--epochs", "1", "--width", "32", "--seed", "3"]
 STEPS = 10
 V = "zbv" if ZBV_RUNS else "gpipe"
+RUNS: list[tuple[str, int, str, list[str]]] = [
+    ("pipe=2,tensor=2", 4, "1f1b", []),
+    ("data=2,pipe=2", 4, V, ["--zero", "2"]),
+    ("pipe=2", 2, "interleaved1f1b", []),
+    ("pipe=4", 4, "1f1b", ["--accumulate", "8"]),
+]
 
 
 def test_by_every_schedule_it_is_the_run_of_one_process(world: World, tmp_path: Path) -> None:
@@ -20,12 +27,7 @@ def test_by_every_schedule_it_is_the_run_of_one_process(world: World, tmp_path: 
     expected = read_curve(tmp_path / "one.csv")
     assert expected.shape == (STEPS, 3)
     assert expected[-1, 1] < expected[0, 1] - 0.5, "it should learn"
-    for topology, ranks, schedule, more in (
-        ("pipe=2,tensor=2", 4, "1f1b", []),
-        ("data=2,pipe=2", 4, V, ["--zero", "2"]),
-        ("pipe=2", 2, "interleaved1f1b", []),
-        ("pipe=4", 4, "1f1b", ["--accumulate", "8"]),
-    ):
+    for topology, ranks, schedule, more in repetitions(RUNS, "pipeline_lm"):
         curve = tmp_path / f"{topology}.csv"
         how = [*FLAGS, "--verify", "--schedule", schedule, "--curve", str(curve), *more]
         also_printed, *others = world.run(ranks, printed_by_example, "pipeline_lm", how, topology)

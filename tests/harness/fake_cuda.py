@@ -19,7 +19,7 @@ from kernels import kernels_of
 from meshstep.parallel import ProcessGroupRegistry
 from torch import Tensor
 from torch._dynamo import trace_rules
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -65,6 +65,8 @@ class _Logging(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # most of what comes: whoever asks a fake tensor for its device
+            if isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
+                return args[0].fake_device  # as it would say itself
             return func(*args)
         name = str(func)
         before = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}

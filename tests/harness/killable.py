@@ -23,7 +23,9 @@ from arguments import arguments
 from meshstep.amp import precision_of
 from meshstep.optim import (
     SOAP,
+    Adafactor,
     CosineAnnealingLR,
+    Muon,
     ParallelOptimizer,
     load_checkpoint,
     newest_checkpoint,
@@ -47,7 +49,9 @@ STEPS, SAVE_AT, SAVE_AGAIN_AT = 50, 25, 35
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
     "SOAP": lambda params: SOAP(params, lr=1e-2, precondition_frequency=4),
-    "Adafactor": lambda params: whole(torch.optim.Adafactor(params, lr=1e-2)),
+    "Muon": lambda params: Muon(params, lr=1e-2),
+    "Adafactor": lambda params: Adafactor(params, lr=1e-2),
+    "whole(Adafactor)": lambda params: whole(torch.optim.Adafactor(params, lr=1e-2)),
 }
 
 

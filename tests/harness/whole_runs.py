@@ -29,6 +29,39 @@ WHOLE_LAYOUTS = {
     "uneven": Layout((("tensor", 3),), {"up": P("tensor"), "down": P(None, "tensor"), "bias": P("tensor")}),
     "fused blocks": Layout((("tensor", 2),), {"up": P(blocks("tensor", 2)), "bias": P(blocks("tensor", 2))}),
     "experts": Layout((("data", 2), ("expert", 2)), {"kernel": P("expert")}),
+    "sequence": Layout(
+        (("tensor", 2),),
+        {
+            "up": P("tensor"),
+            "down": P(None, "tensor"),
+            "bias": P(partial="tensor"),
+            "table": P("tensor", None),
+            "kernel": P(None, "tensor", None),
+            "gain": P(partial="tensor"),
+        },
+    ),
+    # As the layers in 2.5 and in 3 dimensions declare them.
+    "2.5-D": Layout(
+        (("depth", 2), ("row", 1), ("col", 2)),
+        {
+            "up": P("row", "col", partial="depth"),
+            "down": P("row", "col", partial="depth"),
+            "bias": P(("col", "row"), partial="depth"),
+            "table": P("row", "col", partial="depth"),
+            "kernel": P("row", "col", None, partial="depth"),
+            "gain": P(owned={"row": 0}, partial="depth"),
+        },
+    ),
+    "3-D": Layout(
+        (("input", 2), ("weight", 2), ("output", 2)),
+        {
+            "up": P(("output", "weight"), "input"),
+            "down": P(("input", "weight"), "output"),
+            "bias": P("input"),
+            "table": P(None, "output", owned={"input": "output"}),
+            "kernel": P(("output", "weight"), "input", None),
+        },
+    ),
 }
 
 

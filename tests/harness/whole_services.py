@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,13 @@ from zero_models import small_buckets
 Options = dict[str, Any]
 
 
-def each_trained(layout: Layout, makes: list[Make], options: Options, steps: int = 10) -> list[list[Part]]:
-    """`trained` with one optimizer after another, in the same process groups."""
+def each_trained(
+    layout: Layout, makes: list[Make], options: Options, steps: int = 10, bucket: int | None = 64
+) -> list[list[Part]]:
+    """`trained` with one optimizer after another, in the same process groups; None: buckets of the usual size."""
     found = []
-    with ProcessGroupRegistry(layout.topology) as registry, small_buckets(64):
+    buckets = nullcontext() if bucket is None else small_buckets(bucket)
+    with ProcessGroupRegistry(layout.topology) as registry, buckets:
         for make in makes:
             model = Planted(layout, registry.global_rank, torch.float64)
             optimizer = ParallelOptimizer(make(model.named_parameters()), registry, **options)

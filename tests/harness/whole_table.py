@@ -23,6 +23,9 @@ LAYOUTS = {
     "pipe=2": "pipe, tied",
     "tensor=3, uneven": "uneven",
     "tensor=2, blocks": "fused blocks",
+    "tensor=2, sequence": "sequence",
+    "depth=2,row=1,col=2": "2.5-D",
+    "input=2,weight=2,output=2": "3-D",
 }
 PLACEMENTS = {"whole": "whole", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "offload": "offload"}
 

@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from out_of_step import Run, set_timeout
 from world import World
 
 Call = Callable[[], object]
+Ended = dict[str, "Future[Any]"]
 SAME = "Every rank must make the same calls in the same order"
 
 
@@ -34,6 +36,36 @@ def error_of(call: Call) -> tuple[str, str, float]:
     except RuntimeError as error:
         return str(error), str(error.__cause__), time.monotonic() - began
     return "", "", time.monotonic() - began
+
+
+def at_once(calls: Mapping[str, tuple[Any, ...]]) -> Ended:
+    """Functions with their arguments: most of their time they wait for a timeout."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        started = {name: threads.submit(*call) for name, call in calls.items()}
+        wait(started.values())
+    return started
+
+
+@pytest.fixture(scope="module")
+def waited(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """What came of those calls that wait in vain, by name; each had ranks of its own."""
+    folder = tmp_path_factory.mktemp
+    calls: dict[str, tuple[Any, ...]] = {
+        **{name: (2, alone, name, folder("alone")) for name in ("step", "save_checkpoint", "clip_grad_by_norm")},
+        "in other orders": (3, in_other_orders, folder("orders")),
+        "late": (2, late, folder("late")),
+        "other collectives": (2, in_one_call_with_other_collectives),
+        "again": (2, again),
+        "in a thread": (2, while_a_checkpoint_is_written, folder("thread")),
+    }
+    worlds = {name: World() for name in calls}
+    try:
+        for name, (size, *_) in calls.items():
+            worlds[name].run(size, os.getpid)  # the processes are started one after another
+        return at_once({name: (worlds[name].run, *call) for name, call in calls.items()})
+    finally:
+        for own in worlds.values():
+            own.close()
 
 
 def in_code_of_its_own(mark: Path) -> None:
@@ -60,9 +92,9 @@ def alone(name: str, path: Path) -> tuple[str, str, float]:
     ("name", "number"), [("step", "3rd"), ("save_checkpoint", "1st"), ("clip_grad_by_norm", "1st")]
 )
 def test_a_call_on_one_rank_alone_says_at_the_timeout_which_it_is_and_what_the_others_do(
-    name: str, number: str, world: World, tmp_path: Path
+    name: str, number: str, waited: Ended
 ) -> None:
-    (error, cause, seconds), (other, *_) = world.run(2, alone, name, tmp_path)
+    (error, cause, seconds), (other, *_) = waited[name].result()
     assert error.startswith(
         f"rank 0 waited in vain in {name} (its {number}); rank 1: in no call of meshstep (its last, step (its 2nd), "
         "returned), but at test_calls.py:"
@@ -82,9 +114,9 @@ def in_other_orders(path: Path) -> tuple[str, str, float]:
         return error_of(calls[run.rank > 0])
 
 
-def test_calls_in_another_order_are_named_on_every_rank(world: World, tmp_path: Path) -> None:
+def test_calls_in_another_order_are_named_on_every_rank(waited: Ended) -> None:
     calls = ["step (its 3rd)", *["save_checkpoint (its 1st)"] * 2]
-    for rank, (error, *_) in enumerate(world.run(3, in_other_orders, tmp_path)):
+    for rank, (error, *_) in enumerate(waited["in other orders"].result()):
         assert error.startswith(f"rank {rank} waited in vain in {calls[rank]}; rank")
         assert f". {SAME}, and none may stop before the others. torch says: " in error
         for other in {0, 1, 2} - {rank}:
@@ -120,8 +152,8 @@ def late(path: Path) -> tuple[str, str, float]:
         return found
 
 
-def test_a_rank_that_comes_too_late_is_told_that_the_others_have_given_up(world: World, tmp_path: Path) -> None:
-    (first, *_), (second, *_) = world.run(2, late, tmp_path)
+def test_a_rank_that_comes_too_late_is_told_that_the_others_have_given_up(waited: Ended) -> None:
+    (first, *_), (second, *_) = waited["late"].result()
     assert "rank 1: in no call of meshstep (its last, step (its 2nd), returned), but at test_calls.py:" in first
     assert "rank 0: in no call of meshstep (its last, step (its 3rd), raised RuntimeError)" in second
     assert "All came to the same call" in second
@@ -144,8 +176,8 @@ def in_one_call_with_other_collectives() -> tuple[str, str, float]:
         return error_of(meet)
 
 
-def test_of_one_call_it_is_not_said_that_the_order_is_wrong(world: World) -> None:
-    for rank, (error, cause, _) in enumerate(world.run(2, in_one_call_with_other_collectives)):
+def test_of_one_call_it_is_not_said_that_the_order_is_wrong(waited: Ended) -> None:
+    for rank, (error, cause, _) in enumerate(waited["other collectives"].result()):
         assert re.fullmatch(
             rf"rank {rank} waited in vain in step \(its 1st\); rank {1 - rank}: "
             # The first one to be answered may have left it before the other one asks.
@@ -165,8 +197,8 @@ def again() -> list[str]:
         return [error_of(partial(gather_objects, None, run.registry))[0] for _ in range(2)]
 
 
-def test_a_second_call_that_fails_because_the_first_one_did_says_so_too(world: World) -> None:
-    for rank, (first, second) in enumerate(world.run(2, again)):
+def test_a_second_call_that_fails_because_the_first_one_did_says_so_too(waited: Ended) -> None:
+    for rank, (first, second) in enumerate(waited["again"].result()):
         name = "gather_objects" if rank else "step"
         for error, number in ((first, 1), (second, 2)):
             which = {"step": {1: "3rd", 2: "4th"}, "gather_objects": {1: "1st", 2: "2nd"}}[name][number]
@@ -204,8 +236,8 @@ def while_a_checkpoint_is_written(path: Path) -> tuple[str, str, float]:
         return found
 
 
-def test_calls_in_threads_are_named_too(world: World, tmp_path: Path) -> None:
-    (error, *_), _ = world.run(2, while_a_checkpoint_is_written, tmp_path)
+def test_calls_in_threads_are_named_too(waited: Ended) -> None:
+    (error, *_), _ = waited["in a thread"].result()
     assert "(its last, step (its 2nd), returned), but at test_calls.py:" in error
     assert " in in_code_of_its_own, and in a thread in writing (its 1st). " in error
 
@@ -241,16 +273,24 @@ def printed(*fates: str) -> list[str]:
             process.stdout.close()
 
 
-def test_a_process_that_was_killed_gives_no_answer() -> None:
-    (error,) = printed("step", "evaluate", "SIGKILL")
+@pytest.fixture(scope="module")
+def ended() -> Ended:
+    """What those print that are left, by who was not."""
+    return at_once(
+        {"killed": (printed, "step", "evaluate", "SIGKILL"), "stopped": (printed, "SIGSTOP", "step", "step")}
+    )
+
+
+def test_a_process_that_was_killed_gives_no_answer(ended: Ended) -> None:
+    (error,) = ended["killed"].result()
     assert error.startswith(
         "rank 0 waited in vain in step (its 3rd); rank 1: in no call of meshstep (its last, step (its 2nd), "
     )
     assert " in evaluate; rank 2: no answer (the process has ended, or is stopped). " in error
 
 
-def test_a_store_that_is_stopped_keeps_nobody() -> None:
-    for rank, error in enumerate(printed("SIGSTOP", "step", "step"), 1):
+def test_a_store_that_is_stopped_keeps_nobody(ended: Ended) -> None:
+    for rank, error in enumerate(ended["stopped"].result(), 1):
         assert error.startswith(
             f"rank {rank} waited in vain in step (its 3rd), and where the others are is not known: the job's store does "
             "not answer either. torch says: "

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,10 @@ def test_goes_on_as_at_the_beginning(ranks):
 Outcomes = dict[str, tuple[str, str]]
 
 
-def run(folder: Path, *command: str) -> tuple[dict[str, Outcomes], str]:
+Ended = tuple[dict[str, Outcomes], str]
+
+
+def run(folder: Path, *command: str) -> Ended:
     """By process the outcome and the text of each test, and what was printed."""
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_of_a_user.py").write_text(TESTS)
@@ -159,15 +163,24 @@ def run(folder: Path, *command: str) -> tuple[dict[str, Outcomes], str]:
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> list[Outcomes]:
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """Both at the same time, most of which they wait for timeouts."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(LAUNCHED)]
-    found, printed = run(tmp_path_factory.mktemp("launched"), *torchrun)
+    commands = {"launched": torchrun, "pool": [sys.executable]}
+    with ThreadPoolExecutor() as threads:
+        started = {name: threads.submit(run, tmp_path_factory.mktemp(name), *commands[name]) for name in commands}
+        return {name: of_run.result() for name, of_run in started.items()}
+
+
+@pytest.fixture(scope="module")
+def launched(ended: dict[str, Ended]) -> list[Outcomes]:
+    found, printed = ended["launched"]
     assert sorted(found) == [str(rank) for rank in range(LAUNCHED)], printed
     return [found[str(rank)] for rank in range(LAUNCHED)]
 
 
-def test_a_pool_runs_them(tmp_path: Path) -> None:
-    found, printed = run(tmp_path, sys.executable)
+def test_a_pool_runs_them(ended: dict[str, Ended]) -> None:
+    found, printed = ended["pool"]
     assert [*found] == ["pool"], printed
     for name, (outcome, text) in found["pool"].items():
         expected = "failed" if "_fails_" in name else "skipped" if "_skips_" in name else "passed"

@@ -78,7 +78,9 @@ CASES = {
     "bf16": Plan("", 0, {"tensor": 2}, "bf16"),
     "fp16_naive": Plan("", 0, {"data": 2}, "fp16_naive"),
     "SOAP": Plan("", 0, {"tensor": 2}, "fp16_naive", kind="SOAP"),
-    "Adafactor at homes": Plan("", 0, {"tensor": 2}, "bf16", kind="Adafactor"),
+    "Muon": Plan("", 0, {"tensor": 2}, "bf16", kind="Muon"),
+    "Adafactor": Plan("", 0, {"data": 2}, "fp16_naive", options={"shard_states": "data"}, kind="Adafactor"),
+    "Adafactor at homes": Plan("", 0, {"tensor": 2}, "bf16", kind="whole(Adafactor)"),
 }
 _expected: dict[str, list[dict[str, Any]]] = {}
 

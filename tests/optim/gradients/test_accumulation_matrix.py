@@ -21,7 +21,7 @@ from torch import Tensor
 from world import World
 from zero_models import BOTH, DATA2, ZERO1, ZERO2, Axes, difference, size_of
 
-STEPS, ROWS = 20, 60
+STEPS, ROWS = 12, 60
 ONE: Axes = (("data", 1), ("tensor", 1))
 LAYOUTS = {"one process": ONE, "data=2": DATA2, "data=2,tensor=2": BOTH}
 STATES: dict[str, dict[str, Any]] = {
@@ -41,7 +41,7 @@ TOLERANCE = {"fp32": 2e-6, "fp16": 1e-3, "bf16": 2e-2, "fp16_naive": 3e-3}
 
 
 def train(axes: Axes, mode: str, options: dict[str, Any], windows: tuple[int, ...]) -> tuple[dict[str, Tensor], Any]:
-    """The full parameters after 20 windows of the same 60 rows; the collectives of another and of the last micro-batch."""
+    """The full parameters after 12 windows of the same 60 rows; the collectives of another and of the last micro-batch."""
     with ProcessGroupRegistry(Topology(roles=None, **dict(axes))) as registry:
         scenario = Scenario(axes, "1d", dense_1d)
         model = build(scenario, registry, torch.float32)

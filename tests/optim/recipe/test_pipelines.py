@@ -29,6 +29,7 @@ from pipelines import (
     full_of,
     schedule_of,
 )
+from properties import repetitions
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
@@ -207,9 +208,9 @@ def test_every_schedule_tied_or_not_trains_as_one_process(sharded: bool, world: 
     how = {"data_parallel": "fsdp", "mesh": "data"} if sharded else {}
     cases = [
         Case(kind, tied, precision, **how)  # type: ignore[arg-type]
-        for kind in SCHEDULES
         for tied in (False, True)
         for precision in ("fp32", "fp16")
+        for kind in repetitions(list(SCHEDULES), sharded, tied, precision)  # the next test has them all
     ]
     found = assert_all_are_dense(world, cases)
     in_fp16 = [results[0].skipped for case, results in zip(cases, found, strict=True) if case.precision == "fp16"]

@@ -27,6 +27,7 @@ from whole_services import (
     run_to,
     without_host_reads,
 )
+from whole_table import OPTIMIZERS
 from world import World
 
 EXACT = 1e-12
@@ -292,3 +293,14 @@ def test_a_run_goes_on_in_another_layout(world: World, tmp_path: Path) -> None:
     for name, by_rank in zip(NAMES, found, strict=True):
         assert largest_error(by_rank, alone(columns, MAKES[name])) <= EXACT, name
         assert copies_differ(by_rank) == [], name
+
+
+@pytest.mark.parametrize("state", ["ZeRO-1", "ZeRO-2"])
+def test_a_rank_of_zero_may_have_all_of_a_shard(world: World, state: str) -> None:
+    """As most are in buckets of the usual size: flat, though they are whole."""
+    layout = LAYOUTS["data x tensor"]
+    by_rank = world.run(4, each_trained, layout, list(OPTIMIZERS.values()), STATES[state], 10, None)
+    for index, (name, make) in enumerate(OPTIMIZERS.items()):
+        own = [of_rank[index] for of_rank in by_rank]
+        assert largest_error(own, alone(layout, make)) <= EXACT, name
+        assert copies_differ(own) == [], name

@@ -49,6 +49,24 @@ def test_its_numbers_are_torchs(rule: Any, nesterov: bool) -> None:
         torch.testing.assert_close(param, same, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_how_a_parameter_lies_in_memory_does_not_matter(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    full = torch.randn(6, 10, dtype=dtype)
+    ways = [full.clone(), full.t().contiguous().t(), torch.zeros(6, 20, dtype=dtype)[:, ::2].copy_(full)]
+    params = [nn.Parameter(way) for way in ways]
+    optimizer: Any = Muon(params, lr=0.1)
+    for skipped in (0.0, 1.0, 0.0):
+        before, grad = [param.detach().clone() for param in params], torch.randn(6, 10, dtype=dtype)
+        for param in params:
+            param.grad = grad.clone() if skipped == 0 else grad / 0
+        optimizer.found_inf = torch.tensor(skipped)
+        optimizer.step()
+        assert all(torch.equal(one, param) == bool(skipped) for one, param in zip(before, params, strict=True))
+    for param in params[1:]:
+        torch.testing.assert_close(param, params[0])
+
+
 def test_alone_it_is_its_formula() -> None:
     torch.manual_seed(0)
     ours = {
@@ -118,7 +136,7 @@ def unbound(params: Iterable[Any]) -> Muon:
     return optimizer
 
 
-@pytest.mark.parametrize("name", ["tensor", "grid", "fused blocks"])
+@pytest.mark.parametrize("name", ["tensor", "grid", "fused blocks", "sequence", "2.5-D", "3-D"])
 def test_bare_pieces_fail_the_same_comparison(world: World, name: str) -> None:
     layout = WHOLE_LAYOUTS[name]
     by_rank = world.run(layout.topology.world_size, trained, layout, unbound)
@@ -193,7 +211,7 @@ def test_under_fully_shard_it_is_the_dense_update(world: World, tensor: int) -> 
         optimizer.step()
     for found in world.run(2 * tensor, fully_sharded, tensor):
         for name, param in net.named_parameters():
-            torch.testing.assert_close(found[name], param.detach(), rtol=1e-6, atol=1e-6)  # torch clips by norm + 1e-6
+            torch.testing.assert_close(found[name], param.detach(), rtol=EXACT, atol=EXACT)
 
 
 # Collectives, host reads, skips -------------------------------------------------------------------------------------------
@@ -293,6 +311,23 @@ def test_what_steps_in_buckets_is_refused(world: World) -> None:
     del optimizer.param_groups[0]["params"][1]
     with pytest.raises(RuntimeError, match="is to step 1 of its 2 tensors"):
         optimizer.step()
+
+
+def twice() -> str:
+    """What is said where this rank has two copies of one tensor."""
+    with ProcessGroupRegistry(Topology(pipe=1)) as registry:
+        copies = [nn.Parameter(torch.ones(4, 3)) for _ in range(2)]
+        for param in copies:
+            annotate(param, P(), "table")
+        with pytest.raises(ValueError, match="table") as error:
+            ParallelOptimizer(Muon(copies, lr=0.1), registry)
+        return str(error.value)
+
+
+def test_two_parameters_that_are_one_tensor_on_a_rank_are_an_error_that_says_so(world: World) -> None:
+    text = world.run(1, twice)[0]
+    assert "rank 0 has elements of table (4, 3) twice" in text
+    assert "What is tied on one rank is one parameter" in text
 
 
 def several(layout: Layout) -> Any:

@@ -1,0 +1,86 @@
+"""Exchanges in several rounds, one on its way while another computes: the memory of all of them, and who sends."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from home_runs import adafactor, soap
+from meshstep.optim import ParallelOptimizer
+from meshstep.optim.whole import Homes, at_home
+from meshstep.optim.whole import muon as of_muon
+from meshstep.optim.whole.buffers import Buffers
+from meshstep.optim.whole.layout import LogicalTensor
+from meshstep.parallel import ProcessGroupRegistry
+from meshstep.parallel.layout.pieces import Box
+from planted import Layout, Part, Planted, parts, run_step
+from torch import Tensor
+from whole_runs import STATES, WHOLE_LAYOUTS, Make, alone, copies_differ, largest_error, muon
+from world import World
+
+MAKES: list[Make] = [muon, soap, adafactor]
+
+
+def in_small_rounds(layout: Layout, options: dict[str, Any], homes_of: list[str]) -> list[tuple[list[Part], int, bool]]:
+    """For each optimizer what it has made, its rounds here, and whether later steps took the memory of the first."""
+    found = []
+    small = partial(Homes, round_bytes=1)
+    with (
+        ProcessGroupRegistry(layout.topology) as registry,
+        mock.patch.object(of_muon, "Homes", small),
+        mock.patch.object(at_home, "Homes", small),
+    ):
+        for make, name in zip(MAKES, homes_of, strict=True):
+            model = Planted(layout, registry.global_rank, torch.float64)
+            optimizer = ParallelOptimizer(make(model.named_parameters()), registry, **options)
+            homes: Any = getattr(optimizer.optimizer, name)
+            kept = []
+            for step in range(10):
+                run_step(model, optimizer, step)
+                optimizer.step()
+                memory: dict[Any, Tensor] = homes.buffers._kept
+                kept.append({use: value.data_ptr() for use, value in memory.items()})
+            found.append((parts(layout, optimizer), len(homes._rounds), all(one == kept[0] for one in kept)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "rounds"), [("tensor", "whole", 3), ("data x tensor", "ZeRO-2", 2), ("experts", "whole", 2)]
+)
+def test_many_rounds_give_the_dense_update_in_memory_that_is_taken_once(
+    world: World, name: str, state: str, rounds: int
+) -> None:
+    layout = WHOLE_LAYOUTS[name]
+    names = ["_homes", "homes", "homes"]
+    by_rank = world.run(layout.topology.world_size, in_small_rounds, layout, STATES[state], names)
+    for index, make in enumerate(MAKES):
+        own = [of_rank[index][0] for of_rank in by_rank]
+        assert largest_error(own, alone(layout, make)) <= 1e-12, make
+        assert copies_differ(own) == [], make
+        assert min(of_rank[index][1] for of_rank in by_rank) >= rounds, make
+        assert all(of_rank[index][2] for of_rank in by_rank), make
+
+
+def test_memory_is_as_long_as_the_longest_use_and_only_of_a_cpu() -> None:
+    buffers, cpu = Buffers(), torch.device("cpu")
+    first = buffers.flat("sent", 10, torch.float32, cpu)
+    assert buffers.flat("sent", 4, torch.float64, cpu).data_ptr() == first.data_ptr()
+    assert buffers.flat("arrived", 3, torch.float64, cpu).shape == (3,)
+    assert buffers.numbytes == 10 * 4 + 3 * 8
+    assert buffers.flat("sent", 10, torch.float32, torch.device("meta")).is_meta
+    assert buffers.numbytes == 10 * 4 + 3 * 8
+
+
+def test_of_copies_not_the_same_one_speaks_to_every_home() -> None:
+    """On ``data=2,tensor=2`` each rank has half of a matrix, and each home lacks the other half, which two ranks have."""
+    halves = [Box((0, 0), (4, 6)), Box((4, 0), (4, 6))]
+    tensor = LogicalTensor("w", (8, 6), torch.float32, None, {rank: (halves[rank % 2],) for rank in range(4)})
+    senders = []
+    for home in range(4):
+        sources = {rank: boxes for rank, boxes in tensor.sources(home).items() if boxes}
+        assert sources[home] == [halves[home % 2]]
+        senders += [rank for rank in sources if rank != home]
+    assert sorted(senders) == [0, 1, 2, 3]

@@ -25,7 +25,7 @@ from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, copy_
 from overlap_runs import watched
 from properties import WITHOUT_SHRINKING, number_of_cases
 from random_programs import DRAWN, Drawn, drawn_of, options_of, recorded
-from recorded_ranks import Event, Program, programs_of
+from recorded_ranks import Event, Program
 from torch import nn
 from world import World
 from zero_models import small_buckets
@@ -182,23 +182,6 @@ def test_groups_made_in_the_order_of_first_use_would_deadlock_if_making_them_wer
     assert sum(stuck(programs) is not None for programs in made) >= 3
     for drawn in ask:
         assert eager(recorded(replace(drawn, asks=False))) is None
-
-
-@pytest.mark.parametrize("states", ["whole", "sharded"])
-@pytest.mark.parametrize(("gaps", "rule"), [("experts", "model_meets_over_data"), ("uneven pieces", "uneven_kinds")])
-def test_gradients_wait_where_a_device_that_runs_one_collective_at_a_time_would_deadlock(
-    gaps: str, rule: str, states: str
-) -> None:
-    def programs() -> list[Program]:
-        return programs_of(4, lambda: step_with_gaps(gaps, states))
-
-    with small_buckets(16):  # around all threads, which do it too
-        assert serial(programs()) is None
-        with (
-            mock.patch.object(early, rule, return_value=frozenset()),
-            mock.patch.object(sharded, rule, return_value=frozenset()),
-        ):
-            assert serial(programs()) is not None
 
 
 @pytest.mark.parametrize(("number", "option"), [(61, "data_parallel"), (25, "states")])

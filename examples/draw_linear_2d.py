@@ -87,7 +87,7 @@ def parameter(title: str, spec: P, shape: tuple[int, ...], topology: Topology) -
         weights = ReductionPlan.of(entries, topology, rank).weights
         held.append(Held(elements, Fraction(weights[0]) if weights else Fraction(0)))
     axes = Bucket.of(spec, topology).axes(topology)
-    groups = tuple(sorted({topology.peers(rank, *axes) for rank in range(topology.world_size)}))
+    groups = tuple(sorted({tuple(topology.peers(rank, *axes)) for rank in range(topology.world_size)}))
     return Parameter(title, spec, shape, tuple(held), axes, groups)
 
 

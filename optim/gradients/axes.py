@@ -33,7 +33,7 @@ def sync_ranks(
     spec = spec.on(topology)
     peers = topology.peers(rank, *sync_axes(spec, topology, average_data, averaged))
     if not spec.tied:
-        return peers
+        return tuple(peers)
     where = {axis: spec.tied_coordinates(axis, topology) for axis, _ in spec.tied}
     return tuple(peer for peer in peers if all(topology.coordinate_of(peer, axis) in where[axis] for axis in where))
 

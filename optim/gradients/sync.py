@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...parallel.interop.local import local_parameters
+from ...parallel.layout.spec import P
 from ...parallel.mesh.calls import in_call
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..norm.entries import ParameterEntry, entries_of
@@ -62,36 +63,35 @@ def gradient_buckets(
     Collectives: of each bucket one all-reduce, none where no group is larger than 1. Host reads: none.
     """
     topology = plan.topology
+    alike: dict[tuple[P, tuple[str, ...], bool, str, str], list[int]] = {}  # thousands of parameters are a few of these
+    for index, (param, entry) in enumerate(zip(params, plan.entries, strict=True)):
+        if only is None or only(entry):
+            kept = str(gradient_dtype(param)), str(param.device)
+            alike.setdefault((entry.spec, entry.averaged, entry.trained, *kept), []).append(index)
     together: dict[_Kind, list[int]] = {}
     alone: dict[float, list[Tensor]] = {}  # by scale
-    for index, (param, entry) in enumerate(zip(params, plan.entries, strict=True)):
-        if only is not None and not only(entry):
-            continue
-        ranks = sync_ranks(entry.spec, topology, plan.rank, average_data, entry.averaged)
-        scale = sync_scale(topology, average_data, entry.averaged)
-        if entry.trained and len(ranks) > 1:
-            layout_of = layout_kind(entry.spec, topology)
-            key = _Kind(ranks, layout_of, str(gradient_dtype(param)), str(param.device), scale)
-            together.setdefault(key, []).append(index)
+    for (spec, averaged, trained, of_dtype, device), members in alike.items():
+        ranks = sync_ranks(spec, topology, plan.rank, average_data, averaged)
+        scale = sync_scale(topology, average_data, averaged)
+        if trained and len(ranks) > 1:
+            together.setdefault(_Kind(ranks, layout_kind(spec, topology), of_dtype, device, scale), []).extend(members)
         elif scale != 1.0:
-            alone.setdefault(scale, []).append(param)
+            alone.setdefault(scale, []).extend(params[index] for index in members)
+    # Backward leaves a sum to be made, that must not be made twice.
+    is_pending = plan.for_each(lambda spec: len(sync_ranks(spec, topology, plan.rank, average_data=False)) > 1)
     made: list[tuple[tuple[int, ...], Bucket, int, GradientBucket]] = []
-    for kind, indices in sorted(together.items()):
+    for kind, found in sorted(together.items()):
+        indices = sorted(found)
         dtype, numels = gradient_dtype(params[indices[0]]), [params[index].numel() for index in indices]
         group, nbytes = registry.group_of(kind.ranks), BUCKET_BYTES if bucket_bytes is None else bucket_bytes
         for layout in flat_buckets(indices, numels, 1, nbytes // dtype.itemsize):
-            members = [params[index] for index in layout.indices]
-            pending = [params[index] for index in layout.indices if _is_pending(plan, index)]
-            bucket = GradientBucket(members, layout, group, exchange or Exact(), dtype, kind.scale, adopt, pending)
+            of_bucket = [params[index] for index in layout.indices]
+            pending = [params[index] for index in layout.indices if is_pending[index]]
+            bucket = GradientBucket(of_bucket, layout, group, exchange or Exact(), dtype, kind.scale, adopt, pending)
             # Tied copies stand in other places of other stages, so only the kind says the same on all ranks.
             made.append((kind.ranks, kind.layout if kind.layout.tied else Bucket(), -layout.indices[-1], bucket))
-    divided = [LocalGradients(members, scale) for scale, members in alone.items()]
+    divided = [LocalGradients(those, scale) for scale, those in alone.items()]
     return [*(bucket for *_, bucket in sorted(made, key=lambda item: item[:3])), *divided]
-
-
-def _is_pending(plan: ReductionPlan, index: int) -> bool:
-    """Whether backward leaves a sum to be made that must not be made twice."""
-    return len(sync_ranks(plan.entries[index].spec, plan.topology, plan.rank, average_data=False)) > 1
 
 
 def sync_gradients(

@@ -14,6 +14,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from ...parallel.layout.owned import owns
+from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
@@ -37,9 +38,9 @@ class Holders(NamedTuple):
         return ",".join(f"{axis}={at}" for axis, at in where)
 
     @classmethod
-    def of(cls, entry: ParameterEntry, plan: ReductionPlan) -> Holders:
-        """Who holds ``entry``: this pipeline stage, or its owners, or the stages it is tied over."""
-        coordinate, spec = plan.coordinate, entry.spec
+    def of(cls, spec: P, plan: ReductionPlan) -> Holders:
+        """Who holds a parameter of this spec: this pipeline stage, or its owners, or the stages it is tied over."""
+        coordinate = plan.coordinate
         own = (axis for axis in plan.topology.pipe_axes if axis not in spec.named_axes)
         where: dict[str, tuple[int, ...]] = {axis: (coordinate[axis],) for axis in own}
         where |= {axis: (index,) for axis, index in spec.owned if not isinstance(index, str)}
@@ -55,12 +56,12 @@ class View(NamedTuple):
     said: str
 
     @classmethod
-    def of(cls, entry: ParameterEntry) -> View:
-        """The view of ``entry``; sizes of sharded dims are left out, as pieces may be uneven."""
+    def of(cls, entry: ParameterEntry, spec: str) -> View:
+        """The view of ``entry``, whose spec prints so; sizes of sharded dims are left out, as pieces may be uneven."""
         sizes = ("sharded" if entry.spec.dim_axes(d) else str(size) for d, size in enumerate(entry.shape))
         frozen = "" if entry.trained else ", frozen"
         shape = f"shape ({', '.join(sizes)})"
-        return cls(entry.name, f"{entry.spec}, {shape}, {str(entry.dtype)[6:]}, param group {entry.group}{frozen}")
+        return cls(entry.name, f"{spec}, {shape}, {str(entry.dtype)[6:]}, param group {entry.group}{frozen}")
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def agree(plan: ReductionPlan, registry: ProcessGroupRegistry, names: bool = Fal
     Collectives: all-gathers of Python objects, at set-up only. Host reads: yes.
     """
     views = _views(plan)
-    weighted = sum((Fraction(e.numel, e.spec.holders(plan.topology)) for e in plan.entries), Fraction())
+    weighted = _weighted(plan)
     digests = {holders: _digest(holders, found) for holders, found in views.items()}
     shapes = _full_shapes(plan)
     digested = {holders: hashlib.sha256(repr(found).encode()).hexdigest()[:16] for holders, found in shapes.items()}
@@ -111,11 +112,11 @@ def with_names(plan: ReductionPlan, registry: ProcessGroupRegistry) -> Reduction
     Collectives: an all-gather of Python objects. Host reads: yes.
     """
     mine: list[tuple[Holders, str | int]] = []
-    for entry in plan.entries:
-        holders = Holders.of(entry, plan)
+    seen: Counter[Holders] = Counter()
+    for entry, holders in zip(plan.entries, _holders(plan), strict=True):
         # Tied copies have different names: they are the same parameter by their position among the tied ones.
-        position = sum(known == holders for known, _ in mine)
-        mine.append((holders, position if holders.tied else entry.name))
+        mine.append((holders, seen[holders] if holders.tied else entry.name))
+        seen[holders] += 1
     labels: dict[tuple[Holders, str | int], str] = {}
     shapes: dict[tuple[Holders, str | int], tuple[int, ...] | None] = {}
     own = (mine, [entry.name for entry in plan.entries], [entry.full_shape for entry in plan.entries])
@@ -134,10 +135,23 @@ def with_names(plan: ReductionPlan, registry: ProcessGroupRegistry) -> Reduction
     )
 
 
+def _holders(plan: ReductionPlan) -> tuple[Holders, ...]:
+    """Of each entry."""
+    return plan.for_each(lambda spec: Holders.of(spec, plan))
+
+
+def _weighted(plan: ReductionPlan) -> Fraction:
+    """The elements of this rank, each divided by its number of holders."""
+    numels: Counter[int] = Counter()
+    for entry, holders in zip(plan.entries, plan.holders, strict=True):
+        numels[holders] += entry.numel
+    return sum((Fraction(numel, holders) for holders, numel in numels.items()), Fraction())
+
+
 def _full_shapes(plan: ReductionPlan) -> dict[Holders, list[tuple[int, ...] | None]]:
     shapes: dict[Holders, list[tuple[int, ...] | None]] = {}
-    for entry in plan.entries:
-        shapes.setdefault(Holders.of(entry, plan), []).append(entry.full_shape)
+    for entry, holders in zip(plan.entries, _holders(plan), strict=True):
+        shapes.setdefault(holders, []).append(entry.full_shape)
     return shapes
 
 
@@ -147,8 +161,7 @@ def _without_uneven(
     """The plan without the logical shapes of parameters of which ranks have pieces of unequal sizes."""
     seen: Counter[Holders] = Counter()
     entries = []
-    for entry in plan.entries:
-        holders = Holders.of(entry, plan)
+    for entry, holders in zip(plan.entries, _holders(plan), strict=True):
         position, seen[holders] = seen[holders], seen[holders] + 1
         even = len({shapes[holders][position] for shapes in everybody if holders in shapes}) == 1
         entries.append(entry if even else replace(entry, full_shape=None))
@@ -157,8 +170,9 @@ def _without_uneven(
 
 def _views(plan: ReductionPlan) -> dict[Holders, list[View]]:
     views: dict[Holders, list[View]] = {}
-    for entry in plan.entries:
-        views.setdefault(Holders.of(entry, plan), []).append(View.of(entry))
+    said = plan.for_each(str)
+    for entry, holders, spec in zip(plan.entries, _holders(plan), said, strict=True):
+        views.setdefault(holders, []).append(View.of(entry, spec))
     return views
 
 

@@ -15,6 +15,8 @@ from ...parallel.layout.spec import P
 from ...parallel.mesh.text import some
 from ...parallel.mesh.topology import Topology
 
+_UNDECLARED = Annotation(P(), declared=False)
+
 
 @dataclass(frozen=True)
 class ParameterEntry:
@@ -59,7 +61,7 @@ def entries_of(
         for position, item in enumerate(params):
             given, param = item if isinstance(item, tuple) else (None, item)
             whole, param = param, local_parameter(param, topology)
-            annotation = annotation_of(param) or Annotation(P(), declared=False)
+            annotation = annotation_of(param) or _UNDECLARED
             name = (
                 given or annotation.name or f"parameter {position} of group {group} ({_shape(param, annotation.spec)})"
             )
@@ -106,6 +108,8 @@ def logical_shape(param: Tensor, annotation: Annotation, topology: Topology) -> 
     if annotation.full_shape is not None:
         return annotation.full_shape
     spec, known = annotation.spec_on(topology), annotation.mesh_axes_on(topology)
+    if not spec.entries:
+        return tuple(param.shape)
     return tuple(
         length * topology.size(*(axis for axis in spec.dim_axes(dim) if axis in topology.axes and axis not in known))
         for dim, length in enumerate(param.shape)

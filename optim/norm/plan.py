@@ -13,9 +13,10 @@ are all-reduced over exactly the axes that index their pieces.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 from ...parallel.layout.owned import Owned, owns
 from ...parallel.layout.pieces import Region
@@ -23,6 +24,8 @@ from ...parallel.layout.spec import P
 from ...parallel.mesh.text import aligned
 from ...parallel.mesh.topology import Topology
 from .entries import ParameterEntry
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -106,18 +109,25 @@ class ReductionPlan:
             ValueError: A spec does not fit its shape or the topology, or this rank may not hold the parameter.
         """
         coordinate, given = topology.coordinate(rank), tuple(entries)
+        kinds: dict[tuple[P, int], P] = {}  # thousands of parameters have a few specs, each looked at once
         for entry in given:
-            entry.spec.validate(len(entry.shape), topology, entry.name)
-        entries = tuple(replace(entry, spec=entry.spec.on(topology)) for entry in given)
+            if (kind := (entry.spec, len(entry.shape))) not in kinds:
+                entry.spec.validate(len(entry.shape), topology, entry.name)
+                kinds[kind] = entry.spec.on(topology)
+        entries = tuple(replace(e, spec=kinds[e.spec, len(e.shape)]) if topology.aliases else e for e in given)
+        layouts: dict[P, Bucket] = {}
         for entry in entries:
             if entry.spec.blocks and entry.full_shape is not None:
                 Region.of_shard(entry.full_shape, entry.shape, entry.spec, topology, coordinate, entry.name)
+            if entry.spec in layouts:
+                continue
             if not entry.spec.holds(coordinate, topology):
                 raise ValueError(
                     f"{entry.name}: {entry.spec} says that rank {rank} at {_coordinate(coordinate)} does not hold it, "
                     "but it was given here; build it only where the spec says, or correct the spec"
                 )
-        buckets = tuple(sorted({Bucket.of(entry.spec, topology) for entry in entries}))
+            layouts[entry.spec] = Bucket.of(entry.spec, topology)
+        buckets = tuple(sorted({*layouts.values()}))
         return cls(topology, rank, entries, buckets, max((entry.group for entry in entries), default=0) + 1)
 
     def groups(self, reduction: str) -> list[tuple[str, ...]]:
@@ -131,28 +141,46 @@ class ReductionPlan:
     def bucket_indices(self) -> tuple[int, ...]:
         """For each entry the index of its bucket in `buckets`."""
         index = {bucket: i for i, bucket in enumerate(self.buckets)}
-        return tuple(index[Bucket.of(entry.spec, self.topology)] for entry in self.entries)
+        return self.for_each(lambda spec: index[Bucket.of(spec, self.topology)])
+
+    @cached_property
+    def holders(self) -> tuple[int, ...]:
+        """For each entry how many ranks hold a copy of its piece."""
+        return self.for_each(lambda spec: spec.holders(self.topology))
 
     @cached_property
     def weights(self) -> tuple[float, ...]:
         """For each entry 1 / (ranks that hold a copy of its piece)."""
-        return tuple(1 / entry.spec.holders(self.topology) for entry in self.entries)
+        return tuple(1 / holders for holders in self.holders)
+
+    def for_each(self, answer: Callable[[P], T]) -> tuple[T, ...]:
+        """``answer`` to the spec of each entry; asked once for each spec there is."""
+        answers: dict[P, T] = {}
+        for entry in self.entries:
+            if entry.spec not in answers:
+                answers[entry.spec] = answer(entry.spec)
+        return tuple(answers[entry.spec] for entry in self.entries)
 
     @property
     def coordinate(self) -> dict[str, int]:
         """This rank's coordinate."""
         return self.topology.coordinate(self.rank)
 
-    def counted_numel(self, entry: ParameterEntry) -> int:
-        """Elements of this pipeline stage that the weighted sum counts: local elements x ranks that add them x weight."""
-        spec, topology = entry.spec, self.topology
-        ranks = 1
+    @cached_property
+    def counted_numels(self) -> tuple[int, ...]:
+        """For each entry the elements of this pipeline stage that the weighted sum counts: local elements x ranks that add
+        them x weight."""
+        ranks = self.for_each(self._ranks_that_add)
+        return tuple(e.numel * n // h for e, n, h in zip(self.entries, ranks, self.holders, strict=True))
+
+    def _ranks_that_add(self, spec: P) -> int:
+        ranks, topology = 1, self.topology
         for axis in topology.axes:
             if axis in dict(spec.tied):
                 ranks *= len(spec.tied_coordinates(axis, topology))
             elif axis not in dict(spec.owned) and (axis not in topology.pipe_axes or axis in spec.named_axes):
                 ranks *= topology.size(axis)
-        return entry.numel * ranks // spec.holders(topology)
+        return ranks
 
     def warn_of_experts(self) -> None:
         """Warn, on the first rank of a stage, where an expert axis of which nobody told the role shards some parameters and
@@ -178,10 +206,11 @@ class ReductionPlan:
         Raises:
             ValueError: They differ; the text lists what each parameter counts.
         """
-        counted = self.counted if self.counted is not None else sum(map(self.counted_numel, self.entries))
+        counted = self.counted if self.counted is not None else sum(self.counted_numels)
         if counted != full:
             rows = "\n".join(
-                f"  {e.name}: local {e.shape}, {e.spec}, counts {self.counted_numel(e):,}" for e in self.entries
+                f"  {entry.name}: local {entry.shape}, {entry.spec}, counts {numel:,}"
+                for entry, numel in zip(self.entries, self.counted_numels, strict=True)
             )
             raise ValueError(
                 f"the plan counts {counted:,} elements but the full model has {full:,}; a spec says shard where the "
@@ -197,7 +226,7 @@ class ReductionPlan:
             lines.append(f"in blocks: {', '.join(in_blocks)}")
         stage = " of this pipeline stage" if self.topology.size(*self.topology.pipe_axes) > 1 else ""
         if self.cut_over is None:
-            counted = sum(map(self.counted_numel, self.entries))
+            counted = sum(self.counted_numels)
             lines.append(
                 f"counts {counted:,} elements{stage}, as declared; plan.check_numel(n) compares with a dense model of n"
             )
@@ -211,12 +240,12 @@ class ReductionPlan:
         return "\n".join(lines)
 
     def _row(self, index: int, bucket: Bucket) -> tuple[str, ...]:
-        mine = [entry for entry, at in zip(self.entries, self.bucket_indices, strict=True) if at == index]
+        mine = [i for i, at in enumerate(self.bucket_indices) if at == index]
         ranks = self.topology.peers(self.rank, *bucket.axes(self.topology))
         shown = ",".join(map(str, ranks[:8])) + (f",... ({len(ranks)})" if len(ranks) > 8 else "")
-        weight = f"1/{mine[0].spec.holders(self.topology)}" if mine else "-"
-        counted = sum(map(self.counted_numel, mine))
-        return str(bucket), shown, weight, f"{len(mine):,}", f"{sum(e.numel for e in mine):,}", f"{counted:,}"
+        weight = f"1/{self.holders[mine[0]]}" if mine else "-"
+        local, counted = sum(self.entries[i].numel for i in mine), sum(self.counted_numels[i] for i in mine)
+        return str(bucket), shown, weight, f"{len(mine):,}", f"{local:,}", f"{counted:,}"
 
 
 def _coordinate(coordinate: dict[str, int]) -> str:

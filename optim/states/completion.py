@@ -88,7 +88,7 @@ class Completion:
             self.looked = True
         for param in self.params:
             gradient = param.grad
-            if gradient is not None and (gradient.layout is not torch.strided or gradient.is_complex()):
+            if gradient is not None and (gradient.layout is not torch.strided or gradient.dtype.is_complex):
                 problem = poison_bad_kinds(self.params, self.plan.entries)
         # Else torch's data parallelism left the last micro-batch out, and nobody else averages.
         buckets = self._buckets if averaged else gradient_buckets(self.params, self.plan, self.chain.registry)

@@ -219,8 +219,9 @@ class WholeOptimizer(torch.optim.Optimizer):
             rate: A number or 0-dim.
         """
         found_inf: Tensor | None = getattr(self, "found_inf", None)
-        if not target.is_contiguous() or (target.is_cpu and is_half(target)):
-            # torch's fused kernels walk through tensors as they lie, and lose updates of the second (2.12, 2.13).
+        if not target.is_cpu or not target.is_contiguous() or is_half(target):
+            # Fresh memory is what costs on a CPU. torch's fused kernels there walk through tensors as they lie, and lose
+            # updates of half-precision ones (2.12, 2.13).
             whole = target.float() if is_half(target) else target
             self.write(target, whole - rate * (direction.to(whole.dtype) + decay * whole))
             return

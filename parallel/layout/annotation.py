@@ -42,14 +42,17 @@ class Annotation:
 
     def mesh_axes_on(self, topology: Topology) -> tuple[str, ...]:
         """The axes of the topology that the dims of the device mesh are."""
+        if not self.mesh_axes:
+            return ()
         known = dict(self.dims)
         return tuple(axis for dim in self.mesh_axes for axis in (known[dim] if dim in known else topology.atoms(dim)))
 
     def silent_axes(self, topology: Topology) -> tuple[str, ...]:
         """The model axes larger than 1 of which nobody has said whether they shard the parameter."""
+        if self.declared:
+            return ()
         said = self.mesh_axes_on(topology)
-        silent = () if self.declared else (axis for axis in topology.model_axes if axis not in said)
-        return tuple(axis for axis in silent if topology.size(axis) > 1)
+        return tuple(axis for axis in topology.model_axes if axis not in said and topology.size(axis) > 1)
 
 
 def annotate(param: Tensor, spec: P, name: str | None = None, *, full_shape: tuple[int, ...] | None = None) -> None:

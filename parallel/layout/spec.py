@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from ..mesh.aliases import by_axis
@@ -90,12 +91,12 @@ class P:
                     f"coordinate, as owned={{{axis!r}: 0}}, or shard a dim over {at!r}"
                 )
 
-    @property
+    @cached_property
     def sharded_axes(self) -> tuple[str, ...]:
         """The axes that shard some dim, in the order of the dims."""
         return tuple(axis for axes in self.entries for axis in axes)
 
-    @property
+    @cached_property
     def named_axes(self) -> tuple[str, ...]:
         """All axes that the spec mentions."""
         return (*self.sharded_axes, *self.partial, *dict(self.owned), *dict(self.tied))
@@ -161,7 +162,7 @@ class P:
                 no product of coordinates of its axes.
         """
         aliases = {**topology.aliases, **(dims or {})}
-        if aliases.keys().isdisjoint(self.named_axes):
+        if not aliases or aliases.keys().isdisjoint(self.named_axes):
             return self
         self._check_coordinates(topology, repr(topology), aliases)
         blocks = dict(self.blocks)

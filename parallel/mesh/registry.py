@@ -97,7 +97,7 @@ class ProcessGroupRegistry:
     def ranks(self, *axes: str) -> tuple[int, ...]:
         """Global ranks of this rank's group along ``axes``, ascending, which is the order in the group."""
         self._check_named(axes)
-        return self.topology.peers(self.global_rank, *axes)
+        return tuple(self.topology.peers(self.global_rank, *axes))
 
     def rank(self, *axes: str) -> int:
         """This rank's index in its group along ``axes``: row-major over them in the topology's order."""

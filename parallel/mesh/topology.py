@@ -15,7 +15,6 @@ Nothing here grows with the world: an answer about one rank costs O(axes), a gro
 from __future__ import annotations
 
 import difflib
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from .aliases import Coordinate, checked_aliases
 from .notation import parsed
+from .peers import Peers
 from .refinement import agreed_dims, refined
 from .roles import ByRole, Role, roles_of, said_role
 from .table import render
@@ -216,15 +216,15 @@ class Topology(ByRole):
             )
         return self._offset(given)
 
-    def peers(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """All ranks that differ from ``rank`` only along ``axes``, itself included, ascending.
+    def peers(self, rank: int, *axes: str) -> Peers:
+        """All ranks that differ from ``rank`` only along ``axes``, itself included, ascending: as a tuple is, but not made.
 
-        The order in which the axes are named doesn't matter. O(number of peers).
+        The order in which the axes are named doesn't matter. O(axes).
         """
         self._check_rank(rank)
         atoms = self.atoms(*axes)
         base = rank - self._offset({axis: self.coordinate_of(rank, axis) for axis in atoms})
-        return tuple(base + offset for offset in self._offsets(atoms))
+        return Peers(base, self._dims(atoms))
 
     def filter(self, **coordinate: int) -> Iterator[int]:
         """Ranks that are at these coordinates, ascending; all ranks for none.
@@ -233,9 +233,8 @@ class Topology(ByRole):
         [1, 3]
         """
         given = self.on_axes(coordinate)
-        base = self._offset(given)
         free = tuple(axis for axis in self.axes if axis not in given)
-        return (base + offset for offset in self._offsets(free))
+        return iter(Peers(self._offset(given), self._dims(free)))
 
     def groups(self, *axes: str) -> Iterator[tuple[int, ...]]:
         """The groups along ``axes``: they partition the world; ordered by their first rank.
@@ -244,9 +243,9 @@ class Topology(ByRole):
         [(0, 2), (1, 3)]
         """
         atoms = self.atoms(*axes)
-        offsets = tuple(self._offsets(atoms))
+        offsets = tuple(Peers(0, self._dims(atoms)))
         rest = tuple(axis for axis in self.axes if axis not in atoms)
-        return (tuple(base + offset for offset in offsets) for base in self._offsets(rest))
+        return (tuple(base + offset for offset in offsets) for base in Peers(0, self._dims(rest)))
 
     def table(self, rank: int | None = None) -> str:
         """A rank grid and the groups along each axis, for people; elided where the world is big.
@@ -278,15 +277,10 @@ class Topology(ByRole):
     def _offset(self, coordinate: Mapping[str, int]) -> int:
         return sum(value * self._strides[self.axes.index(axis)] for axis, value in coordinate.items())
 
-    def _offsets(self, axes: tuple[str, ...]) -> Iterator[int]:
-        # In axis order, whatever the caller's: then the sums come out ascending.
-        ordered = [
-            range(0, size * stride, stride)
-            for axis, stride, size in zip(self.axes, self._strides, self.sizes, strict=True)
-            if axis in axes
-        ]
-        # itertools.product holds its ranges in memory, which is the sum of the sizes and not their product.
-        return map(sum, itertools.product(*ordered))
+    def _dims(self, axes: tuple[str, ...]) -> list[tuple[int, int]]:
+        """(size, stride) of these axes, in axis order whatever the caller's: then ranks come out ascending."""
+        steps = zip(self.axes, self.sizes, self._strides, strict=True)
+        return [(size, stride) for axis, size, stride in steps if axis in axes]
 
     def __repr__(self) -> str:
         parts = [f"{axis}={size}" for axis, size in zip(self.axes, self.sizes, strict=True)]

@@ -3,8 +3,6 @@ README's commands are those of the CI."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 import shlex
 import sys
@@ -19,6 +17,7 @@ import torch
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, copy_to, reduce_from, shard, unshard
 from meshstep.parallel.__main__ import main as print_topology
 from run_example import example
+from snippets import blocks, printed_by
 from torch import Tensor, nn
 from world import World
 
@@ -32,20 +31,7 @@ PAGES = {
 }
 
 
-def blocks(language: str, document: str = README) -> list[tuple[str, str]]:
-    """(text, the text block that follows it directly, or nothing) of all blocks of a language."""
-    found = re.findall(r"^```(\w+)\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", document, re.MULTILINE | re.DOTALL)
-    return [(text, output) for kind, text, output in found if kind == language]
-
-
-def printed_by(code: str, name: str, namespace: dict[str, Any]) -> str:
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(code, name, "exec"), namespace)
-    return printed.getvalue()
-
-
-@pytest.mark.parametrize(("code", "output"), blocks("python"), ids=lambda text: text.split("\n")[0])
+@pytest.mark.parametrize(("code", "output"), blocks("python", README), ids=lambda text: text.split("\n")[0])
 def test_python(code: str, output: str) -> None:
     try:
         assert printed_by(code, "README.md", {"__name__": "readme"}) == output
@@ -77,7 +63,7 @@ def test_a_packages_page_names_all_its_rooms() -> None:
 
 
 def test_console(capsys: pytest.CaptureFixture[str]) -> None:
-    ((text, _),) = blocks("console")
+    ((text, _),) = blocks("console", README)
     command, _, output = text.partition("\n")
     prefix = "$ python -m meshstep.parallel "
     assert command.startswith(prefix)
@@ -91,7 +77,7 @@ def test_console(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_ci_finds_the_two_commands() -> None:
     """.ci/run takes them from here: the lines that make a virtual environment."""
     commands = [line for line in README.splitlines() if line.startswith("python3 -m venv ")]
-    assert [line + "\n" for line in commands] == [text for text, _ in blocks("bash")]
+    assert [line + "\n" for line in commands] == [text for text, _ in blocks("bash", README)]
     main_job, tests = commands
     assert "torchrun --standalone --nproc-per-node 4 examples/train_digits.py" in main_job
     assert main_job.endswith("--verify")
@@ -100,7 +86,7 @@ def test_the_ci_finds_the_two_commands() -> None:
 
 
 def test_the_flags_of_the_main_job_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    command = next(text for text, _ in blocks("bash") if "train_digits" in text)
+    command = next(text for text, _ in blocks("bash", README) if "train_digits" in text)
     words = shlex.split(command)
     monkeypatch.setattr(sys, "argv", words[words.index("examples/train_digits.py") :])
     options = example("train_digits").read_options(4)
@@ -137,7 +123,7 @@ def compare_norms() -> list[tuple[str, float]]:
 
 
 def test_the_norms_are_as_printed(world: World) -> None:
-    text = next(text for text, _ in blocks("text") if text.startswith("dense layer"))
+    text = next(text for text, _ in blocks("text", README) if text.startswith("dense layer"))
     rows = [re.fullmatch(r"(.*?) {2,}([\d.]+)( +[-+][\d.]+%)?", line) for line in text.splitlines()]
     printed = {row[1]: float(row[2]) for row in rows if row is not None}
     found = dict(world.run(4, compare_norms)[0])
@@ -192,7 +178,7 @@ def sides_of(diff: str) -> tuple[str, str]:
 
 
 def sides_of_the_diff() -> tuple[str, str]:
-    ((diff, _),) = blocks("diff")
+    ((diff, _),) = blocks("diff", README)
     return sides_of(diff)
 
 
@@ -232,7 +218,7 @@ def test_the_loop_after_the_change_trains_as_the_dense_one_before(world: World) 
 
 
 def test_the_diff_is_short() -> None:
-    ((diff, _),) = blocks("diff")
+    ((diff, _),) = blocks("diff", README)
     assert sum(line.startswith(("+", "-")) and line.strip("+-") != "" for line in diff.splitlines()) <= 12
 
 

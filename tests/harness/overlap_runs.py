@@ -58,7 +58,7 @@ def watched() -> Iterator[Watch]:
     def on_gradient(reducer: BackwardReducer, param: Tensor) -> None:
         before = reducer._next if reducer._is_open else len(reducer._eager)
         arrived(reducer, param)
-        watch.early += reducer._eager[before : reducer._next]
+        watch.early += reducer._eager[before : getattr(reducer, "_next", 0)]  # which it has from its first window on
 
     with (
         mock.patch.object(GradientBucket, "start", on_start),

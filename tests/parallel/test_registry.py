@@ -268,7 +268,7 @@ def test_what_all_members_asked_for_meets_in_one_order(world: World, seed: int) 
     by_rank = world.run(8, meet_what_was_asked_for, seed)
     whole = tuple(range(8))
     for rank, (met, asked, again) in enumerate(by_rank):
-        named = {CUBE.peers(rank, "row"), CUBE.peers(rank, "row", "col"), whole}
+        named = {tuple(CUBE.peers(rank, *axes)) for axes in (("row",), ("row", "col"))} | {whole}
         complete = {ranks for ranks in asked if all(ranks in {*by_rank[other][1]} for other in ranks)}
         others = {ranks for ranks in asked if ranks not in complete and all(ranks in {*by_rank[o][0]} for o in ranks)}
         assert met == sorted(named | complete | others)

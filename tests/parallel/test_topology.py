@@ -127,7 +127,7 @@ def test_an_expert_axis_without_a_role_is_explained_in_the_table() -> None:
 
 def test_no_axes_is_one_rank() -> None:
     topology = Topology()
-    assert (topology.world_size, topology.coordinate(0), topology.rank(), topology.peers(0)) == (1, {}, 0, (0,))
+    assert (topology.world_size, topology.coordinate(0), topology.rank(), tuple(topology.peers(0))) == (1, {}, 0, (0,))
     assert list(topology.groups()) == list(topology.filter()) * 0 + [(0,)]
     assert Topology.parse("") == topology
 
@@ -199,6 +199,38 @@ def test_an_answer_about_one_rank_does_not_grow_with_the_world() -> None:
     for _ in range(100):
         BIG.coordinate(rank), BIG.peers(rank, "row")
     print(f"coordinate + peers of 16 at world size 2**20: {(time.perf_counter() - start) * 1e4:.1f} us")
+
+
+def test_the_ranks_of_a_group_are_not_made_until_somebody_goes_through_them() -> None:
+    small, large = Topology(data=2, tensor=8), Topology(data=131072, tensor=8)
+    for use in (
+        lambda topology: topology.peers(9, "data"),
+        lambda topology: (topology.peers(9, "data")[1], 9 in topology.peers(9, "data")),
+        lambda topology: (topology.peers(9, "data").index(9), topology.peers(9, "data")[:2]),
+    ):
+        costs = [lines_executed(lambda use=use, t=topology: use(t)) for topology in (small, large)]  # type: ignore[misc]
+        assert costs[0] == costs[1] < 200
+    peers = large.peers(9, "data")
+    assert (len(peers), peers[-1], peers.index(2**19 + 1)) == (131072, 2**20 - 7, 2**16)
+
+
+@given(topologies, st.data())
+def test_the_ranks_of_a_group_are_used_as_the_tuple_of_them(topology: Topology, data: st.DataObject) -> None:
+    axes = data.draw(st.lists(st.sampled_from(topology.axes), unique=True)) if topology.axes else []
+    rank = data.draw(st.integers(0, topology.world_size - 1))
+    peers, expected = topology.peers(rank, *axes), tuple(topology.peers(rank, *axes))
+    assert peers == expected == peers
+    assert (hash(peers), repr(peers), len(peers)) == (hash(expected), repr(expected), len(expected))
+    assert [peers[i] for i in range(-len(peers), len(peers))] == [*expected, *expected]
+    assert peers[1::2] == expected[1::2]
+    assert [peers.index(member) for member in expected] == [*range(len(expected))]
+    assert [other for other in range(-3, topology.world_size + 3) if other in peers] == [*expected]
+    assert peers != expected[1:]
+    with pytest.raises(IndexError):
+        peers[len(peers)]
+    with pytest.raises(ValueError, match="isn't among these"):
+        peers.index(-1)
+    assert sorted({topology.peers(one, *axes) for one in range(topology.world_size)}) == [*topology.groups(*axes)]
 
 
 def test_table() -> None:

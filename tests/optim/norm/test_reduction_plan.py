@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import prod
 from typing import Any
+from unittest import mock
 
 import pytest
 from arguments import arguments
@@ -52,6 +53,19 @@ def test_counted_elements_are_compared_with_the_dense_model() -> None:
     plan.check_numel(68)
     with pytest.raises(ValueError, match=r"counts 68 elements but the full model has 72.*(?s:.*)bias: local \(3,\)"):
         plan.check_numel(72)
+
+
+@pytest.mark.parametrize(
+    "question", ["holds", "holders", "distinct_axes", "tied_coordinates", "validate", "replica_axes"]
+)
+def test_a_plan_of_ten_thousand_parameters_at_a_million_ranks_asks_each_spec_once(question: str) -> None:
+    topology = Topology(data=131072, tensor=8, aliases={"all": ("data", "tensor")})
+    specs = (P(), P("tensor"), P(None, "tensor"), P(partial="tensor"), P(tied={"tensor": (0, 1)}))
+    entries = [ParameterEntry(f"layer{i}", specs[i % len(specs)], (64, 64)) for i in range(10_000)]
+    with mock.patch.object(P, question, autospec=True, side_effect=getattr(P, question)) as asked:
+        plan = ReductionPlan.of(entries, topology, 777_777 // 8 * 8)
+        assert len(plan.weights) == len(plan.bucket_indices) == len(str(plan) and plan.counted_numels) == 10_000
+    assert 0 < asked.call_count < 20 * len(specs)
 
 
 @settings(max_examples=200)

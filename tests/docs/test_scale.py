@@ -1,0 +1,181 @@
+"""The cost model of optim/SCALE.md prints what it shows, and says what steps do: on 1 to 8 ranks, and at 65,536."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from dense import COUNTED
+from meshstep.optim import HalfStates, Measure, ParallelOptimizer, Reduce, Sharded
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from meshstep.testing import fake_world
+from snippets import blocks, printed_by
+from torch import Tensor, nn
+from world import World
+from zero_models import small_buckets
+
+PAGE = Path(__file__).parent.parent.parent / "optim" / "SCALE.md"
+NUMELS = {"split": [512, 4096, 1024], "copied": [256, 2048, 512, 256]}
+BUCKET = 4096 * 4
+
+
+class Sent(NamedTuple):
+    """One collective."""
+
+    what: str
+    ranks: int
+    nbytes: int
+
+
+@cache
+def page() -> dict[str, Any]:
+    """What the page's snippets define."""
+    session: dict[str, Any] = {"__name__": "scale"}
+    for code, output in blocks("python", PAGE.read_text()):
+        assert printed_by(code, "optim/SCALE.md", session) == output
+    return session
+
+
+def test_the_snippets_print_what_they_show() -> None:
+    assert {"collectives", "state_bytes", "two_level"} <= page().keys()
+
+
+@contextmanager
+def sending() -> Iterator[list[Sent]]:
+    """What goes out meanwhile: the collective, the ranks of its group, and the bytes of the larger side."""
+    sent: list[Sent] = []
+
+    def note(what: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+        nbytes = max(arg.nbytes for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor))
+        sent.append(Sent(what, dist.get_world_size(kwargs.get("group")), nbytes))
+        return function(*args, **kwargs)
+
+    replaced: dict[str, Any] = {called: partial(note, name, getattr(dist, called)) for name, called in COUNTED.items()}
+    with mock.patch.multiple(dist, **replaced):
+        yield sent
+
+
+class Case(NamedTuple):
+    """A mesh of data x tensor, and options."""
+
+    data: int
+    tensor: int
+    sharded: bool = False
+    bf16: bool = False
+    groups: int = 1
+
+
+def sent_by(case: Case) -> tuple[list[Sent], int]:
+    """What the third step of one rank sends, and its bytes of states and masters."""
+    topology = Topology(data=case.data, tensor=case.tensor)
+    with ProcessGroupRegistry(topology) as registry, small_buckets(BUCKET):
+        params = [nn.Parameter(torch.ones(numel)) for numels in NUMELS.values() for numel in numels]
+        specs = [P("tensor") if kind == "split" else P() for kind, numels in NUMELS.items() for _ in numels]
+        for index, (param, spec) in enumerate(zip(params, specs, strict=True)):
+            annotate(param, spec, f"layers.{index}")
+            param.data = param.data.bfloat16() if case.bf16 else param.data
+        parts = [params[index :: case.groups] for index in range(case.groups)]
+        adamw = torch.optim.AdamW([{"params": part} for part in parts], fused=True)
+        options: dict[str, Any] = {"data_parallel": Reduce(bucket_bytes=BUCKET)}
+        if case.sharded:
+            options = {"states": Sharded("data")}
+        optimizer = ParallelOptimizer(
+            adamw,
+            registry,
+            max_norm=1.0,
+            precision="bf16" if case.bf16 else "fp32",
+            measure=Measure(check_replicas=False),
+            **options,
+        )
+        for _ in range(3):
+            with optimizer.window():
+                for param in params:
+                    param.grad = torch.ones(param.shape)
+            with sending() as sent:
+                optimizer.step()
+            optimizer.zero_grad()
+        moments = [v for s in optimizer.state.values() for k, v in s.items() if k != "step"]
+        masters = [piece.piece for piece in optimizer.pieces() if case.bf16]
+        return sent, sum(tensor.nbytes for tensor in (*moments, *masters))
+
+
+def same_objects_everywhere(said: list[Any], value: Any, group: Any = None) -> None:
+    said[:] = [value] * len(said)
+
+
+def expected(case: Case) -> list[Sent]:
+    """By the page; parameters of a group of param groups of their own come in the order of the groups."""
+    order = [index for start in range(case.groups) for index in range(7)[start :: case.groups]]
+    flat = [(kind, numel) for kind, numels in NUMELS.items() for numel in numels]
+    kinds = [[flat[i][1] for i in order if flat[i][0] == kind] for kind in NUMELS]
+    if case.tensor == 1 and not case.sharded:
+        kinds = [[flat[i][1] for i in order]]  # nothing is split: one kind
+    buckets = page()["buckets"]
+    with mock.patch.dict(page(), {"buckets": partial(buckets, nbytes=BUCKET)}):
+        found = page()["collectives"](
+            kinds,
+            case.data,
+            case.data * case.tensor,
+            sharded=case.sharded,
+            weight_bytes=2 if case.bf16 else 4,
+            groups=case.groups,
+        )
+    names = {"reduce_scatter": "reduce_scatter_single", "all_gather": "all_gather_single"}
+    return sorted(Sent(names.get(what, what), *rest) for what, *rest in found)
+
+
+def state_bytes(case: Case) -> int:
+    numel = sum(map(sum, NUMELS.values()))
+    return int(page()["state_bytes"](numel, case.data if case.sharded else 1, masters=case.bf16))
+
+
+SMALL = [
+    Case(1, 1),
+    Case(2, 1),
+    Case(2, 1, bf16=True, sharded=True),
+    Case(1, 2),
+    Case(2, 2, groups=2),
+    Case(2, 2, sharded=True),
+    Case(4, 1, sharded=True, bf16=True),
+    Case(4, 2, bf16=True),
+    Case(2, 4, sharded=True),
+]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_the_formulas_are_what_ranks_count(world: World, case: Case) -> None:
+    for sent, nbytes in world.run(case.data * case.tensor, sent_by, case):
+        assert sorted(sent) == expected(case)
+        assert nbytes == state_bytes(case)
+
+
+@pytest.mark.parametrize("case", [Case(8192, 8), Case(8, 8192), Case(64, 1024, sharded=True, bf16=True)], ids=str)
+def test_the_formulas_are_what_one_rank_of_65536_counts(case: Case) -> None:
+    with (
+        fake_world(65536, rank=54_321),
+        mock.patch.object(dist, "all_gather_object", same_objects_everywhere),
+    ):
+        sent, nbytes = sent_by(case)
+    assert sorted(sent) == expected(case)
+    assert nbytes == state_bytes(case)
+
+
+def test_masters_and_half_the_states_are_what_the_page_says() -> None:
+    with ProcessGroupRegistry(Topology()) as registry:
+        weight = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+        annotate(weight, P(), "weight")
+        adamw = torch.optim.AdamW([weight], fused=True)
+        optimizer = ParallelOptimizer(adamw, registry, precision="bf16", states=HalfStates())
+        optimizer.backward(weight.float().square().sum())
+        optimizer.step()
+        (piece,) = optimizer.pieces()
+        kept = [value for key, value in optimizer.state[piece.piece].items() if key != "step"]
+        found = sum(value.nbytes for value in kept) + piece.piece.untyped_storage().nbytes()
+        assert found == page()["state_bytes"](64 * 64, masters=True, half_states=True)

@@ -1,0 +1,106 @@
+"""What Python does for a parameter, in calls: of a warm step no more than torch's clip and step, and never the square."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from meshstep.optim import Measure, ParallelOptimizer
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from torch import nn
+
+FEW, MANY = 50, 150
+
+
+def calls_of(function: Callable[[], object]) -> int:
+    """Calls that Python makes, of functions in Python and in C."""
+    count = 0
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def a_parameter(calls: Callable[[int], int]) -> float:
+    """How many calls one parameter more takes."""
+    return (calls(MANY) - calls(FEW)) / (MANY - FEW)
+
+
+def weights(count: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    params = [nn.Parameter(torch.ones(4, dtype=dtype)) for _ in range(count)]
+    for index, param in enumerate(params):
+        annotate(param, P("tensor") if index % 2 else P(), f"layers.{index}.weight")
+    return params
+
+
+def give_gradients(params: list[nn.Parameter]) -> None:
+    for param in params:
+        param.grad = torch.ones(4)
+
+
+def warm(params: list[nn.Parameter], step: Callable[[], object]) -> int:
+    """The calls of the third step."""
+    for _ in range(2):
+        give_gradients(params)
+        step()
+    give_gradients(params)
+    return calls_of(step)
+
+
+def torchs(count: int) -> int:
+    params = weights(count)
+    optimizer = torch.optim.AdamW(params, fused=True)
+
+    @torch.no_grad()
+    def step() -> None:
+        torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return warm(params, step)
+
+
+def ours(count: int, precision: Any = "fp32", topology: Topology = Topology(tensor=1)) -> int:  # noqa: B008 (frozen)
+    params = weights(count, torch.float32 if precision == "fp32" else torch.bfloat16)
+    adamw = torch.optim.AdamW(params, fused=True)
+    with ProcessGroupRegistry(topology) as registry:
+        optimizer = ParallelOptimizer(
+            adamw, registry, max_norm=1.0, precision=precision, measure=Measure(check_replicas=False)
+        )
+
+        def step() -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return warm(params, step)
+
+
+def test_a_warm_step_calls_no_more_for_a_parameter_than_torch_does() -> None:
+    assert a_parameter(ours) <= a_parameter(torchs)
+
+
+def test_masters_take_some_calls_a_parameter_more() -> None:
+    assert a_parameter(lambda count: ours(count, "bf16")) <= 4 * a_parameter(torchs)
+
+
+def made(count: int) -> int:
+    params = weights(count)
+    adamw = torch.optim.AdamW(params, fused=True)
+    with ProcessGroupRegistry(Topology(tensor=1)) as registry:
+        return calls_of(lambda: ParallelOptimizer(adamw, registry, max_norm=1.0))
+
+
+def test_to_make_the_optimizer_is_linear_in_its_parameters() -> None:
+    once, twice = made(200) - made(100), made(400) - made(200)
+    assert twice < 2.05 * once
+    assert once / 100 < 330

@@ -124,6 +124,7 @@ def config_of(folder: Path, layout: str) -> Any:
     config.debug.seed, config.validator.enable, config.activation_checkpoint = 42, False, None
     if config.parallelism.pipeline_parallel_degree > 1:
         config.parallelism.pipeline_parallel_microbatch_size, config.training.local_batch_size = BATCH, 2 * BATCH
+        config.parallelism.pipeline_parallel_schedule = "1F1B"  # one stage a rank
     config.checkpoint.enable, config.checkpoint.interval, config.dump_folder = True, SAVE_EVERY, str(folder)
     return config
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,6 +28,7 @@ from ..norm.stats import GradStats
 from .policies import ByNorm, checked_threshold
 
 Params = Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
+Pending = list[tuple[int, Annotation]]
 
 
 def global_norm(
@@ -134,16 +136,18 @@ class _Listed:
     @classmethod
     def of(cls, params: Params, registry: ProcessGroupRegistry) -> _Listed:
         """Raises ValueError: the layout of a DTensor or of its gradient is none that can be worked with."""
-        given = [params] if isinstance(params, Tensor) else list(params)
-        once = dict[int, Tensor]()  # no pairs in one: a thousand tuples wake the garbage collector
-        names = dict[int, str | None]()
-        for item in given:
-            name, param = item if isinstance(item, tuple) else (None, item)
-            once[id(param)], names[id(param)] = param, name
-        return cls([*names.values()], *local_gradients([*once.values()], registry.topology))
+        given: list[Any] = [params] if isinstance(params, Tensor) else list(params)
+        names: list[str | None] = [None] * len(given)
+        if any(issubclass(kind, tuple) for kind in {*map(type, given)}):
+            names = [item[0] if isinstance(item, tuple) else None for item in given]
+            given = [item[1] if isinstance(item, tuple) else item for item in given]
+        once: dict[int, Tensor] = dict(zip(map(id, given), given, strict=True))
+        if len(once) < len(given):
+            names = [*dict(zip(map(id, given), names, strict=True)).values()]
+        return cls(names, *local_gradients([*once.values()], registry.topology))
 
     @cached_property
-    def pending(self) -> list[tuple[int, Annotation]]:
+    def pending(self) -> Pending:
         """The positions of those whose gradients may be sums that are still to be made."""
         return [
             (index, annotation)
@@ -165,11 +169,14 @@ class _Listed:
 
 def _measure(listed: _Listed, registry: ProcessGroupRegistry, norm_type: float, reduction: Reduction) -> Norms:
     state = _STATES.setdefault(registry, _State())
-    sizes = (
-        param.numel() if grad is None else grad.numel()
-        for param, grad in zip(listed.params, listed.gradients, strict=True)
-    )
+    sizes = [
+        (param if grad is None else grad).numel() for param, grad in zip(listed.params, listed.gradients, strict=True)
+    ]
     key = (checked_norm_type(norm_type), checked_reduction(reduction), *map(id, listed.annotations), *sizes)
+
+    known = state.norms.get(key)
+    if known is not None:
+        listed.pending = known.pending  # the annotations are the same, so these are
 
     def plan() -> ReductionPlan:
         named = [
@@ -182,9 +189,11 @@ def _measure(listed: _Listed, registry: ProcessGroupRegistry, norm_type: float, 
         return plan()
 
     def measurer(plan: ReductionPlan) -> GlobalNorm:
-        if key not in state.norms:
-            state.remember(key, GlobalNorm(plan, registry, norm_type, reduction), [*listed.annotations])
-        return state.norms[key]
+        if known is not None:
+            return known.norm
+        norm = GlobalNorm(plan, registry, norm_type, reduction)
+        state.remember(key, _Known(norm, listed.pending, listed.annotations))
+        return norm
 
     # By group, which collectives there are depends on all ranks' lists; whether one has changed only its rank knows.
     if not state.checked or reduction == "per_group":
@@ -192,7 +201,7 @@ def _measure(listed: _Listed, registry: ProcessGroupRegistry, norm_type: float, 
     # Packed, later lists are planned without a word to others: those that depend on local data may differ between ranks.
     try:
         _check_gradients(listed, registry)
-        measure = state.norms.get(key) or measurer(plan())
+        measure = measurer(plan()) if known is None else known.norm
     except (ValueError, TypeError):
         _measure_nan(registry, norm_type)  # the others, which must not wait, find no norm and clip nothing
         raise
@@ -208,21 +217,26 @@ def _measure_nan(registry: ProcessGroupRegistry, norm_type: float) -> None:
     GlobalNorm(plan, registry, norm_type)([nan])
 
 
+class _Known(NamedTuple):
+    """A list of gradients that has been measured before. It keeps its annotations alive, whose ids are in its key."""
+
+    norm: GlobalNorm
+    pending: Pending
+    annotations: list[Annotation | None]
+
+
 class _State:
-    """The measurers that a registry has been used with; they keep their annotations alive, whose ids are the keys."""
+    """The lists that a registry has been used with, by what tells them apart."""
 
     def __init__(self) -> None:
-        self.norms: dict[tuple[object, ...], GlobalNorm] = {}
-        self.annotations: list[object] = []
+        self.norms: dict[tuple[object, ...], _Known] = {}
         self.checked = False
 
-    def remember(self, key: tuple[object, ...], norm: GlobalNorm, annotations: list[object]) -> None:
-        """Keep ``norm``; lists that change from call to call must not pile up."""
+    def remember(self, key: tuple[object, ...], known: _Known) -> None:
+        """Keep one; lists that change from call to call must not pile up."""
         if len(self.norms) >= 64:
             self.norms.clear()
-            self.annotations.clear()
-        self.norms[key] = norm
-        self.annotations.append(annotations)
+        self.norms[key] = known
         self.checked = True
 
 

@@ -29,7 +29,8 @@ def of_each(
     local_params, gradients, annotations = list[Tensor](), list[Tensor | None](), list[Annotation | None]()
     for param in params:
         grad: Any = param.grad
-        seen = param.__dict__.get(SEEN)
+        said = param.__dict__
+        seen = said.get(SEEN)
         if seen is not None and grad is not None:
             piece, annotation, local, laid_out, declared, of, alike = seen
             part = grad._local_tensor
@@ -38,7 +39,7 @@ def of_each(
                 and alike is grad._spec
                 and local is param._local_tensor  # type: ignore[attr-defined]
                 and laid_out is param._spec  # type: ignore[attr-defined]
-                and declared is getattr(param, ATTRIBUTE, None)
+                and declared is said.get(ATTRIBUTE)
                 and of is topology
             ):
                 local_params.append(piece)

@@ -1,6 +1,6 @@
-"""torchtitan's llama3 debug model on FSDP2=2 x TP=2, by itself, with the recipe, and resumed with it.
+"""torchtitan's llama3 debug model on 4 ranks, by itself, with the recipe, and resumed with it.
 
-run_torchtitan.py FOLDER. Made to run on CPUs, which torchtitan is not: see `on_cpus`.
+run_torchtitan.py FOLDER LAYOUT. Made to run on CPUs, which torchtitan is not: see `on_cpus`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ with mock.patch("torch._utils._get_available_device_type", return_value="cpu"): 
     from torchtitan.trainer import Trainer
 
 VOCAB, LENGTH, BATCH, STEPS, SAVE_EVERY = 2048, 32, 2, 10, 5
+LAYOUTS = {
+    "fsdp x tp": {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
+    "hsdp": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2},
+    "pp x fsdp": {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 2},
+}
 
 
 class Data(BaseDataLoader):  # type: ignore[misc, unused-ignore]  # the package may be missing
@@ -108,29 +113,39 @@ def on_cpus() -> None:
     dist_utils.set_pg_timeouts = lambda **_: None
 
 
-def config_of(folder: Path) -> Any:
+def config_of(folder: Path, layout: str) -> Any:
     config = llama3_debugmodel()
     config.model_spec = llama3.model_registry("debugmodel")
     config.dataloader, config.tokenizer, config.hf_assets_path = Data.Config(), Numbers.Config(), ""
     config.training.seq_len, config.training.local_batch_size, config.training.steps = LENGTH, BATCH, STEPS
     config.training.disable_cuda_graphs, config.training.mixed_precision_param = True, "float32"
-    config.parallelism.data_parallel_shard_degree = config.parallelism.tensor_parallel_degree = 2
+    for name, degree in LAYOUTS[layout].items():
+        setattr(config.parallelism, name, degree)
     config.debug.seed, config.validator.enable, config.activation_checkpoint = 42, False, None
+    if config.parallelism.pipeline_parallel_degree > 1:
+        config.parallelism.pipeline_parallel_microbatch_size, config.training.local_batch_size = BATCH, 2 * BATCH
+        config.parallelism.pipeline_parallel_schedule = "1F1B"  # one stage a rank
     config.checkpoint.enable, config.checkpoint.interval, config.dump_folder = True, SAVE_EVERY, str(folder)
     return config
 
 
-def exact_norm(model: nn.Module) -> float:
-    grads = [param.grad.full_tensor() for param in model.parameters() if param.grad is not None]  # type: ignore[attr-defined]
-    return float(torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt())
+def exact_norm(trainer: Any) -> float:
+    """Of all stages."""
+    params = [param for part in trainer.model_parts for param in part.parameters()]
+    grads = [param.grad.full_tensor() for param in params if param.grad is not None]
+    power = torch.stack([grad.double().square().sum() for grad in grads]).sum()
+    stages = trainer.parallel_dims.get_optional_mesh("pp")
+    if stages is not None:
+        torch.distributed.all_reduce(power, group=stages.get_group())
+    return float(power.sqrt())
 
 
-def main(how: str, folder: Path, resumed: bool) -> None:
+def main(how: str, folder: Path, layout: str, resumed: bool) -> None:
     """Resumed: from the last checkpoint but one."""
     if resumed and os.environ["RANK"] == "0":  # before the others can go on
         shutil.rmtree(folder / how / "checkpoint" / f"step-{STEPS}")
     on_cpus()
-    config = config_of(folder / how)
+    config = config_of(folder / how, layout)
     if how == "ours":
         config.optimizer = recipe("torchtitan")["Optimizers"].Config(param_groups=config.optimizer.param_groups)
     trainer = Trainer(config)
@@ -138,7 +153,7 @@ def main(how: str, folder: Path, resumed: bool) -> None:
     clip = dist_utils.clip_grad_norm_
 
     def measured(*args: Any, **kwargs: Any) -> Tensor:
-        exact.append(exact_norm(trainer.model_parts[0]))
+        exact.append(exact_norm(trainer))
         norm: Tensor = clip(*args, **kwargs)
         return norm
 
@@ -146,7 +161,7 @@ def main(how: str, folder: Path, resumed: bool) -> None:
     rows: list[tuple[int, float, float]] = []
     trainer.metrics_processor.log = lambda step, loss, _, norm, **__: rows.append((step, loss, norm))
     trainer.train()
-    if torch.distributed.get_rank() == 0:
+    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:  # of the last stage, which has the loss
         for row, norm in zip(rows, exact, strict=True):
             print("resumed" if resumed else how, *row, norm)
     trainer.close()
@@ -154,4 +169,4 @@ def main(how: str, folder: Path, resumed: bool) -> None:
 
 if __name__ == "__main__":
     runs = [("stock", False), ("ours", False), ("ours", True)]
-    in_turn(*(partial(main, how, Path(sys.argv[1]), resumed) for how, resumed in runs))
+    in_turn(*(partial(main, how, Path(sys.argv[1]), sys.argv[2], resumed) for how, resumed in runs))

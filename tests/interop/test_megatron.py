@@ -43,12 +43,17 @@ def in_its_ddp(model: Any, **options: Any) -> Any:
 
 
 def stepped_by_us(
-    options: dict[str, Any], kept: dict[str, Any] | None = None, precision: Any = "fp32", micro_batches: int = 1
+    options: dict[str, Any],
+    kept: dict[str, Any] | None = None,
+    precision: Any = "fp32",
+    micro_batches: int = 1,
+    clears: bool = True,
 ) -> tuple[Weights, list[float], Weights]:
     """The first weights, the norms of four steps, and the last weights; all of the dense model.
 
     Args:
         kept: Its `DistributedDataParallel` is kept, with these options.
+        clears: After each step; or its gradients stay, and the next ones are added to them.
     """
     with megatron(tensor_model_parallel_size=2), registry_of() as registry:
         given = gpt(tensor_model_parallel_size=2, **options)
@@ -66,7 +71,8 @@ def stepped_by_us(
             for micro_batch in range(micro_batches):
                 optimizer.backward(loss_of(model, 2 * step + registry.rank("data") + 100 * micro_batch))
             norms.append(float(optimizer.step().total_norm))
-            optimizer.zero_grad()
+            if clears:
+                optimizer.zero_grad()
         return first, norms, gathered(given, registry)
 
 
@@ -161,6 +167,16 @@ def test_where_its_ddp_is_kept_gradients_are_read_from_its_buffers(
     alone = world.run(4, stepped_by_us, options, None, *how)[0]
     its = {"overlap_grad_reduce": overlap, "grad_reduce_in_fp32": half}
     for _, norms, last in world.run(4, stepped_by_us, options, its, *how):
+        assert norms == pytest.approx(alone[1], rel=1e-6)
+        assert farthest(last, alone[2]) < 1e-6
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlapped"])
+def test_where_its_ddp_is_kept_gradients_that_nobody_cleared_are_added_to_once(world: World, overlap: bool) -> None:
+    """`step` leaves the buffers' gradients in ``.grad``, to which backward would add before its hook adds that to them."""
+    cleared, alone = (world.run(4, stepped_by_us, {}, None, "fp32", 1, clears)[0] for clears in (True, False))
+    assert alone[1][1] != pytest.approx(cleared[1][1], rel=1e-2)
+    for _, norms, last in world.run(4, stepped_by_us, {}, {"overlap_grad_reduce": overlap}, "fp32", 1, False):
         assert norms == pytest.approx(alone[1], rel=1e-6)
         assert farthest(last, alone[2]) < 1e-6
 

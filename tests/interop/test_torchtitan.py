@@ -21,8 +21,11 @@ def rows(how: str, printed: str) -> list[Row]:
     return [(step, loss, norm, exact) for step, loss, norm, exact in found]
 
 
-def test_losses_are_those_of_torchtitans_own_run_norms_exact_and_its_checkpoints_resume(tmp_path: Path) -> None:
-    printed = torchrun(SCRIPT, 4, str(tmp_path))
+@pytest.mark.parametrize("layout", ["fsdp x tp", "hsdp", "pp x fsdp"])
+def test_losses_are_those_of_torchtitans_own_run_norms_exact_and_its_checkpoints_resume(
+    tmp_path: Path, layout: str
+) -> None:
+    printed = torchrun(SCRIPT, 4, str(tmp_path), layout)
     expected, found, resumed = (rows(how, printed) for how in ("stock", "ours", "resumed"))
     assert [row[0] for row in found] == [row[0] for row in expected] == [*range(1, 11)]
     for (_, loss, norm, exact), (_, own_loss, own_norm, _) in zip(found, expected, strict=True):

@@ -1,7 +1,8 @@
 """Wrong norms that other systems have published: each by its wrong rule on real ranks, and the dense model's from ours.
 
 A gradient has one element for each of its pieces, so that the norms are those of the reports; where a report says only how
-far off the norm was, or comes from more ranks, the elements are such that its rule gives the same figures on four.
+far off the norm was, or comes from more ranks, the elements are such that its rule gives the same figures on four. A report
+of a rule alone has elements of whole numbers, and what the rule makes of them.
 """
 
 from __future__ import annotations
@@ -131,6 +132,20 @@ def of_world_where_none(held: Mapping[str, Gradient], registry: ProcessGroupRegi
     return sqrt(float(total))
 
 
+def copies_combined(average: bool) -> Rule:
+    """What every rank has whole is all averaged over the tensor ranks, or all summed, whatever each has computed of it."""
+
+    def rule(held: Mapping[str, Gradient], registry: ProcessGroupRegistry) -> float:
+        total = 0.0
+        for gradient in held.values():
+            combined = gradient.local(registry)
+            dist.all_reduce(combined, group=registry.group("tensor"))
+            total += square(combined / registry.size("tensor") if average else combined)
+        return sqrt(total)
+
+    return rule
+
+
 def over_replicas(held: Mapping[str, Gradient], registry: ProcessGroupRegistry) -> float:
     """Each power over the number of ranks that could hold a copy, summed over all ranks."""
     mine = sum(square(g.complete(registry)) / registry.topology.world_size for g in held.values())
@@ -152,6 +167,11 @@ class Published:
         return self.wrong if isinstance(self.wrong, tuple) else (self.wrong,) * self.topology.world_size
 
 
+# One norm's gradient is whole on each rank, of the other one each has the heads' that it computes.
+COPIES = {
+    "norm": Gradient((8.0,)),
+    "norm of heads": Gradient((6.0,), P(partial="tensor"), terms=((1.0,), (5.0,))),
+}
 EXPERTS: dict[str, Any] = {"expert": "data"}
 TENSOR, FOUR = Topology(tensor=2), Topology(tensor=4)
 
@@ -288,6 +308,27 @@ CASES: dict[str, Published] = {
         2.472,
         by_flag("split", "copied"),
         3.763,
+    ),
+    "NeMo-RL 3788: what the plan copies, the norms of q and k, summed over the tensor ranks with what it splits": Published(
+        FOUR,
+        {"split": Gradient((2.0, 2.0, 2.0, 2.0), P("tensor")), "norms": Gradient((3.0,))},
+        5.0,
+        over("tensor"),
+        sqrt(16 + 4 * 9),
+    ),
+    "Megatron-LM 7530: attention sinks, one a head, have no flag": Published(
+        TENSOR,
+        {"weight": Gradient((sqrt(72), sqrt(72)), P("tensor")), "sinks": Gradient((3.0, 4.0), P("tensor"))},
+        13.0,
+        by_flag("weight"),
+        sqrt(144 + 9),
+    ),
+    # Copies whose gradients are not alike ------------------------------------------------------------------------------
+    "Automodel 3857: copies averaged over tensor, those of which each rank has a term too": Published(
+        TENSOR, COPIES, 10.0, copies_combined(average=True), sqrt(64 + 3**2)
+    ),
+    "Automodel 3857: or all summed, those that each rank has whole too": Published(
+        TENSOR, COPIES, 10.0, copies_combined(average=False), sqrt(16**2 + 36)
     ),
     # Layouts between -----------------------------------------------------------------------------------------------------
     "ColossalAI 2.5-D: a bias of row 0 divided by copies that are not there, 244 for 488 squared": Published(

@@ -87,7 +87,7 @@ static double NAME(together)(const double *sums) {
     return pairs[0];
 }
 
-#define AHEAD 2048 /* bytes: what is read so far ahead has come when it is needed */
+#define AHEAD 1024 /* bytes: what is read so far ahead has come when it is needed */
 
 INLINE doublesN NAME(doubles_at)(const int dtype, const void *at, const int squares) {
     floatsN floats;
@@ -233,14 +233,16 @@ INLINE void NAME(adagrad)(float *restrict p, const float *restrict grad, float *
     }
 }
 
-/* The same in strips of a cache line, which asks for what comes: a loop that is vectorised can't. */
+/* The same in strips of a cache line, which asks for what comes: a loop that is vectorised can't. `raw` and `half`: where the
+ * gradients come from, of `size` bytes each, and where the copies go, or NULL. */
 INLINE void NAME(adam_ahead)(float *restrict p, const float *restrict grad, float *restrict m, float *restrict v,
                              float *restrict most, int64_t n, const struct adam *set, float step_size, float root,
-                             const int decoupled, const int amsgrad) {
+                             const char *raw, int size, const uint16_t *half, const int decoupled, const int amsgrad) {
     int64_t i = 0;
     for (; i + 16 <= n; i += 16) {
         __builtin_prefetch((const char *)(p + i) + AHEAD, 1);
-        __builtin_prefetch((const char *)(grad + i) + AHEAD);
+        __builtin_prefetch(raw + i * size + AHEAD);
+        if (half) __builtin_prefetch((const char *)(half + i) + AHEAD, 1);
         __builtin_prefetch((const char *)(m + i) + AHEAD, 1);
         __builtin_prefetch((const char *)(v + i) + AHEAD, 1);
         NAME(adam)(p + i, grad + i, m + i, v + i, most ? most + i : most, 16, set, step_size, root, decoupled, amsgrad);
@@ -257,11 +259,14 @@ static void NAME(update)(const struct update *update, const struct tensor *tenso
         if (update->kind == ADAM) {
             const struct adam *set = &update->adam;
             float *m = tensor->first + at, *v = tensor->second + at, *most = set->amsgrad ? tensor->third + at : NULL;
-            float size = tensor->by_step[0], root = tensor->by_step[1];
-            if (set->decoupled && !set->amsgrad) NAME(adam_ahead)(p, g, m, v, most, n, set, size, root, 1, 0);
-            else if (set->decoupled) NAME(adam_ahead)(p, g, m, v, most, n, set, size, root, 1, 1);
-            else if (!set->amsgrad) NAME(adam_ahead)(p, g, m, v, most, n, set, size, root, 0, 0);
-            else NAME(adam_ahead)(p, g, m, v, most, n, set, size, root, 0, 1);
+            float rate = tensor->by_step[0], root = tensor->by_step[1];
+            int size = (int)size_of(update->grad_dtype);
+            const char *raw = (const char *)tensor->grad + at * size;
+            const uint16_t *half = tensor->half ? (const uint16_t *)tensor->half + at : NULL;
+            if (set->decoupled && !set->amsgrad) NAME(adam_ahead)(p, g, m, v, most, n, set, rate, root, raw, size, half, 1, 0);
+            else if (set->decoupled) NAME(adam_ahead)(p, g, m, v, most, n, set, rate, root, raw, size, half, 1, 1);
+            else if (!set->amsgrad) NAME(adam_ahead)(p, g, m, v, most, n, set, rate, root, raw, size, half, 0, 0);
+            else NAME(adam_ahead)(p, g, m, v, most, n, set, rate, root, raw, size, half, 0, 1);
         } else if (update->kind == SGD) {
             const struct sgd *set = &update->sgd;
             float *momentum = tensor->first ? tensor->first + at : NULL;

@@ -133,25 +133,43 @@ def test_an_update_is_the_references_to_two_units_in_the_last_place(
     expected, before, grads = case.expected(factor), deepcopy(case.params), deepcopy(case.grads)
     states_before = deepcopy(case.states)
     steps = [float(step) for step in case.steps]
+    decoupled = isinstance(rule, Adam) and rule.decoupled
     with with_instructions(instructions):
         case.step(factor)
     for index, (now, *states_now) in enumerate(zip(case.params, *zip(*case.states, strict=True), strict=True)):
         old, wanted = before[index].double().abs(), expected[index]
         gradient = (grads[index].double() * factor).abs() + rule.weight_decay * old
-        near(now, wanted[0], old + wanted[0].abs() + moved(rule, gradient, states_before[index], steps[index]))
+        true = grads[index].double() * factor + (0.0 if decoupled else rule.weight_decay) * before[index].double()
+        way = moved(rule, gradient, true, states_before[index], wanted[1:], steps[index])
+        near(now, wanted[0], old + wanted[0].abs() + way)
         for state, kept, value in zip(states_now, states_before[index], wanted[1:], strict=True):
-            near(state, value, value.abs() + kept.double().abs() + gradient)
+            near(state, value, value.abs() + kept.double().abs() + gradient * (1 + true.abs()))  # or its square
     assert all(torch.equal(now, then) for now, then in zip(case.grads, grads, strict=True))
     assert [float(step) for step in case.steps] == [s + (not isinstance(rule, SGD)) for s in steps]
     for copy, param in zip(case.halves or (), case.params, strict=False):
         assert torch.equal(copy, param.to(copy.dtype))
 
 
-def moved(rule: Rule, gradient: Tensor, states: list[Tensor], step: float) -> Tensor:
-    """How long an update's parts are together, before they cancel."""
-    way = torch.zeros_like(gradient)
-    rule.step(way, gradient, [state.double().abs() for state in states], int(step) + 1)
-    return way.abs()
+def moved(
+    rule: Rule, gradient: Tensor, true: Tensor, states: list[Tensor], wanted: list[Tensor], step: float
+) -> Tensor:
+    """How long an update's parts are together, before they cancel; and what a rounded gradient adds by what divides it.
+
+    Args:
+        gradient: The absolute values of its parts, added; ``true``: itself.
+        wanted: The states after the step.
+    """
+    if isinstance(rule, SGD):
+        kept = rule.momentum * states[0].double().abs() + gradient if states else 0.0 * gradient
+        total: Tensor = rule.lr * (gradient + kept)
+        return total
+    if isinstance(rule, Adagrad):
+        way: Tensor = rule.lr / (1 + step * rule.lr_decay) * gradient / (wanted[0].sqrt() + rule.eps)
+        return way * (1 + gradient * true.abs() / wanted[0].clamp(min=1e-300))
+    t, second = int(step) + 1, wanted[-1]
+    mean = (rule.beta1 * states[0].double().abs() + (1 - rule.beta1) * gradient) / (1 - rule.beta1**t)
+    way = rule.lr * mean / (second.sqrt() / (1 - rule.beta2**t) ** 0.5 + rule.eps)
+    return way * (1 + (1 - rule.beta2) * gradient * true.abs() / wanted[1].clamp(min=1e-300))
 
 
 def near(found: Tensor, expected: Tensor, size: Tensor) -> None:

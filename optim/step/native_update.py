@@ -71,9 +71,15 @@ def number(value: float | Tensor) -> float:
     return float(types[value.dtype].from_address(value.data_ptr()).value)
 
 
-def loops_for(optimizer: torch.optim.Optimizer) -> Native | None:
+def loops_for(optimizer: torch.optim.Optimizer, *numbers: Tensor | None) -> Native | None:
     """The loops, if they step what this optimizer steps: one of torch's own classes, fused, without anybody's hooks in
-    its step."""
+    its step.
+
+    Args:
+        numbers: What they would read of a step: None, or plain tensors on the CPU, or it is nothing for them.
+    """
+    if not all(value is None or _is_read_here(value) for value in numbers):
+        return None
     loops = native()
     if loops is None or type(optimizer) not in KNOWN or "step" in vars(optimizer):
         return None

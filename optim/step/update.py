@@ -84,7 +84,7 @@ def apply_update(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Te
 
 
 def _update_on_device(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
-    loops = loops_for(optimizer) if found_inf.is_cpu else None
+    loops = loops_for(optimizer, found_inf, factor)
     if loops is None:
         _update_by_torch(optimizer, found_inf, factor)
         return

@@ -32,6 +32,11 @@ from world import World
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def _torchs_kernels(torchs_kernels: None) -> None:
+    """A graph of a CPU is made of torch's operators."""
+
+
 def run_of(steps: int = 3, *, inner: Callable[..., Any] = torch.optim.AdamW, **options: Any) -> Run:
     """One that has made steps."""
     precision = options.pop("precision", Fp32())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -48,6 +48,13 @@ def gradients(model: nn.ParameterList, step: int) -> None:
 
 def of(model: nn.ParameterList, make: Make, **options: Any) -> ParallelOptimizer:
     return ParallelOptimizer(make(list(model)), ProcessGroupRegistry(Topology()), **{"max_norm": 0.7, **options})
+
+
+@pytest.fixture(autouse=True)
+def _the_loops() -> Iterator[None]:
+    """Whatever the environment says."""
+    with using("auto"):
+        yield
 
 
 class Calls:

@@ -13,6 +13,7 @@ from meshstep.optim import ParallelOptimizer
 from meshstep.optim.kernels.choice import Kernels
 from meshstep.optim.kernels.native import Native
 from meshstep.optim.step.native_update import loops_for
+from meshstep.optim.step.update import steps_on_device
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn
 from world import World
@@ -96,7 +97,8 @@ def test_states_and_weights_are_torchs(name: str, calls: Calls) -> None:
                 optimizer.step()
             found[kernels] = optimizer.optimizer.state_dict(), [param.detach() for param in model]
         if kernels == "auto":
-            assert calls.rows >= 8 * len(SHAPES) - 2
+            # torch 2.11's Adagrad does not take the factor and the skip.
+            assert calls.rows >= 8 * len(SHAPES) - 2 or not steps_on_device(optimizer.optimizer)
             calls.rows = 0
     assert calls.rows == 0
     assert found["auto"][0]["state"].keys() == found["torch"][0]["state"].keys()

@@ -63,18 +63,22 @@ def gradient_buckets(
     Collectives: of each bucket one all-reduce, none where no group is larger than 1. Host reads: none.
     """
     topology = plan.topology
-    alike: dict[tuple[P, tuple[str, ...], bool, str, str], list[int]] = {}  # thousands of parameters are a few of these
-    for index, (param, entry) in enumerate(zip(params, plan.entries, strict=True)):
+    alike: dict[tuple[P, tuple[str, ...], bool], list[int]] = {}  # thousands of parameters are a few of these
+    for index, entry in enumerate(plan.entries):
         if only is None or only(entry):
-            kept = str(gradient_dtype(param)), str(param.device)
-            alike.setdefault((entry.spec, entry.averaged, entry.trained, *kept), []).append(index)
+            alike.setdefault((entry.spec, entry.averaged, entry.trained), []).append(index)
     together: dict[_Kind, list[int]] = {}
     alone: dict[float, list[Tensor]] = {}  # by scale
-    for (spec, averaged, trained, of_dtype, device), members in alike.items():
+    for (spec, averaged, trained), members in alike.items():
         ranks = sync_ranks(spec, topology, plan.rank, average_data, averaged)
         scale = sync_scale(topology, average_data, averaged)
         if trained and len(ranks) > 1:
-            together.setdefault(_Kind(ranks, layout_kind(spec, topology), of_dtype, device, scale), []).extend(members)
+            kept: dict[tuple[str, str], list[int]] = {}
+            for index in members:
+                kept.setdefault((str(gradient_dtype(params[index])), str(params[index].device)), []).append(index)
+            for (of_dtype, device), indices in kept.items():
+                kind = _Kind(ranks, layout_kind(spec, topology), of_dtype, device, scale)
+                together.setdefault(kind, []).extend(indices)
         elif scale != 1.0:
             alone.setdefault(scale, []).extend(params[index] for index in members)
     # Backward leaves a sum to be made, that must not be made twice.

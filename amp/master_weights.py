@@ -49,6 +49,7 @@ class MasterWeights:
 
     Attributes:
         pairs: (model parameter, master), in the order in which the masters were made.
+        param_of: The model parameter of each master.
     Collectives: none, in any method. Host reads: none, except to make an error sure.
     """
 
@@ -57,7 +58,7 @@ class MasterWeights:
         self.pairs: list[tuple[Tensor, nn.Parameter]] = []
         self._frozen: list[Tensor] = []
         self._versions: dict[Tensor, int] = {}  # of the parameters, after the last step
-        self._param_of: dict[Tensor, Tensor] = {}  # of each master
+        self.param_of: dict[Tensor, Tensor] = {}  # of each master
         self.refresh()
 
     @torch.no_grad()
@@ -77,7 +78,7 @@ class MasterWeights:
         self.pairs += made.items()
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         self._frozen = [param for param in params if is_half(param)]
-        self._param_of |= {master: param for param, master in made.items()}
+        self.param_of |= {master: param for param, master in made.items()}
         self._note_versions(made.items())
         return len(made)
 
@@ -139,15 +140,15 @@ class MasterWeights:
                     "clears the masters' gradients only; call MasterWeights.zero_grad() instead"
                 )
         gradients = {param: param.grad for param, _ in self.pairs if param.grad is not None}
-        halves = [
-            param for param, grad in gradients.items() if self.cast and is_half(grad) and grad.layout is torch.strided
-        ]
+        halves = [param for param, grad in gradients.items() if is_half(grad) and grad.layout is torch.strided]
+        halves = halves if self.cast else []
         cast = dict(zip(halves, float32_of([gradients[param] for param in halves]), strict=True))
         for param, master in self.pairs:
             grad = gradients.get(param)
             if grad is not None:
                 setattr(grad, _COLLECTED, True)
-                master.grad = cast[param] if param in cast else grad.float() if self.cast else grad
+                value = cast.get(param, grad)
+                master.grad = value.float() if self.cast else value
                 setattr(master.grad, _COLLECTED, True)
             elif hasattr(master.grad, _COLLECTED):  # else somebody gave the master itself one
                 master.grad = None
@@ -160,7 +161,7 @@ class MasterWeights:
     def held(self) -> list[tuple[Tensor, Tensor]]:
         """The pairs of those masters that are in the param groups now: someone may step a part of them at a time."""
         params = (param for group in self.optimizer.param_groups for param in group["params"])
-        return [(self._param_of[param], param) for param in params if param in self._param_of]
+        return [(self.param_of[param], param) for param in params if param in self.param_of]
 
     @torch.no_grad()
     def publish(self, written: Sequence[Tensor] = ()) -> None:

@@ -257,11 +257,11 @@ class Clipping:
         """Multiply the gradients by factors at that level, in place."""
         # All at once: gradients that are views of one buffer are written to together, as far as torch can tell.
         complete = [param for param in self.params if is_complete(param)]
-        widen_gradients(self.params)
         units = self._measurers[needs].units
         if level == "total":
             scale_gradients(self.params, factors)
         elif level == "units" and units is not None:
+            widen_gradients(self.params)
             for index, param in enumerate(self.params):
                 if param.grad is not None:
                     units.multiply_(index, param.grad, factors)

@@ -63,6 +63,29 @@ def gradient_buckets(
     Collectives: of each bucket one all-reduce, none where no group is larger than 1. Host reads: none.
     """
     topology = plan.topology
+    together, alone = _kinds(params, plan, average_data, only)
+    # Backward leaves a sum to be made, that must not be made twice.
+    is_pending = plan.for_each(lambda spec: len(sync_ranks(spec, topology, plan.rank, average_data=False)) > 1)
+    made: list[tuple[tuple[int, ...], Bucket, int, GradientBucket]] = []
+    for kind, found in sorted(together.items()):
+        indices = sorted(found)
+        dtype, numels = gradient_dtype(params[indices[0]]), [params[index].numel() for index in indices]
+        group, nbytes = registry.group_of(kind.ranks), BUCKET_BYTES if bucket_bytes is None else bucket_bytes
+        for layout in flat_buckets(indices, numels, 1, nbytes // dtype.itemsize):
+            of_bucket = [params[index] for index in layout.indices]
+            pending = [params[index] for index in layout.indices if is_pending[index]]
+            bucket = GradientBucket(of_bucket, layout, group, exchange or Exact(), dtype, kind.scale, adopt, pending)
+            # Tied copies stand in other places of other stages, so only the kind says the same on all ranks.
+            made.append((kind.ranks, kind.layout if kind.layout.tied else Bucket(), -layout.indices[-1], bucket))
+    divided = [LocalGradients(those, scale) for scale, those in alone.items()]
+    return [*(bucket for *_, bucket in sorted(made, key=lambda item: item[:3])), *divided]
+
+
+def _kinds(
+    params: Sequence[Tensor], plan: ReductionPlan, average_data: bool, only: Callable[[ParameterEntry], bool] | None
+) -> tuple[dict[_Kind, list[int]], dict[float, list[Tensor]]]:
+    """The indices of the parameters whose gradients are summed, by kind; and those that are only multiplied, by what."""
+    topology = plan.topology
     alike: dict[tuple[P, tuple[str, ...], bool], list[int]] = {}  # thousands of parameters are a few of these
     for index, entry in enumerate(plan.entries):
         if only is None or only(entry):
@@ -81,21 +104,7 @@ def gradient_buckets(
                 together.setdefault(kind, []).extend(indices)
         elif scale != 1.0:
             alone.setdefault(scale, []).extend(params[index] for index in members)
-    # Backward leaves a sum to be made, that must not be made twice.
-    is_pending = plan.for_each(lambda spec: len(sync_ranks(spec, topology, plan.rank, average_data=False)) > 1)
-    made: list[tuple[tuple[int, ...], Bucket, int, GradientBucket]] = []
-    for kind, found in sorted(together.items()):
-        indices = sorted(found)
-        dtype, numels = gradient_dtype(params[indices[0]]), [params[index].numel() for index in indices]
-        group, nbytes = registry.group_of(kind.ranks), BUCKET_BYTES if bucket_bytes is None else bucket_bytes
-        for layout in flat_buckets(indices, numels, 1, nbytes // dtype.itemsize):
-            of_bucket = [params[index] for index in layout.indices]
-            pending = [params[index] for index in layout.indices if is_pending[index]]
-            bucket = GradientBucket(of_bucket, layout, group, exchange or Exact(), dtype, kind.scale, adopt, pending)
-            # Tied copies stand in other places of other stages, so only the kind says the same on all ranks.
-            made.append((kind.ranks, kind.layout if kind.layout.tied else Bucket(), -layout.indices[-1], bucket))
-    divided = [LocalGradients(those, scale) for scale, those in alone.items()]
-    return [*(bucket for *_, bucket in sorted(made, key=lambda item: item[:3])), *divided]
+    return together, alone
 
 
 def sync_gradients(

@@ -103,13 +103,13 @@ class Masters(Link):
         self._made.collect()
 
     def step(self, update: Callable[[], object]) -> None:
-        masters, held = self._made, self._made.held()
+        masters = self._made
         late = []
-        for tensor, master in held:
+        for tensor, master in masters.held():
             if master.grad is None and tensor.grad is not None:  # it came only now, to a copy on the CPU
                 master.grad = tensor.grad.float()
                 late.append(master)
-        copies = HalfCopies({master: tensor for tensor, master in held})
+        copies = HalfCopies(masters.param_of)
         with copies.offered():
             update()
         masters.publish(copies.written)

@@ -121,7 +121,7 @@ class Rows:
         params, contiguous = list(compress(self._params, chosen)), compress(self._contiguous, chosen)
         rows = [grad for grad in compress(grads, chosen) if grad is not None]
         rows = [
-            grad if plain and grad.is_contiguous() else _laid_out(grad, param)
+            grad if plain and grad.is_contiguous() else laid_out(grad, param)
             for grad, param, plain in zip(rows, params, contiguous, strict=True)
         ]
         addresses = array("Q", [grad.data_ptr() for grad in rows])
@@ -153,9 +153,12 @@ def _flat(columns: Iterable[Iterable[int]]) -> array[int]:
 
 
 def _is_stepped(param: Tensor) -> bool:
-    if param.dtype != torch.float32 or not param.is_cpu or type(param) not in PLAIN:
-        return False
-    return param.is_contiguous() or is_dense(param)
+    return param.dtype == torch.float32 and param.is_cpu and type(param) in PLAIN and lies_densely(param)
+
+
+def lies_densely(tensor: Tensor) -> bool:
+    """Whether its elements fill a stretch of memory, in whatever order."""
+    return tensor.is_contiguous() or is_dense(tensor)
 
 
 def _has_states(param: Tensor, state: dict[str, Any], names: Sequence[str], counted: bool) -> bool:
@@ -178,7 +181,7 @@ def _alike(tensor: Tensor, param: Tensor) -> bool:
     )
 
 
-def _laid_out(grad: Tensor, param: Tensor) -> Tensor:
+def laid_out(grad: Tensor, param: Tensor) -> Tensor:
     """The gradient, or a copy of it, with its elements in the parameter's order."""
     return grad if _alike(grad, param) else torch.empty_like(param, dtype=grad.dtype).copy_(grad)
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 from torch.optim import optimizer as torch_optimizer
 
 from ...amp.by_bucket import holding
@@ -19,6 +18,7 @@ from ..gradients.in_place import scale_gradients, widen_gradients
 from .captured_update import capturable
 from .counted_once import CountedOnce
 from .native_update import loops_for, step_by_loops
+from .rows import laid_out, lies_densely
 from .several import asks_other_ranks, parts_of
 
 
@@ -117,8 +117,8 @@ def lay_out_gradients(params: Sequence[Tensor]) -> None:
     they lie, and would step elements by gradients of others."""
     for param in params:
         grad = param.grad
-        if grad is not None and grad.stride() != param.stride() and param.is_cpu and param.numel() > 1:
-            param.grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+        if grad is not None and param.is_cpu and (ordered := laid_out(grad, param)) is not grad:
+            param.grad = ordered
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -177,7 +177,7 @@ def _is_miscomputed(optimizer: torch.optim.Optimizer) -> bool:
     for group in optimizer.param_groups:
         if group.get("fused"):
             params = [param for param in group["params"] if param.is_cpu]
-            if any(not param.is_contiguous() and not is_dense(param) for param in params):
+            if not all(map(lies_densely, params)):
                 return True
             if sgd and any(map(is_half, params)) and _fused_sgd_is_wrong():
                 return True

@@ -3,6 +3,21 @@
  * Vectors are GCC's and Clang's. Each element sees the same operations in the same order on all machines, none contracted
  * (-ffp-contract=off): all instruction sets give the same bits. */
 
+#if INSTRUCTIONS > 0 && defined(__clang__)
+#if INSTRUCTIONS == AVX512
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c"))), apply_to = function)
+#else
+#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#endif
+#elif INSTRUCTIONS > 0
+#pragma GCC push_options
+#if INSTRUCTIONS == AVX512
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c,prefer-vector-width=512")
+#else
+#pragma GCC target("avx2,f16c")
+#endif
+#endif
+
 #if INSTRUCTIONS == AVX512
 #define WIDTH 8
 #define floatsN floats8
@@ -288,3 +303,11 @@ static void NAME(update)(const struct update *update, const struct tensor *tenso
 #undef SHORTS_AT
 #undef FLOAT16S_AT
 #undef DOUBLES_OF
+
+#if INSTRUCTIONS > 0 && defined(__clang__)
+#pragma clang attribute pop
+#elif INSTRUCTIONS > 0
+#pragma GCC pop_options
+#endif
+#undef NAME
+#undef INSTRUCTIONS

@@ -93,43 +93,15 @@ static inline floats4 floats_of_float16(const uint16_t *x) {
 #define INSTRUCTIONS 0
 #define NAME(name) name##_plain
 #include "loops.h"
-#undef NAME
-#undef INSTRUCTIONS
 
 #if defined(__x86_64__)
 #define INSTRUCTIONS AVX2
 #define NAME(name) name##_avx2
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,f16c")
-#endif
 #include "loops.h"
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#undef NAME
-#undef INSTRUCTIONS
 
 #define INSTRUCTIONS AVX512
 #define NAME(name) name##_avx512
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c,prefer-vector-width=512")
-#endif
 #include "loops.h"
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#undef NAME
-#undef INSTRUCTIONS
 #endif
 
 /* Which instruction set. --------------------------------------------------------------------------------------------- */
@@ -216,7 +188,19 @@ struct powers {
     double *partial;
 };
 
-static int64_t chunks_of(int64_t numel, int64_t chunk) { return (numel + chunk - 1) / chunk; }
+/* For each tensor its first chunk, and at the end how many there are; NULL where memory is out. */
+static int64_t *first_chunks(int64_t tensors, const int64_t *numels, int64_t *elements) {
+    int64_t *first = malloc((size_t)(tensors + 1) * sizeof *first), chunks = 0;
+    if (!first) return NULL;
+    *elements = 0;
+    for (int64_t i = 0; i < tensors; i++) {
+        first[i] = chunks;
+        chunks += (numels[i] + CHUNK - 1) / CHUNK;
+        *elements += numels[i];
+    }
+    first[tensors] = chunks;
+    return first;
+}
 
 /* The tensor that has the chunk: the last one whose first chunk is not after it. */
 static int64_t tensor_at(const int64_t *first_chunk, int64_t tensors, int64_t chunk) {
@@ -252,14 +236,9 @@ static double together(const double *values, int64_t n, int norm_type) {
 /* out[i]: the sum of |x|^norm_type of tensor i, its largest |x| for norm_type 0. Returns 0, or 1 where memory is out. */
 EXPORT int meshstep_powers(int64_t tensors, const uint64_t *addresses, const int64_t *numels, int dtype, int norm_type,
                            double *out, int threads) {
-    int64_t *first = malloc((size_t)(tensors + 1) * sizeof *first), chunks = 0, elements = 0;
+    int64_t elements, *first = first_chunks(tensors, numels, &elements);
     if (!first) return 1;
-    for (int64_t i = 0; i < tensors; i++) {
-        first[i] = chunks;
-        chunks += chunks_of(numels[i], CHUNK);
-        elements += numels[i];
-    }
-    first[tensors] = chunks;
+    int64_t chunks = first[tensors];
     double *partial = malloc((size_t)(chunks + 1) * sizeof *partial);
     if (!partial) {
         free(first);
@@ -315,7 +294,7 @@ EXPORT int meshstep_update(int kind, int64_t count, const uint64_t *columns, con
                                   hyper[4] != 0};
     else update.adagrad = (struct adagrad){(float)factor, (float)hyper[3], (float)hyper[2]};
     struct tensor *tensors = malloc((size_t)(count + 1) * sizeof *tensors);
-    int64_t *first = malloc((size_t)(count + 1) * sizeof *first), chunks = 0, elements = 0;
+    int64_t elements, *first = first_chunks(count, numels, &elements);
     if (!tensors || !first) {
         free(tensors);
         free(first);
@@ -339,13 +318,9 @@ EXPORT int meshstep_update(int kind, int64_t count, const uint64_t *columns, con
             }
         }
         tensor->by_step[0] = (float)size, tensor->by_step[1] = (float)root;
-        first[i] = chunks;
-        chunks += chunks_of(numels[i], CHUNK);
-        elements += numels[i];
     }
-    first[count] = chunks;
     struct updates updates = {&update, tensors, first, count};
-    if (chunks) in_parallel(update_chunks, &updates, chunks, elements, threads);
+    if (first[count]) in_parallel(update_chunks, &updates, first[count], elements, threads);
     free(tensors);
     free(first);
     return 0;

@@ -1,11 +1,14 @@
 """The steps of the neighbours' optimizers beside meshstep's, in one interleaved run: same shapes and gradients every round.
 
-    python tests/benchmarks/peers.py [--seconds 30] [--svg peers.svg]
+    python tests/benchmarks/peers.py [--seconds 30] [--ranks 2] [--train] [--svg peers.svg]
 
 Needs the extra ``interop`` (and megatron-core, without what it asks for). What is timed begins where backward has left its
 gradients, in the place where each expects them, and ends when the next forward may begin: norm, clip, update, masters,
-copies back. Each row is the median over rounds of (contender / bare fused float32 AdamW of torch) in the same round. On one
-CPU thread it is the process's own time, to which other work on the machine adds nothing; else the wall clock.
+copies back. On several ranks every tensor is split over them (tensor parallel), and each has as much as one has alone.
+With ``--train`` forward and backward of a transformer of that size are timed too.
+
+Each row is the median over rounds of (contender / bare fused float32 AdamW of torch) in the same round. With one thread of
+one rank it is the process's own time, to which other work adds nothing; else the wall clock of the slowest rank.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -25,17 +29,24 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from deepspeed_on_cpu import deepspeed_on_cpu
 from megatron_on_cpu import megatron
 from meshstep.amp import Bf16, NaiveFp16
 from meshstep.amp.precision import Precision
 from meshstep.optim import ParallelOptimizer, use_kernels
 from meshstep.optim.kernels.choice import Kernels
-from meshstep.parallel import ProcessGroupRegistry, Topology
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from meshstep.parallel.interop.deepspeed import ModelParallelUnit
+from overlap import Transformer
 from stepped_sizes import transformer_parameters
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 LR, MAX_NORM = 1e-4, 0.7
+BARE = "bare fused AdamW"
 CPU = torch.device("cpu")
 
 
@@ -52,19 +63,6 @@ class Contender:
     step: Callable[[], object]
 
 
-class Layer(nn.Module):
-    """So many parameters, whose gradients are given."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.weights = nn.ParameterList([nn.Parameter(p.detach().to(dtype)) for p in transformer_parameters(CPU)])
-        self.gradients = [torch.randn_like(weight) for weight in self.weights]
-
-    def forward(self) -> Tensor:
-        return Given.apply(self.gradients, *self.weights)  # type: ignore[no-any-return]
-
-
 class Given(torch.autograd.Function):
     """A loss of zero, with these gradients."""
 
@@ -78,176 +76,256 @@ class Given(torch.autograd.Function):
         return (None, *(gradient.clone() for gradient in ctx.gradients))
 
 
-def adamw(params: Any, fused: bool = True) -> torch.optim.AdamW:
-    return torch.optim.AdamW(params, lr=LR, fused=fused)
+class Layer(nn.Module):
+    """So many parameters, whose gradients are given."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.weights = nn.ParameterList([nn.Parameter(p.detach().to(dtype)) for p in transformer_parameters(CPU)])
+        self.gradients = [torch.randn_like(weight) for weight in self.weights]
+
+    def forward(self) -> Tensor:
+        return Given.apply(self.gradients, *self.weights)  # type: ignore[no-any-return]
 
 
-def refilled(
-    weights: nn.ParameterList, gradients: list[Tensor], dtype: torch.dtype | None = None
-) -> Callable[[], object]:
-    def refill() -> None:
-        for weight, gradient in zip(weights, gradients, strict=True):
-            weight.grad = gradient.to(dtype or gradient.dtype, copy=True)
+class Trained(nn.Module):
+    """A transformer of that size, and a batch."""
 
-    return refill
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.model = Transformer(512, 9).to(dtype)
+        self.ids = torch.randint(2048, (4, 129))
 
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        return list(self.model.parameters())
 
-# The contenders -------------------------------------------------------------------------------------------------------
-
-
-def bare() -> Contender:
-    layer = Layer(torch.float32)
-    return Contender(refilled(layer.weights, layer.gradients), adamw(layer.weights).step)
-
-
-def torchs() -> Contender:
-    layer = Layer(torch.float32)
-    optimizer = adamw(layer.weights)
-
-    def step() -> None:
-        nn.utils.clip_grad_norm_(layer.weights, MAX_NORM)
-        optimizer.step()
-
-    return Contender(refilled(layer.weights, layer.gradients), step)
+    def forward(self) -> Tensor:
+        loss: Tensor = self.model(self.ids)
+        return loss.float()
 
 
-def plain_chain(dtype: torch.dtype) -> Contender:
-    """Masters by hand: cast the gradients, check and unscale them, measure, clip, step, copy back."""
-    layer, masters = Layer(dtype), Layer(torch.float32)
-    optimizer = adamw(masters.weights)
-    scale, found_inf = torch.tensor(2.0), torch.zeros(())
+@dataclass(frozen=True)
+class Run:
+    """What is measured.
 
-    @torch.no_grad()
-    def step() -> None:
-        for weight, master in zip(layer.weights, masters.weights, strict=True):
-            assert weight.grad is not None
-            master.grad = weight.grad.float()
-        if dtype == torch.float16:
-            grads = [master.grad for master in masters.weights if master.grad is not None]
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf.zero_(), 1 / scale)
-            if found_inf.item():
+    Args:
+        registry: Of the ranks that every tensor is split over.
+        train: Forward and backward too.
+        deepspeed: The package.
+    """
+
+    registry: ProcessGroupRegistry
+    train: bool
+    deepspeed: Any
+
+    def model(self, dtype: torch.dtype) -> Any:
+        return Trained(dtype) if self.train else Layer(dtype)
+
+    def contender(self, model: Any, step: Callable[[], object], dtype: torch.dtype | None = None) -> Contender:
+        """Whose gradients come to ``.grad``, in ``dtype``."""
+
+        def backward() -> None:
+            for weight in model.weights:
+                weight.grad = None
+            if self.train:
+                model().backward()
                 return
-        nn.utils.clip_grad_norm_(masters.weights, MAX_NORM)
-        optimizer.step()
-        torch._foreach_copy_([*layer.weights], [master.detach() for master in masters.weights])
+            for weight, gradient in zip(model.weights, model.gradients, strict=True):
+                weight.grad = gradient.to(dtype or gradient.dtype, copy=True)
 
-    return Contender(refilled(layer.weights, layer.gradients), step)
+        return Contender(backward, step)
 
+    # The contenders --------------------------------------------------------------------------------------------------
 
-def meshsteps(dtype: torch.dtype, precision: Precision | str = "fp32", kernels: Kernels = "auto") -> Contender:
-    layer = Layer(dtype)
-    optimizer: Any = ParallelOptimizer(
-        adamw(layer.weights),
-        ProcessGroupRegistry(Topology()),
-        max_norm=MAX_NORM,
-        precision=precision,  # type: ignore[arg-type]
-    )
-    wide = isinstance(precision, Precision) and precision.main_grads
-    refill = refilled(layer.weights, layer.gradients, torch.float32 if wide else None)
+    def bare(self) -> Contender:
+        model = self.model(torch.float32)
+        return self.contender(model, adamw(model.weights).step)
 
-    def step() -> None:
-        use_kernels(kernels)
-        optimizer.scale_loss(torch.zeros(()))  # as a backward of others would
-        optimizer.step()
+    def torchs(self) -> Contender:
+        """On several ranks, on DTensors."""
+        model = self.model(torch.float32)
+        weights = list(model.weights)
+        if self.registry.topology.world_size > 1:
+            mesh = init_device_mesh("cpu", (self.registry.topology.world_size,))
+            weights = [nn.Parameter(DTensor.from_local(weight.detach(), mesh, [Shard(0)])) for weight in weights]
+            gradients = [DTensor.from_local(gradient, mesh, [Shard(0)]) for gradient in model.gradients]
+        optimizer = adamw(weights)
 
-    def afresh() -> None:
-        optimizer.zero_grad()
-        refill()
+        def step() -> None:
+            nn.utils.clip_grad_norm_(weights, MAX_NORM)
+            optimizer.step()
 
-    return Contender(afresh, step)
+        def refill() -> None:
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight.grad = gradient.clone()
 
+        return self.contender(model, step) if self.registry.topology.world_size == 1 else Contender(refill, step)
 
-def megatrons(dtype: torch.dtype) -> Contender:
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.optimizer.grad_scaler import ConstantGradScaler
-    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+    def plain_chain(self, dtype: torch.dtype) -> Contender:
+        """Masters by hand: cast the gradients, check and unscale them, measure, clip, step, copy back. One rank."""
+        model = self.model(dtype)
+        masters = [nn.Parameter(weight.detach().float()) for weight in model.weights]
+        optimizer = adamw(masters)
+        scale, found_inf = torch.tensor(2.0), torch.zeros(())
 
-    layer = Layer(dtype)
-    for weight in layer.weights:
-        weight.tensor_model_parallel = False
-    config: Any = OptimizerConfig(
-        optimizer="adam",
-        lr=LR,
-        clip_grad=MAX_NORM,
-        bf16=dtype == torch.bfloat16,
-        fp16=dtype == torch.float16,
-        params_dtype=dtype,
-        use_distributed_optimizer=False,
-    )
-    if dtype == torch.float32:
-        optimizer: Any = FP32Optimizer(adamw(layer.weights), config, lambda *_: None)
-    else:
-        scaler = ConstantGradScaler(2.0) if dtype == torch.float16 else None
-        optimizer = Float16OptimizerWithFloat16Params(adamw(layer.weights), config, scaler, lambda *_: None)
+        @torch.no_grad()
+        def step() -> None:
+            for weight, master in zip(model.weights, masters, strict=True):
+                master.grad = weight.grad.float()
+            if dtype == torch.float16:
+                grads = [master.grad for master in masters if master.grad is not None]
+                torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf.zero_(), 1 / scale)
+                if found_inf.item():
+                    return
+            nn.utils.clip_grad_norm_(masters, MAX_NORM)
+            optimizer.step()
+            torch._foreach_copy_(list(model.weights), [master.detach() for master in masters])
 
-    def refill() -> None:
-        for weight, gradient in zip(layer.weights, layer.gradients, strict=True):  # where its DDP puts them
-            weight.main_grad = gradient.to(torch.float32, copy=True)
+        return self.contender(model, step)
 
-    return Contender(refill, optimizer.step)
+    def meshsteps(
+        self, dtype: torch.dtype, precision: Precision | str = "fp32", kernels: Kernels = "auto"
+    ) -> Contender:
+        model = self.model(dtype)
+        if isinstance(precision, Precision) and self.train:
+            precision.prepare(model)
+        declare(model, {"*": P("tensor") if self.registry.topology.world_size > 1 else P()})
+        optimizer: Any = ParallelOptimizer(
+            adamw(model.weights),
+            self.registry,
+            max_norm=MAX_NORM,
+            precision=precision,  # type: ignore[arg-type]
+        )
+        wide = isinstance(precision, Precision) and precision.main_grads
+        given = self.contender(model, optimizer.step, torch.float32 if wide else None)
 
+        def step() -> None:
+            use_kernels(kernels)
+            if not self.train:
+                optimizer.scale_loss(torch.zeros(()))  # as a backward of others would
+            optimizer.step()
 
-def deepspeeds(package: Any, dtype: torch.dtype) -> Contender:
-    layer = Layer(dtype)
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": MAX_NORM}
-    if dtype == torch.bfloat16:
-        config["bf16"] = {"enabled": True}
-    if dtype == torch.float16:
-        config["fp16"] = {"enabled": True, "loss_scale": 2.0}
-    made = package.initialize(model=layer, optimizer=adamw(layer.weights), config=config, dist_init_required=False)
-    engine = made[0]
-    return Contender(lambda: engine.backward(engine()), engine.step)
+        def backward() -> None:
+            optimizer.zero_grad()
+            if self.train:
+                optimizer.backward(model())
+            else:
+                given.refill()
 
+        return Contender(backward, step)
 
-def cpu_adams(package: Any) -> Contender:
-    """DeepSpeed's kernel for offloaded states, alone: no norm, no clip."""
-    layer = Layer(torch.float32)
-    optimizer = package.ops.adam.DeepSpeedCPUAdam(list(layer.weights), lr=LR)
-    return Contender(refilled(layer.weights, layer.gradients), optimizer.step)
+    def megatrons(self, dtype: torch.dtype) -> Contender:
+        from megatron.core.optimizer import OptimizerConfig
+        from megatron.core.optimizer.grad_scaler import ConstantGradScaler
+        from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
+        model = self.model(dtype)
+        for weight in model.weights:
+            weight.tensor_model_parallel = self.registry.topology.world_size > 1
+        config: Any = OptimizerConfig(
+            optimizer="adam",
+            lr=LR,
+            clip_grad=MAX_NORM,
+            bf16=dtype == torch.bfloat16,
+            fp16=dtype == torch.float16,
+            params_dtype=dtype,
+            use_distributed_optimizer=False,
+        )
+        if dtype == torch.float32:
+            optimizer: Any = FP32Optimizer(adamw(model.weights), config, lambda *_: None)
+        else:
+            scaler = ConstantGradScaler(2.0) if dtype == torch.float16 else None
+            optimizer = Float16OptimizerWithFloat16Params(adamw(model.weights), config, scaler, lambda *_: None)
 
-def contenders(package: Any) -> Mapping[str, Mapping[str, Callable[[], Contender]]]:
-    """By precision. The first of all is what the others are measured by."""
-    half: dict[str, dict[str, Callable[[], Contender]]] = {}
-    for dtype, mode, name in (
-        (torch.bfloat16, Bf16, "bf16, float32 masters"),
-        (torch.float16, NaiveFp16, "fp16, float32 masters"),
-    ):
-        half[name] = {
-            "plain chain": lambda dtype=dtype: plain_chain(dtype),  # type: ignore[misc]
-            "Megatron-core": lambda dtype=dtype: megatrons(dtype),  # type: ignore[misc]
-            "DeepSpeed": lambda dtype=dtype: deepspeeds(package, dtype),  # type: ignore[misc]
-            "meshstep, torch's kernels": lambda dtype=dtype, mode=mode: meshsteps(dtype, mode(), "torch"),  # type: ignore[misc]
-            "meshstep": lambda dtype=dtype, mode=mode: meshsteps(dtype, mode()),  # type: ignore[misc]
-            "meshstep, main_grads=False": lambda dtype=dtype, mode=mode: meshsteps(dtype, mode(main_grads=False)),  # type: ignore[misc]
+        def backward() -> None:
+            if self.train:
+                optimizer.scale_loss(model()).backward()
+            for index, weight in enumerate(model.weights):  # where its DDP puts them
+                gradient = weight.grad if self.train else model.gradients[index]
+                weight.main_grad, weight.grad = gradient.to(torch.float32, copy=True), None
+
+        return Contender(backward, optimizer.step)
+
+    def deepspeeds(self, dtype: torch.dtype) -> Contender:
+        model = self.model(dtype)
+        several = self.registry.topology.world_size > 1
+        for weight in model.weights:
+            weight.model_parallel = several
+        config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": MAX_NORM}
+        if dtype == torch.bfloat16:
+            config["bf16"] = {"enabled": True}
+        if dtype == torch.float16:
+            config["fp16"] = {"enabled": True, "loss_scale": 2.0}
+        made = self.deepspeed.initialize(
+            model=model,
+            optimizer=adamw(model.weights),
+            config=config,
+            mpu=ModelParallelUnit(self.registry) if several else None,
+            dist_init_required=False,
+        )
+        engine = made[0]
+        return Contender(lambda: engine.backward(engine()), engine.step)
+
+    def cpu_adams(self) -> Contender:
+        """DeepSpeed's kernel for offloaded states, alone: no norm, no clip."""
+        model = self.model(torch.float32)
+        optimizer = self.deepspeed.ops.adam.DeepSpeedCPUAdam(list(model.weights), lr=LR)
+        return self.contender(model, optimizer.step)
+
+    def contenders(self) -> Mapping[str, Mapping[str, Callable[[], Contender]]]:
+        """By precision. The first of all is what the others are measured by."""
+        found: dict[str, dict[str, Callable[[], Contender]]] = {
+            "fp32": {
+                BARE: self.bare,
+                "torch": self.torchs,
+                "Megatron-core": lambda: self.megatrons(torch.float32),
+                "DeepSpeed": lambda: self.deepspeeds(torch.float32),
+                "DeepSpeed CPUAdam, alone": self.cpu_adams,
+                "meshstep, torch's kernels": lambda: self.meshsteps(torch.float32, kernels="torch"),
+                "meshstep": lambda: self.meshsteps(torch.float32),
+            }
         }
-    return {
-        "fp32": {
-            "bare fused AdamW": bare,
-            "torch": torchs,
-            "Megatron-core": lambda: megatrons(torch.float32),
-            "DeepSpeed": lambda: deepspeeds(package, torch.float32),
-            "DeepSpeed CPUAdam, alone": lambda: cpu_adams(package),
-            "meshstep, torch's kernels": lambda: meshsteps(torch.float32, kernels="torch"),
-            "meshstep": lambda: meshsteps(torch.float32),
-        },
-        **half,
-    }
+        for name, dtype, mode in (("bf16", torch.bfloat16, Bf16), ("fp16", torch.float16, NaiveFp16)):
+            found[f"{name}, float32 masters"] = {
+                BARE: self.bare,
+                "plain chain": partial(self.plain_chain, dtype),
+                "Megatron-core": partial(self.megatrons, dtype),
+                "DeepSpeed": partial(self.deepspeeds, dtype),
+                "meshstep, torch's kernels": partial(self.meshsteps, dtype, mode(), "torch"),
+                "meshstep": partial(self.meshsteps, dtype, mode()),
+                "meshstep, main_grads=False": partial(self.meshsteps, dtype, mode(main_grads=False)),
+            }
+        if self.registry.topology.world_size > 1:  # its norm is that of one rank
+            found = {key: {name: m for name, m in of.items() if name != "plain chain"} for key, of in found.items()}
+        return found
+
+
+def adamw(params: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, lr=LR, fused=True)
 
 
 # Timing ---------------------------------------------------------------------------------------------------------------
 
 
-def rounds(of: Mapping[str, Contender], seconds: float, clock: Callable[[], float]) -> dict[str, list[float]]:
-    """Seconds of each in each round, after one of warm-up."""
+def rounds(of: Mapping[str, Contender], seconds: float, run: Run, clock: Callable[[], float]) -> dict[str, list[float]]:
+    """Seconds of each in each round, after one of warm-up; of the slowest rank."""
     times: dict[str, list[float]] = {name: [] for name in of}
-    end = time.perf_counter() + seconds
-    while len(next(iter(times.values()))) < 4 or time.perf_counter() < end:
+    end, go_on = time.perf_counter() + seconds, torch.ones(())
+    while go_on:
         for name, contender in of.items():
-            contender.refill()
+            dist.barrier()
             start = clock()
+            contender.refill()
+            start = start if run.train else clock()
             contender.step()
-            times[name].append(clock() - start)
+            spent = torch.tensor(clock() - start, dtype=torch.float64)
+            dist.all_reduce(spent, dist.ReduceOp.MAX)
+            times[name].append(float(spent))
+        go_on.fill_(float(len(next(iter(times.values()))) < 4 or time.perf_counter() < end))
+        dist.broadcast(go_on, 0)
     return {name: values[1:] for name, values in times.items()}
 
 
@@ -281,32 +359,56 @@ def bars(title: str, found: Mapping[str, Mapping[str, float]]) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{head}{"".join(lines)}</svg>\n'
 
 
+def measure(rank: int, store: str, arguments: argparse.Namespace) -> None:
+    """All precisions, on one rank; rank 0 prints."""
+    torch.set_num_threads(arguments.threads)
+    warnings.simplefilter("ignore")
+    ranks = arguments.ranks
+    alone = ranks == arguments.threads == 1
+    found: dict[str, dict[str, float]] = {}
+    with ExitStack() as stack:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+        package = stack.enter_context(deepspeed_on_cpu())
+        package.init_distributed("gloo")
+        stack.enter_context(megatron(tensor_model_parallel_size=ranks))
+        registry = stack.enter_context(ProcessGroupRegistry(Topology(tensor=ranks)))
+        run = Run(registry, arguments.train, package)
+        for precision, makers in run.contenders().items():
+            times = rounds(
+                {name: make() for name, make in makers.items()},
+                arguments.seconds,
+                run,
+                time.process_time if alone else time.perf_counter,
+            )
+            found[precision] = ratios(times, BARE)
+            if rank == 0:
+                print(f"\n{precision} ({len(times[BARE])} rounds)")
+                for name, ratio in found[precision].items():
+                    print(f"  {name:32s} {median(times[name]) * 1e3:9.2f} ms   {ratio:5.2f}x", flush=True)
+        if arguments.svg and rank == 0:
+            what = "forward, backward, clip and step" if run.train else "clip + step"
+            Path(arguments.svg).write_text(
+                bars(f"{what}: multiples of bare fused float32 AdamW, tensor={ranks}", found), encoding="utf-8"
+            )
+    dist.destroy_process_group()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=30.0, help="time for each precision")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=1, help="every tensor is split over them")
+    parser.add_argument("--threads", type=int, default=1, help="of each rank")
+    parser.add_argument("--train", action="store_true", help="time forward and backward too; one rank")
     parser.add_argument("--svg", help="where to write the bars")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    warnings.simplefilter("ignore")
-    clock = time.process_time if arguments.threads == 1 else time.perf_counter
-    found: dict[str, dict[str, float]] = {}
-    with ExitStack() as stack:
-        store = Path(stack.enter_context(TemporaryDirectory()), "store")
-        torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-        package = stack.enter_context(deepspeed_on_cpu())
-        package.init_distributed("gloo")
-        stack.enter_context(megatron())
-        for precision, makers in contenders(package).items():
-            made = {name: make() for name, make in {"bare fused AdamW": bare, **makers}.items()}
-            times = rounds(made, arguments.seconds, clock)
-            found[precision] = ratios(times, "bare fused AdamW")
-            print(f"\n{precision} ({len(times['bare fused AdamW'])} rounds)")
-            for name, ratio in found[precision].items():
-                print(f"  {name:32s} {median(times[name]) * 1e3:9.2f} ms   {ratio:5.2f}x")
-    if arguments.svg:
-        with open(arguments.svg, "w", encoding="utf-8") as file:
-            file.write(bars("clip + step, as a multiple of torch's bare fused float32 AdamW", found))
+    if arguments.train and arguments.ranks > 1:
+        parser.error("--train is of one rank: the transformer is not split")
+    with TemporaryDirectory() as folder:
+        store = f"{folder}/store"
+        if arguments.ranks == 1:
+            measure(0, store, arguments)
+        else:
+            mp.spawn(measure, (store, arguments), arguments.ranks)  # type: ignore[attr-defined,no-untyped-call]
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 
 import torch
 from cases import slice_of
@@ -39,7 +40,7 @@ class Layout:
     axes: tuple[tuple[str, int], ...]
     specs: dict[str, P] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def topology(self) -> Topology:
         return Topology(roles=None, **dict(self.axes))
 
@@ -69,10 +70,8 @@ class Layout:
         return tuple(topology.coordinate_of(rank, axis) for axis in topology.axes if axis in summed)
 
     def share(self, name: str, rank: int, step: int, micro: int = 0) -> Tensor:
-        """What ``rank`` adds to the logical gradient, whole: the same on ranks that hold copies of it."""
-        where = self.where(name, rank)
-        smaller = 1.0 if step % 2 == 0 else 1 / 64
-        return fractions((name, where, step, micro), SHAPES[name], SIZES[name] * smaller)
+        """What ``rank`` adds to the logical gradient, whole: the same on ranks that hold copies of it. Not to be written to."""
+        return _share(name, self.where(name, rank), step, micro)
 
     def gradient(self, key: Key, step: int, micros: int = 1) -> Tensor:
         """Of the sum of all losses, over data ranks and micro-batches; in float64."""
@@ -127,6 +126,12 @@ def fractions(seed: object, shape: tuple[int, ...], size: float = 1.0) -> Tensor
     generator = torch.Generator().manual_seed(zlib.crc32(repr(seed).encode()))
     values = torch.randint(1, 65, shape, generator=generator).double()
     return values * (torch.randint(2, shape, generator=generator) * 2 - 1) * (size / 16)
+
+
+@lru_cache(maxsize=4096)
+def _share(name: str, where: tuple[int, ...], step: int, micro: int) -> Tensor:
+    smaller = 1.0 if step % 2 == 0 else 1 / 64
+    return fractions((name, where, step, micro), SHAPES[name], SIZES[name] * smaller)
 
 
 def start(key: Key) -> Tensor:

@@ -9,12 +9,36 @@ from typing import Any
 import torch
 from dense import collectives as collectives
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 _READS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "_has_inf_or_nan", "allclose")
 
 
 class HostReadError(AssertionError):
     """An operation copied a tensor's value to the host."""
+
+
+class MadeMemory(TorchDispatchMode):
+    """Counts the operators, and the bytes of the memory that they made: storages of results that no argument had."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators = self.bytes = 0
+        self._seen: dict[int, torch.UntypedStorage] = {}  # kept, or another would get its address
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._seen |= _storages((args, kwargs))
+        result = func(*args, **(kwargs or {}))
+        made = {key: storage for key, storage in _storages(result).items() if key not in self._seen}
+        self._seen |= made
+        self.operators += 1
+        self.bytes += sum(storage.nbytes() for storage in made.values())
+        return result
+
+
+def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
 
 
 class NoHostReads(TorchDispatchMode):

@@ -1,0 +1,57 @@
+"""A warm step reads nothing on the host, and makes no memory but for a few numbers, however large the model is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from loops import using
+from meshstep.amp import Bf16, NaiveFp16, Precision, TorchFp16, precision_of
+from meshstep.optim import ByValue, Clip, ParallelOptimizer, PerParameter
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from probes import MadeMemory, no_host_reads
+from torch import nn
+
+PRECISIONS: dict[str, Precision] = {
+    "fp32": precision_of("fp32"),
+    "bf16": Bf16(),
+    "bf16, half gradients": Bf16(main_grads=False),
+    "fp16": TorchFp16(),
+    "fp16_naive": NaiveFp16(),
+}
+
+
+def memory_of_a_step(width: int, precision: str, clip: float | Clip | None) -> tuple[int, int]:
+    """The operators of the fourth step, and the bytes that they made, of a model of three square layers of this width."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
+    mode = PRECISIONS[precision]
+    mode.prepare(model)
+    declare(model, {"*": P()})
+    adamw = torch.optim.AdamW(model.named_parameters(), lr=1e-3, fused=True)
+    optimizer = ParallelOptimizer(adamw, ProcessGroupRegistry(Topology()), max_norm=clip, precision=mode)
+    x = torch.randn(4, width).to(next(model.parameters()).dtype)
+    for _ in range(4):
+        optimizer.zero_grad()
+        optimizer.backward(model(x).float().square().mean())
+        with no_host_reads(), MadeMemory() as made:  # type: ignore[no-untyped-call]
+            optimizer.step()
+    return made.operators, made.bytes
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("clip", [None, 0.3, ByValue(0.01), PerParameter(0.1)], ids=repr)
+def test_it_does_not_grow_with_the_model(precision: str, clip: float | Clip | None) -> None:
+    if precision == "bf16, half gradients" and isinstance(clip, ByValue | PerParameter):
+        pytest.skip("a rule that writes to gradients has them in float32 first: that is what main gradients are for")
+    small, large = (memory_of_a_step(width, precision, clip) for width in (32, 128))
+    assert small == large
+    operators, made = large
+    assert operators <= 60
+    assert made <= (640 if isinstance(clip, PerParameter) else 160)
+
+
+def test_torchs_kernels_make_temporaries_as_large_as_gradients() -> None:
+    """Which shows that the probe would see them."""
+    with using("torch"):
+        _, made = memory_of_a_step(32, "fp32", 0.3)
+    assert made > 3 * 32 * 32 * 8  # float64 of the small ones

@@ -70,7 +70,7 @@ class Layout:
         return tuple(topology.coordinate_of(rank, axis) for axis in topology.axes if axis in summed)
 
     def share(self, name: str, rank: int, step: int, micro: int = 0) -> Tensor:
-        """What ``rank`` adds to the logical gradient, whole: the same on ranks that hold copies of it. Not to be changed."""
+        """What ``rank`` adds to the logical gradient, whole: alike on ranks that hold copies of it. Not to be changed."""
         return _share(name, self.where(name, rank), step, micro)
 
     def gradient(self, key: Key, step: int, micros: int = 1) -> Tensor:

@@ -33,7 +33,7 @@ def memory_of_a_step(width: int, precision: str, clip: float | Clip | None) -> t
     for _ in range(4):
         optimizer.zero_grad()
         optimizer.backward(model(x).float().square().mean())
-        with no_host_reads(), MadeMemory() as made:  # type: ignore[no-untyped-call]
+        with no_host_reads(), MadeMemory() as made:
             optimizer.step()
     return made.operators, made.bytes
 

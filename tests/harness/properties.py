@@ -33,6 +33,20 @@ C = TypeVar("C")
 Item = TypeVar("Item", bound=pytest.Item)
 WITHOUT_SHRINKING: Sequence[Phase] = (Phase.explicit, Phase.reuse, Phase.generate)
 CASES_OF_A_TEST = 2  # in a sample
+CASES_OF_A_FILE = (
+    2  # in a sample, of the files below: they start processes or train, and their seconds are those of Python
+)
+STARTS_PROCESSES = (
+    "docs/test_gpu_suite.py",
+    "docs/test_types.py",
+    "examples/",
+    "optim/checkpoint/test_checkpoint_kill.py",
+    "optim/proof/test_command.py",
+    "parallel/test_calls.py",
+    "parallel/test_launch.py",
+    "parallel/test_launched_ranks.py",
+    "parallel/test_ranks.py",
+)
 FAILURES = Path(__file__).parents[2] / ".hypothesis" / "cases"
 
 
@@ -97,7 +111,7 @@ def sample(items: Sequence[Item]) -> list[Item]:
 
     First so many that every value of every argument is in one: of a product of arguments a few. Late ones are preferred:
     tests list one process first and the layouts of many ranks last. Of these `CASES_OF_A_TEST`, taken by a hash of their
-    names.
+    names; and of what is left of a file that `STARTS_PROCESSES`, `CASES_OF_A_FILE`.
     """
     by_test: dict[str, list[tuple[Item, set[tuple[str, str]]]]] = {}
     for item in items:
@@ -112,5 +126,18 @@ def sample(items: Sequence[Item]) -> list[Item]:
             item, values = max(reversed(cases), key=lambda case: len(case[1] & missing))
             covering.append(item)
             missing -= values
-        chosen += sorted(covering, key=lambda item: zlib.crc32(item.nodeid.encode()))[:CASES_OF_A_TEST]
-    return chosen
+        chosen += _some_of(covering, CASES_OF_A_TEST)
+    by_file: dict[str, list[Item]] = {}
+    for item in chosen:
+        by_file.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    return [
+        item
+        for file, kept in by_file.items()
+        for item in (
+            _some_of(kept, CASES_OF_A_FILE) if file.removeprefix("tests/").startswith(STARTS_PROCESSES) else kept
+        )
+    ]
+
+
+def _some_of(items: Sequence[Item], count: int) -> list[Item]:
+    return sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode()))[:count]

@@ -11,7 +11,7 @@ import properties
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from properties import CASES_OF_A_TEST, number_of_cases, random_cases, repetitions, sample
+from properties import CASES_OF_A_FILE, CASES_OF_A_TEST, number_of_cases, random_cases, repetitions, sample
 from world import World, WorldError
 
 NUMBERS = st.lists(st.integers(0, 1000), max_size=4)
@@ -115,6 +115,14 @@ def test_a_sample_has_a_few_cases_of_a_large_test_the_same_in_every_process() ->
     assert [sum(case in chosen for case in cases) for cases in tests] == [CASES_OF_A_TEST] * len(tests)
     assert {case.callspec.params["mode"] for case in chosen} == set(range(20)), "of another test, others"
     assert sample(every) == chosen
+
+
+def test_of_a_file_that_starts_processes_a_sample_has_a_few_tests() -> None:
+    starts, others = "tests/examples/test_a.py::test_{}", "tests/parallel/test_spec.py::test_{}"
+    every = [item(name.format(index)) for name in (starts, others) for index in range(10)]
+    chosen = [case.nodeid for case in sample(every)]
+    assert sum(name.startswith("tests/examples/") for name in chosen) == CASES_OF_A_FILE
+    assert sum(name.startswith("tests/parallel/") for name in chosen) == 10
 
 
 def test_repetitions_are_left_out_of_a_sample_only(monkeypatch: pytest.MonkeyPatch) -> None:

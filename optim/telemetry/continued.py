@@ -17,8 +17,8 @@ class ReportFile:
     """A callback of `Monitor` that adds each report to a file, flushed at once: what was reported outlives the process. A
     context manager, or `close` it.
 
-    Where the file exists, the run goes on in it after the step that the monitor says (`Monitor.load_state_dict`; 0 for a new
-    run). Lines of later steps, of a run that was given up, and one that a crash cut off, move to ``<path>.dropped``.
+    Where the file exists, the run goes on in it after the step that the monitor says (`Monitor.load_state_dict`; 0 for a
+    new run). Lines of later steps, of a run that was given up, and one that a crash cut off, move to ``<path>.dropped``.
 
     Args:
         path: Made with the first report, so on global rank 0 only.

@@ -75,7 +75,8 @@ def coordinate_check(
 
     Args:
         build: A model of a width, split over the mesh or not. Seed it, so that widths differ in nothing else.
-        layers: Globs over the names of modules. Of those that return one tensor; each rank has a part of it, or all have it.
+        layers: Globs over the names of modules; of those that return one tensor, of which each rank has a part, or all have
+            it.
     Raises:
         ValueError: There are no two widths, or no layer that fits returned a tensor.
     Collectives: one all-reduce a width. Host reads: one a width. Memory: the activations of one forward of the layers.

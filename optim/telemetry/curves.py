@@ -98,22 +98,18 @@ def _grid(x: Scale, y: Scale) -> str:
 
 
 def _curve(label: str, points: Sequence[Point], x: Scale, y: Scale, kind: str) -> str:
-    runs: list[list[str]] = [[]]
+    runs: list[list[Point]] = [[]]
     marks, titles = [], []
     for step, value in points:
         said = f"<title>{escape(label)}, step {step:,.0f}: {number(value)}</title>"
         if isfinite(value):
-            runs[-1].append(f"{x(step)},{y(value)}")
+            runs[-1].append((x(step), y(value)))
             titles.append(f'<circle class="point" cx="{x(step)}" cy="{y(value)}" r="5">{said}</circle>')
         else:
             runs.append([])
             marks.append(f'<path class="broken" d="M{x(step) - 4} {TOP}h8l-4 7z">{said}</path>')
-    lines = [f'<polyline points="{" ".join(run)}"/>' for run in runs if len(run) > 1]
-    dots = [
-        f'<circle class="dot" cx="{run[0].split(",")[0]}" cy="{run[0].split(",")[1]}" r="2.5"/>'
-        for run in runs
-        if len(run) == 1
-    ]
+    lines = [f'<polyline points="{" ".join(f"{a},{b}" for a, b in run)}"/>' for run in runs if len(run) > 1]
+    dots = [f'<circle class="dot" cx="{run[0][0]}" cy="{run[0][1]}" r="2.5"/>' for run in runs if len(run) == 1]
     return f'<g class="{kind}">{"".join(lines + dots + titles)}</g>{"".join(marks)}'
 
 

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 By = Literal["parameter", "layer", "group"] | Mapping[str, str]
-"""``"layer"``: all parameters of one module. A mapping: from a label to a glob over parameter names; the first that fits."""
+"""``"layer"``: all parameters of one module. A mapping: from labels to globs over parameter names; the first that fits."""
 
 TOTAL = "total"
 

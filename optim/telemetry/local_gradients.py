@@ -84,7 +84,8 @@ class LocalGradients:
         """[data ranks] float64: what this rank adds to the squared norm of its data rank, at its place; as backward left
         the gradients, the loss scale in them, and summed over the window.
 
-        Collectives: where there are pending sums, one all-reduce for each set of peers and kind of layout. Host reads: none.
+        Collectives: where there are pending sums, one all-reduce for each set of peers and kind of layout. Host reads:
+        none.
         """
         summed = self._summed()
         gradients = [summed[index] if index in summed else self.params[index].grad for index in self._own]

@@ -63,7 +63,5 @@ def changes_(before: Sequence[Tensor], after: Sequence[Tensor]) -> Sequence[Tens
     """``before`` minus ``after``, in place. Of what is float32 or half a difference is rounded to float32, where it is
     rounded at all: not between numbers within twice of each other."""
     if before:
-        torch._foreach_sub_(
-            list(before), [tensor.detach().to(old.dtype) for old, tensor in zip(before, after, strict=True)]
-        )
+        torch._foreach_sub_(list(before), [tensor.detach() for tensor in after])
     return before

@@ -97,4 +97,5 @@ def _table(kinds: Mapping[str, Mapping[str, Sequence[Point]]]) -> str:
         for kind, series in kinds.items()
         for label, points in series.items()
     ]
-    return f"<table><thead><tr><th>figure</th><th>step</th><th>value</th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    head = "<tr><th>figure</th><th>step</th><th>value</th></tr>"
+    return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"

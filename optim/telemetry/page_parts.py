@@ -33,15 +33,16 @@ svg.chart{{display:block;width:100%;height:auto;overflow:visible;touch-action:pa
 polyline{{fill:none;stroke:var(--c);stroke-width:1.4;stroke-linejoin:round}} .main polyline{{stroke-width:2.2}}
 .dot{{fill:var(--c)}} .point{{fill:var(--c);opacity:0}} .point:hover{{opacity:.9}} .broken{{fill:#d92d20}}
 .cursor{{stroke:var(--soft);stroke-dasharray:3 3;visibility:hidden;pointer-events:none}}
-.legend{{list-style:none;display:flex;flex-wrap:wrap;gap:2px 14px;margin:6px 0 0;padding:0;font-size:12px;color:var(--soft)}}
+.legend{{list-style:none;display:flex;flex-wrap:wrap;gap:2px 14px;margin:6px 0 0;padding:0;font-size:12px;
+color:var(--soft)}}
 .legend li::before{{content:"";display:inline-block;width:14px;height:3px;border-radius:2px;margin:0 6px 3px 0;
 background:var(--c)}}
 details{{margin-top:18px}} details.more{{margin-top:6px;font-size:12px;color:var(--soft)}} summary{{cursor:pointer}}
 table{{border-collapse:collapse;margin-top:10px;font-variant-numeric:tabular-nums}}
 td,th{{padding:3px 18px 3px 0;text-align:left;border-bottom:1px solid var(--line)}} td+td,th+th{{text-align:right}}
 .bad{{color:#d92d20}}
-#tip{{position:fixed;pointer-events:none;background:var(--card);color:var(--ink);border:1px solid var(--line);border-radius:6px;
-padding:6px 10px;font-size:12px;box-shadow:0 4px 14px #0003;font-variant-numeric:tabular-nums;z-index:2}}
+#tip{{position:fixed;pointer-events:none;background:var(--card);color:var(--ink);border:1px solid var(--line);
+border-radius:6px;padding:6px 10px;font-size:12px;box-shadow:0 4px 14px #0003;font-variant-numeric:tabular-nums;z-index:2}}
 #tip b{{display:block}} #tip i{{display:inline-block;width:10px;height:3px;margin-right:6px;vertical-align:middle}}
 @media print{{figure{{break-inside:avoid}} details{{display:none}}}}
 """

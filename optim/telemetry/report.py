@@ -48,7 +48,7 @@ class Report:
 
     def scalars(self) -> dict[str, float]:
         """All numbers but the step, by a name with slashes, as dashboards want them."""
-        values: dict[str, float | None] = {
+        own: dict[str, float | None] = {
             "loss": self.loss,
             "grad_norm/total": self.grad_norm,
             "clip_coef": self.clip_coef,
@@ -58,10 +58,9 @@ class Report:
             "clipped_fraction": self.clipped,
             "skipped_fraction": self.skipped,
             "flops_utilization": self.utilization,
-            **self.figures,
-            # Its own, of the last step, go before those of the same name that were measured a few steps before it.
-            "grad_norm/total": self.grad_norm,
         }
+        # Of one name may be what was measured a few steps ago, and what the last step says: that one is taken.
+        values: dict[str, float | None] = {**self.figures, **own}
         if len(self.group_norms) > 1:
             values.update({f"grad_norm/group_{index}": norm for index, norm in enumerate(self.group_norms)})
         values.update({f"grad_norm/{name}": norm for name, norm in self.parameter_norms.items()})

@@ -38,12 +38,12 @@ class Telemetry(Watcher):
 
     Figures, each of the whole model (``.../total``) and of every label:
 
-    ``param_norm``, ``grad_norm``, ``update_norm``: L2 norms of the logical tensors: the weights before the step, the masters
-    where there are; the unscaled, averaged gradient before clipping; what the step then changed, 0 where it was skipped.
-    ``update_ratio``: the update's by the weights'. ``grad_zeros``: the fraction of trained elements whose gradient is 0, or
-    did not come. ``grad_underflow``: the fraction of them that is smaller than 2^-14, the smallest normal number of float16,
-    zeros among them; of the gradients as they lie: with the loss scale, averaged over data, summed over the window. So in
-    fp16 it is what the loss scale does not save, and in other modes what fp16 would lose without one.
+    ``param_norm``, ``grad_norm``, ``update_norm``: L2 norms of the logical tensors: the weights before the step, the
+    masters where there are; the unscaled, averaged gradient before clipping; what the step then changed, 0 where it was
+    skipped. ``update_ratio``: the update's by the weights'. ``grad_zeros``: the fraction of trained elements whose gradient
+    is 0, or did not come. ``grad_underflow``: the fraction of them that is smaller than 2^-14, the smallest normal number
+    of float16, zeros among them; of the gradients as they lie: with the loss scale, averaged over data, summed over the
+    window. So in fp16 it is what the loss scale does not save, and in other modes what fp16 would lose without one.
     ``spectral_norm/<name>``: with `SpectralNorms`, of the weights before the step. ``noise_scale``, ``noise_signal``
     (|G|^2) and ``noise_trace`` (S): with `NoiseScale`; of all parameters but `left_out`.
 
@@ -224,7 +224,11 @@ class Telemetry(Watcher):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was called, on any layout. ValueError where it is something else; nothing changes then."""
+        """Go on where `state_dict` was called, on any layout.
+
+        Raises:
+            ValueError: It is something else; nothing is changed.
+        """
         if not {"step", "noise", "spectral"} <= state.keys():
             raise ValueError(f"a state with {[*state]} is none of a Telemetry; give what its state_dict() returned")
         self.step = int(state["step"])

@@ -15,8 +15,8 @@ HISTORY = 24  # reports of which the course is drawn
 
 
 class Terminal:
-    """A callback of `Monitor`: a live table where ``file`` is a terminal and the package rich is there, else one plain line a
-    report. A context manager, or `close` it.
+    """A callback of `Monitor`: a live table where ``file`` is a terminal and the package rich is there, else one plain line
+    a report. A context manager, or `close` it.
 
     Args:
         file: None: ``sys.stdout`` as it is with the first report.

@@ -44,8 +44,8 @@ class ReportFile:
         if all(flags):
             return
         with open(f"{self.path}.dropped", "a", encoding="utf-8") as dropped:
-            dropped.writelines(line for line, is_kept in zip(lines, flags, strict=True) if not is_kept)
-        self._replace(line for line, is_kept in zip(lines, flags, strict=True) if is_kept)
+            dropped.writelines(line.rstrip("\n") + "\n" for line, kept in zip(lines, flags, strict=True) if not kept)
+        self._replace(line for line, kept in zip(lines, flags, strict=True) if kept)
 
     def _replace(self, lines: Iterable[str]) -> None:
         """Other content, at once: a crash leaves the old file or the new one."""

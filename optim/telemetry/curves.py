@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, isfinite, log10
 
+from .labels import TOTAL
+
 WIDTH, HEIGHT = 560, 230
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 28
 COLORS = 8
@@ -69,9 +71,9 @@ def chart(name: str, series: Mapping[str, Sequence[Point]]) -> str:
     y = Scale.of([value for points in series.values() for _, value in points], HEIGHT - BOTTOM, TOP)
     parts = [_grid(x, y)]
     drawn = {label: thinned(points) for label, points in series.items()}
-    # The first curve is the whole model's, and lies above the others.
+    # The whole model's curve comes first, and lies above the others.
     for index, (label, points) in reversed([*enumerate(drawn.items())]):
-        parts.append(_curve(label, points, x, y, f"c{index % COLORS}" + " main" * (index == 0)))
+        parts.append(_curve(label, points, x, y, f"c{index % COLORS}" + " main" * (label == TOTAL or len(drawn) == 1)))
     known = [
         [label, [[step, value if isfinite(value) else str(value)] for step, value in points]]
         for label, points in drawn.items()

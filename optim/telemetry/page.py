@@ -7,6 +7,7 @@ from html import escape
 from math import isfinite
 
 from .curves import COLORS, Point, chart, number
+from .labels import TOTAL
 from .page_parts import SCRIPT, STYLE
 
 WORDS = {
@@ -77,12 +78,12 @@ def _legend(series: Mapping[str, Sequence[Point]]) -> str:
 
 
 def _total_first(series: Mapping[str, list[Point]]) -> dict[str, list[Point]]:
-    return dict(sorted(series.items(), key=lambda item: item[0] != "total"))
+    return dict(sorted(series.items(), key=lambda item: item[0] != TOTAL))
 
 
 def _tiles(kinds: Mapping[str, Mapping[str, Sequence[Point]]]) -> str:
     """The last numbers of the whole model: those that have no other label."""
-    shown = {kind: series.get("total", next(iter(series.values()))) for kind, series in kinds.items()}
+    shown = {kind: series.get(TOTAL, next(iter(series.values()))) for kind, series in kinds.items()}
     alone = [(kind, shown[kind][-1][1]) for kind in TILES if kind in shown]
     alone += [(kind, points[-1][1]) for kind, points in shown.items() if kind.endswith("_per_second")]
     return "".join(

@@ -36,6 +36,7 @@ class Planned:
     Attributes:
         plan: Of what is stepped, with the names of all logical parameters.
         stepped: What the param groups hold, and ``measured`` what has their gradients, in the order of its entries.
+        numels: Of each the elements that have a gradient: all, or none where it is frozen.
         labels: What figures are given of, the whole model last.
         local: What measures each data rank's own gradient; None where nobody asks.
         left_out: The names of the parameters that the noise scale does not see.
@@ -49,7 +50,6 @@ class Planned:
         model = optimizer._plan if optimizer._plan.parameter_names else with_names(optimizer._plan, registry)
         self.plan = chain.derive(model)
         self.stepped, self.measured = chain.stepped, chain.measured()
-        self.numels = [tensor.numel() for tensor in self.measured]
         names, slots = self.plan.parameter_names, self.plan.parameter_slots
         self._to_parameters = Slots(slots, len(names), device)
         dtype = accumulation_dtype(device)
@@ -64,8 +64,10 @@ class Planned:
         self._to_labels = Slots(where, len(labels), device)
 
         # Frozen parameters have no gradients of which zeros could be counted.
-        trained = [numel if entry.trained else 0 for numel, entry in zip(self.numels, self.plan.entries, strict=True)]
-        self._elements = self.to_labels(self.summed(self.to_parameters(torch.tensor(trained, dtype=dtype).to(device))))
+        pairs = zip(self.measured, self.plan.entries, strict=True)
+        self.numels = [tensor.numel() if entry.trained else 0 for tensor, entry in pairs]
+        elements = self.to_parameters(torch.tensor(self.numels, dtype=dtype).to(device))
+        self._elements = self.to_labels(self.summed(elements))
 
         fits = chosen(names, spectral.globs if spectral else ())
         # Of unknown shape are those with pieces of unequal sizes, which are an error there.

@@ -79,7 +79,8 @@ def _reasons(parts: Parts) -> Iterator[str]:
         yield "Measure(check_replicas=True) reads what it compared: leave it out, copies are compared in the first step"
     elif parts._clipping.checks:
         yield "copies have not been compared yet, in a step that was not skipped: make some steps more without a graph"
-    yield from filter(None, (part.not_captured() for part in (*parts._states.links, *parts._states.watchers)))
+    yield from filter(None, (link.not_captured() for link in parts._states.links))
+    yield from filter(None, (watcher.not_captured() for watcher in parts._states.watchers))
     yield from _of_window(window, device)
     yield from _of_optimizer(parts.optimizer, device)
 

@@ -74,7 +74,8 @@ class Planned:
         matrix = [shape is None or len(shape) > 1 for shape in self.plan.parameter_shapes]
         self.matrices = [index for index, slot in enumerate(slots) if fits[slot] and matrix[slot]]
         self.spectral = None if spectral is None else self._power_iteration(optimizer, spectral)
-        self.local, self.left_out, self._own = None, tuple[str, ...](), torch.zeros(0)
+        self.local: LocalGradients | None = None
+        self.left_out, self._own = tuple[str, ...](), torch.zeros(0)
         if noise is not None:
             self._see_local(optimizer, model, [everywhere[slot][1] for slot in range(len(names))])
 

@@ -44,7 +44,8 @@ class SpectralNorms:
         """Raise ValueError if it is out of range."""
         if isinstance(self.iterations, bool) or not isinstance(self.iterations, int) or self.iterations < 1:
             raise ValueError(f"SpectralNorms(iterations={self.iterations!r}): give a whole number >= 1")
-        if isinstance(self.globs, str) or not self.globs:
+        globs: object = self.globs
+        if not isinstance(globs, tuple) or not globs:
             raise ValueError(f"SpectralNorms(globs={self.globs!r}): give a tuple of globs, such as ('*.weight',)")
 
 

@@ -101,13 +101,10 @@ def main() -> None:
     )
     whole, alone = found["no telemetry"]
     for name, (both, step) in found.items():
-        print(
-            f"  {name:34s} backward and step {both:8.1f} ms {both / whole:5.2f}x    step {step:7.1f} ms {step / alone:5.2f}x"
-        )
-    both, step = found["every step"]
-    print(
-        f"  every=50, from these: backward and step {1 + (both / whole - 1) / 50:.4f}x, step {1 + (step / alone - 1) / 50:.3f}x"
-    )
+        ratios = f"backward and step {both:8.1f} ms {both / whole:5.2f}x", f"step {step:7.1f} ms {step / alone:5.2f}x"
+        print(f"  {name:34s} {ratios[0]}    {ratios[1]}")
+    both, step = (1 + (ratio - 1) / 50 for ratio in (found["every step"][0] / whole, found["every step"][1] / alone))
+    print(f"  every=50, from these: backward and step {both:.4f}x, step {step:.3f}x")
 
 
 if __name__ == "__main__":

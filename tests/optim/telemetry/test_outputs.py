@@ -93,10 +93,11 @@ def monitored(file: Any, steps: int, state: dict[str, int] | None = None) -> Mon
 @pytest.mark.parametrize("kind", [JsonLines, CsvFile])
 def test_a_resumed_run_goes_on_in_its_file_and_what_was_given_up_moves_aside(kind: Any, tmp_path: Path) -> None:
     path = tmp_path / ("run.csv" if kind is CsvFile else "run.jsonl")
-    monitored(kind(path), 8)
+    with kind(path) as file:
+        monitored(file, 8)
     assert steps_in(path) == [2, 4, 6, 8]
-    with open(path, "a") as file:
-        file.write('{"step": 10, "lo' if kind is JsonLines else "1")  # the process died there
+    with open(path, "a") as cut:
+        cut.write('{"step": 10, "lo' if kind is JsonLines else "1")  # the process died there
     with kind(path) as file:
         monitored(file, 3, {"step": 5, "skipped_steps": 0})
     assert steps_in(path) == [2, 4, 6, 8]
@@ -240,11 +241,8 @@ def test_the_report_is_one_page_that_needs_nothing_else(tmp_path: Path, capsys: 
 def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
-    for path, said in (
-        (tmp_path / "none.jsonl", "No such file"),
-        (empty, "has no report yet"),
-        (Path(__file__), "is no report"),
-    ):
+    cases = ((tmp_path / "none.jsonl", "No such file"), (empty, "has no report yet"), (Path(__file__), "is no report"))
+    for path, said in cases:
         assert main(["report", str(path), "-o", str(tmp_path / "out.html")]) == 2
         assert said in capsys.readouterr().err
     assert not (tmp_path / "out.html").exists()

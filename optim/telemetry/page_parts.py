@@ -55,7 +55,8 @@ const shown = v => typeof v === "string" ? v : v === 0 ? "0"
 for (const svg of document.querySelectorAll("svg.chart")) {
   const data = JSON.parse(svg.dataset.points), cursor = svg.querySelector(".cursor");
   const steps = [...new Set(data.series.flatMap(([, points]) => points.map(p => p[0])))].sort((a, b) => a - b);
-  const values = data.series.map(([label, points]) => [label, new Map(points)]);
+  // Of a curve that has no point at the step, the one before.
+  const before = (points, step) => points.filter(point => point[0] <= step).at(-1)?.[1];
   for (const title of svg.querySelectorAll("title")) title.remove();
   svg.addEventListener("pointermove", event => {
     const box = svg.getBoundingClientRect();
@@ -67,13 +68,14 @@ for (const svg of document.querySelectorAll("svg.chart")) {
     cursor.setAttribute("x1", place);
     cursor.setAttribute("x2", place);
     cursor.style.visibility = "visible";
-    const rows = values.map(([label, by], i) => [label, by.get(step), i]).filter(row => row[1] !== undefined);
+    const all = data.series.map(([label, points], i) => [label, before(points, step), i]);
+    const rows = all.filter(row => row[1] !== undefined);
     rows.sort((a, b) => (a[2] > 0) - (b[2] > 0) || Number(b[1]) - Number(a[1]));
     tip.replaceChildren(Object.assign(document.createElement("b"), {textContent: "step " + step.toLocaleString("en")}));
     for (const [label, value, i] of rows.slice(0, 14)) {
       const row = document.createElement("div"), mark = document.createElement("i");
       mark.style.background = `var(--c${i % 8})`;
-      row.append(mark, rows.length > 1 ? `${label}  ${shown(value)}` : shown(value));
+      row.append(mark, data.series.length > 1 ? `${label}  ${shown(value)}` : shown(value));
       tip.append(row);
     }
     if (rows.length > 14) tip.append(`and ${rows.length - 14} more`);

@@ -172,7 +172,7 @@ def test_weights_and_biases_with_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> 
         calls.append(options)
         return Run()
 
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     with WeightsAndBiases(project="p", mode="offline") as board:
         assert calls == [], "a rank without reports starts no run"
         board(report(10, figures=FIGURES))

@@ -38,7 +38,7 @@ def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
     return torch.optim.SGD(model.named_parameters(), lr=0.25, fused=True, **options)
 
 
-def alone(model: nn.Module, **options: Any) -> ParallelOptimizer:
+def alone(model: nn.Module, **options: Any) -> ParallelOptimizer[Any]:
     declare(model, {"*": P()})
     return ParallelOptimizer(sgd(model), ProcessGroupRegistry(Topology()), **options)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from meshstep.amp import precision_of
 from meshstep.optim import (
     ByValue,
     NoiseScale,
@@ -46,6 +47,7 @@ class Case:
 
     Args:
         states: Of `whole_runs.STATES`.
+        masters: bfloat16, with float32 masters that are stepped; nothing is rounded in these steps.
         broken: Each copy counts as if it were the only one.
         micros: Micro-batches a window; 0: one, without a weight.
     """
@@ -55,6 +57,7 @@ class Case:
     micros: int = 0
     noise: NoiseScale | None = None
     clip: Any = 1.5
+    masters: bool = False
     broken: bool = False
 
     @property
@@ -76,6 +79,11 @@ CASES = {
     "clipped in place": Case(mixed(WHOLE_LAYOUTS["grid"]), clip=PerParameter(0.25)),
     "clamped": Case(mixed(WHOLE_LAYOUTS["data x tensor"]), clip=ByValue(0.25)),
     "weighted windows": Case(mixed(WHOLE_LAYOUTS["data x tensor"]), micros=2),
+    "masters": Case(WHOLE_LAYOUTS["grid"], masters=True, clip=None),
+    **{
+        f"masters, {states}": Case(WHOLE_LAYOUTS["data x tensor"], states, masters=True, clip=None)
+        for states in ("ZeRO-1", "ZeRO-2", "offload")
+    },
 }
 BROKEN = Case(mixed(WHOLE_LAYOUTS["grid"]), broken=True)
 PIPE_AND_DATA = Layout((("pipe", 2), ("data", 2)), {"table": P(tied={"pipe": (0, -1)}), "gain": P(owned={"pipe": 1})})
@@ -98,9 +106,11 @@ NOISY = {
 def measured(case: Case) -> tuple[Figures, tuple[str, ...]]:
     """The figures of each step, and what the noise scale does not see."""
     with ProcessGroupRegistry(case.layout.topology) as registry, small_buckets(64):
-        model = Planted(case.layout, registry.global_rank, torch.float64)
+        model = Planted(case.layout, registry.global_rank, torch.float32 if case.masters else torch.float64)
+        mode = precision_of("bf16" if case.masters else "fp32")
+        mode.prepare(model, registry)
         sgd = torch.optim.SGD(model.named_parameters(), lr=0.25, momentum=0.5, fused=True)
-        optimizer = ParallelOptimizer(sgd, registry, max_norm=case.clip, **STATES[case.states])
+        optimizer = ParallelOptimizer(sgd, registry, precision=mode, max_norm=case.clip, **STATES[case.states])
         spectral = SpectralNorms(iterations=ITERATIONS)
         telemetry = Telemetry(optimizer, every=1, by="parameter", spectral=spectral, noise=case.noise)
         if case.broken:
@@ -161,6 +171,8 @@ def norm(full: Full, keys: list[Key]) -> float:
 
 
 def clipped(gradients: Full, clip: Any) -> Full:
+    if clip is None:
+        return gradients
     if isinstance(clip, ByValue):
         return {key: value.clamp(-clip.clip_value, clip.clip_value) for key, value in gradients.items()}
     if isinstance(clip, PerParameter):
@@ -172,7 +184,7 @@ def clipped(gradients: Full, clip: Any) -> Full:
 def start(name: str, weight: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     vector = torch.randn(weight.shape[1:], generator=generator, dtype=torch.float64)
-    return vector / vector.norm()
+    return vector / float(vector.norm())
 
 
 def iterated(weight: Tensor, vector: Tensor) -> tuple[float, Tensor]:

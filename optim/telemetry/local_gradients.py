@@ -34,18 +34,19 @@ def check_are_local(optimizer: ParallelOptimizer[Any]) -> None:
         raise ValueError(
             f"NoiseScale needs two data ranks, whose gradients differ; the mesh is {topology!r}: leave noise= out"
         )
-    reason = None
+    reasons = []
     if optimizer._switch is not None or not setup.reduce.average_data:
-        reason = "data_parallel= averages gradients while backward runs: leave it out, and the step averages them"
+        reasons.append("data_parallel= averages them while backward runs: leave it out, and the step averages them")
     if setup.reduce.overlap:
-        reason = "Reduce(overlap=True) averages gradients while backward runs: leave overlap out"
+        reasons.append("Reduce(overlap=True) averages them while backward runs: leave overlap out")
     if any(isinstance(placement, Sharded) and placement.gradients for placement in setup.placements):
-        reason = "Sharded(gradients=True) averages gradients while backward runs: shard the states alone"
+        reasons.append("Sharded(gradients=True) averages them while backward runs: shard the states alone")
     if has_dtensors([param for _, param, _ in optimizer._states.given]):
-        reason = "DTensors have their gradients averaged elsewhere: declare plain parameters"
-    if reason is not None:
+        reasons.append("those of DTensors may be pending sums: declare plain parameters")
+    if reasons:
         raise ValueError(
-            f"NoiseScale needs each data rank's gradient before they are averaged, but {reason}; or no noise="
+            "NoiseScale needs each data rank's gradients before they are averaged, but "
+            f"{'; and '.join(reasons)}. Or leave noise= out"
         )
 
 

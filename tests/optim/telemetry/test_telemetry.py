@@ -11,6 +11,7 @@ import pytest
 import torch
 from arguments import arguments
 from dense import collectives
+from fully_sharded import Net, data, sharded_net
 from meshstep.amp import precision_of
 from meshstep.optim import (
     Measurement,
@@ -162,6 +163,43 @@ def test_a_gradient_that_did_not_come_is_zeros_and_a_frozen_one_is_not_counted()
     assert found["grad_zeros/1"] == 1
     assert math.isnan(found["grad_zeros/2"])
     assert found["param_norm/total"] == pytest.approx(4)
+
+
+# DTensors -------------------------------------------------------------------------------------------------------------
+
+
+def on_fully_sharded() -> tuple[list[dict[str, float]], str]:
+    """The figures of two steps, and why there is no noise scale."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        net = sharded_net(registry)
+        optimizer = ParallelOptimizer(sgd(net), registry, data_parallel=net)
+        with pytest.raises(ValueError, match="NoiseScale needs each data rank's gradients") as refused:
+            Telemetry(optimizer, noise=NoiseScale())
+        telemetry = Telemetry(optimizer, every=1, by="parameter", spectral=SpectralNorms())
+        found = []
+        for step in range(2):
+            optimizer.zero_grad()
+            optimizer.backward(net(data(step).chunk(2)[registry.global_rank]).mean())
+            optimizer.step()
+            found.append(last(telemetry).to_dict())
+        return found, str(refused.value)
+
+
+def test_uneven_pieces_of_fully_shard(world: World) -> None:
+    (found, said), (other, _) = world.run(2, on_fully_sharded)
+    assert found == other
+    assert "data_parallel= averages them while backward runs" in said
+    net = Net().double()
+    optimizer = alone(net)
+    telemetry = Telemetry(optimizer, every=1, by="parameter", spectral=SpectralNorms())
+    for step in range(2):
+        optimizer.zero_grad()
+        optimizer.backward(net(data(step)).mean())
+        params = [param.detach().clone() for param in net.parameters()]
+        optimizer.step()
+        dense = last(telemetry).to_dict()
+        assert dense["param_norm/total"] == pytest.approx(float(torch.cat([p.flatten() for p in params]).norm()))
+        assert found[step] == pytest.approx(dense, rel=1e-12)
 
 
 # Labels ---------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...amp.casting import is_half
-from ..norm.powers import accumulation_dtype, local_powers
+from ..norm.powers import SCRATCH, accumulation_dtype, flattened, local_powers
 
 SMALLEST_NORMAL = 2.0**-14
 """Of float16; what is smaller is subnormal there, with fewer than its 11 bits, or 0."""
@@ -38,12 +38,7 @@ def counts(gradients: Sequence[Tensor | None], numels: Sequence[int], device: to
         numels: Of what they are the gradients of.
     """
     dtype = accumulation_dtype(device)
-    filled = [
-        # Of a NaN neither is said.
-        torch.stack([gradient.numel() - gradient.count_nonzero(), (gradient.abs() < SMALLEST_NORMAL).sum()])
-        for gradient in gradients
-        if gradient is not None
-    ]
+    filled = [_counts(gradient.detach()) for gradient in gradients if gradient is not None]
     if not filled:
         return torch.tensor([numels, numels], dtype=dtype).to(device)
     here = torch.stack([of_one.to(device) for of_one in filled], 1).to(dtype)
@@ -52,6 +47,20 @@ def counts(gradients: Sequence[Tensor | None], numels: Sequence[int], device: to
     found = torch.tensor([numels, numels], dtype=dtype).to(device)
     found[:, torch.tensor([i for i, g in enumerate(gradients) if g is not None], device=device)] = here
     return found
+
+
+def _counts(gradient: Tensor) -> Tensor:
+    """[2] float64; of a NaN neither is said."""
+    flat, dtype = flattened(gradient), accumulation_dtype(gradient.device)
+    # On a CPU in parts that stay in the cache: fresh memory for all of it would cost more than to read it.
+    length = SCRATCH if gradient.is_cpu else max(len(flat), 1)
+    scratch = torch.empty_like(flat[:length])
+    found = []
+    for part in flat.split(length):
+        size = torch.abs(part, out=scratch[: len(part)])
+        zeros = (len(part) - size.count_nonzero()).to(dtype)
+        found.append(torch.stack([zeros, size.lt_(SMALLEST_NORMAL).sum(dtype=dtype)]))
+    return found[0] if len(found) == 1 else torch.stack(found).sum(0)
 
 
 def kept(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -16,7 +16,7 @@ HISTORY = 24  # reports of which the course is drawn
 
 class Terminal:
     """A callback of `Monitor`: a live table where ``file`` is a terminal and the package rich is there, else one plain line
-    a report. A context manager, or `close` it.
+    a report. A context manager, or `close` it. The extra ``meshstep[terminal]`` brings rich.
 
     Args:
         file: None: ``sys.stdout`` as it is with the first report.

@@ -7,7 +7,6 @@ from .gradients.bucket import Exact, Exchange
 from .gradients.compressed import Bf16Wire
 from .gradients.sync import sync_gradients
 from .kernels.choice import use_kernels
-from .monitor import Monitor, Report, TensorBoardWriter
 from .norm.entries import ParameterEntry
 from .norm.global_norm import GlobalNorm, Norms
 from .norm.measure import Fingerprints, Measure
@@ -29,6 +28,19 @@ from .states.replayable import Replayable, replay
 from .states.sharded import Sharded
 from .step.data_parallel import Reduce
 from .step.skips import Skip
+from .telemetry.coordinate_check import CoordinateCheck, Trial, coordinate_check
+from .telemetry.csv_file import CsvFile
+from .telemetry.flops import Flops
+from .telemetry.json_lines import JsonLines
+from .telemetry.measurement import Measurement
+from .telemetry.monitor import Monitor
+from .telemetry.noise_scale import NoiseScale
+from .telemetry.report import Report
+from .telemetry.spectral import SpectralNorms
+from .telemetry.telemetry import Telemetry
+from .telemetry.tensorboard import TensorBoardWriter
+from .telemetry.terminal import Terminal
+from .telemetry.weights_and_biases import WeightsAndBiases
 from .whole.adafactor import Adafactor
 from .whole.came import CAME
 from .whole.lamb import LAMB
@@ -55,21 +67,27 @@ __all__ = [
     "ByValue",
     "Clip",
     "ConstantLR",
+    "CoordinateCheck",
     "CosineAnnealingLR",
+    "CsvFile",
     "DataParallel",
     "Exact",
     "Exchange",
     "Fingerprints",
+    "Flops",
     "GlobalNorm",
     "GradStats",
     "HalfStates",
     "HoldOnSkip",
+    "JsonLines",
     "LinearWarmupLR",
     "Link",
     "Measure",
+    "Measurement",
     "Monitor",
     "MultiStepLR",
     "Muon",
+    "NoiseScale",
     "Norms",
     "Offloaded",
     "ParallelOptimizer",
@@ -88,13 +106,19 @@ __all__ = [
     "Shampoo",
     "Sharded",
     "Skip",
+    "SpectralNorms",
     "StableAdamW",
+    "Telemetry",
     "TensorBoardWriter",
+    "Terminal",
     "TorchStates",
+    "Trial",
     "WarmupLR",
+    "WeightsAndBiases",
     "align_copies",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "coordinate_check",
     "global_norm",
     "load_checkpoint",
     "newest_checkpoint",

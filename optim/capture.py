@@ -80,6 +80,7 @@ def _reasons(parts: Parts) -> Iterator[str]:
     elif parts._clipping.checks:
         yield "copies have not been compared yet, in a step that was not skipped: make some steps more without a graph"
     yield from filter(None, (link.not_captured() for link in parts._states.links))
+    yield from filter(None, (watcher.not_captured() for watcher in parts._states.watchers))
     yield from _of_window(window, device)
     yield from _of_optimizer(parts.optimizer, device)
 

@@ -17,6 +17,7 @@ from ..norm.entries import ParameterEntry
 from ..norm.plan import ReductionPlan
 from .link import AnyWindow, Link
 from .pieces import Held, Piece, held_in, params_of, replaced
+from .watcher import Watcher
 
 
 class Chain:
@@ -33,11 +34,13 @@ class Chain:
             trained.
         bringing: The links that have gradients to `bring`, from the model's side on.
         stepping: The links that do something around an update, `step`, the one next to the optimizer first.
+        watchers: Who looks on.
     Collectives: those of the links.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, links: Sequence[Link], registry: ProcessGroupRegistry) -> None:
         self.optimizer, self.links, self.registry = optimizer, list(links), registry
+        self.watchers: list[Watcher] = []
         self.held: list[Held] = []
         self.given: list[tuple[str, Tensor, bool]] = []
         self._add(optimizer.param_groups)
@@ -165,6 +168,8 @@ class Chain:
         """Call ``update``, which steps the optimizer or skips, within what the links do around it."""
         for link in self.stepping:
             update = partial(link.step, update)
+        for watcher in self.watchers:
+            update = partial(watcher.update, update)
         update()
 
     @property

@@ -64,6 +64,8 @@ class Completion:
         """
         if window.phase in ("complete", "clipped"):
             return None
+        for watcher in self.chain.watchers:
+            watcher.local(window)
         averaged = switch is None or switch.averages(window)
         if switch is not None:
             switch.hand_over([param for _, param, _ in self.chain.given])
@@ -97,6 +99,8 @@ class Completion:
         if frozen:
             self._forget(frozen)
         window.complete()
+        for watcher in self.chain.watchers:
+            watcher.complete(window)
         return problem
 
     def _look(self, mine: Seen, window: AnyWindow) -> None:

@@ -45,9 +45,10 @@ FLOORS: Mapping[str, tuple[frozenset[str], ...]] = {
         frozenset({"setup", "options", "capture"}),
         frozenset({"facade"}),
         frozenset({"parallel_optimizer"}),
-        frozenset({"schedule", "monitor", "checkpoint"}),
+        frozenset({"schedule", "telemetry", "checkpoint"}),
         frozenset({"recipe"}),
         frozenset({"proof"}),
+        frozenset({"__main__"}),
     ),
     "testing": (frozenset({"*"}),),
 }

@@ -22,6 +22,7 @@ from meshstep.optim import (
     Offloaded,
     Replayable,
     Skip,
+    Telemetry,
 )
 from meshstep.optim.whole import whole
 from meshstep.parallel import ProcessGroupRegistry, Topology
@@ -65,6 +66,12 @@ def with_a_rate_that_is_a_number() -> Run:
     return run
 
 
+def with_telemetry() -> Run:
+    run = run_of()
+    Telemetry(run.optimizer)
+    return run
+
+
 REFUSED: dict[str, tuple[Callable[[], Run], str]] = {
     "the first step": (lambda: run_of(0), "no step was made before, and the first one looks at what came"),
     "copies": (
@@ -77,6 +84,7 @@ REFUSED: dict[str, tuple[Callable[[], Run], str]] = {
     ),
     "veto": (lambda: run_of(commit=lambda: True), "commit= is asked in Python: leave it out"),
     "replay": (lambda: run_of(states=Replayable()), "Replayable asks on the host whether an update is made"),
+    "telemetry": (with_telemetry, r"Telemetry counts steps and measures some of them, in Python: close\(\) it"),
     "raise": (lambda: run_of(on_nonfinite="raise"), "on_nonfinite='raise' reads the norm.*call poll"),
     "offloaded": (lambda: run_of(states=Offloaded(0.5)), "Offloaded waits for the GPU and steps on the CPU"),
     "half states": (lambda: run_of(states=HalfStates()), "HalfStates draws by the number of the step"),

@@ -43,7 +43,7 @@ class CountedReads(TorchDispatchMode):
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time that Monitor sees; change its one element."""
     now = [100.0]
-    monkeypatch.setattr("meshstep.optim.monitor.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("meshstep.optim.telemetry.monitor.time.perf_counter", lambda: now[0])
     return now
 
 
@@ -149,7 +149,7 @@ def train_on_ranks(topology: Topology) -> tuple[list[Report], float]:
         optimizer = ParallelOptimizer(sgd, registry, **arguments(precision="fp16", per_parameter_norms=True))
         now = 0.0
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("meshstep.optim.monitor.time.perf_counter", lambda: now)
+            patch.setattr("meshstep.optim.telemetry.monitor.time.perf_counter", lambda: now)
             monitor = Monitor(registry, reports.append, every=2)
             where = registry.coordinate
             count = 3 + where.get("data", 0)

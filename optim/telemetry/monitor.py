@@ -1,7 +1,7 @@
 """Report what training does every few steps, with one host read a report and none in between.
 
-    with TensorBoardWriter("runs/1") as board:
-        monitor = Monitor(registry, board, lambda report: bar.set_postfix_str(str(report)), every=20)
+    with JsonLines("run.jsonl") as lines:
+        monitor = Monitor(registry, lines, lambda report: bar.set_postfix_str(str(report)), every=20)
         for x, y in loader:
             ...
             monitor(optimizer.step(), loss, count=len(x))
@@ -14,76 +14,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from math import nan
-from os import PathLike
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..amp.capture import is_captured
-from ..parallel.mesh.calls import in_call
-from ..parallel.mesh.registry import ProcessGroupRegistry
-from .norm.powers import accumulation_dtype
-from .norm.stats import GradStats
-
-
-@dataclass(frozen=True)
-class Report:
-    """What the steps since the last report did. Plain numbers.
-
-    ``str(report)`` is one line, for a log or ``tqdm.set_postfix_str``.
-
-    Attributes:
-        step: Steps so far, skipped ones among them.
-        loss: Mean over everything since the last report, weighted by the counts; None where no rank gave a loss. One that
-            isn't finite is left out where the step was skipped, unless there are no others.
-        grad_norm: Global norm in the last step, unscaled, before clipping; inf or NaN as it is.
-        clip_coef: What the last step's gradients were multiplied by.
-        loss_scale: That of the last step; None in modes without.
-        skipped_steps: In all so far.
-        per_second: Counts (samples, tokens) a second of wall clock since the last report, of all data coordinates.
-        unit: What is counted.
-        group_norms: Of each param group, in the last step.
-        parameter_norms: By parameter name, in the last step, where the optimizer measures them.
-    """
-
-    step: int
-    loss: float | None
-    grad_norm: float
-    clip_coef: float
-    loss_scale: float | None
-    skipped_steps: int
-    per_second: float
-    unit: str = "samples"
-    group_norms: tuple[float, ...] = ()
-    parameter_norms: Mapping[str, float] = field(default_factory=dict)
-
-    def scalars(self) -> dict[str, float]:
-        """All numbers but the step, by a name with slashes, as dashboards want them."""
-        values: dict[str, float | None] = {
-            "loss": self.loss,
-            "grad_norm/total": self.grad_norm,
-            "clip_coef": self.clip_coef,
-            "loss_scale": self.loss_scale,
-            "skipped_steps": self.skipped_steps,
-            f"{self.unit}_per_second": self.per_second,
-        }
-        if len(self.group_norms) > 1:
-            values.update({f"grad_norm/group_{index}": norm for index, norm in enumerate(self.group_norms)})
-        values.update({f"grad_norm/{name}": norm for name, norm in self.parameter_norms.items()})
-        return {name: value for name, value in values.items() if value is not None}
-
-    def __str__(self) -> str:
-        parts = [f"loss {self.loss:.4f}"] if self.loss is not None else []
-        parts += [f"norm {self.grad_norm:.3g}", f"clip {self.clip_coef:.3g}"]
-        if self.loss_scale is not None:
-            parts.append(f"scale {self.loss_scale:g}")
-        if self.skipped_steps:
-            parts.append(f"skipped {self.skipped_steps}")
-        return ", ".join([*parts, f"{self.per_second:.3g} {self.unit}/s"])
+from ...amp.capture import is_captured
+from ...parallel.mesh.calls import in_call
+from ...parallel.mesh.registry import ProcessGroupRegistry
+from ..norm.powers import accumulation_dtype
+from ..norm.stats import GradStats
+from .flops import Flops
+from .measurement import Measurement
+from .report import Report
+from .telemetry import Telemetry
 
 
 class Monitor:
@@ -93,9 +38,13 @@ class Monitor:
 
     Args:
         registry: Losses and counts are those of all its ranks.
-        *callbacks: Called with each report, in this order.
+        *callbacks: Called with each report, in this order. One that has a method ``begin`` is told there, before the first
+            report and again after `load_state_dict`, which step the reports follow: what it has of later ones is of a run
+            that was given up.
         every: Steps between reports, >= 1.
         unit: What the counts count.
+        telemetry: Whose figures reports have, of the last step that it measured since the report before.
+        flops: For how much of the devices' peak is used.
     Raises:
         ValueError: every is no whole number >= 1.
     Collectives: one small all-reduce over the world a report. Host reads: one a report, on rank 0.
@@ -110,11 +59,16 @@ class Monitor:
         *callbacks: Callable[[Report], object],
         every: int = 10,
         unit: str = "samples",
+        telemetry: Telemetry | None = None,
+        flops: Flops | None = None,
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every={every!r}: give a whole number of steps >= 1")
         self.registry, self.callbacks, self.every, self.unit = registry, callbacks, every, unit
+        self.telemetry, self.flops = telemetry, flops
         self.step = 0
+        self._begun, self._began_at = False, 0
+        self._reported: Measurement | None = None
         self._device = registry.device  # of the sums; where the losses are, as soon as there is one
         self._skipped = self._zero()
         self._window, self._window_count = self._zero(), 0.0  # of the step that is to come: the sum of loss * count
@@ -127,13 +81,15 @@ class Monitor:
         """Go to the device of a tensor that is not on the CPU."""
         if isinstance(value, Tensor) and value.device not in (self._device, torch.device("cpu")):
             self._device = value.device
-            for name in ("_skipped", "_window", "_loss", "_loss_count", "_left_out"):
+            for name in ("_skipped", "_window", "_loss", "_loss_count", "_left_out", "_clipped", "_skipped_before"):
                 setattr(self, name, getattr(self, name).to(self._device, accumulation_dtype(self._device)))
 
     def _start_over(self) -> None:
         # Sums of loss * count and of the counts that have a loss; the latter also of those whose loss is left out.
         self._loss, self._loss_count, self._left_out = self._zero(), self._zero(), self._zero()
-        self._count = 0.0
+        # Of the steps since the last report how many were clipped; of all before it how many were skipped.
+        self._clipped, self._skipped_before = self._zero(), self._skipped.clone()
+        self._count, self._steps = 0.0, 0
         self._since = time.perf_counter()
         self._last: GradStats | None = None
 
@@ -162,8 +118,11 @@ class Monitor:
         if stats is None:
             return
         self._close_window(stats)
-        self._skipped += stats.skipped
+        skipped = stats.skipped
+        self._skipped += skipped
+        self._clipped += (stats.clip_coef < 1) & (skipped == 0)
         self.step += 1
+        self._steps += 1
         self._last = stats
         if self.step % self.every == 0:
             self.flush()
@@ -204,17 +163,21 @@ class Monitor:
             raise ValueError(f"{state!r} is no state of a Monitor; give what its state_dict() returned") from error
         self.step, self._skipped = step, self._zero() + skipped
         self._window, self._window_count = self._zero(), 0.0
+        self._begun, self._began_at = False, step
         self._start_over()
 
     def _report(self, stats: GradStats) -> None:
-        sums = self._sums()
+        sums, measured = self._sums(), self._measured()
         if self.registry.global_rank != 0:
             return
         scale = self._zero() if stats.loss_scale is None else stats.loss_scale
-        parts = [sums, self._skipped, stats.total_norm, stats.clip_coef, scale, stats.group_norms]
-        numbers = torch.cat([part.to(sums).view(-1) for part in (*parts, *stats.parameter_norms.values())]).tolist()
-        loss, loss_count, left_out, count, skipped, norm, clip_coef, loss_scale, *rest = numbers
+        parts = [sums, self._skipped, self._skipped_before, self._clipped, stats.total_norm, stats.clip_coef, scale]
+        parts += [stats.group_norms, *stats.parameter_norms.values(), *(() if measured is None else [measured.values])]
+        numbers = torch.cat([part.to(sums).view(-1) for part in parts]).tolist()
+        loss, loss_count, left_out, count, skipped, before, clipped, norm, clip_coef, loss_scale, *rest = numbers
         groups = stats.group_norms.numel()
+        figures = groups + len(stats.parameter_norms)
+        per_second = count / (time.perf_counter() - self._since)
         report = Report(
             step=self.step,
             loss=loss / loss_count if loss_count else nan if left_out else None,
@@ -222,13 +185,33 @@ class Monitor:
             clip_coef=clip_coef,
             loss_scale=None if stats.loss_scale is None else loss_scale,
             skipped_steps=int(skipped),
-            per_second=count / (time.perf_counter() - self._since),
+            per_second=per_second,
             unit=self.unit,
             group_norms=tuple(rest[:groups]),
-            parameter_norms=dict(zip(stats.parameter_norms, rest[groups:], strict=True)),
+            parameter_norms=dict(zip(stats.parameter_norms, rest[groups:figures], strict=True)),
+            clipped=clipped / self._steps,
+            skipped=(skipped - before) / self._steps,
+            utilization=None if self.flops is None else self.flops.utilization(per_second, self.registry),
+            measured_step=None if measured is None else measured.step,
+            figures={} if measured is None else dict(zip(measured.names, rest[figures:], strict=True)),
         )
+        self._tell(report)
+
+    def _measured(self) -> Measurement | None:
+        """What was measured since the last report."""
+        found = None if self.telemetry is None else self.telemetry.last
+        if found is self._reported:
+            return None
+        self._reported = found
+        return found
+
+    def _tell(self, report: Report) -> None:
         for callback in self.callbacks:
+            begin = getattr(callback, "begin", None)
+            if not self._begun and callable(begin):
+                begin(self._began_at)
             callback(report)
+        self._begun = True
 
     def _sums(self) -> Tensor:
         """[4]: loss * count, the counts that have a loss, those whose loss is left out, and each data coordinate's count,
@@ -242,45 +225,3 @@ class Monitor:
             with in_call(self.registry, "Monitor"):
                 dist.all_reduce(sums, group=self.registry.group(*topology.axes))
         return sums
-
-
-class TensorBoardWriter:
-    """A callback of `Monitor` that writes each report's numbers to TensorBoard. A context manager, or `close` it.
-
-    Args:
-        log_dir: Of the run; the file in it is made with the first report, so on global rank 0 only.
-    Raises:
-        ImportError: The package tensorboard is not installed.
-    """
-
-    def __init__(self, log_dir: str | PathLike[str]) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError(
-                f"TensorBoardWriter needs the package tensorboard ({error}); pip install 'meshstep[tensorboard]'"
-            ) from error
-        self._make: Callable[[str], SummaryWriter] = SummaryWriter
-        self.log_dir = str(log_dir)
-        self._writer: SummaryWriter | None = None
-
-    def __call__(self, report: Report) -> None:
-        """Write one point of each curve."""
-        if self._writer is None:
-            self._writer = self._make(self.log_dir)
-        for name, value in report.scalars().items():
-            self._writer.add_scalar(name, value, report.step)
-
-    def close(self) -> None:
-        """Write what is pending. A second call does nothing."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
-    def __enter__(self) -> TensorBoardWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -1,0 +1,144 @@
+"""Does the change of activations depend on the width? Under maximal update parametrization (muP) it does not.
+
+    change of a layer = mean over all coordinates of |activation after some steps - activation before|, on one input
+
+of models of several widths, alike in all else. In muP it stays what it is as the model gets wider, so that a learning rate
+found on a narrow one fits a wide one; in the standard parametrization it grows with the width in some layers.
+
+Reference: Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, appendix D.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import log
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...parallel.mesh.registry import ProcessGroupRegistry
+from ...parallel.mesh.text import aligned
+from .labels import chosen
+from .planned import world_sum
+
+
+class Trial(NamedTuple):
+    """A model of one width.
+
+    Args:
+        model: It is trained in place.
+        forward: Runs the model on one input, the same in every call.
+        train: Makes the steps.
+    """
+
+    model: nn.Module
+    forward: Callable[[], object]
+    train: Callable[[], object]
+
+
+@dataclass(frozen=True)
+class CoordinateCheck:
+    """What `coordinate_check` found; prints as a table.
+
+    Args:
+        widths: Ascending.
+        changes: By layer the mean absolute change of its output, of each width.
+    """
+
+    widths: tuple[int, ...]
+    changes: Mapping[str, tuple[float, ...]]
+
+    def slopes(self) -> dict[str, float]:
+        """By layer s, where changes grow as width^s: the least-squares line through their logarithms. About 0 in muP."""
+        return {layer: _slope([log(w) for w in self.widths], values) for layer, values in self.changes.items()}
+
+    def __str__(self) -> str:
+        slopes = self.slopes()
+        rows = [("layer", *map(str, self.widths), "slope")]
+        rows += [
+            (layer, *(f"{value:.3g}" for value in values), f"{slopes[layer]:+.2f}")
+            for layer, values in self.changes.items()
+        ]
+        return "\n".join(aligned(rows, right=range(1, len(self.widths) + 2)))
+
+
+def coordinate_check(
+    build: Callable[[int], Trial],
+    widths: Sequence[int],
+    registry: ProcessGroupRegistry,
+    layers: Sequence[str] = ("*",),
+) -> CoordinateCheck:
+    """Train a model of each width, and compare activations before and after. Every rank calls it.
+
+    Args:
+        build: A model of a width, split over the mesh or not. Seed it, so that widths differ in nothing else.
+        layers: Globs over the names of modules; of those that return one tensor, of which each rank has a part, or all have
+            it.
+    Raises:
+        ValueError: There are no two widths, or no layer that fits returned a tensor.
+    Collectives: one all-reduce a width. Host reads: one a width. Memory: the activations of one forward of the layers.
+    """
+    if len({*widths}) < 2:
+        raise ValueError(f"widths={widths!r}: give two or more, such as (64, 128, 256, 512)")
+    ordered, changes = sorted({*widths}), dict[str, list[float]]()
+    for width in ordered:
+        for layer, change in _changes(build(width), registry, layers).items():
+            changes.setdefault(layer, []).append(change)
+    whole = {layer: tuple(values) for layer, values in changes.items() if len(values) == len(ordered)}
+    if not whole:
+        raise ValueError(f"layers={layers!r} fits to no module that returned a tensor in every width")
+    return CoordinateCheck(tuple(ordered), whole)
+
+
+def _changes(trial: Trial, registry: ProcessGroupRegistry, layers: Sequence[str]) -> dict[str, float]:
+    with _watched(trial.model, layers) as seen:
+        trial.forward()
+        before = dict(seen)
+    trial.train()
+    with _watched(trial.model, layers) as seen:
+        trial.forward()
+    names = [name for name in before if name in seen]
+    device = next((before[name].device for name in names), registry.device)
+    sums = [
+        torch.stack(
+            [(seen[name].double() - before[name].double()).abs().sum(), torch.tensor(float(seen[name].numel()))]
+        )
+        for name in names
+    ]
+    # Ranks with copies add both numbers as often.
+    packed = torch.stack(sums) if sums else torch.zeros(0, 2, dtype=torch.float64, device=device)
+    totals = world_sum(packed.to(device), registry)
+    return dict(zip(names, (totals[:, 0] / totals[:, 1]).tolist(), strict=True))
+
+
+@contextmanager
+def _watched(model: nn.Module, layers: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+    """The outputs of the layers, by name, of the last call of each."""
+    named = [(name, module) for name, module in model.named_modules() if name]
+    seen: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[[nn.Module, object, object], None]:
+        def hook(module: nn.Module, inputs: object, output: object) -> None:
+            if isinstance(output, Tensor) and output.is_floating_point():
+                seen[name] = output.detach().clone()
+
+        return hook
+
+    fits = chosen([name for name, _ in named], layers)
+    handles = [m.register_forward_hook(keep(name)) for (name, m), fit in zip(named, fits, strict=True) if fit]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _slope(xs: Sequence[float], values: Sequence[float]) -> float:
+    if min(values) <= 0:
+        return float("nan")
+    ys, n = [log(value) for value in values], len(xs)
+    mean_x, mean_y = sum(xs) / n, sum(ys) / n
+    return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / sum((x - mean_x) ** 2 for x in xs)

@@ -1,0 +1,60 @@
+"""What figures are given of: each logical parameter, each layer, each param group, or what globs name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Literal
+
+By = Literal["parameter", "layer", "group"] | Mapping[str, str]
+"""``"layer"``: all parameters of one module. A mapping: from labels to globs over parameter names; the first that fits."""
+
+TOTAL = "total"
+
+
+def labelled(names: Sequence[str], groups: Sequence[int], by: By) -> tuple[list[str], list[int | None]]:
+    """The labels, and for each logical parameter the index of its own, if it has one.
+
+    Args:
+        names: Of the logical parameters.
+        groups: Their param groups.
+    Raises:
+        ValueError: A glob fits to nothing, or a label is ``"total"``.
+    """
+    if isinstance(by, Mapping):
+        found = [next((label for label, glob in by.items() if _fits(name, glob)), None) for name in names]
+        for label, glob in by.items():
+            if not any(_fits(name, glob) for name in names):
+                raise ValueError(
+                    f"by={{{label!r}: {glob!r}}} fits to no parameter; there are {', '.join(names[:8])}..."
+                )
+        labels = list(by)
+    else:
+        found = [_label(name, group, by) for name, group in zip(names, groups, strict=True)]
+        labels = list(dict.fromkeys(label for label in found if label is not None))
+    if TOTAL in labels:
+        raise ValueError(f"a label is {TOTAL!r}, which is the name of the whole model's figures: give another one")
+    where = {label: index for index, label in enumerate(labels)}
+    return labels, [None if label is None else where[label] for label in found]
+
+
+def checked_by(by: object) -> None:
+    """Raise ValueError where it is none."""
+    if by not in ("parameter", "layer", "group") and not (isinstance(by, Mapping) and by):
+        raise ValueError(f"by={by!r}: give 'parameter', 'layer', 'group', or labels with globs, {{'mlp': '*.mlp.*'}}")
+
+
+def chosen(names: Sequence[str], globs: Sequence[str]) -> list[bool]:
+    """Which names fit to any of the globs."""
+    return [any(_fits(name, glob) for glob in globs) for name in names]
+
+
+def _label(name: str, group: int, by: object) -> str:
+    if by == "group":
+        return f"group_{group}"
+    plain, at, stage = name.partition("@")
+    return (plain.rpartition(".")[0] or plain) + at + stage if by == "layer" else name
+
+
+def _fits(name: str, glob: str) -> bool:
+    return fnmatchcase(name, glob) or fnmatchcase(name.partition("@")[0], glob)

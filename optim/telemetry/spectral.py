@@ -1,0 +1,145 @@
+"""Largest singular values of matrices that ranks have pieces of, by power iteration.
+
+    u = W v,    w = W^T u,    sigma = |w| / |u|,    v <- w / |w|
+
+Each rank multiplies the rectangles that it speaks for, so that copies count once, and all matrices' products are summed
+over the world together. v is kept from one measurement to the next, so sigma, which is never too large, follows the weights
+however few iterations are made. What has more than two dims is the matrix [first, all others].
+
+Reference: Miyato et al. 2018, "Spectral normalization for generative adversarial networks", arXiv:1802.05957, where u and v
+are kept in the same way.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...parallel.layout.pieces import Box, Region
+from ...parallel.mesh.registry import ProcessGroupRegistry
+from ..whole.layout import LogicalTensor
+from ..whole.tensors import WholeTensors, narrowed
+
+
+@dataclass(frozen=True)
+class SpectralNorms:
+    """Ask `Telemetry` for the largest singular values of matrices.
+
+    Args:
+        globs: Which, over parameter names; vectors are left out.
+        iterations: In each measurement, >= 1.
+    """
+
+    globs: tuple[str, ...] = ("*",)
+    iterations: int = 2
+
+    def check(self) -> None:
+        """Raise ValueError if it is out of range."""
+        if isinstance(self.iterations, bool) or not isinstance(self.iterations, int) or self.iterations < 1:
+            raise ValueError(f"SpectralNorms(iterations={self.iterations!r}): give a whole number >= 1")
+        globs: object = self.globs
+        if not isinstance(globs, tuple) or not globs:
+            raise ValueError(f"SpectralNorms(globs={self.globs!r}): give a tuple of globs, such as ('*.weight',)")
+
+
+class PowerIteration:
+    """The matrices of one plan, and their vectors.
+
+    Args:
+        named: For each piece the logical tensor's name, the piece, and which part it is; see `WholeTensors.of`.
+        iterations: In each call.
+    Raises, collectives: as `WholeTensors.of`.
+
+    Attributes:
+        names: Of the matrices, in one order on all ranks.
+        vectors: By name v: float64, of the shape of all dims but the first, the same bits on every rank. Memory: of all
+            matrices together, on every rank, a row of each; twice that and a column while it is computed.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Tensor, Region | None]],
+        registry: ProcessGroupRegistry,
+        iterations: int,
+        device: torch.device,
+    ) -> None:
+        self.registry, self.iterations, self.device = registry, iterations, device
+        self._tensors = WholeTensors.of(named, registry)
+        self._matrices = [self._tensors.everything[name] for name in sorted(self._tensors.everything)]
+        self._spoken = [
+            (index, position, boxes)
+            for index, matrix in enumerate(self._matrices)
+            if (boxes := matrix.sources().get(self._tensors.rank))
+            for position in self._tensors.positions(matrix)
+        ]
+        self.names = tuple(matrix.name for matrix in self._matrices)
+        self.vectors = {matrix.name: _start(matrix).to(device) for matrix in self._matrices}
+
+    def __call__(self, pieces: Sequence[Tensor]) -> Tensor:
+        """[matrices] float64: sigma of each, by the pieces as they are now.
+
+        Args:
+            pieces: In the order of ``named``.
+        Collectives: two all-reduces over the world an iteration, of all matrices together. Host reads: none.
+        """
+        pieces, found = [piece.detach().contiguous() for piece in pieces], list[Tensor]()
+        for _ in range(self.iterations):
+            left = self._summed(self._products(pieces, [*self.vectors.values()], transposed=False))
+            right = self._summed(self._products(pieces, left, transposed=True))
+            lengths = [(_length(w), _length(u)) for w, u in zip(right, left, strict=True)]
+            # A matrix of zeros leaves its vector as it is.
+            found = [torch.where(u > 0, w / u, torch.zeros_like(u)) for w, u in lengths]
+            for (name, v), w, (length, _) in zip([*self.vectors.items()], right, lengths, strict=True):
+                self.vectors[name] = torch.where((length > 0) & length.isfinite(), w / length, v)
+        return torch.stack(found) if found else torch.zeros(0, dtype=torch.float64, device=self.device)
+
+    def _products(self, pieces: Sequence[Tensor], vectors: Sequence[Tensor], transposed: bool) -> list[Tensor]:
+        """Of each matrix this rank's part of W v, or of W^T u."""
+        shapes = [matrix.shape[1:] if transposed else matrix.shape[:1] for matrix in self._matrices]
+        results = [torch.zeros(shape, dtype=torch.float64, device=self.device) for shape in shapes]
+        for index, position, boxes in self._spoken:
+            for box, part in self._tensors.views(position, pieces[position], boxes):
+                row = Box(box.offsets[:1], box.sizes[:1])
+                column = Box(box.offsets[1:], box.sizes[1:])
+                given, made = (row, column) if transposed else (column, row)
+                matrix = part.to(self.device, torch.float64).flatten(1)
+                product = (matrix.mT if transposed else matrix) @ narrowed(vectors[index], given).reshape(-1)
+                narrowed(results[index], made).add_(product.view(made.sizes))
+        return results
+
+    def _summed(self, products: list[Tensor]) -> list[Tensor]:
+        if self.registry.topology.world_size == 1 or not products:
+            return products
+        packed = torch.cat([product.reshape(-1) for product in products]).to(self.registry.device)
+        dist.all_reduce(packed, group=self.registry.group(*self.registry.topology.axes))
+        parts = packed.to(self.device).split([product.numel() for product in products])
+        return [part.view(product.shape) for part, product in zip(parts, products, strict=True)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The vectors, by name; the same on every rank, and of any layout."""
+        return {name: vector.clone() for name, vector in self.vectors.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with those whose matrices there are still."""
+        for name, vector in self.vectors.items():
+            if name in state and state[name].shape == vector.shape:
+                self.vectors[name] = state[name].to(vector)
+
+
+def _start(matrix: LogicalTensor) -> Tensor:
+    """Random, by the name: the same on every rank and in every layout."""
+    generator = torch.Generator().manual_seed(zlib.crc32(matrix.name.encode()))
+    vector = torch.randn(matrix.shape[1:], generator=generator, dtype=torch.float64)
+    return vector / max(float(vector.norm()), 1e-300) if prod(matrix.shape) else vector
+
+
+def _length(vector: Tensor) -> Tensor:
+    length: Tensor = torch.linalg.vector_norm(vector)
+    return length

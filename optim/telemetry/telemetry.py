@@ -1,0 +1,238 @@
+"""Measure weights, gradients and updates every few steps, as the dense model would have them.
+
+    telemetry = Telemetry(optimizer, every=50)
+    monitor = Monitor(registry, JsonLines("run.jsonl"), telemetry=telemetry)
+
+It looks on at the optimizer's own steps (`meshstep.optim.states.watcher`): when gradients are whole and not clipped yet,
+and around the update. What each rank finds of its pieces, divided by their number of holders, is summed by logical
+parameter in one packed all-reduce:
+
+    [ |w|^2  |g|^2  |dw|^2  zeros  small ] of each parameter | window's weight | |g_local|^2 of each data rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...parallel.mesh.agreement import check_same, on_all_ranks
+from ...parallel.mesh.calls import in_call
+from ..parallel_optimizer import ParallelOptimizer
+from ..states.link import AnyWindow
+from ..states.watcher import Watcher
+from ..step.weights import inverse_weight, weight_slots
+from .labels import By, checked_by
+from .local_gradients import check_are_local
+from .local_sums import changes_, counts, kept, squares
+from .measurement import Measurement
+from .noise_scale import NoiseScale, RunningScale, estimates
+from .planned import KINDS, Planned
+from .spectral import SpectralNorms
+
+
+class Telemetry(Watcher):
+    """Measures every few steps of an optimizer, from now on. Every rank makes one, at the same point.
+
+    Figures, each of the whole model (``.../total``) and of every label:
+
+    ``param_norm``, ``grad_norm``, ``update_norm``: L2 norms of the logical tensors: the weights before the step, the
+    masters where there are; the unscaled, averaged gradient before clipping; what the step then changed, 0 where it was
+    skipped. ``update_ratio``: the update's by the weights'. ``grad_zeros``: the fraction of trained elements whose gradient
+    is 0, or did not come. ``grad_underflow``: the fraction of them that is smaller than 2^-14, the smallest normal number
+    of float16, zeros among them; of the gradients as they lie: with the loss scale, averaged over data, summed over the
+    window. So in fp16 it is what the loss scale does not save, and in other modes what fp16 would lose without one.
+    ``spectral_norm/<name>``: with `SpectralNorms`, of the weights before the step. ``noise_scale``, ``noise_signal``
+    (|G|^2) and ``noise_trace`` (S): with `NoiseScale`; of all parameters but `left_out`.
+
+    Args:
+        optimizer: Of any precision, with states anywhere.
+        every: Steps between measured ones, >= 1; those that are skipped count.
+        by: What labels are; see `By`.
+        spectral: Largest singular values, of which matrices.
+        noise: The gradient noise scale.
+    Raises:
+        ValueError: On every rank: an argument is out of range, or not the same on all; globs fit to nothing; noise= where
+            gradients are averaged during backward, or there are no two data ranks.
+    Collectives: here, and after `add_param_group`, object all-gathers. In a measured step one all-reduce over the world;
+    and, with noise=, one for each kind of pending sums; with spectral=, two an iteration. None in other steps.
+    Host reads: none, but with `Offloaded` those that it has anyway.
+    Memory: in a measured step a copy of what this rank steps, float32 of what is half; 40 bytes a logical parameter.
+
+    Attributes:
+        step: Steps so far.
+        last: What was measured last, on the device; None before the first time.
+    """
+
+    def __init__(
+        self,
+        optimizer: ParallelOptimizer[Any],
+        *,
+        every: int = 50,
+        by: By = "layer",
+        spectral: SpectralNorms | None = None,
+        noise: NoiseScale | None = None,
+    ) -> None:
+        self.optimizer, self.every, self.by, self.spectral, self.noise = optimizer, every, by, spectral, noise
+        registry = optimizer.registry
+        with in_call(registry, "Telemetry"):
+            on_all_ranks(self._check, registry)
+            said = {"every": every, "by": by, "spectral": spectral, "noise": noise}
+            check_same({f"{key}= of Telemetry": value for key, value in said.items()}, registry)
+            self._plan_anew()
+        self.step = 0
+        self.last: Measurement | None = None
+        self._running = None if noise is None else RunningScale(noise.decay, optimizer._device)
+        self._due = False
+        self._gradients, self._window, self._local = Tensor(), Tensor(), Tensor()
+        self._scale: Tensor | None = None
+        optimizer._states.watchers.append(self)
+
+    def _check(self) -> None:
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise ValueError(f"every={self.every!r}: give a whole number of steps >= 1")
+        if any(isinstance(watcher, Telemetry) for watcher in self.optimizer._states.watchers):
+            raise ValueError("the optimizer has a Telemetry already: close() it before another is made")
+        checked_by(self.by)
+        if self.spectral is not None:
+            self.spectral.check()
+        if self.noise is not None:
+            self.noise.check()
+            check_are_local(self.optimizer)
+
+    def _plan_anew(self) -> None:
+        self._of_plan = self.optimizer._plan
+        self._planned = Planned(self.optimizer, self.by, self.spectral, self.noise)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The parameters that the noise scale does not see: frozen ones, and those that a data axis splits or owns, such as
+        experts, of which no rank has a gradient of its own samples alone."""
+        return self._planned.left_out
+
+    def close(self) -> None:
+        """Measure no more. A second call does nothing."""
+        watchers = self.optimizer._states.watchers
+        watchers[:] = [watcher for watcher in watchers if watcher is not self]
+
+    # What it is told of a step ---------------------------------------------------------------------------------------
+
+    def not_captured(self) -> str | None:
+        return "Telemetry counts steps and measures some of them, in Python: close() it before the capture"
+
+    def local(self, window: AnyWindow) -> None:
+        self._due = (self.step + 1) % self.every == 0
+        if not self._due:
+            return
+        if self.optimizer._plan is not self._of_plan:
+            before = self._planned
+            self._plan_anew()
+            if before.spectral is not None and self._planned.spectral is not None:
+                self._planned.spectral.load_state_dict(before.spectral.state_dict())
+        if self._planned.local is not None:
+            self._local = self._planned.local.powers()
+
+    def complete(self, window: AnyWindow) -> None:
+        if not self._due:
+            return
+        optimizer, planned = self.optimizer, self._planned
+        gradients = [tensor.grad for tensor in planned.measured]
+        found = torch.cat(
+            [squares(gradients, planned.device).view(1, -1), counts(gradients, planned.numels, planned.device)]
+        )
+        self._gradients = planned.to_parameters(found)
+        self._window = weight_slots(window.weight, planned.registry, planned.device).clone()
+        self._scale = optimizer._scale if not hasattr(optimizer, "found_inf") else optimizer._scale_of_scaler()
+        if planned.local is not None:
+            weights = self._window.new_zeros(len(self._window), planned.local.data_ranks)
+            weights[:, planned.local.data_rank] = self._window
+            self._window = torch.cat([self._window, weights.view(-1), self._local])
+
+    def update(self, update: Callable[[], object]) -> None:
+        """Around the update. Collectives: as the class says."""
+        self.step += 1
+        if not self._due:
+            update()
+            return
+        self._due, planned = False, self._planned
+        before = kept(planned.stepped)
+        weights = squares(before, planned.device)
+        sigmas = None
+        with in_call(planned.registry, "Telemetry"):
+            if planned.spectral is not None:
+                sigmas = planned.spectral([planned.stepped[index] for index in planned.matrices])
+        update()
+        changes = squares(changes_(before, planned.stepped), planned.device)
+        del before
+        weights, changes = planned.to_parameters(torch.stack([weights, changes])).unbind()
+        rows = torch.stack([weights, self._gradients[0], changes, *self._gradients[1:]])
+        with in_call(planned.registry, "Telemetry"):
+            totals = planned.summed(torch.cat([rows.view(-1), self._window.to(rows)]))
+        self.last = self._figures(totals[: rows.numel()].view(rows.shape), totals[rows.numel() :], sigmas)
+
+    # The figures -----------------------------------------------------------------------------------------------------
+
+    def _figures(self, rows: Tensor, window: Tensor, sigmas: Tensor | None) -> Measurement:
+        """From the sums over all ranks."""
+        planned = self._planned
+        stages = planned.registry.topology.size(*planned.registry.topology.pipe_axes)
+        inverse = inverse_weight(window[:stages], planned.registry)
+        if self._scale is not None:
+            inverse = inverse / self._scale.to(inverse)
+        rows = torch.cat([rows[:1], rows[1:2] * inverse.square(), rows[2:]])
+        by_label = planned.to_labels(rows)
+        norms, fractions = by_label[:3].sqrt(), planned.fractions(by_label[3:])
+        values = [norms, norms[2:] / norms[:1], fractions]
+        kinds = (*KINDS[:3], "update_ratio", *KINDS[3:])
+        names = [f"{kind}/{label}" for kind in kinds for label in planned.labels]
+        flat = [torch.cat(values).view(-1)]
+        if sigmas is not None and planned.spectral is not None:
+            names += [f"spectral_norm/{name}" for name in planned.spectral.names]
+            flat.append(sigmas.to(flat[0]))
+        if self._running is not None:
+            names += ["noise_scale", "noise_signal", "noise_trace"]
+            flat.append(self._noise(planned.of_local(rows[1]), window[stages:], stages, self._running))
+        return Measurement(self.step, tuple(names), torch.cat(flat))
+
+    def _noise(self, big: Tensor, local: Tensor, stages: int, running: RunningScale) -> Tensor:
+        assert self.noise is not None
+        assert self._planned.local is not None
+        ranks = self._planned.local.data_ranks
+        # Of each data rank: only the stage that computes the loss knows its weight.
+        samples, powers = local[: stages * ranks].view(stages, ranks).amax(0), local[stages * ranks :]
+        scale = 1.0 if self._scale is None else self._scale.to(powers)
+        weighted = samples.sum() != 0
+        divisor = torch.where(weighted, samples, torch.ones_like(samples)) * scale
+        counted = torch.where(weighted, samples, torch.ones_like(samples))
+        if self.noise.samples is not None:
+            counted = torch.full_like(samples, self.noise.samples)
+        small = (powers / divisor.square()).mean()
+        return running.add(estimates(small, big, counted.reciprocal().mean(), counted.sum().reciprocal()))
+
+    # State -----------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Count of steps, means of the noise scale, vectors of the power iteration: the same on all ranks and in every
+        layout; for a checkpoint's ``extra=``. Host reads: none."""
+        spectral = self._planned.spectral
+        return {
+            "step": self.step,
+            "noise": None if self._running is None else self._running.state_dict(),
+            "spectral": None if spectral is None else spectral.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was called, on any layout.
+
+        Raises:
+            ValueError: It is something else; nothing is changed.
+        """
+        if not {"step", "noise", "spectral"} <= state.keys():
+            raise ValueError(f"a state with {[*state]} is none of a Telemetry; give what its state_dict() returned")
+        self.step = int(state["step"])
+        if self._running is not None and state["noise"] is not None:
+            self._running.load_state_dict(state["noise"])
+        if self._planned.spectral is not None and state["spectral"] is not None:
+            self._planned.spectral.load_state_dict(state["spectral"])

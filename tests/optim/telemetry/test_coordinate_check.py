@@ -1,0 +1,96 @@
+"""The coordinate check: growth with the width where there is some, none under muP, the same on split models."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from meshstep.optim import CoordinateCheck, Trial, coordinate_check
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, reduce_from, shard
+from torch import Tensor, nn
+from world import World
+
+WIDTHS = (32, 64, 128, 256)
+
+
+class Layer(nn.Module):
+    """[out, in] in pieces: by outputs, whose activation stays split, or by inputs, whose sum is whole."""
+
+    def __init__(self, full: Tensor, spec: P, registry: ProcessGroupRegistry) -> None:
+        super().__init__()
+        self.weight, self.registry = nn.Parameter(shard(full, spec, registry)), registry
+        self.sums = spec.dim_axes(1) != ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.linear(x, self.weight)
+        return reduce_from(out, self.registry, "tensor") if self.sums else out
+
+
+class Net(nn.Module):
+    def __init__(self, width: int, registry: ProcessGroupRegistry, mup: bool) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(width)
+        split = "tensor" in registry.topology.axes
+
+        def normal(*shape: int, std: float) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64) * std
+
+        rows, columns = (P("tensor"), P(None, "tensor")) if split else (P(), P())
+        self.first = Layer(normal(width, 8, std=8**-0.5), rows, registry)
+        self.last = Layer(normal(4, width, std=1 / width if mup else width**-0.5), columns, registry)
+        # Adam's rate of hidden-to-output weights, by fan in.
+        self.rates = {"first": 0.01, "last": 0.01 / width if mup else 0.01}
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(torch.tanh(self.first(x)))
+        return result
+
+
+def trial(width: int, registry: ProcessGroupRegistry, mup: bool) -> Trial:
+    net = Net(width, registry, mup)
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def train() -> None:
+        groups = [{"params": [net.get_submodule(name).weight], "lr": rate} for name, rate in net.rates.items()]
+        adam = torch.optim.Adam(groups)
+        for _ in range(3):
+            adam.zero_grad()
+            F.mse_loss(net(x), torch.sin(3 * x[:, :4])).backward()
+            adam.step()
+
+    return Trial(net, lambda: net(x), train)
+
+
+def checked(topology: Topology, mup: bool) -> CoordinateCheck:
+    with ProcessGroupRegistry(topology) as registry:
+        return coordinate_check(partial(trial, registry=registry, mup=mup), WIDTHS, registry)
+
+
+def test_changes_grow_with_the_width_in_the_standard_parametrization_and_not_in_mup(world: World) -> None:
+    ((standard,), (mup,)) = world.run_each(checked, [(1, (Topology(), False)), (1, (Topology(), True))])
+    assert standard.slopes()["last"] > 0.4
+    assert abs(mup.slopes()["last"]) < 0.15
+    assert standard.changes.keys() == {"first", "last"}
+    assert str(standard).splitlines()[0].split() == ["layer", "32", "64", "128", "256", "slope"]
+
+
+def test_a_split_model_has_the_changes_of_the_dense_one(world: World) -> None:
+    dense, *rest = world.run_each(checked, [(1, (Topology(), True)), (2, (Topology(tensor=2), True))])
+    for check in rest[0]:
+        for layer, values in check.changes.items():
+            assert values == pytest.approx(dense[0].changes[layer], rel=1e-11)
+
+
+def test_bad_arguments() -> None:
+    registry = ProcessGroupRegistry(Topology())
+    build = partial(trial, registry=registry, mup=True)
+    with pytest.raises(ValueError, match="give two or more"):
+        coordinate_check(build, (64, 64), registry)
+    with pytest.raises(ValueError, match="fits to no module"):
+        coordinate_check(build, (32, 64), registry, layers=("attention.*",))
+    flat = CoordinateCheck((2, 4), {"a": (0.0, 1.0), "b": (1.0, 2.0)})
+    assert math.isnan(flat.slopes()["a"])
+    assert flat.slopes()["b"] == pytest.approx(1)

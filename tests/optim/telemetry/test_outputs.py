@@ -1,0 +1,305 @@
+"""Where reports go: lines, tables, services, a page; and that a run which goes on goes on in its files."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from meshstep.optim import CsvFile, Flops, JsonLines, Monitor, ParallelOptimizer, Report, Terminal, WeightsAndBiases
+from meshstep.optim.telemetry.command import main
+from meshstep.optim.telemetry.curves import Scale, chart, number, thinned
+from meshstep.optim.telemetry.json_lines import read_json_lines
+from meshstep.optim.telemetry.page import page
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from torch import nn
+
+
+def report(step: int, **more: Any) -> Report:
+    values: dict[str, Any] = {"loss": 1 / step, "grad_norm": 2.0 * step, "clip_coef": 0.5, "loss_scale": None}
+    return Report(**{"step": step, "skipped_steps": 0, "per_second": 10.0, "unit": "tokens", **values, **more})
+
+
+FIGURES = {"update_ratio/total": 0.01, "update_ratio/up": 0.02}
+
+
+# Lines ----------------------------------------------------------------------------------------------------------------
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "a.jsonl"
+    with JsonLines(path) as lines:
+        assert not path.exists(), "a rank without reports makes no file"
+        lines(report(10))
+        assert len(read_json_lines(path)) == 1, "flushed at once"
+        lines(report(20, loss=math.nan, grad_norm=math.inf, measured_step=15, figures=FIGURES))
+    first, second = read_json_lines(path)
+    assert first == {"step": 10, **report(10).scalars()}
+    assert math.isnan(second["loss"])
+    assert second["grad_norm/total"] == math.inf
+    assert second["measured_step"] == 15
+    assert second["update_ratio/up"] == 0.02
+    for line in path.read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_csv_gets_columns_as_figures_come(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    with CsvFile(path) as rows:
+        rows(report(10))
+        rows(report(20, figures=FIGURES, loss=math.inf))
+        rows(report(30))
+    assert path.read_text().splitlines() == [
+        "step,loss,grad_norm/total,clip_coef,skipped_steps,tokens_per_second,update_ratio/total,update_ratio/up",
+        "10,0.1,20.0,0.5,0,10.0,,",
+        "20,inf,40.0,0.5,0,10.0,0.01,0.02",
+        f"30,{1 / 30},60.0,0.5,0,10.0,,",
+    ]
+
+
+def steps_in(path: Path) -> list[int]:
+    if path.suffix == ".csv":
+        return [int(line.partition(",")[0]) for line in path.read_text().splitlines()[1:]]
+    return [int(found["step"]) for found in read_json_lines(path)]
+
+
+def monitored(file: Any, steps: int, state: dict[str, int] | None = None) -> Monitor:
+    monitor = Monitor(ProcessGroupRegistry(Topology()), file, every=2)
+    if state is not None:
+        monitor.load_state_dict(state)
+    stats: Any = SimpleNamespace(
+        total_norm=torch.tensor(1.0),
+        clip_coef=torch.tensor(1.0),
+        found_inf=torch.tensor(0.0),
+        skipped=torch.tensor(0.0),
+        group_norms=torch.ones(1),
+        parameter_norms={},
+        loss_scale=None,
+    )
+    for _ in range(steps):
+        monitor(stats, 1.0)
+    return monitor
+
+
+@pytest.mark.parametrize("kind", [JsonLines, CsvFile])
+def test_a_resumed_run_goes_on_in_its_file_and_what_was_given_up_moves_aside(kind: Any, tmp_path: Path) -> None:
+    path = tmp_path / ("run.csv" if kind is CsvFile else "run.jsonl")
+    with kind(path) as file:
+        monitored(file, 8)
+    assert steps_in(path) == [2, 4, 6, 8]
+    with open(path, "a") as cut:
+        cut.write('{"step": 10, "lo' if kind is JsonLines else "1")  # the process died there
+    with kind(path) as file:
+        monitored(file, 3, {"step": 5, "skipped_steps": 0})
+    assert steps_in(path) == [2, 4, 6, 8]
+    dropped = Path(f"{path}.dropped").read_text()
+    assert [re.findall(r"\d+", line)[0] for line in dropped.splitlines()] == [
+        "6",
+        "8",
+        "10" if kind is JsonLines else "1",
+    ]
+    with kind(path) as file:  # a new run
+        monitored(file, 2)
+    assert steps_in(path) == [2]
+    assert len(Path(f"{path}.dropped").read_text().splitlines()) == 3 + 4
+
+
+def test_a_file_of_something_else_is_no_run(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"step": 1}\nhello\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"line 2 of .* is no report"):
+        read_json_lines(path)
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    assert read_json_lines(path) == [{"step": 1}]
+
+
+# The terminal ---------------------------------------------------------------------------------------------------------
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_plain_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for screen in (io.StringIO(), Screen()):
+        monkeypatch.setitem(sys.modules, "rich.live", None)
+        with Terminal(screen) as terminal:
+            terminal(report(10, loss=0.25))
+        assert screen.getvalue() == "step 10: loss 0.2500, norm 20, clip 0.5, 10 tokens/s\n"
+
+
+def test_a_live_table_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    screen = Screen()
+    with Terminal(screen, rows=4) as terminal:
+        for step in range(1, 9):
+            terminal(report(step, figures=FIGURES, loss=math.nan if step == 5 else float(step)))
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+    final = plain[plain.rindex("step 8") :]
+    assert re.search(r"loss +│ +8 │ ▁▂▃▄!▆▇█", final), final
+    assert "grad_norm/total" in final
+    assert "and 3 more" in final
+    assert "update_ratio/up" not in final
+
+
+# Services -------------------------------------------------------------------------------------------------------------
+
+
+def test_weights_and_biases_with_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no network here: what is called is compared with the calls of the package's own documentation."""
+    calls: list[Any] = []
+
+    class Run:
+        def log(self, data: dict[str, float], step: int) -> None:
+            calls.append((data, step))
+
+        def finish(self, exit_code: int) -> None:
+            calls.append(exit_code)
+
+    def init(**options: Any) -> Run:
+        calls.append(options)
+        return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    with WeightsAndBiases(project="p", mode="offline") as board:
+        assert calls == [], "a rank without reports starts no run"
+        board(report(10, figures=FIGURES))
+        board(report(20))
+        board.close()
+    assert calls == [
+        {"project": "p", "mode": "offline"},
+        (report(10, figures=FIGURES).scalars(), 10),
+        (report(20).scalars(), 20),
+        0,
+    ]
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match=r"needs the package wandb .*pip install 'meshstep\[wandb\]'"):
+        WeightsAndBiases()
+
+
+def test_weights_and_biases_offline(tmp_path: Path) -> None:
+    """The package itself, where it is installed."""
+    pytest.importorskip("wandb")
+    with WeightsAndBiases(project="p", mode="offline", dir=str(tmp_path)) as board:
+        board(report(10, figures=FIGURES))
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+# The page -------------------------------------------------------------------------------------------------------------
+
+
+class Elements(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag not in ("meta", "circle", "line", "polyline", "path"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in ("circle", "line", "polyline", "path"):
+            assert self.open.pop() == tag
+
+
+def test_the_report_is_one_page_that_needs_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.jsonl"
+    with JsonLines(path) as lines:
+        for step in range(10, 60, 10):
+            lines(report(step, loss=math.nan if step == 30 else 1 / step, figures=FIGURES if step == 20 else {}))
+    assert main(["report", str(path)]) == 0
+    assert "5 reports, to step 50" in capsys.readouterr().out
+    text = (tmp_path / "run.html").read_text()
+    elements = Elements()
+    elements.feed(text)
+    assert elements.open == []
+    assert not [attrs for _, attrs in elements.found if {"src", "href", "xlink:href"} & attrs.keys()]
+    assert "http" not in text
+    assert "@import" not in text
+    charts = [json.loads(attrs["data-points"] or "") for tag, attrs in elements.found if tag == "svg"]
+    by_name = dict(zip(re.findall(r"<h2>(.*?)</h2>", text), charts, strict=True))
+    assert by_name["loss"]["series"] == [["loss", [[10, 0.1], [20, 0.05], [30, "nan"], [40, 0.025], [50, 0.02]]]]
+    assert [label for label, _ in by_name["update ratio"]["series"]] == ["total", "up"]
+    assert "<title>loss, step 20: 0.05</title>" in text, "without scripts too values show"
+    assert text.count('class="broken"') == 1
+
+
+def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    cases = ((tmp_path / "none.jsonl", "No such file"), (empty, "has no report yet"), (Path(__file__), "is no report"))
+    for path, said in cases:
+        assert main(["report", str(path), "-o", str(tmp_path / "out.html")]) == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "out.html").exists()
+    done = subprocess.run([sys.executable, "-m", "meshstep.optim", "report", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "RUN.jsonl" in done.stdout
+
+
+def test_what_a_user_writes_is_text_on_the_page() -> None:
+    text = page("<b>&", [{"step": 1, "x/<script>": 1.0}])
+    assert "<b>&</" not in text
+    assert "x/<script>" not in text
+    assert "&lt;script&gt;" in text
+
+
+def test_scales_have_round_ticks_within_them() -> None:
+    assert Scale.of([0.0, 10.0], 0, 100).ticks(5) == [0, 2, 4, 6, 8, 10]
+    assert Scale.of([1e-3, 50.0], 0, 100).ticks(5) == pytest.approx([1e-3, 1e-2, 1e-1, 1, 10])
+    assert Scale.of([0.3, 10.0], 0, 100).log
+    assert Scale.of([2.0, 2.0], 0, 100)(2.0) == 50
+    assert Scale.of([], 0, 100).ticks(5)
+    assert chart("one", {"one": [(3, 1.0)]}).count('class="dot"') == 1
+    assert [number(value) for value in (0.0, 1234.5678, 12345678.0, 1e-5, math.inf)] == [
+        "0",
+        "1235",
+        "1.23e7",
+        "1e-5",
+        "inf",
+    ]
+
+
+def test_spikes_survive_thinning() -> None:
+    points = [(float(step), 1.0) for step in range(10_000)]
+    points[4321] = (4321.0, 99.0)
+    points[8765] = (8765.0, math.nan)
+    found = thinned(points)
+    assert len(found) <= 602
+    assert (4321.0, 99.0) in found
+    assert any(math.isnan(value) for _, value in found)
+
+
+# Flops ----------------------------------------------------------------------------------------------------------------
+
+
+def test_utilization_is_what_the_model_needs_of_what_all_devices_could_do() -> None:
+    registry = ProcessGroupRegistry(Topology())
+    assert Flops(per_count=6e9, peak=1e15).utilization(50_000, registry) == pytest.approx(0.3)
+    model = nn.Linear(9, 10)
+    declare(model, {"*": P()})
+    optimizer = ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), registry)
+    assert Flops.of_parameters(optimizer, 1e12) == Flops(600.0, 1e12)
+    assert Flops.of_parameters(optimizer, 1e12, active=0.5).per_count == 300
+    reports: list[Report] = []
+    monitor = Monitor(registry, reports.append, every=1, flops=Flops(1e3, 1e6))
+    optimizer.backward(model(torch.ones(9)).sum())
+    monitor(optimizer.step(), 1.0)
+    assert reports[0].utilization == pytest.approx(reports[0].per_second * 1e-3)
+    assert "mfu" in str(reports[0])
+    with pytest.raises(ValueError, match=r"Flops\(peak=0\): give a finite number > 0"):
+        Flops(1.0, 0)

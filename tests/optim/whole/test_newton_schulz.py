@@ -88,12 +88,8 @@ def test_costs_are_the_operations_of_the_form_that_is_taken(shape: tuple[int, in
 
 
 def test_long_matrices_go_on_their_gram_matrix_and_take_two_thirds_of_the_operations() -> None:
-    assert [goes_on_gram(shape) for shape in ((128, 256), (128, 288), (288, 128), (127, 1024))] == [
-        False,
-        True,
-        True,
-        False,
-    ]
+    shapes = ((128, 240), (128, 256), (256, 128), (127, 1024))
+    assert [goes_on_gram(shape) for shape in shapes] == [False, True, True, False]
     on_it = 5 * (4 * 128**2 * 512 + 2 * 128**3)
     assert flops(LONG) / on_it == pytest.approx(2 / 3)
     assert not goes_on_gram(LONG, steps=1), "nothing to save"

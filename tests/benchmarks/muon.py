@@ -151,7 +151,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="these two in any case: homes, duplicated")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=KINDS, default=KINDS, help="these two in any case: homes, duplicated"
+    )
     options = parser.parse_args()
     chosen = [kind for kind in KINDS if kind in {*options.kinds, "homes", "duplicated"}]
     world = World()

@@ -19,7 +19,8 @@ def _falling(to: float, short: int, long: int) -> Tensor:
     left, right = (
         torch.linalg.qr(torch.randn(size, short, generator=generator, dtype=torch.float64))[0] for size in (short, long)
     )
-    return (left * torch.logspace(0, to, short, dtype=torch.float64)) @ right.mT
+    falling: Tensor = (left * torch.logspace(0, to, short, dtype=torch.float64)) @ right.mT
+    return falling
 
 
 def _of_rank(rank: int, noise: float, short: int, long: int) -> Tensor:

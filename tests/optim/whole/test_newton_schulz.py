@@ -79,7 +79,7 @@ def test_five_steps_without_a_new_gram_matrix_fail_the_same_comparison(name: str
 def counted(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> int:
     with FlopCounterMode(display=False) as counter:
         newton_schulz(torch.ones(shape, dtype=dtype))
-    return counter.get_total_flops()
+    return int(counter.get_total_flops())
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (128, 256), (128, 300), (300, 128), (130, 520), (64, 512)])

@@ -7,7 +7,7 @@
 
 Both are one polynomial of X, equal but for rounding. The second one takes fewer operations where X is long. After three
 steps A is made of X anew: rounding makes small eigenvalues of it negative, and those grow by a^2 a step, 12-fold, away from
-those of X X^T. Five steps on end are up to a thousand times their own result off in bfloat16; three and two as little as
+those of X X^T. Five steps on end are up to thousands of times their result off in bfloat16; three and two as little as
 the first form, within a factor of 3 on random numbers and less than it where singular values fall.
 
 Keller Jordan et al. (2024); the second form, and that it must begin anew: "Gram Newton-Schulz" (Dao AI Lab, 2026).

@@ -63,7 +63,8 @@ class Muon(WholeOptimizer):
         blocks: By glob, the blocks of a fused weight along its rows, each a matrix of its own: their number (``3`` for
             q, k and v; the number of heads for Muon per head) or sizes. Where none matches and a layout has
             `meshstep.parallel.blocks` along the rows, or along the columns, those.
-        ns_dtype: Of the iteration; None: the parameter's. torch's is bfloat16.
+        ns_dtype: Of the iteration; None: the parameter's. torch's is bfloat16. A matrix that is about twice as long as it
+            is short, or longer, goes on its Gram matrix: other last bits than torch's (see `newton_schulz`).
     A layer that keeps its weight transposed, [in, out], as those in two dimensions do, has the scale of that shape:
     ``"match_rms_adamw"`` is the same for both.
 

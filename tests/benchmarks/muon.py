@@ -1,7 +1,7 @@
 """Time of Muon's step on 4 ranks: each matrix at one home; all of them on every rank, by the same code and by torch's; and
 torch's on DTensors.
 
-    python tests/benchmarks/muon.py [--width 512] [--layers 4] [--rounds 5]
+    python tests/benchmarks/muon.py [--width 512] [--layers 4] [--rounds 5] [--kinds homes duplicated]
 
 A transformer's matrices, copied over ``data=2`` and split over ``tensor=2``. They take turns, one step each, so that a
 busy machine is busy for all; printed are medians over rounds: until the slowest rank is done, and the processors' time of
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter, process_time, thread_time
@@ -107,7 +108,7 @@ class Duplicated:
         self.optimizer.step()
 
 
-def timed(width: int, layers: int, rounds: int) -> dict[str, list[float]]:
+def timed(width: int, layers: int, rounds: int, chosen: list[str]) -> dict[str, list[float]]:
     """Seconds of each step by kind, and of Newton-Schulz on this rank's core alone."""
     busy = [0.0]
 
@@ -118,12 +119,13 @@ def timed(width: int, layers: int, rounds: int) -> dict[str, list[float]]:
         return found
 
     with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
-        kinds: dict[str, Any] = {
-            "homes": Ours(registry, width, layers),
-            "same, duplicated": SameOnEvery(width, layers),
-            "duplicated": Duplicated(width, layers),
-            "DTensor": Duplicated(width, layers, registry.device_mesh("data", "tensor")),
+        makes: dict[str, Callable[[], Any]] = {
+            "homes": lambda: Ours(registry, width, layers),
+            "same, duplicated": lambda: SameOnEvery(width, layers),
+            "duplicated": lambda: Duplicated(width, layers),
+            "DTensor": lambda: Duplicated(width, layers, registry.device_mesh("data", "tensor")),
         }
+        kinds = {kind: makes[kind]() for kind in chosen}
         names = ["newton-schulz", *(kind + of for kind in kinds for of in ("", CPU))]
         found: dict[str, list[float]] = {name: [] for name in names}
         for number in range(rounds + 1):
@@ -138,7 +140,7 @@ def timed(width: int, layers: int, rounds: int) -> dict[str, list[float]]:
                     found[kind].append(perf_counter() - begin)
                     found[kind + CPU].append(used)
                     found["newton-schulz"] += [busy[0]] if kind == "homes" else []
-        ours: Ours = kinds["homes"]
+        ours = kinds["homes"]
         shares = gather_objects(ours.inner._homes.load.get(registry.global_rank, 0.0), registry)
         found["share of the work"] = [max(shares) / fmean(shares)]
         return found
@@ -149,17 +151,21 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--kinds", nargs="+", choices=KINDS, default=KINDS, help="these two in any case: homes, duplicated"
+    )
     options = parser.parse_args()
+    chosen = [kind for kind in KINDS if kind in {*options.kinds, "homes", "duplicated"}]
     world = World()
-    by_rank = world.run(4, timed, options.width, options.layers, options.rounds)
+    by_rank = world.run(4, timed, options.width, options.layers, options.rounds, chosen)
     world.close()
-    times = {kind: median(by_rank[0][kind]) for kind in KINDS}
-    used = {kind: sum(median(found[kind + CPU]) for found in by_rank) for kind in KINDS}
+    times = {kind: median(by_rank[0][kind]) for kind in chosen}
+    used = {kind: sum(median(found[kind + CPU]) for found in by_rank) for kind in chosen}
     work = [fmean(found["newton-schulz"]) for found in by_rank]
     print(
         f"width {options.width}, {options.layers} layers, data=2, tensor=2; torch {torch.__version__}, one thread a rank"
     )
-    for kind in KINDS:
+    for kind in chosen:
         of_time, of_work = times[kind] / times["duplicated"], used[kind] / used["duplicated"]
         print(
             f"{kind:18}{1e3 * times[kind]:9.1f} ms a step{of_time:7.2f} of duplicated;"

@@ -1,8 +1,16 @@
 """The step: global gradient norm, clipping and the parallel optimizer."""
 
 from .checkpoint import AsyncSaver, TorchStates, load_checkpoint, newest_checkpoint, save_checkpoint
+from .clip.adagc import AdaGC
 from .clip.functional import clip_grad_norm_, clip_grad_value_, global_norm
-from .clip.policies import Adaptive, ByGroup, ByNorm, ByValue, Clip, PerParameter
+from .clip.named import ByName
+from .clip.policies import Adaptive, ByGroup, ByNorm, ByValue, PerParameter
+from .clip.previous_norm import ByPreviousNorm
+from .clip.rule import Clip, Decision, OfEachParameter
+from .clip.spikes import SkipSpikes
+from .clip.state import ClipState
+from .clip.warm_up import WarmUp
+from .clip.zclip import ZClip
 from .gradients.bucket import Exact, Exchange
 from .gradients.compressed import Bf16Wire
 from .gradients.sync import sync_gradients
@@ -43,6 +51,7 @@ __all__ = [
     "LAMB",
     "LARS",
     "SOAP",
+    "AdaGC",
     "Adafactor",
     "Adaptive",
     "AsyncSaver",
@@ -51,12 +60,16 @@ __all__ = [
     "Booster",
     "Bucket",
     "ByGroup",
+    "ByName",
     "ByNorm",
+    "ByPreviousNorm",
     "ByValue",
     "Clip",
+    "ClipState",
     "ConstantLR",
     "CosineAnnealingLR",
     "DataParallel",
+    "Decision",
     "Exact",
     "Exchange",
     "Fingerprints",
@@ -71,6 +84,7 @@ __all__ = [
     "MultiStepLR",
     "Muon",
     "Norms",
+    "OfEachParameter",
     "Offloaded",
     "ParallelOptimizer",
     "ParameterEntry",
@@ -88,10 +102,13 @@ __all__ = [
     "Shampoo",
     "Sharded",
     "Skip",
+    "SkipSpikes",
     "StableAdamW",
     "TensorBoardWriter",
     "TorchStates",
+    "WarmUp",
     "WarmupLR",
+    "ZClip",
     "align_copies",
     "clip_grad_norm_",
     "clip_grad_value_",

@@ -125,12 +125,13 @@ class ClipState:
         initial, self.tensors, self._numbers = self.rule.initial(), {}, {}
         if not initial:
             return
-        state = {} if saved is None else saved["state"]
-        other = f"that of {saved['rule']}" if saved is not None else "none of a rule"
-        if saved is None or saved["rule"] != type(self.rule).__name__ or not _fits(initial, state):
+        kind, saved = type(self.rule).__name__, saved or {}
+        state = saved.get("state", {})
+        if saved.get("rule") != kind or not _fits(initial, state):
+            found = f"is of {saved['rule']} and does not fit" if "rule" in saved else "has nothing of a rule"
             warnings.warn(
-                f"{type(self.rule).__name__} remembers {', '.join(sorted(initial))} from step to step, and the state that "
-                f"is loaded has {other} that fits: it begins anew, with its warm-up if it has one",
+                f"{kind} remembers {', '.join(sorted(initial))} from step to step, and the state that is loaded {found}: "
+                "it begins anew, with its warm-up if it has one",
                 stacklevel=2,
             )
             return
@@ -138,8 +139,7 @@ class ClipState:
         new = {name for numbers in state.values() if isinstance(numbers, dict) for name in {*self.names} - {*numbers}}
         if new:
             warnings.warn(
-                f"the state that is loaded has nothing of {type(self.rule).__name__} for {some(sorted(new))}: for these it "
-                "begins anew",
+                f"the state that is loaded has nothing of {kind} for {some(sorted(new))}: for these it begins anew",
                 stacklevel=2,
             )
 

@@ -28,6 +28,7 @@ from meshstep.optim import (
     ParallelOptimizer,
     PerParameter,
     SkipSpikes,
+    TorchStates,
     WarmUp,
     ZClip,
     clip_grad_norm_,
@@ -38,6 +39,7 @@ from meshstep.parallel import ProcessGroupRegistry, Topology
 from planted import LAYOUTS, Planted
 from probes import collectives, no_host_reads
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from world import World
 
 STATEFUL: dict[str, Clip] = {
@@ -211,9 +213,9 @@ def test_copies_and_pickles_have_it(label: str) -> None:
 @pytest.mark.parametrize(
     ("saved", "said"),
     [
-        (None, "none of a rule"),
-        (ByNorm(WarmUp(2.0, 1.0, 5)), "that of ByNorm"),
-        (SkipSpikes(3.0, window=8, warm_up=2), "that of SkipSpikes"),
+        (None, "has nothing of a rule"),
+        (ByNorm(WarmUp(2.0, 1.0, 5)), "is of ByNorm and does not fit"),
+        (SkipSpikes(3.0, window=8, warm_up=2), "is of SkipSpikes and does not fit"),
     ],
 )
 def test_without_its_state_it_begins_anew_with_a_warning(saved: Clip | None, said: str) -> None:
@@ -230,6 +232,17 @@ def test_without_its_state_it_begins_anew_with_a_warning(saved: Clip | None, sai
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         without.load_state_dict(state)  # what nobody remembers is not asked for
+
+
+@pytest.mark.parametrize("label", STATEFUL)
+def test_torchs_state_dict_functions_carry_it(label: str) -> None:
+    model, optimizer = alone(STATEFUL[label])
+    for size in (1.0, 2.0, 3.0):
+        step(model, optimizer, size)
+    saved = get_optimizer_state_dict(model, TorchStates(optimizer))
+    other, loaded = alone(STATEFUL[label])
+    set_optimizer_state_dict(other, TorchStates(loaded), saved)
+    assert loaded.state_dict()["meshstep"]["clip"] == optimizer.state_dict()["meshstep"]["clip"]
 
 
 # Named groups -----------------------------------------------------------------------------------------------------------

@@ -60,10 +60,9 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
             (`fully_shard`, `parallelize_module`; see `meshstep.parallel.interop.dtensor`) their local tensors. Or a list of
             optimizers, with no parameter in two: one norm, one verdict, one state; ``"optimizer"`` in a group says whose.
         registry: The groups of the mesh that the specs name.
-        max_norm: Clip the global norm to this; in unscaled gradient units, finite, > 0. Or another rule (a `Clip`: see
-            ``optim/README.md``), or thresholds by pattern (`ByName`). None: measure only. A param group with its own
-            ``"max_norm"`` is clipped by that (``math.inf``: not at all), the others by theirs together. Ranks agree on
-            these here; they may be changed later where all ranks have all groups.
+        max_norm: Clip the global norm to this; in unscaled gradient units, finite, > 0. Or another rule (`Clip`), or by
+            name (`ByName`). None: measure only. A param group with its own ``"max_norm"`` is clipped by that (``math.inf``:
+            not at all), the others by theirs together; ranks agree on these here, and change them where all have all groups.
         precision: The mode's name or object (`meshstep.amp`). ``precision.prepare(model)`` makes the model run in it;
             here it says whether there are master weights and a loss scale.
         accumulation_steps: K: manage windows of K micro-batches, each a `backward`; `step` and `zero_grad` do nothing

@@ -142,27 +142,20 @@ def counted(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def checked_threshold(value: Threshold, name: str, infinite: bool = False) -> None:
-    """Check a threshold; one that moves as it is before the first step.
+    """Check a threshold; a function of the number of steps by its own ``check``, if it has one.
 
     Args:
         infinite: It may be: a group that is not clipped, nor one of those that are clipped together.
     Raises:
         ValueError: It is not finite and positive.
-        TypeError: It is neither a number nor a function from a tensor to one.
     """
-    said = f"{name}={value}"
     if callable(value):
-        found = value(torch.zeros((), dtype=torch.float64))
-        if not isinstance(found, Tensor) or found.dim() != 0:
-            raise TypeError(
-                f"{said} returns {found!r} for 0 steps: give a function of a 0-dim tensor, the number of steps, that "
-                "returns one, computed from it (it is on the device, and must not be read)"
-            )
-        said, value = f"{said}, which is {float(found)} at first", float(found)
+        getattr(value, "check", bool)()
+        return
     value = float(value)
     if not (value > 0 and (infinite or isfinite(value))):
         without = "math.inf: this group is not clipped" if infinite else "None: no clipping"
-        raise ValueError(f"{said}: give a finite number > 0, in units of the unscaled gradient ({without})")
+        raise ValueError(f"{name}={value}: give a finite number > 0, in units of the unscaled gradient ({without})")
 
 
 def checked_positive(value: float, name: str) -> None:

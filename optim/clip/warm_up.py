@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .rule import checked_count, checked_threshold
+
 
 @dataclass(frozen=True)
 class WarmUp:
@@ -23,6 +25,12 @@ class WarmUp:
     start: float
     end: float
     steps: int
+
+    def check(self) -> None:
+        """Raise ValueError for arguments that are out of range."""
+        checked_threshold(self.start, "WarmUp start")
+        checked_threshold(self.end, "WarmUp end")
+        checked_count(self.steps, "WarmUp steps", 1)
 
     def __call__(self, taken: Tensor) -> Tensor:
         return self.start + (self.end - self.start) * (taken / self.steps).clamp(max=1.0)

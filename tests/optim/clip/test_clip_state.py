@@ -406,10 +406,6 @@ def test_a_function_says_what_it_needs(rule: Any, why: str) -> None:
 # What is refused --------------------------------------------------------------------------------------------------------
 
 
-def doubled(steps: Tensor) -> float:
-    return 2.0
-
-
 @pytest.mark.parametrize(
     ("rule", "error", "message"),
     [
@@ -422,8 +418,8 @@ def doubled(steps: Tensor) -> float:
         (SkipSpikes(warm_up=5, window=4), ValueError, "a window never has so many norms"),
         (SkipSpikes(of="middle"), ValueError, "of='middle': give 'median' or 'mean'"),  # type: ignore[arg-type]
         (ByPreviousNorm(0.0), ValueError, "max_norm=0.0: give a finite number > 0"),
-        (ByNorm(WarmUp(-1.0, 1.0, 5)), ValueError, r"WarmUp.*, which is -1.0 at first: give a finite number > 0"),
-        (ByNorm(doubled), TypeError, "returns 2.0 for 0 steps: give a function of a 0-dim tensor"),  # type: ignore[arg-type]
+        (ByNorm(WarmUp(-1.0, 1.0, 5)), ValueError, "WarmUp start=-1.0: give a finite number > 0"),
+        (ByNorm(WarmUp(2.0, 1.0, 0)), ValueError, "WarmUp steps=0: give a whole number >= 1"),
         ({}, ValueError, "there is no named group"),
         ({"up": -1.0}, ValueError, "of 'up': max_norm=-1.0: give a finite number > 0"),
         ({"up": PerParameter(1.0)}, ValueError, "the rule of 'up' is PerParameter.*give one of the level 'total'"),

@@ -62,7 +62,7 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         registry: The groups of the mesh that the specs name.
         max_norm: Clip the global norm to this; in unscaled gradient units, finite, > 0. Or another rule (`Clip`), or by
             name (`ByName`). None: measure only. A param group with its own ``"max_norm"`` is clipped by that (``math.inf``:
-            not at all), the others by theirs together; ranks agree on these here, and change them where all have all groups.
+            not at all), the others by theirs together; ranks agree on these here, and change them if all have all groups.
         precision: The mode's name or object (`meshstep.amp`). ``precision.prepare(model)`` makes the model run in it;
             here it says whether there are master weights and a loss scale.
         accumulation_steps: K: manage windows of K micro-batches, each a `backward`; `step` and `zero_grad` do nothing

@@ -191,11 +191,9 @@ class OptimizerFacade(Copied, torch.optim.Optimizer):
 
     @property
     def max_norm(self) -> float | Clip | None:
-        """The threshold of `ByNorm`, or another rule; may be set between steps, on all ranks together. A rule that is not
-        equal to the one before begins with nothing remembered.
-
-        Raises: as the constructor; nothing is changed then. Collectives: an object all-gather, the first time that a rule
-        speaks of parameters.
+        """The threshold of `ByNorm`, or another rule; may be set between steps, on all ranks together. One that does not
+        equal that before begins with nothing remembered. Raises: as the constructor; nothing is changed then. Collectives:
+        an object all-gather, the first time that a rule speaks of parameters.
         """
         clip = self.clip
         plain = isinstance(clip, ByNorm) and clip.norm_type is None and not callable(clip.max_norm)
@@ -262,7 +260,7 @@ class OptimizerFacade(Copied, torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state of this rank's pieces, and under ``"meshstep"`` all else a new process needs:
-        precision mode, loss scale, master weights, counts of skipped steps, coordinates. Host reads: a few."""
+        mode, loss scale, master weights, what a clip rule remembers, counts of steps, coordinates. Host reads: a few."""
         saved = self._saved()
         given = (param for group in self._groups for _, param in group)
         makes_states = bool(self.state) or self._setup.accumulation_steps is None
@@ -273,7 +271,8 @@ class OptimizerFacade(Copied, torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue, bit for bit, from what `state_dict` gave; every rank must call it, with the state of its own pieces.
 
-        In a mode without master weights and loss scale a plain dict of the wrapped optimizer loads too.
+        In a mode without master weights and loss scale a plain dict of the wrapped optimizer loads too. A clip rule of
+        which it has nothing begins anew, with a warning.
 
         Raises:
             ValueError: On every rank, when on any rank it comes from another precision mode or does not fit; nothing is

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import inf
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -20,11 +19,10 @@ from ..norm.entries import entries_of
 from ..norm.global_norm import GlobalNorm, Norms, Reduction, checked_norm_type, checked_reduction
 from ..norm.plan import ReductionPlan
 from ..norm.stats import GradStats
-from .given import check_packed, clip_of
+from .given import Given, check_packed, clip_of
 from .listed import Listed, Params, Pending, check_gradients, given_in
-from .named import OfGroup
 from .on_list import OnList
-from .rule import Clip, checked_threshold
+from .rule import checked_threshold
 from .state import ClipState
 
 
@@ -61,7 +59,7 @@ def global_norm(
 @torch.no_grad()
 def clip_grad_norm_(
     params: Params,
-    max_norm: float | Clip | ClipState | Mapping[str, OfGroup],
+    max_norm: Given | ClipState,
     registry: ProcessGroupRegistry,
     norm_type: float = 2.0,
     *,
@@ -109,7 +107,7 @@ def clip_grad_norm_(
     return stats
 
 
-def _in_use(max_norm: float | Clip | ClipState | Mapping[str, OfGroup], reduction: Reduction) -> ClipState:
+def _in_use(max_norm: Given | ClipState, reduction: Reduction) -> ClipState:
     """Raises ValueError, TypeError: what was given is out of range, or is to be a `ClipState`."""
     rule = clip_of(max_norm.rule if isinstance(max_norm, ClipState) else max_norm)
     if rule is None:

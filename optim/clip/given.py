@@ -12,10 +12,10 @@ from ..norm.plan import ReductionPlan
 from ..norm.units import Units
 from .named import ByName, OfGroup
 from .policies import ByNorm
-from .rule import Clip
+from .rule import Clip, Threshold
 from .state import ClipState
 
-Given = float | Clip | Mapping[str, OfGroup] | None
+Given = Threshold | Clip | Mapping[str, OfGroup] | None
 """A threshold of the global norm; another rule; thresholds or rules by pattern (`ByName`); None: measure only."""
 
 

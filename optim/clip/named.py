@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..norm.global_norm import Norms
 from .policies import ByNorm
-from .rule import Clip, Decision, Initial
+from .rule import Clip, Decision, Initial, Threshold
 
-OfGroup = float | Clip | None
+OfGroup = Threshold | Clip | None
 """What is done with a named group: a threshold of its norm, or a rule for it; None or ``math.inf``: nothing."""
 
 

@@ -13,7 +13,7 @@ from .rule import checked_count, checked_threshold
 class WarmUp:
     """threshold = start + (end - start) * min(1, steps so far / steps): from one to the other on a line.
 
-        max_norm=ByNorm(WarmUp(10.0, 1.0, steps=1000))
+        max_norm=WarmUp(10.0, 1.0, steps=1000)
 
     Any function from a 0-dim tensor, the number of steps that were not skipped, to a 0-dim tensor does in its place.
 

@@ -162,7 +162,7 @@ def test_parameters_that_are_added_begin_and_others_go_on() -> None:
 
 
 def test_thresholds_of_param_groups_go_with_one_that_moves() -> None:
-    model, optimizer = alone(ByNorm(WarmUp(8.0, 2.0, steps=2)))
+    model, optimizer = alone(WarmUp(8.0, 2.0, steps=2))
     optimizer.param_groups[1]["max_norm"] = 1.0
     for threshold in (8.0, 5.0, 2.0, 2.0):
         stats = step(model, optimizer)

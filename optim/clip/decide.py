@@ -134,12 +134,12 @@ class Clipping:
             past = divisor.is_missing(norms.extra) & (norms.total != 0)  # states are also made by gradients of zeros
             finite = finite & ~past
         vetoed, parted = (None, None) if ballot is None else ballot.count(cast, finite)
-        decision, said = Decision(None), None
+        decision = Decision(None)
         if rule is not None:
-            said = ClipState(rule) if clip is None else clip
-            decision = said.decide(norms, rule)
+            state = ClipState(rule) if clip is None else clip
+            decision = state.decide(norms, rule)
             if decision.state:
-                said.remember(decision, _is_taken(finite, vetoed, parted))
+                state.remember(decision, _is_taken(finite, vetoed, parted))
         factors = decision.factors
         factor, level, one = inverse, Needs.level, self._one(norms.total)
         if rule is None or factors is None:

@@ -400,7 +400,7 @@ def test_a_function_says_what_it_needs(rule: Any, why: str) -> None:
     with pytest.raises(TypeError, match=rf"{why}: make clip = ClipState\(.*\) once"):
         clip_grad_norm_(model.parameters(), rule, ProcessGroupRegistry(Topology()))
     with pytest.raises(ValueError, match="global_norm"):
-        clip_grad_norm_(model.parameters(), None, ProcessGroupRegistry(Topology()))  # type: ignore[arg-type]
+        clip_grad_norm_(model.parameters(), None, ProcessGroupRegistry(Topology()))
 
 
 # What is refused --------------------------------------------------------------------------------------------------------

@@ -1,8 +1,16 @@
 """The step: global gradient norm, clipping and the parallel optimizer."""
 
 from .checkpoint import AsyncSaver, TorchStates, load_checkpoint, newest_checkpoint, save_checkpoint
+from .clip.adagc import AdaGC
 from .clip.functional import clip_grad_norm_, clip_grad_value_, global_norm
-from .clip.policies import Adaptive, ByGroup, ByNorm, ByValue, Clip, PerParameter
+from .clip.named import ByName
+from .clip.policies import Adaptive, ByGroup, ByNorm, ByValue, PerParameter
+from .clip.previous_norm import ByPreviousNorm
+from .clip.rule import Clip, Decision, OfEachParameter
+from .clip.spikes import SkipSpikes
+from .clip.state import ClipState
+from .clip.warm_up import WarmUp
+from .clip.zclip import ZClip
 from .gradients.bucket import Exact, Exchange
 from .gradients.compressed import Bf16Wire
 from .gradients.sync import sync_gradients
@@ -55,6 +63,7 @@ __all__ = [
     "LAMB",
     "LARS",
     "SOAP",
+    "AdaGC",
     "Adafactor",
     "Adaptive",
     "AsyncSaver",
@@ -63,14 +72,18 @@ __all__ = [
     "Booster",
     "Bucket",
     "ByGroup",
+    "ByName",
     "ByNorm",
+    "ByPreviousNorm",
     "ByValue",
     "Clip",
+    "ClipState",
     "ConstantLR",
     "CoordinateCheck",
     "CosineAnnealingLR",
     "CsvFile",
     "DataParallel",
+    "Decision",
     "Exact",
     "Exchange",
     "Fingerprints",
@@ -89,6 +102,7 @@ __all__ = [
     "Muon",
     "NoiseScale",
     "Norms",
+    "OfEachParameter",
     "Offloaded",
     "ParallelOptimizer",
     "ParameterEntry",
@@ -106,6 +120,7 @@ __all__ = [
     "Shampoo",
     "Sharded",
     "Skip",
+    "SkipSpikes",
     "SpectralNorms",
     "StableAdamW",
     "Telemetry",
@@ -113,8 +128,10 @@ __all__ = [
     "Terminal",
     "TorchStates",
     "Trial",
+    "WarmUp",
     "WarmupLR",
     "WeightsAndBiases",
+    "ZClip",
     "align_copies",
     "clip_grad_norm_",
     "clip_grad_value_",

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -18,16 +17,20 @@ from ..parallel.mesh.agreement import on_all_ranks
 from ..parallel.mesh.calls import in_call, public_call, public_constructor
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .capture import checked_where_captured
-from .clip.decide import Clipping, Verdict
-from .clip.policies import ByNorm, Clip, clip_of
+from .clip.decide import Clipping
+from .clip.given import Given, in_use
+from .clip.policies import ByNorm
+from .clip.rule import Clip
+from .clip.state import ClipState
 from .clip.thresholds import AgreedThresholds
+from .clip.verdict import Verdict
 from .norm.plan import ReductionPlan
 from .norm.stats import GradStats
 from .setup import Setup
 from .states.chain import Chain
 from .states.completion import Completion
 from .states.coordinates import Coordinates, check_caller
-from .states.copies import Recipe, rebuilt
+from .states.copies import Copied
 from .states.pieces import Piece, named_params_of
 from .states.saved import Saved
 from .step.data_parallel import Switch
@@ -45,7 +48,7 @@ def _run_as_it_is(kind: Any) -> None:
         kind.step.untraced = True
 
 
-class OptimizerFacade(torch.optim.Optimizer):
+class OptimizerFacade(Copied, torch.optim.Optimizer):
     """A `torch.optim.Optimizer` whose param groups, state and defaults are those of ``self.optimizer``.
 
     Schedulers, ``isinstance`` checks and step hooks work on it; hooks run around the whole `step`. ``torch.compile`` leaves
@@ -60,7 +63,7 @@ class OptimizerFacade(torch.optim.Optimizer):
     precision: Precision
     loss_scale: LossScale | None
     _window: Window[Clip, Verdict]
-    clip: Clip | None
+    _clip: ClipState | None
     last_stats: GradStats | None
     _setup: Setup
     _device: torch.device
@@ -119,6 +122,8 @@ class OptimizerFacade(torch.optim.Optimizer):
         # Where backward leaves gradients.
         self._model_params = [param for group in self._groups for _, param in group]
         bind_whole(self.optimizer, self._plan, self._states, self.registry)
+        if self._clip is not None:
+            self._clip.bind(self._plan.parameter_names)
         self._completion = self._setup.completion(self._plan, self._states)
         self._clipping = self._setup.clipping(self._plan, self._states, thresholds)
         self._switch = self._setup.switch(self._completion, getattr(self, "_switch", None))
@@ -186,21 +191,36 @@ class OptimizerFacade(torch.optim.Optimizer):
 
     @property
     def max_norm(self) -> float | Clip | None:
-        """The threshold of `ByNorm`, or another rule; may be set between steps, on all ranks together.
-
-        Raises: as the constructor; nothing is changed then. Collectives: an object all-gather, the first time that a rule
-        speaks of parameters.
+        """The threshold of `ByNorm`, or another rule; may be set between steps, on all ranks together. One that does not
+        equal that before begins with nothing remembered. Raises: as the constructor; nothing is changed then. Collectives:
+        an object all-gather, the first time that a rule speaks of parameters.
         """
         clip = self.clip
-        return clip.max_norm if isinstance(clip, ByNorm) and clip.norm_type is None else clip
+        plain = isinstance(clip, ByNorm) and clip.norm_type is None and not callable(clip.max_norm)
+        return clip.max_norm if plain else clip  # type: ignore[union-attr]
 
     @max_norm.setter
-    def max_norm(self, value: float | Clip | None) -> None:
+    def max_norm(self, value: Given) -> None:
         setup = replace(self._setup, max_norm=value)
         plan = setup.plan_for_clip(self._plan)
         if plan is not self._plan:
             self._clipping.replan(self._states.derive(plan))
-        self._setup, self._plan, self.clip = setup, plan, clip_of(value)
+        self._setup, self._plan, new = setup, plan, in_use(value)
+        if new is None or new.rule != self.clip:
+            self._clip = new
+        if self._clip is not None:
+            self._clip.bind(plan.parameter_names)
+
+    @property
+    def clip(self) -> Clip | None:
+        """The rule that ``max_norm`` stands for."""
+        return None if self._clip is None else self._clip.rule
+
+    @property
+    def clip_state(self) -> Mapping[str, Tensor]:
+        """What the rule remembers, by name: device tensors, the same bits on every rank; of parameters in the order of
+        ``plan.parameter_names``. None are there before the first step. Host reads: none."""
+        return {} if self._clip is None else dict(self._clip.tensors)
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -240,7 +260,7 @@ class OptimizerFacade(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state of this rank's pieces, and under ``"meshstep"`` all else a new process needs:
-        precision mode, loss scale, master weights, counts of skipped steps, coordinates. Host reads: a few."""
+        mode, loss scale, master weights, what a clip rule remembers, counts of steps, coordinates. Host reads: a few."""
         saved = self._saved()
         given = (param for group in self._groups for _, param in group)
         makes_states = bool(self.state) or self._setup.accumulation_steps is None
@@ -251,7 +271,8 @@ class OptimizerFacade(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue, bit for bit, from what `state_dict` gave; every rank must call it, with the state of its own pieces.
 
-        In a mode without master weights and loss scale a plain dict of the wrapped optimizer loads too.
+        In a mode without master weights and loss scale a plain dict of the wrapped optimizer loads too. A clip rule of
+        which it has nothing begins anew, with a warning.
 
         Raises:
             ValueError: On every rank, when on any rank it comes from another precision mode or does not fit; nothing is
@@ -267,29 +288,9 @@ class OptimizerFacade(torch.optim.Optimizer):
     def _saved(self) -> Saved:
         params = self._model_params
         where = Coordinates.of(self.plan, self.registry)
-        return Saved(self.optimizer, self._states, self.precision, self.loss_scale, params, self.registry, where)
-
-    # Copies ----------------------------------------------------------------------------------------------------------
-
-    def _recipe(self) -> Recipe:
-        options = self._setup.options | {"on_nonfinite": self.on_nonfinite}
-        return Recipe.of(self.optimizer, self._groups, self.registry, options, self.state_dict())
-
-    def __copy__(self) -> OptimizerFacade:
-        """As torch's: the same parameters, param groups, state and window, and no hooks."""
-        new = object.__new__(type(self))
-        new.__dict__.update({key: value for key, value in self.__dict__.items() if key != "step"})
-        new._optimizer_step_pre_hooks, new._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-        return new
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OptimizerFacade:
-        """As torch's: of copies of the parameters, without hooks and gradients. Raises, collectives: as the constructor."""
-        memo[id(self._setup.commit)] = self._setup.commit  # its owner is no part of the optimizer
-        return rebuilt(type(self), deepcopy(self._recipe(), memo))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle: as a deep copy. Read in a process of another world, it needs a world of that size."""
-        return rebuilt, (type(self), self._recipe())
+        return Saved(
+            self.optimizer, self._states, self.precision, self.loss_scale, params, self.registry, where, self._clip
+        )
 
     def __repr__(self) -> str:
         how = (

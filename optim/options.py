@@ -14,7 +14,7 @@ from ..amp.precision import Precision
 from ..parallel.mesh.agreement import on_all_ranks
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .clip.ballot import Commit
-from .clip.policies import Clip
+from .clip.given import Given
 from .norm.measure import Measure
 from .norm.stats import GradStats
 from .states.link import Placement
@@ -44,7 +44,7 @@ class AllOptions(StepOptions, total=False):
     """All but ``accumulation_steps``, by which the type of `step` is told."""
 
     data_parallel: nn.Module | Sequence[nn.Module] | Reduce | None
-    max_norm: float | Clip | None
+    max_norm: Given
     precision: Mode | Precision
 
 

@@ -14,8 +14,10 @@ from ..amp.precision import Precision
 from ..parallel.interop.transformers import registry_of
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .clip.ballot import Commit
-from .clip.decide import Verdict
-from .clip.policies import ByNorm, ByValue, Clip, clip_of
+from .clip.given import Given, in_use
+from .clip.policies import ByNorm, ByValue
+from .clip.rule import Clip
+from .clip.verdict import Verdict
 from .facade import OptimizerFacade
 from .norm.measure import Measure
 from .norm.stats import GradStats
@@ -58,10 +60,9 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
             (`fully_shard`, `parallelize_module`; see `meshstep.parallel.interop.dtensor`) their local tensors. Or a list of
             optimizers, with no parameter in two: one norm, one verdict, one state; ``"optimizer"`` in a group says whose.
         registry: The groups of the mesh that the specs name.
-        max_norm: Clip the global norm to this; in unscaled gradient units, finite, > 0. Or another rule (`Clip`: `ByNorm`,
-            `ByValue`, `PerParameter`, `Adaptive`, your own). None: measure only. A param group with its own ``"max_norm"``
-            is clipped by its own norm (``math.inf``: not at all), the others by theirs together. Ranks agree on these
-            here; they may be changed later where all ranks have all groups.
+        max_norm: Clip the global norm to this; in unscaled gradient units, finite, > 0. Or another rule (`Clip`), or by
+            name (`ByName`). None: measure only. A param group with its own ``"max_norm"`` is clipped by that (``math.inf``:
+            not at all), the others by theirs together; ranks agree on these here, and change them if all have all groups.
         precision: The mode's name or object (`meshstep.amp`). ``precision.prepare(model)`` makes the model run in it;
             here it says whether there are master weights and a loss scale.
         accumulation_steps: K: manage windows of K micro-batches, each a `backward`; `step` and `zero_grad` do nothing
@@ -109,7 +110,7 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         registry: ProcessGroupRegistry,
         *,
-        max_norm: float | Clip | None = None,
+        max_norm: Given = None,
         precision: Mode | Precision = "fp32",
         accumulation_steps: int | None = None,
         data_parallel: nn.Module | Sequence[nn.Module] | Reduce | None = None,
@@ -127,7 +128,7 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         self._groups = [named_params_of([group]) for group in self.param_groups]
         with unchanged(optimizer):
             self._plan, thresholds = self._setup.agreed_plan(self._groups)
-        self.clip, self.precision = clip_of(max_norm), precision_of(precision)
+        self._clip, self.precision = in_use(max_norm), precision_of(precision)
         self._device = self._setup.device_of(self._groups)
         self.loss_scale = self.precision.make_loss_scale(self._device)
         self._window: Window[Clip, Verdict] = Window(accumulation_steps, scaled=self.loss_scale is not None)
@@ -247,7 +248,7 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
             self._clip_now(self._window.asked)
         problem = self._completion(self._window, self._switch)
         divisor = self._window.divisor(self.registry, scale, self._device)
-        verdict = self._window.verdict or self._clipping(self.clip, divisor)
+        verdict = self._window.verdict or self._clipping(self._clip, divisor)
         stats = verdict.stats
         reason = self._skips.count(verdict, self.on_nonfinite)
         if reason is None:
@@ -282,7 +283,7 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         return self._clip_or_ask(ByValue(clip_value))
 
     def _clip_or_ask(self, clip: Clip) -> Stats_co:
-        clip_of(clip)
+        in_use(clip)  # is checked
         if self._window.is_full:
             return self._clip_now(clip).stats  # type: ignore[return-value]
         self._window.asked = clip
@@ -291,7 +292,8 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
     def _clip_now(self, clip: Clip | None) -> Verdict:
         problem = self._completion(self._window, self._switch)
         divisor = self._window.divisor(self.registry, self._scale, self._device)
-        verdict = self._clipping(clip, divisor, now=True, earlier=self._window.verdict)
+        rule = self._clip if clip is self.clip else in_use(clip)
+        verdict = self._clipping(rule, divisor, now=True, earlier=self._window.verdict)
         self._window.clipped(verdict)
         if problem is not None:
             raise problem  # only now: `step` must do on this rank what it does on the others

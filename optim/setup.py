@@ -18,18 +18,18 @@ from ..parallel.mesh.agreement import check_same, gather_objects, on_all_ranks
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .clip.ballot import Ballot, Commit
 from .clip.decide import Clipping
-from .clip.policies import Clip, clip_of
+from .clip.given import Given, check_packed, clip_of, planned_for
+from .clip.rule import Clip
 from .clip.thresholds import AgreedThresholds, agreed_thresholds, check_thresholds
 from .gradients.bucket import BUCKET_BYTES
 from .gradients.during_backward import BackwardReducer
 from .gradients.early import Early
 from .gradients.sync import gradient_buckets
 from .kernels.choice import kernels_here
-from .norm.agreement import agree, with_names
+from .norm.agreement import agree
 from .norm.entries import count_as_copies, entries_of
 from .norm.measure import Measure
 from .norm.plan import ReductionPlan
-from .norm.units import Units
 from .states.chain import Chain
 from .states.compared import check_stepped_alike, checks_of, watch_of
 from .states.completion import Completion
@@ -53,7 +53,7 @@ class Setup:
 
     optimizer: torch.optim.Optimizer
     registry: ProcessGroupRegistry
-    max_norm: float | Clip | None
+    max_norm: Given
     precision: Mode | Precision
     accumulation_steps: int | None
     data_parallel: nn.Module | Sequence[nn.Module] | Reduce | None
@@ -148,27 +148,14 @@ class Setup:
         return said
 
     def plan_for_clip(self, plan: ReductionPlan) -> ReductionPlan:
-        """``plan``, with what the rule needs to know of it.
-
-        Raises:
-            ValueError: The rule is out of range, or does not go with the rest; or with a parameter, on every rank.
-        Collectives: an object all-gather, where the rule speaks of parameters and their names have not been agreed.
-        """
-        clip = self._check_clip()
-        if clip is None or clip.level not in ("parameters", "units"):
-            return plan
-        plan = plan if plan.parameter_names else with_names(plan, self.registry)
-        if clip.level == "units":
-            Units.of(plan, (), clip.unit_dim)
-        return plan
+        """``plan``, with what the rule needs to know of it; raises, collectives: as `planned_for`."""
+        return planned_for(self._check_clip(), plan, self.registry)
 
     def _check_clip(self) -> Clip | None:
+        """The rule; ValueError where it is out of range, or does not go with the rest."""
         clip = clip_of(self.max_norm)
         check_thresholds(clip, self.optimizer.param_groups)
-        if clip is not None and self.measure.reduction != "packed" and (clip.weights or clip.level == "units"):
-            raise ValueError(
-                f"max_norm={clip!r} needs measure=Measure(reduction='packed'), in which everything travels"
-            )
+        check_packed(clip, self.measure.reduction)
         return clip
 
     def _check_arguments(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from .contents import masters_in, portable_in
 from .torch_layout import LaidOut
 
 _OWN = "meshstep/"  # before the names of what is ours in a param group
+_CLIP = _OWN + "clip"  # one text: torch saves every entry of a param group once for each parameter
 
 
 class TorchStates(torch.optim.Optimizer):
@@ -32,7 +34,8 @@ class TorchStates(torch.optim.Optimizer):
 
     States and masters (``"master"``) of parameters that are split, by a declaration, by `fully_shard` or by `Sharded`, are
     DTensors of the full parameter's shape, so they load on another layout. Loss scale, counts of skipped steps and the like
-    are numbers in the param groups. Where the optimizer has no states yet they are made, as zeros.
+    are numbers in the param groups, what a clip rule remembers a text. Where the optimizer has no states yet they are made,
+    as zeros.
 
     Args:
         optimizer: Its registry stays open as long as this is used. After `add_param_group` make this anew.
@@ -54,7 +57,9 @@ class TorchStates(torch.optim.Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The optimizer's, over the model's parameters."""
-        own = {f"{_OWN}{name}": value for name, value in _numbers(self._rest())}
+        own: dict[str, Any] = {f"{_OWN}{name}": value for name, value in _numbers(self._rest())}
+        if self._optimizer.clip is not None and self._optimizer.clip.initial():
+            own[_CLIP] = json.dumps(self._optimizer.state_dict()["meshstep"]["clip"])
         groups = []
         for group, items in zip(self._optimizer.param_groups, self._parameters, strict=True):
             names = {"param_names": [item.entry.name for item in items]} if "param_names" in group else {}
@@ -221,12 +226,14 @@ class TorchStates(torch.optim.Optimizer):
         numbers = {
             key[len(_OWN) :]: value for key, value in state_dict["param_groups"][0].items() if key.startswith(_OWN)
         }
-        rest = _with_numbers(self._rest(), numbers)
+        clip = numbers.pop(_CLIP[len(_OWN) :], None)
+        rest = _with_numbers(self._rest(), numbers) | ({} if clip is None else {"clip": json.loads(clip)})
         weights = {**inner["meshstep"]["weights"], **rest.pop("weights")}
         if masters:
             weights["masters"] = masters
+        before = {key: value for key, value in inner["meshstep"].items() if key != "clip"}
         self._optimizer.load_state_dict(
-            {"state": state, "param_groups": groups, "meshstep": {**inner["meshstep"], **rest, "weights": weights}}
+            {"state": state, "param_groups": groups, "meshstep": {**before, **rest, "weights": weights}}
         )
 
     def _order(self, state_dict: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:

@@ -1,6 +1,6 @@
 """From the measured norms to what is done with the gradients.
 
-    gradient to step with = gradient as it is * inverse * factor,      factor = rule(norms * inverse)
+    gradient to step with = gradient as it is * inverse * factor,      factor = rule(norms * inverse, what it remembers)
 
 ``inverse`` undoes what backward's gradients were multiplied by (the loss scale), and divides by the window's weight. A rule
 sees the norms of the gradients as they will be stepped with, and so does whoever reads the report.
@@ -8,67 +8,31 @@ sees the norms of the gradients as they will be stepped with, and so does whoeve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...amp.capture import keeps_state_in_place
 from ...parallel.layout.pieces import Region
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from ..gradients.in_place import is_complete, mark_complete, scale_gradients, widen_gradients
+from ..gradients.in_place import is_complete, mark_complete, widen_gradients
 from ..norm.constants import Constants
 from ..norm.global_norm import GlobalNorm, Level, Norms
 from ..norm.measure import Measure
+from ..norm.named import Named
 from ..norm.plan import ReductionPlan
 from ..norm.replicas import ReplicaCheck, ReplicaMismatchError
 from ..norm.stats import GradStats
 from ..norm.units import UnitDim, Units
 from .ballot import Ballot
-from .policies import ByGroup, Clip
+from .multiply import multiply_
+from .policies import ByGroup
+from .rule import Clip, Decision
+from .state import ClipState
 from .thresholds import AgreedThresholds
-
-
-class Verdict(NamedTuple):
-    """What a step does: it skips where ``stats.skipped`` is 1, else multiplies all gradients by ``factor`` (None: by 1,
-    or it has been done).
-
-    Args:
-        past: 0-dim bool: it skips because gradients came past `backward`. None: they may come as they like.
-        problem: What ``commit=`` raised on this rank.
-    """
-
-    stats: GradStats
-    factor: Tensor | None
-    past: Tensor | None = None
-    problem: Exception | None = None
-
-    def after(self, earlier: Verdict | None) -> Verdict:
-        """Of a second clip in one window, which must not hide what the first one found."""
-        if earlier is None:
-            return self
-        found_inf = torch.maximum(self.stats.found_inf, earlier.stats.found_inf)
-        stats = replace(self.stats, found_inf=found_inf, vetoed=earlier.stats.vetoed, parted=earlier.stats.parted)
-        return self._replace(stats=stats, factor=None, problem=earlier.problem)
-
-
-class Divisor(NamedTuple):
-    """What gradients are to be divided by, which only the sum over all ranks tells.
-
-    Args:
-        slots: 1-dim; summed over all ranks in the collective that measures.
-        inverse: From that sum what gradients and norms are multiplied by; 0-dim, None for 1.
-        loss_scale: The part of it that backward put in, for the report.
-        is_missing: From that sum a 0-dim bool: nobody put it in, though there are gradients.
-    """
-
-    slots: Tensor
-    inverse: Callable[[Tensor], Tensor | None]
-    loss_scale: Tensor | None = None
-    is_missing: Callable[[Tensor], Tensor] | None = None
+from .verdict import Divisor, Verdict
 
 
 @dataclass(frozen=True)
@@ -79,9 +43,17 @@ class Needs:
     level: Level = "total"
     weights: bool = False
     unit_dim: UnitDim = 0
+    patterns: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
-        return hash((self.norm_type, self.level, self.weights, repr(self.unit_dim)))
+        return hash((self.norm_type, self.level, self.weights, repr(self.unit_dim), self.patterns))
+
+    @classmethod
+    def of(cls, clip: Clip | None, norm_type: float) -> Needs:
+        """What a rule needs, with the p of the norms."""
+        if clip is None:
+            return cls(norm_type)
+        return cls(norm_type, clip.level, clip.weights, clip.unit_dim, clip.patterns)
 
 
 class Clipping:
@@ -118,12 +90,14 @@ class Clipping:
         self.thresholds, self.optimizer = thresholds, optimizer
         self._regions, self.checks, self.ballot = list(regions), list(checks), ballot
         self._measurers: dict[Needs, GlobalNorm] = {}
+        self._named: dict[tuple[str, ...], Named] = {}
         self._constants = Constants()
 
     def replan(self, plan: ReductionPlan) -> None:
         """The same plan, of which more is known now."""
         self.plan = plan
         self._measurers.clear()
+        self._named.clear()
 
     def start_over(self) -> None:
         """Other weights and states are there now."""
@@ -131,12 +105,12 @@ class Clipping:
             self.ballot.watch.start_over()
 
     def __call__(
-        self, clip: Clip | None, divisor: Divisor, *, now: bool = False, earlier: Verdict | None = None
+        self, clip: ClipState | None, divisor: Divisor, *, now: bool = False, earlier: Verdict | None = None
     ) -> Verdict:
         """What is done with the gradients; it has been done where it is not one factor for all.
 
         Args:
-            clip: None: measure only.
+            clip: The rule, which remembers this step unless it is skipped by others than itself; None: measure only.
             divisor: What is still in the gradients.
             now: Unscale and clip in place, even where the factor could be folded into the update.
             earlier: Of the same window, in which ranks have had their say.
@@ -145,10 +119,11 @@ class Clipping:
             ReplicaMismatchError: On every rank, if copies are compared and differ.
         Collectives: one. Host reads: none, unless copies are compared.
         """
-        norm_type = self.measure.norm_type if clip is None or clip.norm_type is None else clip.norm_type
+        given = None if clip is None else clip.rule
+        norm_type = self.measure.norm_type if given is None or given.norm_type is None else given.norm_type
         ballot = self.ballot if earlier is None else None
-        clip = self._with_thresholds(clip, norm_type, divisor.slots, ballot)
-        needs = Needs(norm_type) if clip is None else Needs(norm_type, clip.level, clip.weights, clip.unit_dim)
+        rule = self._with_thresholds(given, norm_type, divisor.slots, ballot)
+        needs = Needs.of(rule, norm_type)
         norms, cast = self._measured(needs, divisor.slots, ballot)
         inverse = divisor.inverse(norms.extra)
         if inverse is not None:
@@ -159,36 +134,45 @@ class Clipping:
             past = divisor.is_missing(norms.extra) & (norms.total != 0)  # states are also made by gradients of zeros
             finite = finite & ~past
         vetoed, parted = (None, None) if ballot is None else ballot.count(cast, finite)
-        factors = None
-        if clip is not None:
-            with keeps_state_in_place(clip):
-                factors = clip.factors(norms)
+        decision = Decision(None)
+        if rule is not None:
+            state = ClipState(rule) if clip is None else clip
+            decision = state.decide(norms, rule)
+            if decision.state:
+                state.remember(decision, _is_taken(finite, vetoed, parted))
+        factors = decision.factors
         factor, level, one = inverse, Needs.level, self._one(norms.total)
-        if clip is None or factors is None:
+        if rule is None or factors is None:
             coef = torch.ones_like(norms.total)
         else:
-            shown = clip.shown(factors, norms)
+            shown = rule.shown(factors, norms)
             coef = safe = torch.where(finite, factors, one)
             if shown is not factors:
                 coef = torch.where(finite, shown, one)
-            factor, level = safe if inverse is None else safe * inverse, clip.level
-        if factor is not None and (now or level != "total" or (clip is not None and clip.in_place)):
+            factor, level = safe if inverse is None else safe * inverse, rule.level
+        if factor is not None and (now or level != "total" or (rule is not None and rule.in_place)):
             self._multiply_(needs, level, factor)
             factor = None
-        if clip is not None and clip.in_place:
-            clip.finish_(self.params)
+        if rule is not None and rule.in_place:
+            rule.finish_(self.params)
+        spiked = None if decision.skip is None else (decision.skip & finite).float()
+        stats = self._stats(norms, coef, finite, divisor, needs, vetoed=vetoed, parted=parted, spiked=spiked)
+        return Verdict(stats, factor, past, None if ballot is None else ballot.problem).after(earlier)
+
+    def _stats(
+        self, norms: Norms, coef: Tensor, finite: Tensor, divisor: Divisor, needs: Needs, **flags: Tensor | None
+    ) -> GradStats:
         names = self.plan.parameter_names if self.measure.per_parameter else ()
-        stats = GradStats(
+        return GradStats(
             total_norm=norms.total,
             clip_coef=coef,
             found_inf=torch.logical_not(finite, out=torch.empty((), dtype=torch.float32, device=finite.device)),
             group_norms=norms.groups,
             loss_scale=None if divisor.loss_scale is None else divisor.loss_scale.clone(),
             parameter_norms=dict(zip(names, norms.parameters.unbind(), strict=True)) if names else {},
-            vetoed=vetoed,
-            parted=parted,
+            named_norms=dict(zip(needs.patterns, norms.named.unbind(), strict=False)) if needs.patterns else {},
+            **flags,
         )
-        return Verdict(stats, factor, past, None if ballot is None else ballot.problem).after(earlier)
 
     def _one(self, like: Tensor) -> Tensor:
         """Asked for in every step: one that is captured in a CUDA graph, and clips for the first time, finds it made."""
@@ -221,8 +205,8 @@ class Clipping:
         slots = [check.slots(None if index else gradients) for index, check in enumerate(self.checks)]
         cast = [] if ballot is None else ballot.slots(gradients)
         if not slots and not cast:
-            return self._measurers[needs](gradients, extra, weights), ()
-        norms = self._measurers[needs](gradients, torch.cat([extra, *slots, *cast]), weights)
+            return self._with_named(needs, self._measurers[needs](gradients, extra, weights)), ()
+        norms = self._with_named(needs, self._measurers[needs](gradients, torch.cat([extra, *slots, *cast]), weights))
         extra, *totals = norms.extra.split([len(extra), *map(len, slots), *map(len, cast)])
         if slots:
             self._compare(norms.total, totals[: len(slots)])
@@ -246,33 +230,37 @@ class Clipping:
             self.registry,
             needs.norm_type,
             self.measure.reduction,
-            self.measure.per_parameter or needs.level == "parameters",
+            self.measure.per_parameter or needs.level in ("parameters", "named"),
             Units.of(self.plan, self._regions, needs.unit_dim) if needs.level == "units" else None,
-            needs.level if needs.weights else None,
+            None if not needs.weights else "parameters" if needs.level == "named" else needs.level,
         )
 
-    # Multiplying -----------------------------------------------------------------------------------------------------
+    def _with_named(self, needs: Needs, norms: Norms) -> Norms:
+        """The norms, of named groups too where they are needed."""
+        if needs.level != "named":
+            return norms
+        if needs.patterns not in self._named:
+            self._named[needs.patterns] = Named.of(self.plan.parameter_names, needs.patterns)
+        named, p = self._named[needs.patterns], needs.norm_type
+        weights = named.norms(norms.weights, p, self._constants) if needs.weights else norms.weights
+        return norms._replace(named=named.norms(norms.parameters, p, self._constants), weights=weights)
 
     def _multiply_(self, needs: Needs, level: Level, factors: Tensor) -> None:
-        """Multiply the gradients by factors at that level, in place."""
+        """Multiply the gradients by factors at that level, in place; sums that have been made stay so."""
         # All at once: gradients that are views of one buffer are written to together, as far as torch can tell.
         complete = [param for param in self.params if is_complete(param)]
+        widen_gradients(self.params)
         units = self._measurers[needs].units
-        if level == "total":
-            scale_gradients(self.params, factors)
-        elif level == "units" and units is not None:
-            widen_gradients(self.params)
-            for index, param in enumerate(self.params):
-                if param.grad is not None:
-                    units.multiply_(index, param.grad, factors)
-        else:
-            slots = [entry.group for entry in self.plan.entries] if level == "groups" else self.plan.parameter_slots
-            if torch.float64 not in {param.grad.dtype for param in self.params if param.grad is not None}:
-                factors = factors.float()  # once, and not for each
-            together: dict[int, list[Tensor]] = {}
-            for slot, param in zip(slots, self.params, strict=True):
-                together.setdefault(slot, []).append(param)
-            for slot, members in together.items():
-                scale_gradients(members, factors[slot])
+        multiply_(
+            [param.grad for param in self.params], level, factors, self.plan, units, self._named.get(needs.patterns)
+        )
         for param in complete:
             mark_complete(param)
+
+
+def _is_taken(finite: Tensor, vetoed: Tensor | None, parted: Tensor | None) -> Tensor:
+    """0-dim bool: the step is made, as far as the rule does not skip it itself."""
+    for flag in (vetoed, parted):
+        if flag is not None:
+            finite = finite & (flag == 0)
+    return finite

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import cached_property
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 
-from ...parallel.interop.local import local_gradients
 from ...parallel.layout.annotation import Annotation, annotate
 from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import on_all_ranks
 from ...parallel.mesh.calls import in_call
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from ..gradients.axes import sync_axes
-from ..gradients.in_place import clamp_each, is_complete, mark_complete, scale_each
+from ..gradients.in_place import clamp_each, scale_each
 from ..norm.agreement import agree
-from ..norm.entries import check_dense_real, entries_of
+from ..norm.entries import entries_of
 from ..norm.global_norm import GlobalNorm, Norms, Reduction, checked_norm_type, checked_reduction
 from ..norm.plan import ReductionPlan
 from ..norm.stats import GradStats
-from .policies import ByNorm, checked_threshold
-
-Params = Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
-Pending = list[tuple[int, Annotation]]
+from .given import Given, check_packed, clip_of
+from .listed import Listed, Params, Pending, check_gradients, given_in
+from .on_list import OnList
+from .rule import checked_threshold
+from .state import ClipState
 
 
 def global_norm(
@@ -58,13 +53,13 @@ def global_norm(
         every call. Host reads: those of the check.
     """
     with in_call(registry, "global_norm"):
-        return _stats(_measure(_Listed.of(params, registry), registry, norm_type, reduction), None)
+        return _stats(_measure(Listed.of(given_in(params), registry), registry, norm_type, reduction), None)
 
 
 @torch.no_grad()
 def clip_grad_norm_(
     params: Params,
-    max_norm: float,
+    max_norm: Given | ClipState,
     registry: ProcessGroupRegistry,
     norm_type: float = 2.0,
     *,
@@ -78,29 +73,61 @@ def clip_grad_norm_(
     A norm that is not finite leaves the gradients as they are and is reported by ``found_inf``; don't step then.
 
     Args:
-        params: As for `global_norm`.
-        max_norm: Threshold in unscaled gradient units; finite, > 0.
+        params: As for `global_norm`. With a rule that speaks of single parameters the same list in every call.
+        max_norm: Threshold in unscaled gradient units; finite, > 0. Or another rule; one that remembers steps, or speaks of
+            single parameters, as a `ClipState` that is made once. Where it skips spikes, don't step if ``stats.skipped``.
         error_if_nonfinite: Raise instead, on every rank, which reads the host in every call.
     Returns:
         GradStats with the norm before clipping; 0-dim tensors, the same bits on every rank.
     Raises:
-        As `global_norm`; ValueError for a bad max_norm; RuntimeError for a norm that is not finite, if asked for. Nothing
-            is changed then.
-    Collectives, host reads: as `global_norm`.
+        As `global_norm`; ValueError for a bad max_norm; TypeError for a rule that needs a `ClipState`; RuntimeError for a
+            norm that is not finite, if asked for. Nothing is changed then.
+    Collectives, host reads: as `global_norm`; in the first call with a `ClipState` also those that agree on names.
     Reference: Pascanu et al. 2013, arXiv:1211.5063.
     """
-    clip = ByNorm(max_norm)
-    clip.check()
+    clip = _in_use(max_norm, reduction)
+    norm_type = norm_type if clip.rule.norm_type is None else clip.rule.norm_type
     with in_call(registry, "clip_grad_norm_"):
-        listed = _Listed.of(params, registry)
-        stats = _stats(_measure(listed, registry, norm_type, reduction), clip)
+        given = given_in(params)
+        listed = Listed.of(given, registry)
+        if _is_of_total(clip):
+            stats = _stats(_measure(listed, registry, norm_type, reduction), clip)
+        else:
+            lists = _STATES.setdefault(registry, _State()).lists
+            if clip not in lists:
+                lists[clip] = OnList(listed, registry, clip, norm_type, reduction)
+            stats = lists[clip](clip, [param for _, param in given], listed)
         if error_if_nonfinite and stats.found_inf:
             raise RuntimeError(
                 f"the gradients' norm of order {float(norm_type)} is {float(stats.total_norm)}, so they can't be clipped, "
                 "and were not changed; leave error_if_nonfinite=True out to get it as found_inf, and skip the step then"
             )
-        listed.change(lambda gradients: scale_each(gradients, stats.clip_coef))
+        if _is_of_total(clip):
+            listed.change(lambda gradients: scale_each(gradients, stats.clip_coef))
     return stats
+
+
+def _in_use(max_norm: Given | ClipState, reduction: Reduction) -> ClipState:
+    """Raises ValueError, TypeError: what was given is out of range, or is to be a `ClipState`."""
+    rule = clip_of(max_norm.rule if isinstance(max_norm, ClipState) else max_norm)
+    if rule is None:
+        raise ValueError("max_norm=None: give a threshold or a rule; global_norm(params, registry) measures only")
+    check_packed(rule, reduction)
+    if isinstance(max_norm, ClipState):
+        return max_norm
+    clip = ClipState(rule)
+    if rule.initial() or not _is_of_total(clip):
+        raise TypeError(
+            f"{type(rule).__name__} {'remembers steps' if rule.initial() else 'speaks of single parameters'}: make "
+            f"clip = ClipState({type(rule).__name__}(...)) once, and give clip in every call"
+        )
+    return clip
+
+
+def _is_of_total(clip: ClipState) -> bool:
+    """Whether one factor is made of the total norm alone."""
+    rule = clip.rule
+    return rule.level == "total" and not (rule.weights or rule.in_place or clip.needs_names)
 
 
 @torch.no_grad()
@@ -118,75 +145,23 @@ def clip_grad_value_(params: Params, clip_value: float, registry: ProcessGroupRe
         TypeError: A complex or sparse gradient.
     Collectives: none. Host reads: none.
     """
-    clip_value = checked_threshold(clip_value, "clip_value")
-    listed = _Listed.of(params, registry)
-    _check_gradients(listed, registry)
+    checked_threshold(clip_value, "clip_value")
+    listed = Listed.of(given_in(params), registry)
+    check_gradients(listed, registry)
     listed.change(lambda gradients: clamp_each(gradients, clip_value))
 
 
-@dataclass
-class _Listed:
-    """Parameters, each once: their names, themselves or the local ones of DTensors, their gradients and annotations."""
-
-    names: list[str | None]
-    params: list[Tensor]
-    gradients: list[Tensor | None]
-    annotations: list[Annotation | None]
-
-    @classmethod
-    def of(cls, params: Params, registry: ProcessGroupRegistry) -> _Listed:
-        """Raises ValueError: the layout of a DTensor or of its gradient is none that can be worked with."""
-        given: list[Any] = [params] if isinstance(params, Tensor) else list(params)
-        names: list[str | None] = [None] * len(given)
-        if any(issubclass(kind, tuple) for kind in {*map(type, given)}):
-            names = [item[0] if isinstance(item, tuple) else None for item in given]
-            given = [item[1] if isinstance(item, tuple) else item for item in given]
-        once: dict[int, Tensor] = dict(zip(map(id, given), given, strict=True))
-        if len(once) < len(given):
-            names = [*dict(zip(map(id, given), names, strict=True)).values()]
-        return cls(names, *local_gradients([*once.values()], registry.topology))
-
-    @cached_property
-    def pending(self) -> Pending:
-        """The positions of those whose gradients may be sums that are still to be made."""
-        return [
-            (index, annotation)
-            for index, annotation in enumerate(self.annotations)
-            if annotation is not None and ((spec := annotation.spec).partial or spec.tied)
-        ]
-
-    def change(self, change: Callable[[list[Tensor | None]], None]) -> None:
-        """Change the gradients in place; sums that have been made stay so."""
-        complete = [
-            (self.params[i], self.gradients[i])
-            for i, _ in self.pending
-            if is_complete(self.params[i], self.gradients[i])
-        ]
-        change(self.gradients)
-        for param, gradient in complete:
-            mark_complete(param, gradient)
-
-
-def _measure(listed: _Listed, registry: ProcessGroupRegistry, norm_type: float, reduction: Reduction) -> Norms:
+def _measure(listed: Listed, registry: ProcessGroupRegistry, norm_type: float, reduction: Reduction) -> Norms:
     state = _STATES.setdefault(registry, _State())
-    sizes = [
-        (param if grad is None else grad).numel() for param, grad in zip(listed.params, listed.gradients, strict=True)
-    ]
-    key = (checked_norm_type(norm_type), checked_reduction(reduction), *map(id, listed.annotations), *sizes)
+    key = (checked_norm_type(norm_type), checked_reduction(reduction), *map(id, listed.annotations), *listed.sizes)
 
     known = state.norms.get(key)
     if known is not None:
         listed.pending = known.pending  # the annotations are the same, so these are
 
-    def plan() -> ReductionPlan:
-        named = [
-            param if name is None else (name, param) for name, param in zip(listed.names, listed.params, strict=True)
-        ]
-        return ReductionPlan.of(entries_of([named], registry.topology), registry.topology, registry.global_rank)
-
     def checked_plan() -> ReductionPlan:
-        _check_gradients(listed, registry)
-        return plan()
+        check_gradients(listed, registry)
+        return listed.plan(registry)
 
     def measurer(plan: ReductionPlan) -> GlobalNorm:
         if known is not None:
@@ -200,8 +175,8 @@ def _measure(listed: _Listed, registry: ProcessGroupRegistry, norm_type: float, 
         return measurer(agree(on_all_ranks(checked_plan, registry), registry))(listed.gradients)
     # Packed, later lists are planned without a word to others: those that depend on local data may differ between ranks.
     try:
-        _check_gradients(listed, registry)
-        measure = measurer(plan()) if known is None else known.norm
+        check_gradients(listed, registry)
+        measure = measurer(listed.plan(registry)) if known is None else known.norm
     except (ValueError, TypeError):
         _measure_nan(registry, norm_type)  # the others, which must not wait, find no norm and clip nothing
         raise
@@ -230,6 +205,7 @@ class _State:
 
     def __init__(self) -> None:
         self.norms: dict[tuple[object, ...], _Known] = {}
+        self.lists: WeakKeyDictionary[ClipState, OnList] = WeakKeyDictionary()
         self.checked = False
 
     def remember(self, key: tuple[object, ...], known: _Known) -> None:
@@ -243,30 +219,11 @@ class _State:
 _STATES: WeakKeyDictionary[ProcessGroupRegistry, _State] = WeakKeyDictionary()
 
 
-def _check_gradients(listed: _Listed, registry: ProcessGroupRegistry) -> None:
-    gradients = [gradient for gradient in listed.gradients if gradient is not None]
-    dense = {gradient.layout for gradient in gradients} <= {torch.strided}
-    if not dense or any(dtype.is_complex for dtype in {gradient.dtype for gradient in gradients}):
-        for index, gradient in enumerate(listed.gradients):
-            if gradient is not None:
-                check_dense_real(gradient, f"the gradient of {_name(listed, index)}")
-    for index, annotation in listed.pending:
-        if not is_complete(listed.params[index], listed.gradients[index]):
-            over = sync_axes(annotation.spec_on(registry.topology), registry.topology, average_data=False)
-            if registry.topology.size(*over) > 1:
-                raise ValueError(
-                    f"the gradient of {_name(listed, index)} ({annotation.spec}) is still a pending sum over "
-                    f"{', '.join(over)}: call sync_gradients(params, registry) after the last backward, or use "
-                    "ParallelOptimizer, which does"
-                )
-
-
-def _name(listed: _Listed, index: int) -> str:
-    annotation = listed.annotations[index]
-    return listed.names[index] or (annotation.name if annotation else None) or f"parameter {index}"
-
-
-def _stats(norms: Norms, clip: ByNorm | None) -> GradStats:
-    finite, one = norms.total < inf, torch.ones_like(norms.total)
-    coef = one if clip is None else torch.where(finite, clip.factors(norms), one)
-    return GradStats(norms.total, coef, finite.logical_not().float(), norms.groups)
+def _stats(norms: Norms, clip: ClipState | None) -> GradStats:
+    finite, coef, spiked = norms.total < inf, torch.ones_like(norms.total), None
+    if clip is not None:
+        decision = clip.decide(norms)
+        clip.remember(decision, finite)
+        coef = coef if decision.factors is None else torch.where(finite, decision.factors, coef)
+        spiked = None if decision.skip is None else (decision.skip & finite).float()
+    return GradStats(norms.total, coef, finite.logical_not().float(), norms.groups, spiked=spiked)

@@ -9,7 +9,8 @@ from typing import Any
 
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from .policies import ByGroup, ByNorm, ByValue, Clip, checked_threshold
+from .policies import ByGroup, ByNorm, ByValue
+from .rule import Clip, checked_threshold
 
 
 @dataclass(frozen=True)

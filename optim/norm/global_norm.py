@@ -28,7 +28,7 @@ from .powers import HIGH, accumulation_dtype, are_alike, local_powers, p_norm
 from .units import Units
 
 Reduction = Literal["packed", "per_group"]
-Level = Literal["total", "groups", "parameters", "units"]
+Level = Literal["total", "groups", "parameters", "named", "units"]
 
 
 class Norms(NamedTuple):
@@ -41,6 +41,7 @@ class Norms(NamedTuple):
         extra: What travelled along.
         units: [units of all parameters], or empty.
         weights: Norms of the weights themselves, shaped as the gradients' at the level that was asked for; or empty.
+        named: [named groups, and the others], or empty; see `Named`.
     """
 
     total: Tensor
@@ -49,14 +50,15 @@ class Norms(NamedTuple):
     extra: Tensor
     units: Tensor
     weights: Tensor
+    named: Tensor
 
     def times(self, factor: Tensor) -> Norms:
         """Of the gradients times ``factor``, 0-dim. The weights' stay, and so does what travelled along."""
         total = self.total * factor
         groups = total.view(1) if self.groups.numel() == 1 else self.groups * factor
         # An empty tensor is multiplied by a kernel too.
-        parameters, units = (x * factor if x.numel() else x for x in (self.parameters, self.units))
-        return self._replace(total=total, groups=groups, parameters=parameters, units=units)
+        parameters, units, named = (x * factor if x.numel() else x for x in (self.parameters, self.units, self.named))
+        return self._replace(total=total, groups=groups, parameters=parameters, units=units, named=named)
 
 
 class GlobalNorm:
@@ -132,7 +134,7 @@ class GlobalNorm:
             vector = vector.pow(1 / self.norm_type)
             total = vector[0] if self.plan.num_groups == 1 else total.pow(1 / self.norm_type)
         groups, parameters, units, of_weights = vector.split(self._sizes)
-        return Norms(total, groups, parameters, extra, units, of_weights)
+        return Norms(total, groups, parameters, extra, units, of_weights, vector[:0])
 
     def _more(self, gradients: Sequence[Tensor | None], weights: Sequence[Tensor], like: Tensor) -> list[Tensor]:
         """This rank's weighted powers of units, and of the weights at their level."""

@@ -30,6 +30,9 @@ class GradStats:
         vetoed: 0-dim float32: 1 when ``commit=`` of any rank refused the step, else 0; None without ``commit=``.
         parted: 0-dim float32: 1 from the step on in which copies were found to differ until the error is raised that names
             them, else 0; None without `Fingerprints`.
+        spiked: 0-dim float32: 1 when the clip rule skips the step, though its norm is finite, else 0; None where no rule
+            does that (`SkipSpikes`).
+        named_norms: By pattern, under `ByName`: the global p-norm of the parameters that it matches first.
     """
 
     total_norm: Tensor
@@ -40,17 +43,20 @@ class GradStats:
     parameter_norms: Mapping[str, Tensor] = field(default_factory=dict)
     vetoed: Tensor | None = None
     parted: Tensor | None = None
+    spiked: Tensor | None = None
+    named_norms: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def skipped(self) -> Tensor:
         """0-dim float32: 1 when the step is skipped, for whatever reason, else 0. Host reads: none."""
-        reasons = [reason for reason in (self.found_inf, self.vetoed, self.parted) if reason is not None]
+        all_reasons = self.found_inf, self.vetoed, self.parted, self.spiked
+        reasons = [reason for reason in all_reasons if reason is not None]
         return reasons[0] if len(reasons) == 1 else torch.stack(reasons).amax()
 
     def __str__(self) -> str:
         parts = [f"norm {float(self.total_norm):.3g}"]
         if self.skipped:
-            whys = {"a rank's veto": self.vetoed, "copies that differ": self.parted}
+            whys = {"a rank's veto": self.vetoed, "copies that differ": self.parted, "a spike": self.spiked}
             why = ", ".join(reason for reason, flag in whys.items() if flag is not None and flag)
             parts.append(f"skipped ({why})" if why else "skipped")
         elif self.clip_coef < 1:

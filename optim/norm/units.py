@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from itertools import accumulate
 from math import inf
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...parallel.layout.pieces import Region
+from .named import matches
 from .plan import ReductionPlan
 
 UnitDim = int | Mapping[str, int]
@@ -106,10 +106,7 @@ def _dim_of(name: str, shape: tuple[int, ...] | None, unit_dim: UnitDim) -> int 
     if len(shape) < 2:
         return None
     patterns = {"*": unit_dim} if isinstance(unit_dim, int) else unit_dim
-    plain = name.partition("@")[0]  # pipeline stages may use a name for different parameters
-    dim = next(
-        (dim for pattern, dim in patterns.items() if fnmatchcase(name, pattern) or fnmatchcase(plain, pattern)), 0
-    )
+    dim = next((dim for pattern, dim in patterns.items() if matches(pattern, name)), 0)
     if not -len(shape) <= dim < len(shape):
         raise ValueError(f"unit_dim={dim} is no dim of {name}, whose shape is {shape}")
     return dim % len(shape)

@@ -30,7 +30,7 @@ from ...amp.precision import Precision
 from ...parallel.data.loader import ShardedDataLoader, prepare_dataloader
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from ..clip.policies import Clip, clip_of
+from ..clip.given import Given, clip_of
 from ..norm.stats import GradStats
 from ..options import Stats_co, StepOptions, as_one
 from ..parallel_optimizer import ParallelOptimizer
@@ -95,7 +95,7 @@ class Booster(Saving, Generic[Stats_co]):
         mixed_precision: Mode | Precision = ...,
         registry: ProcessGroupRegistry | None = ...,
         data_parallel: DataParallel | None = ...,
-        max_norm: float | Clip | None = ...,
+        max_norm: Given = ...,
         accumulation_steps: Literal[1] = ...,
         **options: Unpack[StepOptions],
     ) -> None: ...
@@ -105,7 +105,7 @@ class Booster(Saving, Generic[Stats_co]):
         mixed_precision: Mode | Precision = ...,
         registry: ProcessGroupRegistry | None = ...,
         data_parallel: DataParallel | None = ...,
-        max_norm: float | Clip | None = ...,
+        max_norm: Given = ...,
         accumulation_steps: int = ...,
         **options: Unpack[StepOptions],
     ) -> None: ...
@@ -114,7 +114,7 @@ class Booster(Saving, Generic[Stats_co]):
         mixed_precision: Mode | Precision = "fp32",
         registry: ProcessGroupRegistry | None = None,
         data_parallel: DataParallel | None = None,
-        max_norm: float | Clip | None = None,
+        max_norm: Given = None,
         accumulation_steps: int = 1,
         **options: Any,
     ) -> None:

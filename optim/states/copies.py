@@ -7,10 +7,10 @@ made anew over copies of the parameters, by the same arguments, and then loads t
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,10 @@ from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..step.several import SAID_OF_IT
 from .pieces import params_of
 
-T = TypeVar("T", bound=torch.optim.Optimizer)
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,44 @@ def rebuilt(make: Callable[..., T], recipe: Recipe) -> T:
             attach(param, annotation)
     for name, value in recipe.said.items():
         setattr(recipe.plain, name, value)
-    optimizer = make(recipe.plain, recipe.registry, **recipe.options)
+    optimizer: Any = make(recipe.plain, recipe.registry, **recipe.options)
     optimizer.load_state_dict(recipe.state)
-    return optimizer
+    return optimizer  # type: ignore[no-any-return]
+
+
+class Copied:
+    """An optimizer that can be copied, and pickled."""
+
+    optimizer: torch.optim.Optimizer
+    registry: ProcessGroupRegistry
+    on_nonfinite: Any
+    _groups: list[list[tuple[str | None, Tensor]]]
+    _setup: Any
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a new process needs to go on."""
+        raise NotImplementedError
+
+    def _recipe(self) -> Recipe:
+        options = self._setup.options | {"on_nonfinite": self.on_nonfinite}
+        return Recipe.of(self.optimizer, self._groups, self.registry, options, self.state_dict())
+
+    def __copy__(self) -> Self:
+        """As torch's: the same parameters, param groups, state and window, and no hooks."""
+        new = object.__new__(type(self))
+        new.__dict__.update({key: value for key, value in self.__dict__.items() if key != "step"})
+        hooks: dict[str, Any] = {
+            "_optimizer_step_pre_hooks": OrderedDict(),
+            "_optimizer_step_post_hooks": OrderedDict(),
+        }
+        new.__dict__.update(hooks)
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """As torch's: of copies of the parameters, without hooks and gradients. Raises, collectives: as the constructor."""
+        memo[id(self._setup.commit)] = self._setup.commit  # its owner is no part of the optimizer
+        return rebuilt(type(self), copy.deepcopy(self._recipe(), memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle: as a deep copy. Read in a process of another world, it needs a world of that size."""
+        return rebuilt, (type(self), self._recipe())

@@ -14,6 +14,7 @@ from ...amp.loss_scale import LossScale
 from ...amp.precision import Precision
 from ...parallel.mesh.agreement import on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from ..clip.state import ClipState
 from .chain import Chain
 from .coordinates import Coordinates
 
@@ -27,6 +28,7 @@ class Saved:
         chain: What stands in for its parameters.
         model_params: What loading may change.
         coordinates: Where this rank's states belong.
+        clip: What a clip rule remembers, if there is one.
     """
 
     optimizer: torch.optim.Optimizer
@@ -36,6 +38,7 @@ class Saved:
     model_params: Sequence[Tensor]
     registry: ProcessGroupRegistry
     coordinates: Coordinates
+    clip: ClipState | None = None
 
     def state_dict(self, counts: Mapping[str, int]) -> dict[str, Any]:
         """The wrapped optimizer's, and under ``"meshstep"`` all else, ``counts`` of steps among it. Host reads: a few."""
@@ -46,6 +49,8 @@ class Saved:
             **counts,
             "coordinates": self.coordinates,
         }
+        if self.clip is not None and self.clip.rule.initial():
+            own["clip"] = self.clip.state_dict()
         return {**self.optimizer.state_dict(), "meshstep": own}
 
     def load(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -82,6 +87,8 @@ class Saved:
                 scale.load_state_dict(scale_backup)
             raise
         self.chain.publish()
+        if self.clip is not None:
+            self.clip.load_state_dict((own or {}).get("clip"))
         return own or {}
 
     def _load_weights(self, own: Mapping[str, Any] | None) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...amp.capture import is_captured
-from ..clip.decide import Verdict
+from ..clip.verdict import Verdict
 from ..norm.stats import GradStats
 from .first_look import SAY_SO
 
@@ -119,7 +119,7 @@ class SkipMonitor:
         self.counts[1].mul_(stats.found_inf)
         if past is not None:
             self.counts[2].add_(past)
-        if stats.vetoed is not None or stats.parted is not None:
+        if stats.vetoed is not None or stats.parted is not None or stats.spiked is not None:
             self.counts[0].add_(stats.skipped - stats.found_inf)
         if stats.vetoed is not None:
             self.counts[3].add_(stats.vetoed)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from ..clip.decide import Divisor
+from ..clip.verdict import Divisor
 from .divided import watching_stages
 from .weights import Weight, inverse_weight, weight_slots
 

@@ -13,8 +13,10 @@ from typing import Any, Protocol
 import torch
 from meshstep.amp import ApexFp16, Bf16, Fp32, NaiveFp16, Precision, TorchFp16
 from meshstep.optim import (
+    AdaGC,
     Adaptive,
     ByGroup,
+    ByName,
     ByNorm,
     ByValue,
     GradStats,
@@ -23,6 +25,9 @@ from meshstep.optim import (
     PerParameter,
     Reduce,
     Sharded,
+    SkipSpikes,
+    WarmUp,
+    ZClip,
 )
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from precision_modes import snapshot
@@ -99,6 +104,8 @@ SETTINGS: dict[str, Setting] = {
     "by group": Setting(options={"max_norm": ByGroup((0.3,))}),
     "by parameter": Setting(_NAIVE, {"max_norm": PerParameter(0.2)}),
     "by unit": Setting(options={"max_norm": Adaptive()}),
+    "by name": Setting(_NAIVE, {"max_norm": ByName({"*bias": ZClip(warm_up=2)}, others=ByNorm(WarmUp(0.5, 0.1, 9)))}),
+    "spikes": Setting(options={"max_norm": SkipSpikes(50.0, AdaGC(0.3, warm_up=4), window=6, warm_up=3)}),
     "largest": Setting(options={"max_norm": ByNorm(0.1, norm_type=float("inf"))}),
     "p = 3": Setting(options={"measure": Measure(norm_type=3.0, per_parameter=True), "max_norm": 0.3}),
     "one by one": Setting(options={"measure": Measure(reduction="per_group"), "max_norm": 0.3}),

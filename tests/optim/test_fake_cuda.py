@@ -20,6 +20,7 @@ from dtensors import registry_of
 from fake_cuda import CUDA, Log, fake_cuda
 from meshstep.amp import Bf16, NaiveFp16
 from meshstep.optim import (
+    AdaGC,
     Adaptive,
     ByGroup,
     ByNorm,
@@ -34,6 +35,9 @@ from meshstep.optim import (
     Reduce,
     ReductionPlan,
     Sharded,
+    SkipSpikes,
+    WarmUp,
+    ZClip,
     align_copies,
 )
 from meshstep.optim.gradients.bucket import BUCKET_BYTES
@@ -76,6 +80,8 @@ RULES: dict[str, dict[str, Any]] = {
     "largest": {"max_norm": ByNorm(1.0, norm_type=inf)},
     "p = 3": {"measure": Measure(norm_type=3.0, per_parameter=True, check_replicas=False), "max_norm": 0.5},
     "one by one": {"measure": Measure(reduction="per_group", check_replicas=False), "max_norm": 0.5},
+    "names, z": {"max_norm": {"split*": ZClip(warm_up=2), "*": ByNorm(WarmUp(2.0, 1.0, 9))}},
+    "spikes, means": {"max_norm": SkipSpikes(3.0, AdaGC(warm_up=1), window=4, warm_up=1)},
     "two micro-batches": {"max_norm": 0.5, "accumulation_steps": 2},
 }
 CASES = [

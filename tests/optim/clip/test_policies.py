@@ -12,13 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, Param, axes_of, parameters_on, slice_of
+from dense_rules import DenseRule as Remembering
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshstep.amp import Bf16, NaiveFp16
 from meshstep.optim import (
+    AdaGC,
     Adaptive,
     ByGroup,
+    ByName,
     ByNorm,
+    ByPreviousNorm,
     ByValue,
     Clip,
     Measure,
@@ -27,6 +31,9 @@ from meshstep.optim import (
     ParallelOptimizer,
     PerParameter,
     Sharded,
+    SkipSpikes,
+    WarmUp,
+    ZClip,
 )
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.testing.strategies import specs, topologies
@@ -65,6 +72,18 @@ RULES: dict[str, Clip] = {
     "adaptive, columns": Adaptive(0.5, unit_dim=1),
     "adaptive, by glob": Adaptive(0.5, eps=2.0, unit_dim={"down": 1, "k*": -1, "t*": 1}),
     "one of the user's own": ByLastNorm(),
+}
+_NAMES = {"up": 3.0, "*n*": 2.0, "b*": None}
+NAMED: dict[str, Clip] = {
+    f"by name, p={p}": ByName(_NAMES, others=m, norm_type=p)
+    for p, m in ((1.0, 40.0), (2.0, 1.5), (3.0, 2.5), (inf, 2.0))
+}
+REMEMBERING: dict[str, Clip] = {
+    "warm-up": ByNorm(WarmUp(1.0, 40.0, steps=2)),
+    "z": ZClip(z=0.5, warm_up=2),
+    "adaptive means": AdaGC(1e3, decay=0.5, warm_up=1),
+    "by name, some of them": ByName({"up": ZClip(z=0.5, warm_up=2), "t*": 0.5}, others=1.5),
+    "without a spike": SkipSpikes(1e4, ByPreviousNorm(5.0), window=2, warm_up=1),
 }
 
 
@@ -164,14 +183,23 @@ class DenseRule:
     def __init__(self, rule: Clip, dense: Dense) -> None:
         self.rule, self.dense, self.last = rule, dense, torch.tensor(inf)
         self.p = 2.0 if rule.norm_type is None else rule.norm_type
+        self.remembering = Remembering(rule) if rule in REMEMBERING.values() else None
 
     def __call__(self, g: Full, w: Full) -> Full:
         rule, total = self.rule, norm_of(list(g.values()), self.p)
+        if self.remembering is not None:
+            factors = self.remembering({key: float(grad.norm()) for key, grad in g.items()})
+            assert factors is not None
+            return {key: grad * factors[key] for key, grad in g.items()}
+        if isinstance(rule, ByName):
+            return self.by_name(rule, g)
         if isinstance(rule, ByNorm):
+            assert isinstance(rule.max_norm, float)
             return {key: grad * coefficient(total, rule.max_norm) for key, grad in g.items()}
         if isinstance(rule, ByValue):
             return {key: grad.clamp(-rule.clip_value, rule.clip_value) for key, grad in g.items()}
         if isinstance(rule, PerParameter):
+            assert isinstance(rule.max_norm, float)
             return {key: grad * coefficient(norm_of([grad], self.p), rule.max_norm) for key, grad in g.items()}
         if isinstance(rule, ByGroup):
             return self.by_group(rule, g)
@@ -182,13 +210,24 @@ class DenseRule:
         self.last = total * factor
         return {key: grad * factor for key, grad in g.items()}
 
+    def by_name(self, rule: ByName, g: Full) -> Full:
+        found: Full = {}
+        for pattern, own in (*rule.groups, ("*", rule.others)):
+            keys = [key for key in g if key not in found and fnmatchcase(key[0], pattern)]
+            assert isinstance(own, ByNorm | None)
+            most = inf if own is None else own.max_norm
+            assert isinstance(most, float)
+            norm = norm_of([g[key] for key in keys], self.p)
+            found |= {key: g[key] * coefficient(norm, most) for key in keys}
+        return found
+
     def by_group(self, rule: ByGroup, g: Full) -> Full:
         found: Full = {}
         groups = list(zip(self.dense.in_groups(g), rule.thresholds, strict=True))
         others = [key for keys, own in groups if own is None for key in keys]
         for keys, own in groups:
             most = inf if own is None and rule.others is None else rule.others if own is None else own
-            assert most is not None
+            assert isinstance(most, float)
             norm = norm_of([g[key] for key in (others if own is None else keys)], self.p)
             bound = inf if rule.clip_value is None else rule.clip_value
             found |= {key: (g[key] * coefficient(norm, most)).clamp(-bound, bound) for key in keys}
@@ -236,6 +275,15 @@ def test_every_rule_clips_as_the_dense_model_in_one_process(world: World, name: 
     config = CONFIGS[name]
     by_rank = world.run(config.ranks, trained, config, list(RULES.values()))
     for index, (label, rule) in enumerate(RULES.items()):
+        assert_as_dense([told[index] for told in by_rank], rule, config, label)
+
+
+@pytest.mark.parametrize("name", ["offload", "bf16 masters", "loss scale", "weights", "all together"])
+def test_named_groups_and_rules_that_remember_clip_as_the_dense_model(world: World, name: str) -> None:
+    """With other precisions and placements than on their long traces."""
+    config, rules = CONFIGS[name], {**NAMED, **REMEMBERING}
+    by_rank = world.run(config.ranks, trained, config, list(rules.values()))
+    for index, (label, rule) in enumerate(rules.items()):
         assert_as_dense([told[index] for told in by_rank], rule, config, label)
 
 
@@ -287,8 +335,9 @@ def counted(config: Config, rules: list[Clip]) -> list[list[Counter[str]]]:
 
 
 def test_every_rule_costs_one_collective_a_step(world: World) -> None:
-    for by_rule in world.run(2, counted, CONFIGS["tensor"], list(RULES.values())):
-        for (label, rule), counts in zip(RULES.items(), by_rule, strict=True):
+    rules = {**RULES, **NAMED, **REMEMBERING}
+    for by_rule in world.run(2, counted, CONFIGS["tensor"], list(rules.values())):
+        for (label, rule), counts in zip(rules.items(), by_rule, strict=True):
             expected = {"all_gather_single" if rule.norm_type == inf else "all_reduce": 1}
             assert counts == [expected, expected], label
 
@@ -329,7 +378,8 @@ def reads(config: Config, rules: list[Clip], fused: bool) -> list[str]:
 
 @pytest.mark.parametrize("name", ["tensor", "ZeRO-1"])
 def test_no_rule_reads_the_host(world: World, name: str) -> None:
-    assert world.run(2, reads, CONFIGS[name], list(RULES.values()), True) == [[], []]
+    rules = {**RULES, **NAMED, **REMEMBERING}
+    assert world.run(2, reads, CONFIGS[name], list(rules.values()), True) == [[], []]
 
 
 def test_an_optimizer_that_is_not_fused_reads_the_host_with_any_rule(world: World) -> None:
@@ -366,9 +416,9 @@ def with_a_nan(config: Config, rules: list[Clip]) -> list[tuple[list[float], boo
 
 @pytest.mark.parametrize("name", ["tensor", "grid", "pipe, tied", "ZeRO-1"])
 def test_a_nan_on_one_rank_skips_the_step_everywhere_under_every_rule(world: World, name: str) -> None:
-    config = CONFIGS[name]
-    for by_rule in world.run(config.ranks, with_a_nan, config, list(RULES.values())):
-        for label, told in zip(RULES, by_rule, strict=True):
+    config, rules = CONFIGS[name], {**RULES, **NAMED, **REMEMBERING}
+    for by_rule in world.run(config.ranks, with_a_nan, config, list(rules.values())):
+        for label, told in zip(rules, by_rule, strict=True):
             assert told == ([0.0, 1.0, 0.0], True, 1), label
 
 

@@ -1,0 +1,176 @@
+"""What a clip rule is: from norms, and what the rule remembers of earlier steps, to factors on gradients.
+
+A rule says at which level it works, and gets the norms that were measured there, of the gradients as they will be stepped
+with (unscaled, averaged), in device tensors of the same bits on every rank:
+
+    level          norms.<level>            factors
+    "total"        0-dim                    0-dim, folded into the update where the optimizer can
+    "groups"       [param groups]           one for each param group
+    "parameters"   [logical parameters]     one for each, over all of its pieces
+    "named"        [patterns and 1]         one for each of the rule's `patterns`, and for what none of them matches
+    "units"        [units of all of them]   one for each unit: the slices along a dim, such as rows
+
+A factor multiplies the gradients of what it is the factor of. A step whose total norm is not finite is skipped, whatever a
+rule says. Everything that rules need travels in the one packed collective of the step, and nothing is read by the host.
+
+A rule is a function and keeps nothing itself. What it remembers it declares (`Clip.initial`); the optimizer keeps that in
+tensors (`ClipState`), gives them to `Clip.decide`, and writes what comes back into them where the step was not skipped
+for a norm that is not finite, a veto or copies that differ. So one rule may be given to several optimizers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..norm.global_norm import Level, Norms
+from ..norm.units import UnitDim
+
+Threshold = float | Callable[[Tensor], Tensor]
+"""In units of the unscaled gradient: a number, or a function of the number of steps, both 0-dim tensors (`WarmUp`)."""
+
+
+class OfEachParameter(NamedTuple):
+    """Of a state: one number for each logical parameter, in the order of ``norms.parameters``; saved by name.
+
+    Args:
+        value: That it begins as.
+    """
+
+    value: float
+
+
+Initial = float | Sequence[float] | OfEachParameter
+"""What a tensor of a state begins as: a number is a 0-dim tensor, several are a 1-dim one."""
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class Decision(NamedTuple):
+    """What a rule says of one step.
+
+    Args:
+        factors: What gradients are multiplied by, of the shape of the norms at the rule's level; None: by 1.
+        state: What it remembers from here on, by name, as `Clip.initial` has it; what is left out stays as it is.
+        skip: 0-dim bool: the step is not to be made, though its norm is finite; None: it is.
+    """
+
+    factors: Tensor | None
+    state: Mapping[str, Tensor] = NOTHING
+    skip: Tensor | None = None
+
+
+class Clip(ABC):  # noqa: B024 (one of two methods is to be written)
+    """A rule; give it as ``max_norm=``. One of your own says its `level`, and computes `factors`; or, if it remembers
+    something or skips steps, says what it remembers in `initial` and computes `decide`."""
+
+    level: Level = "total"
+    patterns: tuple[str, ...] = ()
+    """At level "named" the groups, by glob over the names of parameters."""
+    weights: bool = False
+    """Whether ``norms.weights`` is needed: the norms of the weights themselves, at the same level."""
+    in_place: bool = False
+    """Whether `finish_` changes gradients: they are then unscaled and multiplied before it, in a pass of their own."""
+    norm_type: float | None = None
+    """The p of the norms; None: what `Measure` says."""
+    unit_dim: UnitDim = 0
+    """At level "units" the dim along which they lie."""
+
+    def check(self) -> None:  # noqa: B027 (a rule without numbers has nothing to check)
+        """Raise ValueError for arguments that are out of range; asked on all ranks together, before anything is changed."""
+
+    def factors(self, norms: Norms) -> Tensor | None:
+        """What gradients are multiplied by, of the shape of the norms at this level; None: by 1. Host reads: none."""
+        raise NotImplementedError(
+            f"{type(self).__name__} says neither factors(norms) nor decide(norms, state): write one"
+        )
+
+    def initial(self) -> Mapping[str, Initial]:
+        """What is remembered from step to step, by name, as it is before the first one."""
+        return NOTHING
+
+    def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> Decision:
+        """What is done in this step. Writes to no tensor of ``state``, and reads nothing to the host.
+
+        Args:
+            state: What `initial` says, on the device of the norms and of their dtype.
+        """
+        return Decision(self.factors(norms))
+
+    def shown(self, factors: Tensor, norms: Norms) -> Tensor:
+        """0-dim: what `GradStats.clip_coef` says; the smallest factor."""
+        if factors.dim() == 0:
+            return factors
+        return factors.amin() if factors.numel() else torch.ones_like(norms.total)
+
+    def finish_(self, gradients_of: Sequence[Tensor]) -> None:  # noqa: B027 (most rules have nothing to do here)
+        """Change the ``.grad`` of these tensors, in place, after the factors."""
+
+
+# Thresholds -----------------------------------------------------------------------------------------------------------
+
+
+def clip_coefficient(norm: Tensor, max_norm: float | Tensor | None) -> Tensor:
+    """min(1, max_norm / (norm + 1e-6)), elementwise; 0 or NaN where the norm is not finite, and the step is skipped."""
+    return torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def shortened(norm: Tensor, bound: float | Tensor) -> Tensor:
+    """min(1, bound / norm), elementwise, for bounds that norms themselves make, and that a norm must meet exactly."""
+    return torch.where(norm > bound, bound / norm, torch.ones_like(norm))
+
+
+def at(threshold: Threshold | None, steps: Tensor | None) -> float | Tensor | None:
+    """A threshold after so many steps, 0-dim; None where there is none, or where it is a number."""
+    return threshold(steps) if callable(threshold) and steps is not None else threshold  # type: ignore[return-value]
+
+
+def counting(*thresholds: Threshold | None) -> Mapping[str, Initial]:
+    """The state of a rule that remembers nothing but how many steps there were, if one of its thresholds asks."""
+    return {"steps": 0.0} if any(map(callable, thresholds)) else NOTHING
+
+
+def counted(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """That state after one step more."""
+    return {"steps": state["steps"] + 1} if "steps" in state else NOTHING
+
+
+def checked_threshold(value: Threshold, name: str, infinite: bool = False) -> None:
+    """Check a threshold; a function of the number of steps by its own ``check``, if it has one.
+
+    Args:
+        infinite: It may be: a group that is not clipped, nor one of those that are clipped together.
+    Raises:
+        ValueError: It is not finite and positive.
+    """
+    if callable(value):
+        getattr(value, "check", bool)()
+        return
+    value = float(value)
+    if not (value > 0 and (infinite or isfinite(value))):
+        without = "math.inf: this group is not clipped" if infinite else "None: no clipping"
+        raise ValueError(f"{name}={value}: give a finite number > 0, in units of the unscaled gradient ({without})")
+
+
+def checked_positive(value: float, name: str) -> None:
+    """Raise ValueError where it is no finite number above 0."""
+    if not (value > 0 and isfinite(value)):
+        raise ValueError(f"{name}={value}: give a finite number > 0")
+
+
+def checked_count(value: int, name: str, least: int) -> None:
+    """Raise ValueError where it is no whole number of at least ``least``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}={value!r}: give a whole number >= {least}")
+
+
+def checked_decay(value: float, name: str) -> None:
+    """Raise ValueError where it is no weight of an exponential mean."""
+    if not 0 <= value < 1:
+        raise ValueError(f"{name}={value!r}: give a number >= 0 and < 1, the weight of what was before")

@@ -1,0 +1,467 @@
+"""What rules remember: who may move it, where it goes and comes from; and which rules are refused, on every rank."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Mapping
+from math import inf, nan
+from typing import Any
+
+import pytest
+import torch
+from meshstep.amp import NaiveFp16
+from meshstep.optim import (
+    AdaGC,
+    Adaptive,
+    ByName,
+    ByNorm,
+    ByPreviousNorm,
+    ByValue,
+    Clip,
+    ClipState,
+    Decision,
+    Measure,
+    Norms,
+    OfEachParameter,
+    ParallelOptimizer,
+    PerParameter,
+    SkipSpikes,
+    TorchStates,
+    WarmUp,
+    ZClip,
+    clip_grad_norm_,
+    sync_gradients,
+)
+from meshstep.optim.clip.named import OfGroup
+from meshstep.parallel import ProcessGroupRegistry, Topology
+from planted import LAYOUTS, Planted
+from probes import collectives, no_host_reads
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from world import World
+
+STATEFUL: dict[str, Clip] = {
+    "warm-up": ByNorm(WarmUp(40.0, 5.0, 3)),
+    "z": ZClip(z=0.5, warm_up=2),
+    "adaptive means": AdaGC(30.0, decay=0.5, warm_up=1),
+    "previous": ByPreviousNorm(9.0),
+    "spikes": SkipSpikes(3.0, {"up": ZClip(warm_up=2)}, window=4, warm_up=2),
+    "named": ByName({"up": ZClip(warm_up=2), "b*": 1.0}, others=ByPreviousNorm(3.0)),
+}
+
+
+def sgd(model: Planted) -> torch.optim.Optimizer:
+    groups: Any = model.groups()
+    return torch.optim.SGD(groups, lr=0.25, momentum=0.5, fused=True)
+
+
+def give_gradients(model: Planted, size: float = 1.0) -> None:
+    """That every rank has whole and equal, so that none is to be summed."""
+    for param in model.parameters():
+        param.grad = torch.full_like(param, size)
+
+
+def alone(rule: Any, **options: Any) -> tuple[Planted, ParallelOptimizer]:
+    model, registry = Planted(LAYOUTS["alone"], 0), ProcessGroupRegistry(Topology())
+    if "precision" in options:
+        options["precision"].prepare(model, registry)
+    return model, ParallelOptimizer(sgd(model), registry, max_norm=rule, **options)
+
+
+def step(model: Planted, optimizer: ParallelOptimizer, size: float = 1.0) -> Any:
+    optimizer.zero_grad()
+    optimizer.backward(model(0) * size)
+    return optimizer.step()
+
+
+def values(optimizer: ParallelOptimizer) -> dict[str, Any]:
+    return {name: tensor.tolist() for name, tensor in optimizer.clip_state.items()}
+
+
+# Who moves it -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("label", STATEFUL)
+def test_steps_that_are_skipped_by_others_leave_it(label: str) -> None:
+    """A norm that is not finite; a veto."""
+    answers = iter([True, True, True, True, False, True])
+    model, optimizer = alone(STATEFUL[label], commit=lambda: next(answers))
+    for _ in range(3):
+        step(model, optimizer)
+    before = values(optimizer)
+    for size in (nan, 2.0):
+        assert step(model, optimizer, size).skipped
+        assert values(optimizer) == before
+    step(model, optimizer, 1.5)
+    assert values(optimizer) != before
+
+
+def test_an_explicit_clip_leaves_it() -> None:
+    model, optimizer = alone(ZClip(warm_up=2))
+    step(model, optimizer)
+    before = values(optimizer)
+    optimizer.zero_grad()
+    optimizer.backward(model(0))
+    optimizer.clip_grad_by_norm(1.0)
+    optimizer.step()
+    assert values(optimizer) == before
+
+
+@pytest.mark.parametrize("label", STATEFUL)
+def test_it_is_kept_in_place_without_a_host_read(label: str) -> None:
+    model, optimizer = alone(STATEFUL[label])
+    step(model, optimizer)
+    places = {name: tensor.data_ptr() for name, tensor in optimizer.clip_state.items()}
+    assert places
+    for size in (1.0, 2.0, 40.0, 1.0):
+        optimizer.zero_grad()
+        optimizer.backward(model(0) * size)
+        with no_host_reads():
+            optimizer.step()
+    assert {name: tensor.data_ptr() for name, tensor in optimizer.clip_state.items()} == places
+
+
+def test_one_rule_may_be_given_to_several_optimizers() -> None:
+    rule = ZClip(warm_up=2)
+    (first, one), (second, other) = alone(rule), alone(rule)
+    for size in (1.0, 3.0):
+        step(first, one, size)
+    step(second, other, 7.0)
+    assert values(one)["steps"] == 2
+    assert values(other)["steps"] == 1
+    assert values(other)["mean"] > values(one)["mean"]
+
+
+def test_a_rule_that_is_set_anew_goes_on_and_another_one_begins() -> None:
+    model, optimizer = alone(ZClip(warm_up=2))
+    step(model, optimizer)
+    optimizer.max_norm = ZClip(warm_up=2)
+    step(model, optimizer)
+    assert values(optimizer)["steps"] == 2
+    optimizer.max_norm = {"up": ZClip(warm_up=2)}
+    step(model, optimizer)
+    assert values(optimizer)["up/steps"] == 1
+    optimizer.max_norm = None
+    assert optimizer.clip_state == {}
+
+
+def test_parameters_that_are_added_begin_and_others_go_on() -> None:
+    model, optimizer = alone(AdaGC(30.0, warm_up=1))
+    step(model, optimizer)
+    before = dict(zip(optimizer.plan.parameter_names, values(optimizer)["mean"], strict=True))
+    new = torch.nn.Parameter(torch.ones(3))
+    optimizer.add_param_group({"params": [new]})
+    optimizer.zero_grad()
+    optimizer.backward(model(0) * 0 + new.sum() * 0)
+    optimizer.step()
+    after = dict(zip(optimizer.plan.parameter_names, values(optimizer)["mean"], strict=True))
+    assert {name: after[name] for name in before} == before
+    assert [after[name] for name in after.keys() - before.keys()] == [inf]
+
+
+def test_thresholds_of_param_groups_go_with_one_that_moves() -> None:
+    model, optimizer = alone(WarmUp(8.0, 2.0, steps=2))
+    optimizer.param_groups[1]["max_norm"] = 1.0
+    for threshold in (8.0, 5.0, 2.0, 2.0):
+        stats = step(model, optimizer)
+        assert float(stats.clip_coef) == pytest.approx(threshold / (float(stats.group_norms[0]) + 1e-6), rel=1e-12)
+
+
+# Spikes -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_spike_is_no_overflow() -> None:
+    """The loss scale does not back off, and grows as if the step had been made; Skip does not count it."""
+    precision = NaiveFp16(init_scale=4.0, growth_interval=6)
+    model, optimizer = alone(SkipSpikes(3.0, window=4, warm_up=2), precision=precision)
+    sizes = (1.0, 1.0, 20.0, 20.0, 1.0)
+    found = [step(model, optimizer, size) for size in sizes]
+    assert [bool(stats.spiked) for stats in found] == [False, False, True, True, False]
+    assert [float(stats.found_inf) for stats in found] == [0.0] * 5
+    assert optimizer.skipped_steps == 2
+    assert optimizer.loss_scale is not None
+    assert float(optimizer.loss_scale.scale) == 4.0
+    assert "skipped (a spike)" in str(found[2])
+    step(model, optimizer)
+    assert float(optimizer.loss_scale.scale) == 8.0
+
+
+@pytest.mark.parametrize("of", ["median", "mean"])
+def test_a_new_level_of_norms_is_taken_up(of: Any) -> None:
+    model, optimizer = alone(SkipSpikes(2.0, of=of, window=6, warm_up=3))
+    found = [bool(step(model, optimizer, size).spiked) for size in [1.0] * 6 + [5.0] * 12]
+    assert found[6]
+    assert not any(found[-4:])
+
+
+# Saved, and loaded ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("label", STATEFUL)
+def test_copies_and_pickles_have_it(label: str) -> None:
+    model, optimizer = alone(STATEFUL[label])
+    for size in (1.0, 2.0, 3.0):
+        step(model, optimizer, size)
+    state = optimizer.state_dict()["meshstep"]["clip"]
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert other.state_dict()["meshstep"]["clip"] == state
+        assert other.clip == optimizer.clip
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        (None, "has nothing of a rule"),
+        (ByNorm(WarmUp(2.0, 1.0, 5)), "is of ByNorm and does not fit"),
+        (SkipSpikes(3.0, window=8, warm_up=2), "is of SkipSpikes and does not fit"),
+    ],
+)
+def test_without_its_state_it_begins_anew_with_a_warning(saved: Clip | None, said: str) -> None:
+    model, optimizer = alone(saved)
+    step(model, optimizer)
+    state = optimizer.state_dict()
+    other, loaded = alone(SkipSpikes(3.0, window=4, warm_up=2))
+    step(other, loaded)
+    with pytest.warns(UserWarning, match=rf"SkipSpikes remembers norms, steps.*{said}.*begins anew"):
+        loaded.load_state_dict(state)
+    step(other, loaded)
+    assert values(loaded)["steps"] == 1
+    _, without = alone(1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        without.load_state_dict(state)  # what nobody remembers is not asked for
+
+
+@pytest.mark.parametrize("label", STATEFUL)
+def test_torchs_state_dict_functions_carry_it(label: str) -> None:
+    model, optimizer = alone(STATEFUL[label])
+    for size in (1.0, 2.0, 3.0):
+        step(model, optimizer, size)
+    saved = get_optimizer_state_dict(model, TorchStates(optimizer))
+    other, loaded = alone(STATEFUL[label])
+    set_optimizer_state_dict(other, TorchStates(loaded), saved)
+    assert loaded.state_dict()["meshstep"]["clip"] == optimizer.state_dict()["meshstep"]["clip"]
+
+
+# Named groups -----------------------------------------------------------------------------------------------------------
+
+
+def unmatched(groups: Mapping[str, OfGroup]) -> str:
+    layout = LAYOUTS["pipe, tied"]
+    with ProcessGroupRegistry(layout.topology) as registry:
+        model = Planted(layout, registry.global_rank)
+        with pytest.raises(ValueError, match="pattern") as raised:
+            ParallelOptimizer(sgd(model), registry, max_norm=groups)
+        optimizer = ParallelOptimizer(sgd(model), registry)
+        with pytest.raises(ValueError, match="pattern"):
+            optimizer.max_norm = groups
+        assert optimizer.max_norm is None
+        return str(raised.value)
+
+
+def test_a_pattern_without_parameters_is_an_error_on_every_rank(world: World) -> None:
+    first, second = world.run(2, unmatched, {"gain": 1.0, "experts.*": 0.5})
+    assert first == second
+    assert "'experts.*' matches no parameter; there are bias" in first
+    first, second = world.run(2, unmatched, {"b*": 1.0, "bias": 0.5})
+    assert first == second
+    assert "'bias' matches bias@pipe=0, bias@pipe=1, which earlier patterns have taken" in first
+
+
+def norms_by_name() -> dict[str, float]:
+    """Of a parameter that only the last stage has, of one that is tied, of those that each stage has."""
+    layout = LAYOUTS["pipe, tied"]
+    with ProcessGroupRegistry(layout.topology) as registry:
+        model = Planted(layout, registry.global_rank)
+        optimizer = ParallelOptimizer(
+            sgd(model), registry, max_norm={"gain": 0.5, "up@pipe=1": 1.0, "t*": 1.0, "*": 2.0}
+        )
+        stats = step(model, optimizer)
+        return {pattern: float(norm) for pattern, norm in stats.named_norms.items()}
+
+
+def test_norms_of_named_groups_are_of_all_stages(world: World) -> None:
+    layout = LAYOUTS["pipe, tied"]
+    norms = {key: float(layout.gradient(key, 0).norm()) for key in layout.keys}
+    first, second = world.run(2, norms_by_name)
+    assert first == second
+    rest = [norm for key, norm in norms.items() if key not in (("gain", 0), ("up", 1), ("table", 0))]
+    want = [norms["gain", 0], norms["up", 1], norms["table", 0], sum(norm**2 for norm in rest) ** 0.5]
+    assert [*first.values()] == pytest.approx(want, rel=1e-12)
+
+
+# Alone ------------------------------------------------------------------------------------------------------------------
+
+ON_LISTS: dict[str, Clip] = {
+    **STATEFUL,
+    "by parameter": PerParameter(1.0),
+    "adaptive": Adaptive(0.5),
+    "by value": ByValue(0.25),
+}
+
+
+def clipped_alone(name: str) -> dict[str, list[Any]]:
+    """By `clip_grad_norm_` and by an optimizer: bits of norms, factors, states and gradients in each step."""
+    layout = LAYOUTS[name]
+    found = {}
+    with ProcessGroupRegistry(layout.topology) as registry:
+        for label, rule in ON_LISTS.items():
+            told = []
+            model, other = (Planted(layout, registry.global_rank, torch.float64) for _ in range(2))
+            clip = ClipState(rule)
+            optimizer = ParallelOptimizer(
+                torch.optim.SGD(other.parameters(), lr=0.0),
+                registry,
+                max_norm=rule,
+                measure=Measure(check_replicas=False),
+            )
+            for index, size in enumerate((1.0, 0.25, 30.0, 1.0, 2.0)):
+                model.zero_grad()
+                (model(2 * index) * size).backward()
+                params = dict(model.named_parameters())
+                sync_gradients(params.values(), registry)
+                with collectives() as seen:
+                    stats = clip_grad_norm_(params.items(), clip, registry)
+                optimizer.zero_grad()
+                optimizer.backward(other(2 * index) * size)
+                same = optimizer.step()
+                assert torch.equal(stats.total_norm, same.total_norm)
+                assert torch.equal(stats.clip_coef, same.clip_coef)
+                assert torch.equal(stats.skipped, same.skipped)
+                assert sum(seen.values()) == 1 or index == 0
+                for one, two in zip(model.parameters(), other.parameters(), strict=True):
+                    assert stats.skipped or torch.equal(one.grad, two.grad), label  # type: ignore[arg-type]
+                told.append([float(stats.clip_coef), copy.deepcopy(clip.state_dict())])
+            assert clip.state_dict() == ClipState(rule).state_dict() or clip.state_dict()["state"]
+            found[label] = told
+    return found
+
+
+@pytest.mark.parametrize("name", ["tensor", "grid", "pipe, tied"])
+def test_clip_grad_norm_takes_every_rule(world: World, name: str) -> None:
+    by_rank = world.run(LAYOUTS[name].topology.world_size, clipped_alone, name)
+    assert all(told == by_rank[0] for told in by_rank)
+
+
+def another_list() -> str:
+    """In the third call rank 1 comes with another list; in the fourth all is well again."""
+    layout = LAYOUTS["tensor"]
+    with ProcessGroupRegistry(layout.topology) as registry:
+        model, clip, said = Planted(layout, registry.global_rank), ClipState(AdaGC(warm_up=1)), ""
+        for call in range(4):
+            give_gradients(model)
+            params = list(model.named_parameters())
+            sync_gradients([param for _, param in params], registry)
+            before = clip.state_dict()
+            if call == 2 and registry.global_rank == 1:
+                with pytest.raises(ValueError, match="give the same one in every call") as raised:
+                    clip_grad_norm_(params[:2], clip, registry)
+                said = str(raised.value)
+            else:
+                stats = clip_grad_norm_(params, clip, registry)
+                assert bool(stats.found_inf) == (call == 2)
+            assert (clip.state_dict() == before) == (call == 2)
+        return said or str(clip.state_dict())
+
+
+def test_another_list_is_an_error_there_and_no_step_elsewhere(world: World) -> None:
+    first, second = world.run(2, another_list)
+    assert "AdaGC speaks of single parameters, and this is another list" in second
+    assert "mean" in first
+
+
+def test_a_state_of_a_list_goes_on_elsewhere() -> None:
+    registry = ProcessGroupRegistry(Topology())
+    model = Planted(LAYOUTS["alone"], 0)
+    clip, other = ClipState(AdaGC(3.0, decay=0.5, warm_up=1)), ClipState(AdaGC(3.0, decay=0.5, warm_up=1))
+    for size in (1.0, 2.0, 3.0):
+        give_gradients(model, size)
+        clip_grad_norm_(model.named_parameters(), clip, registry)
+    other.load_state_dict(clip.state_dict())
+    for state in (clip, other):
+        give_gradients(model, 4.0)
+        clip_grad_norm_(model.named_parameters(), state, registry)
+    assert clip.state_dict() == other.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("rule", "why"),
+    [
+        (ZClip(), "ZClip remembers steps"),
+        (PerParameter(1.0), "PerParameter speaks of single parameters"),
+        ({"up": 1.0}, "ByName speaks of single parameters"),
+    ],
+)
+def test_a_function_says_what_it_needs(rule: Any, why: str) -> None:
+    model = Planted(LAYOUTS["alone"], 0)
+    give_gradients(model)
+    with pytest.raises(TypeError, match=rf"{why}: make clip = ClipState\(.*\) once"):
+        clip_grad_norm_(model.parameters(), rule, ProcessGroupRegistry(Topology()))
+    with pytest.raises(ValueError, match="global_norm"):
+        clip_grad_norm_(model.parameters(), None, ProcessGroupRegistry(Topology()))
+
+
+# What is refused --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "error", "message"),
+    [
+        (ZClip(z=0.0), ValueError, "z=0.0: give a finite number > 0"),
+        (ZClip(decay=1.0), ValueError, "decay=1.0: give a number >= 0 and < 1"),
+        (ZClip(warm_up=1), ValueError, "warm_up=1: give a whole number >= 2"),
+        (AdaGC(times=inf), ValueError, "times=inf: give a finite number > 0"),
+        (AdaGC(max_norm=-1.0), ValueError, r"max_norm=-1.0: give a finite number > 0, in units"),
+        (SkipSpikes(1.0), ValueError, r"times=1.0: give a number > 1"),
+        (SkipSpikes(warm_up=5, window=4), ValueError, "a window never has so many norms"),
+        (SkipSpikes(of="middle"), ValueError, "of='middle': give 'median' or 'mean'"),  # type: ignore[arg-type]
+        (ByPreviousNorm(0.0), ValueError, "max_norm=0.0: give a finite number > 0"),
+        (ByNorm(WarmUp(-1.0, 1.0, 5)), ValueError, "WarmUp start=-1.0: give a finite number > 0"),
+        (ByNorm(WarmUp(2.0, 1.0, 0)), ValueError, "WarmUp steps=0: give a whole number >= 1"),
+        ({}, ValueError, "there is no named group"),
+        ({"up": -1.0}, ValueError, "of 'up': max_norm=-1.0: give a finite number > 0"),
+        ({"up": PerParameter(1.0)}, ValueError, "the rule of 'up' is PerParameter.*give one of the level 'total'"),
+        (ByName({"up": 1.0}, others=ByValue(1.0)), ValueError, "the rule of the others is ByValue"),
+    ],
+)
+def test_arguments_out_of_range_are_refused_before_anything_changes(rule: Any, error: Any, message: str) -> None:
+    _, optimizer = alone(None)
+    with pytest.raises(error, match=message):
+        alone(rule)
+    with pytest.raises(error, match=message):
+        optimizer.max_norm = rule
+    assert optimizer.max_norm is None
+
+
+class Forgetful(Clip):
+    def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> Decision:
+        return Decision(None, {"sum": norms.total})
+
+
+class Silent(Clip):
+    pass
+
+
+class LongestOfEach(Clip):
+    """A rule of the level "total" may remember something of each parameter."""
+
+    def initial(self) -> Mapping[str, Any]:
+        return {"longest": OfEachParameter(0.0), "last": [0.0, 0.0]}
+
+    def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> Decision:
+        return Decision(None, {"longest": state["longest"] + 1, "last": torch.stack([norms.total, state["last"][0]])})
+
+
+def test_what_a_rule_of_ones_own_forgets_is_said() -> None:
+    with pytest.raises(TypeError, match=r"Forgetful wants to remember 'sum', and initial\(\) returns \[\]"):
+        step(*alone(Forgetful()))
+    with pytest.raises(NotImplementedError, match=r"Silent says neither factors\(norms\) nor decide"):
+        step(*alone(Silent()))
+    model, optimizer = alone(LongestOfEach())
+    step(model, optimizer)
+    assert values(optimizer)["longest"] == [1.0] * 6
+    assert optimizer.state_dict()["meshstep"]["clip"]["state"]["longest"] == dict.fromkeys(
+        optimizer.plan.parameter_names, 1.0
+    )

@@ -147,8 +147,8 @@ class OptimizerFacade(torch.optim.Optimizer):
             # First as it is, so that nothing but the list of groups has to be undone.
             self.optimizer.add_param_group({**group, "params": group["params"][:]})
             known = {id(param) for params in self._groups for _, param in params}
-            if any(id(param) in known for _, param in added):
-                raise ValueError("some parameters of the new group are in another group already; give each once")
+            if twice := sum(id(param) in known for _, param in added):
+                raise ValueError(f"{twice} parameters of the new group are in another group already; give each once")
 
         try:
             on_all_ranks(add_for_a_moment, self.registry)

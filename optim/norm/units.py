@@ -111,7 +111,7 @@ def _dim_of(name: str, shape: tuple[int, ...] | None, unit_dim: UnitDim) -> int 
         (dim for pattern, dim in patterns.items() if fnmatchcase(name, pattern) or fnmatchcase(plain, pattern)), 0
     )
     if not -len(shape) <= dim < len(shape):
-        raise ValueError(f"unit_dim={dim} is no dim of {name}, whose shape is {shape}")
+        raise ValueError(f"unit_dim={dim} is no dim of {name}, whose shape is {shape}; give one of its {len(shape)}")
     return dim % len(shape)
 
 

@@ -16,7 +16,7 @@ from meshstep.parallel.mesh.svg import COLOURS, line, page, text
 from meshstep.testing import run_ranks
 from torch import nn
 
-TOPOLOGY, STEPS, LR = "tensor=4", 150, 0.1
+TOPOLOGY, STEPS, LR = "tensor=4", 200, 0.4
 RUNS = {"own": "each rank clips by the norm of what it holds", "exact": "meshstep: all clip by the norm of the model"}
 
 
@@ -45,7 +45,7 @@ def one(run: str, steps: int, lr: float) -> dict[str, list[float]]:
                 loss.backward()
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 sgd.step()
-            found["loss"].append(max(gather_objects(float(loss), registry)))
+            found["loss"].append(max(gather_objects(float(loss.detach()), registry)))
             found["apart"].append(apart(model, registry))
     return found
 

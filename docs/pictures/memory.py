@@ -11,6 +11,7 @@ import torch
 from common import Figures, main
 from meshstep.amp import Bf16
 from meshstep.optim import Offloaded, ParallelOptimizer, Sharded
+from meshstep.optim.states.sharded import Shards
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from meshstep.parallel.mesh.svg import COLOURS, box, page, text
 from meshstep.testing import run_ranks
@@ -45,7 +46,7 @@ def of_placement(states: Any, registry: ProcessGroupRegistry) -> dict[str, float
     pieces = [piece.piece for piece in optimizer.pieces()]
     moments = [value for piece in pieces for value in adamw.state[piece].values()]
     moments = [value for value in moments if isinstance(value, Tensor) and value.dim()]
-    found = {"weights": weights, "gradients": gradients_of(weights, pieces), "masters": pieces, "states": moments}
+    found = {"weights": weights, "gradients": gradients_of(weights, optimizer), "masters": pieces, "states": moments}
     numel = sum(weight.numel() for weight in weights)
     bytes_of = {name: memory_of(tensors) / numel for name, tensors in found.items()}
     if isinstance(states, tuple) and states:  # on a CPU there is nothing to tell the two memories apart by
@@ -53,10 +54,11 @@ def of_placement(states: Any, registry: ProcessGroupRegistry) -> dict[str, float
     return bytes_of
 
 
-def gradients_of(weights: list[nn.Parameter], pieces: list[Tensor]) -> list[Tensor]:
-    """Those that are kept between the end of backward and the update."""
-    grads = [tensor.grad for tensor in (*weights, *pieces)]
-    return [grad for grad in grads if grad is not None]
+def gradients_of(weights: list[nn.Parameter], optimizer: ParallelOptimizer) -> list[Tensor]:
+    """Those that are there when the update begins: of the weights, and the slices that they were reduced into."""
+    shards = [link for link in optimizer._states.links if isinstance(link, Shards)]
+    slices = [gradient for link in shards for bucket in link.buckets for gradient in bucket.gradients]
+    return [grad for grad in (*(weight.grad for weight in weights), *slices) if grad is not None]
 
 
 def memory_of(tensors: list[Any]) -> int:
@@ -87,9 +89,11 @@ def draw(figures: Figures) -> str:
                 parts.append(box(x, y, scale * value, 28, "", 2, colours[name]))
                 parts.append(text(x + scale * value / 2, y + 19, f"{value:g}", "inside", "middle"))
                 x += scale * value
-        parts.append(text(x + 10, y + 19, f"{sum(found.values()):g}", "name"))
+        parts.append(text(x + 10, y + 19, f"{sum(found.values()) - found.get('on the CPU', 0):g}", "name"))
     height = top + 46 * len(figures) + 24
-    parts.append(text(36, height - 14, f"data={RANKS}, AdamW; counted from the tensors of a step", "quiet"))
+    parts.append(
+        text(36, height - 14, f"data={RANKS}, AdamW; counted from a step's tensors when the update begins", "quiet")
+    )
     return page("Bytes an element of the model on one of four data ranks, in bfloat16 with masters", 872, height, parts)
 
 

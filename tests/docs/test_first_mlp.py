@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +50,10 @@ def write() -> None:
     codes = [code for code, _ in blocks("python", page)]
     texts = world.run(RANKS, printed, codes)[0][0]
     for code, text in zip(codes, texts, strict=True):
+        before, _, after = page.partition(code)
         if text:
-            start = page.index(code) + len(code)
-            page = page[:start] + re.sub(r"```text\n.*?```", lambda _: f"```text\n{text}```", page[start:], count=1, flags=re.S)  # noqa: B023
+            shown, _, after = after.partition("```text\n")
+            page = f"{before}{code}{shown}```text\n{text}```{after.partition('```')[2]}"
     PAGE.write_text(page)
     world.close()
 

@@ -46,7 +46,12 @@ def of_placement(states: Any, registry: ProcessGroupRegistry) -> dict[str, float
     pieces = [piece.piece for piece in optimizer.pieces()]
     moments = [value for piece in pieces for value in adamw.state[piece].values()]
     moments = [value for value in moments if isinstance(value, Tensor) and value.dim()]
-    found = {"weights": weights, "gradients": gradients_of(weights, optimizer), "masters": pieces, "states": moments}
+    found: dict[str, list[Any]] = {
+        "weights": weights,
+        "gradients": gradients_of(weights, optimizer),
+        "masters": pieces,
+        "states": moments,
+    }
     numel = sum(weight.numel() for weight in weights)
     bytes_of = {name: memory_of(tensors) / numel for name, tensors in found.items()}
     if isinstance(states, tuple) and states:  # on a CPU there is nothing to tell the two memories apart by

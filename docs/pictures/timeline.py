@@ -108,7 +108,9 @@ def legend() -> Iterator[str]:
 
 
 def draw(figures: Figures) -> str:
-    words = f"{DEPTH} layers of {WIDTH} x {WIDTH}, states=Sharded('data'), gloo, two shared cores of an {figures['machine']} CPU"
+    words = (
+        f"{DEPTH} layers of {WIDTH} x {WIDTH}, states=Sharded('data'), gloo on two shared cores, {figures['machine']}"
+    )
     words += f", torch {figures['torch']}"
     parts = [*legend(), *bars(figures), text(36, 262, words, "quiet")]
     return page("One step on two data ranks", 872, 282, parts)

@@ -95,9 +95,12 @@ def draw(topology: Topology) -> str:
     sizes = ", ".join(f"{axis}={size}" for axis, size in zip(topology.axes, topology.sizes, strict=True))
     title = f"Who holds what: {sizes or 'one rank'}"
     words = "Filled: what a rank holds of the full tensor. One colour is one piece."
-    words += "".join(f" {alias} = {' x '.join(atoms)}." for alias, atoms in topology.aliases.items())
     bottom = top + tallest + 28
     parts.append(text(MARGIN, bottom, words, "quiet"))
+    if topology.aliases:
+        bottom += 20
+        joined = ", ".join(f"{alias} = {' x '.join(atoms)}" for alias, atoms in topology.aliases.items())
+        parts.append(text(MARGIN, bottom, joined, "quiet"))
     return page(title, max(widest + MARGIN, 60 + 9.2 * len(title)), bottom + 24, parts)
 
 

@@ -97,6 +97,16 @@ def test_the_wrong_norms_are_those_of_a_run(world: World) -> None:
     assert [norm for _, norm in found] == pytest.approx([norm for _, norm in kept("wrong_norms")], rel=1e-4)
 
 
+def test_what_pages_say_of_a_picture_are_its_figures() -> None:
+    readme, page = ((ROOT / name).read_text() for name in ("README.md", "parallel/README.md"))
+    (_, truth), *rows = kept("wrong_norms")
+    off = [f"{norm / truth - 1:+.2%}" for _, norm in rows]
+    assert f"is {off[0][1:]} to {off[3][1:]} too small" in readme
+    assert f"{off[4][1:]} too large or {off[5][1:]} too small" in readme
+    assert f"{rows[0][1] / truth - 1:+.1%}" in readme
+    assert f"come {kept('drift')['own']['apart'][-1]:.0%} apart" in page
+
+
 @pytest.mark.parametrize("topology", ["data=1", "tensor=4", "row=2,col=2", "data=2,tensor=2"])
 def test_the_curves_begin_as_a_run_does(world: World, topology: str) -> None:
     ranks = Topology.parse(topology).world_size

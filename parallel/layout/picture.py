@@ -17,7 +17,7 @@ from .spec import P
 
 MOST = 64  # ranks
 CARD, BETWEEN, MARGIN, WIDTH = 58, 8, 36, 900
-HEAD, FOOT = 48, 40  # of a panel: title and spec above its grids, words below
+HEAD, FOOT = 48, 52  # of a panel: title and spec above its grids, words below
 
 Cells = frozenset[tuple[int, ...]]
 
@@ -31,28 +31,28 @@ class Shown(NamedTuple):
 
 
 def parameters(topology: Topology) -> list[Shown]:
-    """Those of the layers whose axes the topology has; without any, of a layer that is copied."""
+    """Those of the layers whose axes the topology has, and one that is copied."""
     names = {*topology.axes, *topology.aliases}
     found = []
     if {"row", "col"} <= names:
-        more = {"partial": "depth"} if "depth" in names else {}
-        kind = "2.5-D" if more else "2-D"
-        found += [Shown(f"{kind} weight", P("row", "col", **more), 2), Shown("its bias", P("col", **more), 1)]
+        depth, kind = (("depth",), "2.5-D") if "depth" in names else ((), "2-D")
+        weight, bias = P("row", "col", partial=depth), P("col", partial=depth)
+        found += [Shown(f"{kind} weight", weight, 2), Shown("its bias", bias, 1)]
     if {"input", "weight", "output"} <= names:
         found += [
             Shown("3-D weight", P(("output", "weight"), "input"), 2),
             Shown("its bias", P("input"), 1),
             Shown("a classifier", P(None, "output", owned={"input": "output"}), 2),
         ]
-    for axis in [name for name in ("tensor", "tp") if name in names][:1]:
+    for axis in sorted(names & {"tensor", "tp"})[:1]:
         found += [
             Shown("weight, by outputs", P(axis, None), 2),
             Shown("its bias", P(axis), 1),
             Shown("weight, by inputs", P(None, axis), 2),
         ]
-    for axis in [name for name in ("expert", "ep") if name in names][:1]:
+    for axis in sorted(names & {"expert", "ep"})[:1]:
         found += [Shown("weights of experts", P(axis, None, None), 3)]
-    return [*found, Shown("a copied one", P(), 1)] if len(found) != 2 else found
+    return [*found, Shown("a copied one", P(), 1)]
 
 
 def held(shown: Shown, topology: Topology, rank: int) -> Cells:
@@ -83,12 +83,11 @@ def draw(topology: Topology) -> str:
             "which prints a table, or make the axes smaller"
         )
     parts: list[str] = []
-    left, top, tallest = MARGIN, 62.0, 0.0
-    widest = 0.0
+    left, top, tallest, widest = float(MARGIN), 62.0, 0.0, 0.0
     for shown in parameters(topology):
         width, height = panel_size(topology)
         if left > MARGIN and left + width > WIDTH - MARGIN:
-            left, top = MARGIN, top + tallest
+            left, top = float(MARGIN), top + tallest
         parts += panel(shown, topology, left, top)
         widest, tallest = max(widest, left + width), height
         left += width + MARGIN

@@ -23,6 +23,13 @@ def test_the_ci_builds_them_of_all_that_is_public() -> None:
     assert re.search(r'^dev = \["meshstep\[.*docs.*\]"', extras, re.MULTILINE)
 
 
+def test_what_annotations_say_can_be_made_at_run_time() -> None:
+    """pdoc found that it couldn't."""
+    from meshstep.optim import GradStats, ParallelOptimizer
+
+    assert ParallelOptimizer[GradStats].__origin__ is ParallelOptimizer  # type: ignore[attr-defined]
+
+
 def test_they_are_built_without_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where pdoc is installed: in the CI, and here if you have the extra `docs`."""
     pytest.importorskip("pdoc", reason="needs pdoc (the extra 'docs')")

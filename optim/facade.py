@@ -80,6 +80,7 @@ class OptimizerFacade(Copied, torch.optim.Optimizer):
     def __init_subclass__(cls) -> None:
         """A call in which ranks wait for each other says which it is where they wait in vain, and what a CUDA graph of it
         would not do."""
+        super().__init_subclass__()  # of `Generic`: without it ParallelOptimizer[GradStats] is an error
         for name in cls.__dict__.keys() & {"step", "clip_grad_by_norm", "clip_grad_by_value"}:
             setattr(cls, name, public_call(checked_where_captured(cls.__dict__[name])))
         cls.__init__ = public_constructor(cls.__init__)  # type: ignore[method-assign]
@@ -152,8 +153,8 @@ class OptimizerFacade(Copied, torch.optim.Optimizer):
             # First as it is, so that nothing but the list of groups has to be undone.
             self.optimizer.add_param_group({**group, "params": group["params"][:]})
             known = {id(param) for params in self._groups for _, param in params}
-            if any(id(param) in known for _, param in added):
-                raise ValueError("some parameters of the new group are in another group already; give each once")
+            if twice := sum(id(param) in known for _, param in added):
+                raise ValueError(f"{twice} parameters of the new group are in another group already; give each once")
 
         try:
             on_all_ranks(add_for_a_moment, self.registry)

@@ -1,10 +1,13 @@
-"""``python -m meshstep.parallel pipe=2 data=2 row=2 col=2 [--rank 5]``: print the rank grid and the groups."""
+"""``python -m meshstep.parallel pipe=2 data=2 row=2 col=2 [--rank 5] [--svg FILE]``: the rank grid and the groups, as text;
+and who holds what, as a picture."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
+from .layout.picture import draw
 from .mesh.topology import Topology
 
 
@@ -17,10 +20,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("axes", nargs="+", metavar="axis=size", help="an axis and its size, slowest axis first")
     parser.add_argument("--rank", type=int, help="mark this rank and show its own groups only")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw who holds what there too, up to 64 ranks")
     options = parser.parse_args(arguments)
     try:
-        print(Topology.parse(" ".join(options.axes)).table(options.rank))
-    except ValueError as error:
+        topology = Topology.parse(" ".join(options.axes))
+        table, picture = topology.table(options.rank), draw(topology) if options.svg else ""
+        if options.svg:
+            options.svg.write_text(picture, encoding="utf-8")
+        print(table)
+    except (ValueError, OSError) as error:
         parser.error(str(error))
 
 

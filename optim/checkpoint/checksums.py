@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 BLOCK = 2**20
+EARLIER = "load an earlier checkpoint, of which save_checkpoint(..., keep=2) leaves one"
 _KEPT = 4  # blocks: who reads a zip file jumps between its end and its beginning
 
 
@@ -115,7 +116,7 @@ class CheckedStream(io.RawIOBase):
         self._stream.seek(index * BLOCK)
         count = self._stream.readinto(block)
         if count != len(block) or zlib.crc32(block) != self._record.crc32[index]:
-            raise ValueError(f"{self._file} is damaged: bytes were changed")
+            raise ValueError(f"{self._file} is damaged: bytes were changed; {EARLIER}")
 
 
 def write_summed(file: Path, write: Callable[[SummingStream], object]) -> FileRecord:
@@ -149,11 +150,11 @@ def verify(directory: Path, files: Mapping[str, FileRecord], *, contents: bool) 
             size = file.stat().st_size
             changed = contents and size == expected.size and record_of(file) != expected
         except OSError as problem:
-            raise ValueError(f"{file} is missing or can't be read: {problem}") from problem
+            raise ValueError(f"{file} is missing or can't be read: {problem}; {EARLIER}") from problem
         if size != expected.size:
-            raise ValueError(f"{file} is damaged: it has {size} bytes of {expected.size}")
+            raise ValueError(f"{file} is damaged: it has {size} bytes of {expected.size}; {EARLIER}")
         if changed:
-            raise ValueError(f"{file} is damaged: bytes were changed")
+            raise ValueError(f"{file} is damaged: bytes were changed; {EARLIER}")
 
 
 def _cut(view: memoryview, start: int) -> list[memoryview]:

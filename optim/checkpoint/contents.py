@@ -49,7 +49,9 @@ def parse_key(key: str) -> tuple[str, ...]:
     kind, _, rest = key.partition("/")
     parts = (kind, *rest.split("/", _FIELDS.get(kind, 1) - 1))
     if len(parts) != _FIELDS.get(kind, 0) + 1:
-        raise ValueError(f"the checkpoint has a tensor {key!r}, which meshstep does not write")
+        raise ValueError(
+            f"the checkpoint has a tensor {key!r}, which meshstep does not write; load one that save_checkpoint wrote"
+        )
     return parts
 
 

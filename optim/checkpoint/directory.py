@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .checksums import FileRecord
+from .checksums import EARLIER, FileRecord
 
 FORMAT = 3
 MANIFEST = "meshstep.json"
@@ -125,7 +125,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError):
         intact = False
     if not intact:
-        raise ValueError(f"{directory / MANIFEST} is damaged: it is not what was written")
+        raise ValueError(f"{directory / MANIFEST} is damaged: it is not what was written; {EARLIER}")
     if manifest["format"] != FORMAT:
         raise ValueError(
             f"{directory} has format {manifest['format']}, this version reads {FORMAT}: use the version that wrote it"

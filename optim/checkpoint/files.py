@@ -10,6 +10,7 @@ import torch
 
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from .checksums import EARLIER
 
 T = TypeVar("T")
 SHARED_FILE = "shared.pt"  # what belongs to all ranks; written by rank 0
@@ -32,7 +33,7 @@ def plain_content(file: Path) -> Any:
     except OSError:
         raise
     except Exception as problem:
-        raise ValueError(f"{file} is damaged, or was planted: {str(problem).splitlines()[0]}") from problem
+        raise ValueError(f"{file} is damaged, or was planted: {str(problem).splitlines()[0]}; {EARLIER}") from problem
 
 
 def files_on_all_ranks(function: Callable[[], T], registry: ProcessGroupRegistry) -> T:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...parallel.layout.pieces import Box, Shape
-from .checksums import FileRecord
+from .checksums import EARLIER, FileRecord
 
 INDEX_FILE = "index.json"
 
@@ -60,12 +60,15 @@ def index_of_json(content: bytes, files: Mapping[str, FileRecord], where: Path) 
     try:
         index = json.loads(content)
         if index["byteorder"] != sys.byteorder:
-            raise ValueError(f"its tensors are {index['byteorder']}-endian, this machine is {sys.byteorder}-endian")
+            raise ValueError(
+                f"its tensors are {index['byteorder']}-endian, this machine is {sys.byteorder}-endian; load it on one like "
+                "that"
+            )
         found = {key: _stored(value, files) for key, value in index["tensors"].items()}
         _check_filled(found, files)
         return found
     except (ValueError, TypeError, KeyError, AttributeError) as problem:
-        raise ValueError(f"{where} is damaged, or was planted: {problem}") from problem
+        raise ValueError(f"{where} is damaged, or was planted: {problem}; {EARLIER}") from problem
 
 
 def _stored(value: Sequence[Any], files: Mapping[str, FileRecord]) -> Stored:

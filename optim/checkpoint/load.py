@@ -186,7 +186,8 @@ class _Run(NamedTuple):
                     self.schedule.load_state_dict(schedule)
                 except Exception as problem:
                     raise ValueError(
-                        f"the schedule can't continue from the state in the checkpoint: {problem!r}"
+                        f"the schedule can't continue from the state in the checkpoint: {problem!r}; "
+                        "make it as the one that was saved"
                     ) from problem
             if random is not None:
                 set_random_state(random)
@@ -205,7 +206,7 @@ def _open(path: Path, optimizer: ParallelOptimizer | None) -> tuple[Path, dict[s
     while True:
         directory = path if is_checkpoint(path) else newest_checkpoint(path)
         if directory is None:
-            raise ValueError(f"there is no complete checkpoint under {path}; newest_checkpoint(path) tells beforehand")
+            raise ValueError(f"there is no complete checkpoint under {path}; ask newest_checkpoint(path) beforehand")
         try:
             manifest = read_manifest(directory)
             break
@@ -237,7 +238,10 @@ def _verify_share(directory: Path, files: Mapping[str, FileRecord], registry: Pr
 def _check_kinds(content: Mapping[str, Any], optimizer: ParallelOptimizer, schedule: LRScheduler | None) -> None:
     kind = kind_of(optimizer.optimizer)
     if content["optimizer"] != kind:
-        raise ValueError(f"the checkpoint was saved with {content['optimizer']}, this optimizer is {kind}")
+        raise ValueError(
+            f"the checkpoint was saved with {content['optimizer']}, this optimizer is {kind}; make that one, or "
+            "load the model alone: load_checkpoint(path, model, None, registry=registry)"
+        )
     if (content["schedule"] is None) != (schedule is None):
         raise ValueError(
             "the checkpoint was saved without a schedule; load it without lr_scheduler="
@@ -246,7 +250,8 @@ def _check_kinds(content: Mapping[str, Any], optimizer: ParallelOptimizer, sched
         )
     if content["schedule_kind"] != type(schedule).__name__:
         raise ValueError(
-            f"the checkpoint was saved with a {content['schedule_kind']}, lr_scheduler= is a {type(schedule).__name__}"
+            f"the checkpoint was saved with a {content['schedule_kind']}, lr_scheduler= is a {type(schedule).__name__}; "
+            "give the kind that was saved"
         )
 
 

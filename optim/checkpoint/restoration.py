@@ -86,7 +86,7 @@ class Restoration:
 
     def _find(self, key: str) -> Stored:
         if key not in self._stored:
-            raise ValueError(f"the checkpoint has no {key}: it was saved in another mode")
+            raise ValueError(f"the checkpoint has no {key}: it was saved in another mode; continue in that one")
         return self._stored[key]
 
     def _room(self, key: str, region: Region, shape: Shape, dtype: torch.dtype) -> Tensor:
@@ -113,7 +113,7 @@ class Restoration:
         if found != Stored(tuple(buffer.shape), buffer.dtype):
             raise ValueError(
                 f"the buffer {name} has shape {found.shape}, {str(found.dtype)[6:]} in the checkpoint, but "
-                f"{tuple(buffer.shape)}, {str(buffer.dtype)[6:]} here"
+                f"{tuple(buffer.shape)}, {str(buffer.dtype)[6:]} here; build the model that was saved"
             )
         return self._room_for_all(key)
 
@@ -147,7 +147,10 @@ class Restoration:
             if position in own.masters:
                 masters[position] = self._room(f"master/{name}", region, piece.shape, torch.float32)
             elif f"master/{name}" in self._stored:
-                raise ValueError(f"the checkpoint has a float32 master of {name}, the optimizer has none: another mode")
+                raise ValueError(
+                    f"the checkpoint has a float32 master of {name}, the optimizer has none: it was saved in another mode; "
+                    "continue in that one"
+                )
         return masters
 
     # Putting it back ----------------------------------------------------------------------------------------------------

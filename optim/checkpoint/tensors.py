@@ -21,7 +21,7 @@ from torch import Tensor
 from ...parallel.layout.pieces import Box
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from .checksums import CheckedStream, FileRecord, SummingStream, write_summed
+from .checksums import EARLIER, CheckedStream, FileRecord, SummingStream, write_summed
 from .files import files_on_all_ranks
 from .index import INDEX_FILE, Place, Stored, index_of_json, index_to_json
 from .logical_tensor import Held, LogicalTensor, held_of
@@ -102,7 +102,7 @@ class Reader:
         """What is stored, by key; ValueError where the index is damaged. It is read once."""
         file = self.directory / INDEX_FILE
         if INDEX_FILE not in self.files:
-            raise ValueError(f"{self.directory} is damaged, or was planted: it has no {INDEX_FILE}")
+            raise ValueError(f"{self.directory} is damaged, or was planted: it has no {INDEX_FILE}; {EARLIER}")
         with open(file, "rb") as stream:
             content = CheckedStream(stream, file, self.files[INDEX_FILE]).read()
         return index_of_json(content, self.files, file)
@@ -134,7 +134,7 @@ def _places(key: str, stored: Stored, box: Box) -> list[Place]:
     """Where ``box`` of a stored tensor is."""
     found = [place for place in stored.places if box.overlaps(place.box)]
     if sum(prod(box.common(place.box).sizes) for place in found) != prod(box.sizes):
-        raise ValueError(f"{key} is stored only in part")
+        raise ValueError(f"{key} is stored only in part: the checkpoint is damaged; load an earlier one")
     return found
 
 

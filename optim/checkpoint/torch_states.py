@@ -241,13 +241,16 @@ class TorchStates(torch.optim.Optimizer):
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         lengths = [len(group["params"]) for group in state_dict["param_groups"]]
         if lengths != [len(group) for group in self._parameters] or len(names) != count:
-            raise ValueError(f"the state has param groups of {lengths} parameters, not those of this optimizer")
+            raise ValueError(
+                f"the state has param groups of {lengths} parameters, not those of this optimizer; make the groups "
+                "that were saved"
+            )
         found = [state_dict["state"].get(name, {}) for name in names]
         for item, saved in zip((item for group in self._parameters for item in group), found, strict=True):
             if saved and (wrong := set(self._keys[item.entry.name]) ^ set(saved)):
                 raise ValueError(
                     f"{', '.join(sorted(wrong))} of {item.entry.name} is only in the state, or only here: it was saved by "
-                    "another optimizer or in another precision mode"
+                    "another optimizer or in another precision mode; continue with these"
                 )
         return found
 
@@ -283,7 +286,9 @@ def _with_numbers(content: Mapping[str, Any], numbers: Mapping[str, Any], before
             result[key] = _with_numbers(value, numbers, f"{before}{key}/")
         elif isinstance(value, (int, float)):
             if f"{before}{key}" not in numbers:
-                raise ValueError(f"the state has no {before}{key}: it was saved in another precision mode")
+                raise ValueError(
+                    f"the state has no {before}{key}: it was saved in another precision mode; continue in that one"
+                )
             found = numbers[f"{before}{key}"]
             result[key] = type(value)(found.item() if isinstance(found, Tensor) else found)
         else:

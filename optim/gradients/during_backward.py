@@ -136,7 +136,7 @@ class BackwardReducer:
         if self.stray is not None:
             raise RuntimeError(
                 f"{self._name_of(self.stray)} got a gradient outside of optimizer.backward after those of the window had "
-                "been reduced: with Reduce(overlap=True) the last micro-batch of a window goes through optimizer.backward"
+                "been reduced: with Reduce(overlap=True) call optimizer.backward for the last micro-batch of a window"
             )
 
     def remove_hooks(self) -> None:

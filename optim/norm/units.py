@@ -108,7 +108,7 @@ def _dim_of(name: str, shape: tuple[int, ...] | None, unit_dim: UnitDim) -> int 
     patterns = {"*": unit_dim} if isinstance(unit_dim, int) else unit_dim
     dim = next((dim for pattern, dim in patterns.items() if matches(pattern, name)), 0)
     if not -len(shape) <= dim < len(shape):
-        raise ValueError(f"unit_dim={dim} is no dim of {name}, whose shape is {shape}")
+        raise ValueError(f"unit_dim={dim} is no dim of {name}, whose shape is {shape}; give one of its {len(shape)}")
     return dim % len(shape)
 
 

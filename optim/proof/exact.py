@@ -157,7 +157,7 @@ def _pairs(model: nn.Module, dense: nn.Module, registry: ProcessGroupRegistry, n
         unknown = [] if names is None or callable(names) else sorted({*names} - {*dict(model.named_parameters())})
         known = {name for of_rank in model_names for name in of_rank}
         if unknown := [name for name in unknown if name not in known]:
-            raise ValueError(f"names= speaks of {', '.join(unknown)}, which no rank's model has")
+            raise ValueError(f"names= speaks of {', '.join(unknown)}, which no rank's model has; leave it out")
         return [pair(name, param) for name, param in model.named_parameters()]
 
     model_names = gather_objects([name for name, _ in model.named_parameters()], registry)

@@ -45,7 +45,7 @@ class HalfStates(Placement):
 
     def check(self, binding: Binding) -> None:
         if self.dtype != torch.bfloat16:
-            raise ValueError(f"HalfStates({self.dtype}): states are kept in torch.bfloat16, whose range is float32's")
+            raise ValueError(f"HalfStates({self.dtype}): give torch.bfloat16, whose range is that of float32")
         if binding.precision.stochastic_rounding:
             raise ValueError("the precision mode has its states in bfloat16 already: leave HalfStates out of states=")
         check_in_buckets(binding.optimizer, "HalfStates steps bucket by bucket")

@@ -118,9 +118,7 @@ class Kept(Link):
     def replay(self) -> list[str]:
         """See `replay`."""
         if self._inputs is None:
-            raise RuntimeError(
-                "no update has been made since the optimizer was made or loaded: there is none to replay"
-            )
+            raise RuntimeError("no update has been made since the optimizer was made or loaded: make a step first")
         inputs, params, state = self._inputs, self._params, self.optimizer.state
         after, groups = (
             [param.detach().clone() for param in params],

@@ -71,7 +71,7 @@ class Sharded(Placement):
     def check(self, binding: Binding) -> None:
         topology, switch = binding.registry.topology, binding.data_parallel
         if self.axis not in topology.axes and self.axis not in topology.aliases:
-            raise ValueError(f"Sharded({self.axis!r}): it is no axis of the mesh ({topology.named()})")
+            raise ValueError(f"Sharded({self.axis!r}): it is no axis of the mesh ({topology.named()}); name one")
         role = topology.role(self.axis)
         if switch is not None and not switch.is_ddp:
             raise ValueError("fully_shard shards optimizer states already: leave Sharded out of states=")
@@ -82,7 +82,8 @@ class Sharded(Placement):
             )
         if binding.overlap:
             raise ValueError(
-                "Reduce(overlap=True) is for states that are whole: Sharded(gradients=True) reduces while backward runs"
+                "Reduce(overlap=True) is for states that are whole, and Sharded(gradients=True) reduces in backward "
+                "too: leave one out"
             )
         check_elementwise(binding.optimizer, "Sharded gives the optimizer 1-dim pieces of parameters")
 

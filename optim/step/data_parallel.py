@@ -41,7 +41,9 @@ class Reduce:
     def check(self) -> None:
         """Raise ValueError for arguments that are out of range, or don't go together."""
         if self.overlap and not self.average_data:
-            raise ValueError("Reduce(overlap=True, average_data=False): there is nothing to reduce while backward runs")
+            raise ValueError(
+                "Reduce(overlap=True, average_data=False): there is nothing to reduce while backward runs; leave one out"
+            )
         if self.bucket_bytes is not None and self.bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={self.bucket_bytes}: give a number of bytes >= 1")
 

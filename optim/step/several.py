@@ -71,7 +71,7 @@ class Several(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Step each of them; with ``grad_scale`` and ``found_inf`` where they were set for those that take them."""
         if closure is not None:
-            raise ValueError("several optimizers take no closure: each would evaluate it")
+            raise ValueError("several optimizers take no closure, which each would evaluate: call backward, then step")
         for part in self.parts:
             part.step()
 

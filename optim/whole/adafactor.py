@@ -53,10 +53,10 @@ class Adafactor(WholeOptimizer):
     ) -> None:
         if not lr >= 0 or not beta2_decay <= 0 or not d >= 1 or not weight_decay >= 0:
             raise ValueError(
-                f"lr={lr}, beta2_decay={beta2_decay}, d={d}, weight_decay={weight_decay}: want >= 0, <= 0, >= 1, >= 0"
+                f"lr={lr}, beta2_decay={beta2_decay}, d={d}, weight_decay={weight_decay}: give >= 0, <= 0, >= 1, >= 0"
             )
         if not all(number is None or number >= 0 for number in eps) or eps[1] is None:
-            raise ValueError(f"eps={eps}: want two numbers >= 0; the first may be None")
+            raise ValueError(f"eps={eps}: give two numbers >= 0; the first may be None")
         defaults = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay}
         super().__init__(params, defaults)
 

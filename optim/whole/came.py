@@ -62,11 +62,11 @@ class CAME(WholeOptimizer):
     ) -> None:
         if not lr >= 0 or not all(number > 0 for number in eps) or not clip_threshold > 0 or not weight_decay >= 0:
             raise ValueError(
-                f"lr={lr}, eps={eps}, clip_threshold={clip_threshold}, weight_decay={weight_decay}: want >= 0, two > 0, "
+                f"lr={lr}, eps={eps}, clip_threshold={clip_threshold}, weight_decay={weight_decay}: give >= 0, two > 0, "
                 "> 0, >= 0"
             )
         if len(betas) != 3 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas={betas}: want three in [0, 1)")
+            raise ValueError(f"betas={betas}: give three in [0, 1)")
         defaults = {
             "lr": lr,
             "eps": eps,

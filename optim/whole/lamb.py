@@ -49,7 +49,7 @@ class LAMB(WholeOptimizer):
     ) -> None:
         if not lr >= 0 or not eps >= 0 or not weight_decay >= 0 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(
-                f"lr={lr}, eps={eps}, weight_decay={weight_decay}, betas={betas}: want >= 0, >= 0, >= 0, in [0, 1)"
+                f"lr={lr}, eps={eps}, weight_decay={weight_decay}, betas={betas}: give >= 0, >= 0, >= 0, in [0, 1)"
             )
         defaults = {
             "lr": lr,

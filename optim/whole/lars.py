@@ -48,11 +48,11 @@ class LARS(WholeOptimizer):
     ) -> None:
         if not lr >= 0 or not momentum >= 0 or not weight_decay >= 0 or not trust_coeff > 0 or not eps >= 0:
             raise ValueError(
-                f"lr={lr}, momentum={momentum}, weight_decay={weight_decay}, eps={eps}, trust_coeff={trust_coeff}: want "
+                f"lr={lr}, momentum={momentum}, weight_decay={weight_decay}, eps={eps}, trust_coeff={trust_coeff}: give "
                 ">= 0 all, and trust_coeff > 0"
             )
         if nesterov and momentum == 0:
-            raise ValueError(f"nesterov=True looks ahead along the momentum, but momentum={momentum}: want > 0")
+            raise ValueError(f"nesterov=True looks ahead along the momentum, but momentum={momentum}: give > 0")
         defaults = {
             "lr": lr,
             "momentum": momentum,

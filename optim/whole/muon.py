@@ -96,13 +96,13 @@ class Muon(WholeOptimizer):
         ns_dtype: torch.dtype | None = torch.bfloat16,
     ) -> None:
         if not lr >= 0 or not weight_decay >= 0 or not 0 <= momentum < 1:
-            raise ValueError(f"lr={lr}, weight_decay={weight_decay}, momentum={momentum}: want >= 0, >= 0, in [0, 1)")
+            raise ValueError(f"lr={lr}, weight_decay={weight_decay}, momentum={momentum}: give >= 0, >= 0, in [0, 1)")
         if adjust_lr_fn not in (None, "original", "match_rms_adamw", "spectral_unclamped"):
             raise ValueError(
-                f"adjust_lr_fn={adjust_lr_fn!r}: want 'original', 'match_rms_adamw' or 'spectral_unclamped'"
+                f"adjust_lr_fn={adjust_lr_fn!r}: give 'original', 'match_rms_adamw' or 'spectral_unclamped'"
             )
         if unknown := {*(adamw or {})} - {*ADAMW, "lr"}:
-            raise ValueError(f"adamw={adamw!r}: there is no {', '.join(sorted(unknown))}; want lr, {', '.join(ADAMW)}")
+            raise ValueError(f"adamw={adamw!r}: there is no {', '.join(sorted(unknown))}; give lr, {', '.join(ADAMW)}")
         self.no_matrices, self.blocks, self.ns_dtype = tuple(no_matrices), dict(blocks or {}), ns_dtype
         self._adamw: dict[str, Any] = {"lr": lr, **ADAMW, **(adamw or {})}
         defaults = {

@@ -75,15 +75,15 @@ class Shampoo(HomeOptimizer):
     ) -> None:
         if not lr >= 0 or not weight_decay >= 0 or not 0 <= betas[0] < 1 or not 0 < betas[1] <= 1:
             raise ValueError(
-                f"lr={lr}, weight_decay={weight_decay}, betas={betas}: want >= 0, >= 0, in [0, 1) and (0, 1]"
+                f"lr={lr}, weight_decay={weight_decay}, betas={betas}: give >= 0, >= 0, in [0, 1) and (0, 1]"
             )
         if precondition_frequency < 1 or factor_dtype not in (torch.float32, torch.float64):
             raise ValueError(
-                f"precondition_frequency={precondition_frequency}, factor_dtype={factor_dtype}: want >= 1, torch.float32 "
+                f"precondition_frequency={precondition_frequency}, factor_dtype={factor_dtype}: give >= 1, torch.float32 "
                 "or torch.float64"
             )
         if grafting not in ("adam", "sgd"):
-            raise ValueError(f"grafting={grafting!r}: want 'adam' or 'sgd'")
+            raise ValueError(f"grafting={grafting!r}: give 'adam' or 'sgd'")
         self.blocks, self.factor_dtype = dict(blocks or {}), factor_dtype
         defaults = {
             "lr": lr,

@@ -74,12 +74,12 @@ class SOAP(HomeOptimizer):
     ) -> None:
         if not lr >= 0 or not weight_decay >= 0 or not all(0 <= beta < 1 for beta in betas) or shampoo_beta >= 1:
             raise ValueError(
-                f"lr={lr}, weight_decay={weight_decay}, betas={betas}, shampoo_beta={shampoo_beta}: want >= 0, >= 0, in "
+                f"lr={lr}, weight_decay={weight_decay}, betas={betas}, shampoo_beta={shampoo_beta}: give >= 0, >= 0, in "
                 "[0, 1), < 1"
             )
         if precondition_frequency < 1 or factor_dtype not in (torch.float32, torch.float64):
             raise ValueError(
-                f"precondition_frequency={precondition_frequency}, factor_dtype={factor_dtype}: want >= 1, torch.float32 "
+                f"precondition_frequency={precondition_frequency}, factor_dtype={factor_dtype}: give >= 1, torch.float32 "
                 "or torch.float64"
             )
         self.blocks, self.factor_dtype = dict(blocks or {}), factor_dtype

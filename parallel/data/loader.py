@@ -137,7 +137,7 @@ class ShardedDataLoader(DataLoader[T]):
         _, *stops = self._sampler.bounds_from(0)
         if not 0 <= batches < max(len(stops), 1):
             raise ValueError(
-                f"batches={batches}: an epoch has {len(stops)}; after the last one it is the next epoch, at 0"
+                f"batches={batches}: an epoch has {len(stops)}; give less; the end of an epoch is the next one at 0"
             )
         return {"epoch": epoch, "position": stops[batches - 1] if batches else 0, **self._order()}
 
@@ -156,7 +156,10 @@ class ShardedDataLoader(DataLoader[T]):
                 ``shuffle`` or ``seed``; or a batch of what is left would be empty. Nothing is changed then.
         """
         if missing := sorted({"epoch", "position", *self._order()} - state_dict.keys()):
-            raise ValueError(f"{dict(state_dict)} is no state of this loader: it has no {', '.join(missing)}")
+            raise ValueError(
+                f"{dict(state_dict)} is no state of this loader: it has no {', '.join(missing)}; give what its "
+                "state_dict() returned"
+            )
         epoch, position = state_dict["epoch"], state_dict["position"]
         if position:
             changed = [name for name, value in self._order().items() if state_dict[name] != value]
@@ -170,7 +173,10 @@ class ShardedDataLoader(DataLoader[T]):
                 )
             if epoch < 0 or not 0 < position < self._sampler.samples:
                 samples = self._sampler.samples
-                raise ValueError(f"epoch {epoch}, position {position} is not within an epoch of {samples} samples")
+                raise ValueError(
+                    f"epoch {epoch}, position {position} is not within an epoch of {samples} samples; give the state of a "
+                    "loader over this dataset"
+                )
             sampler = self._sampler
             if sampler.drop_last and sampler.samples - position < sampler.batch_size * sampler.ranks:
                 epoch, position = epoch + 1, 0  # what is left is left out

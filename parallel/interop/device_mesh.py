@@ -33,7 +33,10 @@ def check_mesh(tensor: DTensor, topology: Topology) -> dict[str, tuple[str, ...]
     """
     mesh = tensor.device_mesh
     if mesh.get_coordinate() is None:
-        raise ValueError(f"rank {mesh.get_rank()} has {label(tensor)}, but is not in its mesh {mesh}")
+        raise ValueError(
+            f"rank {mesh.get_rank()} has {label(tensor)}, but is not in its mesh {mesh}; give "
+            "the optimizer only the parameters of this rank"
+        )
     dims = {}
     for index, name in enumerate(mesh_axes(tensor)):
         ranks = ranks_along(mesh, index)

@@ -89,7 +89,8 @@ def placement_spec(tensor: DTensor) -> P:
         dim = getattr(placement, "dim", None)
         if placement.is_partial() or dim is None:
             raise ValueError(
-                f"{label(tensor)} is {placement!r} over mesh dim {axis!r}; a parameter must be sharded or replicated"
+                f"{label(tensor)} is {placement!r} over mesh dim {axis!r}; a parameter must be sharded or "
+                "replicated: redistribute it before the optimizer is made"
             )
         split_factor = getattr(placement, "split_factor", 1)
         if split_factor > 1 and not dims[dim]:
@@ -106,7 +107,10 @@ def _insert(axes: list[str], axis: str, split_factor: int, sizes: dict[str, int]
         pieces *= sizes[axes[position]]
         position += 1
     if pieces != split_factor:
-        raise ValueError(f"a strided shard over {axis!r} with split factor {split_factor} doesn't fit {axes}")
+        raise ValueError(
+            f"a strided shard over {axis!r} with split factor {split_factor} doesn't fit {axes}; apply "
+            "parallelize_module first and fully_shard then, as torch does"
+        )
     axes.insert(position, axis)
 
 

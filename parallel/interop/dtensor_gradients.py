@@ -66,7 +66,7 @@ def local_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool = False)
     if not isinstance(grad, DTensor):
         if grad is not None:
             raise ValueError(
-                f"the gradient of {label(param)} is a {type(grad).__name__}; that of a DTensor is a DTensor"
+                f"the gradient of {label(param)} is a {type(grad).__name__}; give it a DTensor, as autograd does"
             )
         return _laid_out(param, piece, grad, to_sum) if to_sum else None
     if grad.placements != param.placements or (to_sum and (_pending(piece) or settled_sums(piece))):

@@ -187,7 +187,9 @@ class Rules:
 
     def _of(self, group: str, name: str) -> Axes:
         if group not in self._axes:
-            raise ValueError(f"{name} is laid out over {group}, which is not among the groups that were handed over")
+            raise ValueError(
+                f"{name} is laid out over {group}, which is not among the groups that were handed over; hand it over too"
+            )
         return self._axes[group]
 
     def _is_model(self, axis: str) -> bool:
@@ -231,7 +233,8 @@ def topology_of(groups: Mapping[str, Ranks], world_size: int) -> Topology:
     for low, high in pairwise(ends):
         if high % low:
             raise ValueError(
-                f"the groups {dict(groups)} cut the ranks in runs of {low} and of {high}: no common axes make both meshes"
+                f"the groups {dict(groups)} cut the ranks in runs of {low} and of {high}: no common axes make both meshes; "
+                "initialise Megatron with sizes of which one divides the other"
             )
     axes: dict[str, int] = {}
     roles: dict[str, Role] = {}
@@ -241,7 +244,8 @@ def topology_of(groups: Mapping[str, Ranks], world_size: int) -> Topology:
         )
         if dense is None:
             raise ValueError(
-                f"no group of {', '.join(_DENSE)} goes along the ranks that are {low} apart; the groups are {dict(groups)}"
+                f"no group of {', '.join(_DENSE)} goes along the ranks that are {low} apart; the groups are "
+                f"{dict(groups)}; hand over the one that does"
             )
         start, stop = sides[dense]
         inner = [end for end in ends if start < end < stop]
@@ -257,7 +261,10 @@ def _side(name: str, ranks: Ranks) -> tuple[int, int]:
     """The stride of a group along an axis, and that of the next slower axis."""
     steps = steps_of(ranks)
     if steps is None or len(steps) != 1:
-        raise ValueError(f"{name} has ranks {list(ranks)}, which aren't evenly spaced: no axis makes that group")
+        raise ValueError(
+            f"{name} has ranks {list(ranks)}, which aren't evenly spaced: no axis makes that group; hand over the groups "
+            "that parallel_state made"
+        )
     ((size, stride),) = steps
     return stride, stride * size
 
@@ -278,7 +285,7 @@ def _groups_of(groups: object | None, names: Mapping[str, str]) -> dict[str, dis
     found = {name: group for name, group in fields.items() if isinstance(group, dist.ProcessGroup)}
     missing = [names[name] for name in ("tensor", "pipe", "data") if name not in found]
     if missing:
-        raise ValueError(f"the groups that were handed over lack {', '.join(missing)}: tp, pp and dp are needed")
+        raise ValueError(f"the groups that were handed over lack {', '.join(missing)}: give tp, pp and dp")
     return found
 
 

@@ -56,7 +56,8 @@ class SplitLayerNorm(nn.Module):
             raise ValueError(
                 f"{type(self).__name__} of {self.features} features over {self._over_features.axes[0]}="
                 f"{self._over_features.size} takes {self.weight.numel()} of them in the last dim, got shape "
-                f"{tuple(input.shape)}"
+                f"{tuple(input.shape)}; split a full input with scatter_to(input, registry, "
+                f"{self._over_features.axes[0]!r}, dim=-1)"
             )
         output: Tensor = _SplitLayerNorm.apply(
             input, self.weight, self.bias, self.eps, self.features, self._over_features, self._over_batch

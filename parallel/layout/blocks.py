@@ -68,7 +68,9 @@ def cut_spans(spans: Sequence[Span], parts: int, index: int, sizes: tuple[int, .
         start = min(index * chunk, total)
         return _narrowed(spans, start, min(chunk, total - start))
     if total % sum(sizes):
-        raise ValueError(f"length {total} is no multiple of {sum(sizes)}, which blocks of sizes {sizes} add up to")
+        raise ValueError(
+            f"length {total} is no multiple of {sum(sizes)}, which blocks of sizes {sizes} add up to; give their sizes"
+        )
     found: list[Span] = []
     at = 0
     for number, size in enumerate(sizes):

@@ -84,7 +84,8 @@ class Region:
         region = cls(tuple(full), spans, 0, prod(shape))
         if region.shape != tuple(shape):
             raise ValueError(
-                f"{name}: {spec} makes this rank's piece of {tuple(full)} {region.shape}, but it has {tuple(shape)}"
+                f"{name}: {spec} makes this rank's piece of {tuple(full)} {region.shape}, but it has {tuple(shape)}; "
+                "declare the spec that it was cut by"
             )
         return region
 

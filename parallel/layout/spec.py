@@ -273,11 +273,11 @@ class P:
                 if size_of(index) > size:
                     raise ValueError(
                         f"{name}: {self} has a piece for each of the {size_of(index)} coordinates of {index!r}, but "
-                        f"{axis!r}, along which the owner has the same one, has size {size}"
+                        f"{axis!r}, along which the owner has the same one, has size {size}: name one as large"
                     )
                 continue
             if not -size <= index < size or (index < 0 and axis in dict(self.owned)):
-                raise ValueError(f"{name}: {self} names coordinate {index} of {axis!r}, which has size {size}")
+                raise ValueError(f"{name}: {self} names coordinate {index} of {axis!r}; write one of 0 to {size - 1}")
 
     def __repr__(self) -> str:
         parts = [self._entry_repr(dim) for dim in range(len(self.entries))]

@@ -73,7 +73,8 @@ def _joined(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over, len
     if tensor.size(over.dim) != piece:
         raise ValueError(
             f"dim {over.dim} of a tensor of shape {tuple(tensor.shape)} is no piece of length={length} over "
-            f"{over.axes[0]}={over.size}: this rank's has {piece}"
+            f"{over.axes[0]}={over.size}: this rank's has {piece}; give the "
+            "length of the whole dim, and the piece that shard or scatter_to(uneven=True) makes"
         )
     return apply(_padded(tensor, over, chunk), forward_map, backward_map, over).narrow(over.dim, 0, length)
 
@@ -208,11 +209,13 @@ def all_to_all(
             raise ValueError(f"{name} is {sizes}; give a length >= 0 for each of the {over.size} ranks of the group")
     if sum(sent) != tensor.size(over.dim):
         raise ValueError(
-            f"split_sizes {sent} don't add up to dim {over.dim} of a tensor of shape {tuple(tensor.shape)}"
+            f"split_sizes {sent} don't add up to dim {over.dim} of a tensor of shape {tuple(tensor.shape)}; give "
+            f"lengths that make up {tensor.size(over.dim)}"
         )
     if received[over.rank] != own:
         raise ValueError(
-            f"concat_sizes says that this rank sends itself {received[over.rank]}, but its piece has {own}"
+            f"concat_sizes says that this rank sends itself {received[over.rank]}, but its piece has {own}; give what "
+            "each rank has for this one in its split_sizes"
         )
     cut, joined = Cut(over.dim, sent), Cut(target, received)
     return apply(tensor, partial(exchange, cut=cut, joined=joined), partial(exchange, cut=joined, joined=cut), over)

@@ -152,5 +152,7 @@ def apply(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over) -> Te
 def along(tensor: Tensor, registry: ProcessGroupRegistry, axes: tuple[str, ...], dim: int) -> Over:
     """Where a map acts that cuts or joins ``dim``. ValueError where the tensor has no such dim."""
     if not -tensor.dim() <= dim < tensor.dim():
-        raise ValueError(f"dim {dim} is out of range for a tensor of shape {tuple(tensor.shape)}")
+        raise ValueError(
+            f"dim {dim} is out of range for a tensor of shape {tuple(tensor.shape)}; give one of its {tensor.dim()} dims"
+        )
     return Over(registry, axes, dim=dim % tensor.dim())

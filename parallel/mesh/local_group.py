@@ -68,7 +68,10 @@ def new_local_group(
             group_desc=f"meshstep: {len(ranks)} ranks, {ranks[0]} to {ranks[-1]}",  # for NCCL's timeout messages
         )
     if not isinstance(group, dist.ProcessGroup) or group.group_name != name:
-        raise RuntimeError(f"this torch doesn't let a process group be named ({group!r} instead of {name!r})")
+        raise RuntimeError(
+            f"this torch, {torch.__version__}, doesn't let a process group be named ({group!r} instead of {name!r}); take "
+            "torch 2.11 or newer"
+        )
     if bound is not None and group.bound_device_id is None:  # as torch before 2.15 leaves it
         group.bound_device_id = bound
     return group

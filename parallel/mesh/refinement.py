@@ -148,12 +148,14 @@ def _steps(dim: tuple[int, str], groups: Sequence[Ranks]) -> list[tuple[int, int
         if [rank - group[0] for rank in group] != [rank - first[0] for rank in first]:
             raise ValueError(
                 f"the groups along {name!r} are not alike: ranks {first} and {group}. Axes make groups of one size and "
-                "stride for all ranks: uneven ones (a stage with more tensor ranks than another) are no product of axes"
+                "stride for all ranks: uneven ones (a stage with more tensor ranks than another) are no product of axes; "
+                "give meshes whose groups are alike"
             )
     steps = steps_of(first)
     if steps is None or any(group[0] // stride % size for group in groups for size, stride in steps):
         raise ValueError(
-            f"ranks {first} along {name!r} are no grid: their distances are no product of sizes and strides"
+            f"ranks {first} along {name!r} are no grid: their distances are no product of sizes and strides; "
+            "give meshes that init_device_mesh made, or slices of them"
         )
     return steps
 

@@ -269,7 +269,9 @@ class ProcessGroupRegistry:
             raise ValueError(f"a rank comes twice in {members}; name each rank once")
         outside = [rank for rank in members if not 0 <= rank < self.topology.world_size]
         if outside:
-            raise ValueError(f"ranks {outside} aren't in the world of {self.topology.world_size} ranks")
+            raise ValueError(
+                f"ranks {outside} aren't in the world of {self.topology.world_size} ranks; name some of these"
+            )
         if self.global_rank not in members:
             raise ValueError(
                 f"rank {self.global_rank} asks for the group of {members}, to which it doesn't belong; "

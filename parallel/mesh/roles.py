@@ -31,7 +31,7 @@ def roles_of(axes: Iterable[str], aliases: Aliases, told: Mapping[str, Role]) ->
     for name, role in told.items():
         if name not in axes and name not in aliases:
             there = f"axes: {', '.join(axes) or 'none'}" + (f"; aliases: {', '.join(aliases)}" if aliases else "")
-            raise ValueError(f"roles names {name!r}, which is no axis here ({there})")
+            raise ValueError(f"roles names {name!r}, which is no axis here ({there}); write one of these")
         if role not in get_args(Role):
             raise ValueError(f"axis {name!r} has role {role!r}; write one of {', '.join(map(repr, get_args(Role)))}")
     return tuple(_role(axis, names_of(axis, aliases), told) for axis in axes)

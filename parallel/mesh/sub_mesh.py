@@ -37,7 +37,9 @@ def sub_mesh(registry: Groups, dims: Sequence[tuple[str, ...]]) -> DeviceMesh:
     ranks = registry.ranks(*(axis for dim in dims for axis in dim))
     by_dim = [topology.atoms(*dim) for dim in dims]
     if [tuple(axis for axis in topology.axes if axis in dim) for dim in by_dim] != by_dim:
-        raise ValueError(f"a mesh of {dims} joins axes in another order than theirs ({topology.named()})")
+        raise ValueError(
+            f"a mesh of {dims} joins axes in another order than theirs ({topology.named()}); write them in that order"
+        )
     groups = [registry.group(*dim) for dim in dims]
     if len(dims) == 1:
         return DeviceMesh.from_group(groups[0], registry.device.type, mesh_dim_names=names)

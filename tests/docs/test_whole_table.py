@@ -1,4 +1,4 @@
-"""The README's table of optimizers that need whole tensors is what happens: each cell of it is run.
+"""The table of optimizers that need whole tensors is what happens: each cell of it is run.
 
 After ten steps in float64 every rank has what the same optimizer has alone in one process, to 1e-12, and copies have the
 same bits, with every placement of states that the cell says.
@@ -14,14 +14,13 @@ from whole_services import each_trained
 from whole_table import LAYOUTS, OPTIMIZERS, PLACEMENTS, fitting
 from world import World
 
-README = (Path(__file__).parent.parent.parent / "README.md").read_text()
-SECTION = README.partition("## Muon, SOAP, LAMB, Adafactor\n")[2].partition("\n## ")[0]
+PAGE = (Path(__file__).parent.parent.parent / "optim" / "whole" / "README.md").read_text()
 EXACT = 1e-12
 
 
 def table() -> dict[tuple[str, str], str]:
     """(optimizer, layout) -> the cell."""
-    lines = [line for line in SECTION.splitlines() if line[:1] == "|"]
+    lines = [line for line in PAGE.splitlines() if line[:1] == "|"]
     start = next(index for index, line in enumerate(lines) if "`tensor=2`" in line)
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start:]]
     layouts = [cell.replace("`", "") for cell in rows[0][1:]]

@@ -24,8 +24,7 @@ def test_the_file_is_what_the_script_draws() -> None:
     assert PICTURE.read_text(encoding="utf-8") == drawn, "run: python examples/draw_linear_2d.py parallel/linear_2d.svg"
 
 
-def test_the_readmes_show_it() -> None:
-    assert "(parallel/linear_2d.svg)" in (ROOT / "README.md").read_text()
+def test_the_page_shows_it() -> None:
     assert "(linear_2d.svg)" in (ROOT / "parallel" / "README.md").read_text()
 
 

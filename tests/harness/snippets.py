@@ -14,6 +14,11 @@ def blocks(language: str, document: str) -> list[tuple[str, str]]:
     return [(text, output) for kind, text, output in found if kind == language]
 
 
+def languages(document: str) -> set[str]:
+    """Of all its blocks; "" of one that has none."""
+    return set(re.findall(r"^```(\w*)\n.*?^```$", document, re.MULTILINE | re.DOTALL))
+
+
 def printed_by(code: str, name: str, namespace: dict[str, Any]) -> str:
     """What it prints; ``namespace`` is its globals."""
     printed = io.StringIO()

@@ -1,4 +1,4 @@
-"""What the README's table "What works with what" is made of: every layout, form of data parallelism and precision mode.
+"""What the table "What works with what" is made of: every layout, form of data parallelism and precision mode.
 
 The model is two blocks of a layer norm and two linear layers. Whatever the layout, the full weights and the batches are
 the same, so a cell is right if it ends where one process ends that runs the whole model in the same mode.

@@ -1,4 +1,4 @@
-"""What the README's table of optimizers that need whole tensors is made of: optimizers, layouts, placements of states."""
+"""What the table of optimizers that need whole tensors is made of: optimizers, layouts, placements of states."""
 
 from __future__ import annotations
 

@@ -101,6 +101,23 @@ def split_run(
     return norms, weights
 
 
+def run_recipe(path: str) -> int:
+    """The lines of MIGRATING.md under "From Transformers", on this rank: how many ranks its registry has; and a step."""
+    page = (Path(__file__).parents[2] / "MIGRATING.md").read_text()
+    code = page.partition("## From Transformers\n")[2].partition("```python\n")[2].partition("```")[0]
+    names: dict[str, Any] = {"path": path}
+    exec(compile(code, "MIGRATING.md", "exec"), names)
+    model, optimizer = names["model"], names["optimizer"]
+    with optimizer.registry as registry:
+        optimizer.backward(loss_of(model, tokens_of(0)[registry.rank("fsdp") :: 2]))
+        assert not bool(optimizer.step().skipped)
+        return int(registry.topology.world_size)
+
+
+def test_the_recipe_of_the_page_runs(world: World, saved: Callable[[str], str]) -> None:
+    assert world.run(4, run_recipe, saved("llama")) == [4] * 4
+
+
 def whole_run(path: str, make: Any = sgd) -> Trained:
     model = loaded(path, None)
     optimizer, norms = make(model), []

@@ -86,7 +86,7 @@ def test_axes_have_the_role_that_their_alias_says() -> None:
         (lambda: FOLDED.rank(data=1), "tensor is missing"),
         (lambda: P("exper").validate(1, FOLDED, "w"), "w: .*names axis 'exper'.*aliases: data, expert.*mean 'expert'"),
         (lambda: P("data", "expert").validate(2, FOLDED, "w"), "axis 'mid' is named twice"),
-        (lambda: P(owned={"expert": 4}).validate(1, FOLDED, "w"), "w: .*coordinate 4 of 'expert', which has size 4"),
+        (lambda: P(owned={"expert": 4}).validate(1, FOLDED, "w"), "w: .*coordinate 4 of 'expert'; write one of 0 to 3"),
         (lambda: P(tied={"expert": (0, -1)}).validate(1, FOLDED, "w"), r"\[0, 3\] are no product .* mid=2 x tensor=2"),
     ],
 )

@@ -424,5 +424,5 @@ def test_a_state_after_so_many_batches_is_that_of_a_loop() -> None:
             states.append(loader.state_after(1, batches))
             assert loader.state_dict() == states[-1]
     assert len({state["position"] for state in states}) == len(loader)
-    with pytest.raises(ValueError, match="the next epoch, at 0"):
+    with pytest.raises(ValueError, match="the end of an epoch is the next one at 0"):
         loader.state_after(0, len(loader))

@@ -88,7 +88,7 @@ def test_one_spelling_for_blocks() -> None:
         (lambda: P(tied={"pipe": ()}), "names no coordinate"),
         (lambda: P("a", "b").validate(1, Topology(a=2, b=2), "w"), "w: .* 2 entries but the tensor has 1 dims"),
         (lambda: P("c").validate(1, Topology(a=2, b=2), "w"), "w: .* names axis 'c', but the axes are a, b"),
-        (lambda: P(owned={"a": 2}).validate(1, Topology(a=2), "w"), "coordinate 2 of 'a', which has size 2"),
+        (lambda: P(owned={"a": 2}).validate(1, Topology(a=2), "w"), "coordinate 2 of 'a'; write one of 0 to 1"),
         (lambda: P(tied={"a": (0, -3)}).validate(1, Topology(a=2), "w"), "coordinate -3 of 'a'"),
     ],
 )

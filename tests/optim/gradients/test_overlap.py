@@ -290,7 +290,7 @@ class Raises(torch.autograd.Function):
     [
         ("re-entrant", "use_reentrant=False"),
         ("two micro-batches", "no_sync"),
-        ("past the optimizer", "goes through optimizer.backward"),
+        ("past the optimizer", "call optimizer.backward for the last micro-batch"),
         ("backward raises", "out of memory, say"),
     ],
 )

@@ -437,7 +437,7 @@ def test_wrong_options_are_errors_that_say_what_is_wanted() -> None:
         (SOAP, {"lr": -1.0}, r"lr=-1\.0"),
         (SOAP, {"shampoo_beta": 1.0}, r"shampoo_beta=1\.0"),
         (Shampoo, {"betas": (0.9, 0.0)}, r"betas=\(0\.9, 0\.0\)"),
-        (Shampoo, {"grafting": "lamb"}, "want 'adam' or 'sgd'"),
+        (Shampoo, {"grafting": "lamb"}, "give 'adam' or 'sgd'"),
         (Shampoo, {"precondition_frequency": 0}, "precondition_frequency=0"),
     ):
         with pytest.raises(ValueError, match=says):

@@ -190,7 +190,7 @@ def test_a_rate_in_a_tensor_is_the_same_rate(name: str) -> None:
     ],
 )
 def test_wrong_options_are_errors_that_say_what_is_wanted(kind: Any, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"{list(options)[-1]}=.*want"):
+    with pytest.raises(ValueError, match=rf"{list(options)[-1]}=.*give"):
         kind([nn.Parameter(torch.ones(2, 2))], **options)
 
 

@@ -275,7 +275,7 @@ def test_wrong_options_are_errors_that_say_what_is_wanted() -> None:
     matrix, vector = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4))
     with pytest.raises(ValueError, match=r"momentum=1\.5"):
         Muon([matrix], momentum=1.5)
-    with pytest.raises(ValueError, match="want 'original'"):
+    with pytest.raises(ValueError, match="give 'original'"):
         Muon([matrix], adjust_lr_fn="none")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="there is no beta"):
         Muon([matrix], adamw={"beta": 1})

@@ -1,0 +1,190 @@
+"""Who holds what on a topology, as a picture: ``python -m meshstep.parallel data=2 row=2 col=2 --svg ranks.svg``.
+
+Each panel is a parameter of the layers that are named for the topology's axes; each card a rank, with the full tensor on it
+and the rank's piece of it filled. One colour is one piece. What is filled is what the spec says (`P.spans`, `P.holds`), and
+nothing is known of axes but their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
+from ..mesh.svg import COLOURS, box, page, text
+from ..mesh.topology import Topology
+from .spec import P
+
+MOST = 64  # ranks
+CARD, BETWEEN, MARGIN, WIDTH = 58, 8, 36, 900
+HEAD, FOOT = 48, 52  # of a panel: title and spec above its grids, words below
+
+Cells = frozenset[tuple[int, ...]]
+
+
+class Shown(NamedTuple):
+    """A parameter: its name, its spec, and how many dims it has."""
+
+    title: str
+    spec: P
+    dims: int
+
+
+def parameters(topology: Topology) -> list[Shown]:
+    """Those of the layers whose axes the topology has, and one that is copied."""
+    names = {*topology.axes, *topology.aliases}
+    found = []
+    if {"row", "col"} <= names:
+        depth, kind = (("depth",), "2.5-D") if "depth" in names else ((), "2-D")
+        weight, bias = P("row", "col", partial=depth), P("col", partial=depth)
+        found += [Shown(f"{kind} weight", weight, 2), Shown("its bias", bias, 1)]
+    if {"input", "weight", "output"} <= names:
+        found += [
+            Shown("3-D weight", P(("output", "weight"), "input"), 2),
+            Shown("its bias", P("input"), 1),
+            Shown("a classifier", P(None, "output", owned={"input": "output"}), 2),
+        ]
+    for axis in sorted(names & {"tensor", "tp"})[:1]:
+        found += [
+            Shown("weight, by outputs", P(axis, None), 2),
+            Shown("its bias", P(axis), 1),
+            Shown("weight, by inputs", P(None, axis), 2),
+        ]
+    for axis in sorted(names & {"expert", "ep"})[:1]:
+        found += [Shown("weights of experts", P(axis, None, None), 3)]
+    return [*found, Shown("a copied one", P(), 1)]
+
+
+def held(shown: Shown, topology: Topology, rank: int) -> Cells:
+    """The cells of the full tensor that a rank holds; a dim has a cell for each of the parts that it is cut into."""
+    coordinate = topology.coordinate(rank)
+    if not shown.spec.holds(coordinate, topology):
+        return frozenset()
+    spans = [
+        shown.spec.spans(dim, length, topology, coordinate) for dim, length in enumerate(cells_of(shown, topology))
+    ]
+    return frozenset(product(*([start + i for start, length in dim for i in range(length)] for dim in spans)))
+
+
+def cells_of(shown: Shown, topology: Topology) -> tuple[int, ...]:
+    """How many parts each dim is cut into."""
+    return tuple(topology.size(*topology.atoms(*shown.spec.dim_axes(dim))) for dim in range(shown.dims))
+
+
+def draw(topology: Topology) -> str:
+    """The picture as SVG.
+
+    Raises:
+        ValueError: It has more than 64 ranks.
+    """
+    if topology.world_size > MOST:
+        raise ValueError(
+            f"a picture shows up to {MOST} ranks, and {topology!r} has {topology.world_size:,}: leave --svg out, "
+            "which prints a table, or make the axes smaller"
+        )
+    parts: list[str] = []
+    left, top, tallest, widest = float(MARGIN), 62.0, 0.0, 0.0
+    for shown in parameters(topology):
+        width, height = panel_size(topology)
+        if left > MARGIN and left + width > WIDTH - MARGIN:
+            left, top = float(MARGIN), top + tallest
+        parts += panel(shown, topology, left, top)
+        widest, tallest = max(widest, left + width), height
+        left += width + MARGIN
+    sizes = ", ".join(f"{axis}={size}" for axis, size in zip(topology.axes, topology.sizes, strict=True))
+    title = f"Who holds what: {sizes or 'one rank'}"
+    words = "Filled: what a rank holds of the full tensor. One colour is one piece."
+    bottom = top + tallest + 28
+    parts.append(text(MARGIN, bottom, words, "quiet"))
+    if topology.aliases:
+        bottom += 20
+        joined = ", ".join(f"{alias} = {' x '.join(atoms)}" for alias, atoms in topology.aliases.items())
+        parts.append(text(MARGIN, bottom, joined, "quiet"))
+    return page(title, max(widest + MARGIN, 60 + 9.2 * len(title)), bottom + 24, parts)
+
+
+# The grids of ranks ----------------------------------------------------------------------------------------------------
+
+
+def blocks_of(topology: Topology) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes that number the blocks, and the two fastest, which span one; those of size 1 are left out."""
+    axes = tuple(axis for axis, size in zip(topology.axes, topology.sizes, strict=True) if size > 1)
+    return axes[:-2], axes[-2:]
+
+
+def block_shape(topology: Topology) -> tuple[int, int]:
+    """Rows and columns of a block."""
+    _, fast = blocks_of(topology)
+    sizes = [topology.size(axis) for axis in fast]
+    return (1, 1) if not sizes else (1, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])
+
+
+def names_above(topology: Topology) -> float:
+    """The height of what stands above a block: its place on the slow axes, and the columns."""
+    return 42 if blocks_of(topology)[0] else 24
+
+
+def panel_size(topology: Topology) -> tuple[float, float]:
+    rows, columns = block_shape(topology)
+    across, down = blocks_across(topology)
+    width = across * (columns * (CARD + BETWEEN) + 34)
+    return max(width, 200), HEAD + down * (rows * (CARD + BETWEEN) + names_above(topology)) + FOOT
+
+
+def blocks_across(topology: Topology) -> tuple[int, int]:
+    """How many blocks stand side by side, and in how many lines."""
+    rows, columns = block_shape(topology)
+    count = topology.world_size // (rows * columns)
+    most = max(1, int((WIDTH - 2 * MARGIN) // (columns * (CARD + BETWEEN) + 34)))
+    across = min(count, most, 4 if count > 4 else count)
+    return across, -(-count // across)
+
+
+def panel(shown: Shown, topology: Topology, left: float, top: float) -> Iterator[str]:
+    """Title, spec, a card for each rank, and how often a piece is there."""
+    slow, fast = blocks_of(topology)
+    rows, columns = block_shape(topology)
+    across, _ = blocks_across(topology)
+    yield text(left, top + 18, shown.title, "name")
+    yield text(left, top + 38, repr(shown.spec), "code")
+    colours: dict[object, str] = {}
+    for rank in range(topology.world_size):
+        block, inside = divmod(rank, rows * columns)  # ranks are row-major
+        x0 = left + 26 + (block % across) * (columns * (CARD + BETWEEN) + 34)
+        y0 = top + HEAD + names_above(topology) + (block // across) * (rows * (CARD + BETWEEN) + names_above(topology))
+        x, y = x0 + inside % columns * (CARD + BETWEEN), y0 + inside // columns * (CARD + BETWEEN)
+        where = topology.coordinate(rank)
+        if inside == 0 and slow:
+            yield text(x0, y0 - 20, ", ".join(f"{axis} {where[axis]}" for axis in slow), "quiet")
+        if inside < columns and fast:
+            yield text(x + CARD / 2, y0 - 5, f"{fast[-1]} {where[fast[-1]]}", "quiet", "middle")
+        if inside % columns == 0 and len(fast) > 1:
+            label = text(0, 0, f"{fast[0]} {where[fast[0]]}", "quiet", "middle")
+            yield f'<g transform="translate({x - 8:g} {y + CARD / 2:g}) rotate(-90)">{label}</g>'
+        cells = held(shown, topology, rank)
+        piece = (cells, *(where[axis] for axis in topology.pipe_axes))
+        if cells:
+            colours.setdefault(piece, COLOURS[len(colours) % len(COLOURS)])
+        yield from card(rank, cells_of(shown, topology), cells, colours.get(piece, ""), x, y)
+    _, height = panel_size(topology)
+    holders, count = shown.spec.holders(topology), len(colours)
+    pieces = "1 piece" if count == 1 else f"{count} pieces, each"
+    yield text(left, top + height - FOOT + 12, f"{pieces} on {holders} rank{'s' if holders > 1 else ''}")
+    if shown.spec.partial:
+        yield text(
+            left, top + height - FOOT + 30, f"gradients are summed over {' x '.join(shown.spec.partial)}", "quiet"
+        )
+
+
+def card(rank: int, sizes: Sequence[int], cells: Cells, colour: str, x: float, y: float) -> Iterator[str]:
+    """A rank: its number, and the full tensor with what it holds filled; a third dim stands beside the first."""
+    yield box(x, y, CARD, CARD, "card", 6)
+    yield text(x + CARD / 2, y + 14, str(rank), "quiet", "middle")
+    rows, columns = (1, *sizes)[-2:] if len(sizes) < 3 else (sizes[0], 1)
+    width, height = (CARD - 16) / columns, min((CARD - 26) / rows, 32 if rows > 1 else 14)
+    top = y + 20 + (CARD - 26 - height * rows) / 2
+    for row, column in product(range(rows), range(columns)):
+        cell = (column,) if len(sizes) == 1 else (row, column) if len(sizes) == 2 else (row, 0, 0)
+        yield box(
+            x + 8 + column * width, top + row * height, width, height, "cell", fill=colour if cell in cells else ""
+        )

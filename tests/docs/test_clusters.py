@@ -1,0 +1,103 @@
+"""The batch scripts of docs/CLUSTERS.md: run by bash, with an srun that starts its tasks on this machine as Slurm would."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from meshstep.parallel.launch.environment import read_environment
+from snippets import blocks
+from torch.distributed.run import config_from_args, parse_args
+
+ROOT = Path(__file__).parent.parent.parent
+BY_HAND, SLURM, BOTH = (text for text, _ in blocks("bash", (ROOT / "docs" / "CLUSTERS.md").read_text()))
+JOB, NODES = 4321, "node[07-08]"
+
+SRUN = """#!/bin/bash
+export SLURM_STEP_ID=0 SLURM_STEP_NODELIST="$SLURM_JOB_NODELIST" SLURM_NTASKS=$((SLURM_JOB_NUM_NODES * TASKS))
+for ((rank = 0; rank < SLURM_NTASKS; rank++)); do
+    SLURM_PROCID=$rank SLURM_LOCALID=$((rank % TASKS)) "$@" || exit 1
+done
+"""
+SCONTROL = """#!/bin/bash
+[[ "$1 $2" == "show hostnames" ]] && printf 'node07\\nnode08\\n'
+"""
+NOTED = """#!{python}
+import json, os, sys
+with open(os.environ["NOTES"], "a") as notes:
+    print(json.dumps([sys.argv, dict(os.environ)]), file=notes)
+"""
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    """A folder of programs: Slurm's, and a python and a torchrun that note how they are called."""
+    noted = NOTED.format(python=sys.executable)
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "python": noted, "torchrun": noted}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    return tmp_path
+
+
+def called(machine: Path, script: str, **variables: str) -> list[tuple[list[str], dict[str, str]]]:
+    """Arguments and environment of each python or torchrun that a script starts."""
+    environment = {"PATH": f"{machine}:{os.environ['PATH']}", "NOTES": str(machine / "notes"), **variables}
+    subprocess.run(["bash", "-e", "-u", "-c", script], env=environment, check=True, cwd=ROOT)
+    return [tuple(json.loads(line)) for line in (machine / "notes").read_text().splitlines()]
+
+
+def job(script: str) -> dict[str, str]:
+    """The variables that sbatch sets, as the script's #SBATCH lines say."""
+    asked = dict(line.removeprefix("#SBATCH --").split("=") for line in script.splitlines() if line[:7] == "#SBATCH")
+    return {
+        "SLURM_JOB_ID": str(JOB),
+        "SLURM_JOB_NODELIST": NODES,
+        "SLURM_JOB_NUM_NODES": asked["nodes"],
+        "TASKS": asked["ntasks-per-node"],
+    }
+
+
+def agents(calls: list[tuple[list[str], dict[str, str]]]) -> list[tuple[int, int, str, str]]:
+    """Of each torchrun: nodes, processes a node, where they meet, and the script."""
+    found = []
+    for arguments, _ in calls:
+        config, _, words = config_from_args(parse_args(arguments[1:]))
+        script = next(word for word in words if word.endswith(".py"))
+        assert (ROOT / script).is_file()
+        assert config.rdzv_backend == "c10d"
+        found.append((config.max_nodes, config.nproc_per_node, config.rdzv_endpoint, script))
+    return found
+
+
+def test_torchrun_by_hand(machine: Path) -> None:
+    assert agents(called(machine, BY_HAND, HEAD="node07:29500")) == [(2, 2, "node07:29500", "examples/quickstart.py")]
+
+
+def test_slurm_starts_a_task_a_process(machine: Path) -> None:
+    calls = called(machine, SLURM, **job(SLURM))
+    places = [read_environment(environment) for _, environment in calls]
+    assert [(place.rank, place.world_size, place.local_rank) for place in places] == [
+        (0, 4, 0),
+        (1, 4, 1),
+        (2, 4, 0),
+        (3, 4, 1),
+    ]
+    assert {place.launcher for place in places} == {"slurm"}
+    assert {place.address for place in places} == {"node07"}
+    assert len({place.port for place in places}) == 1
+    assert {(ROOT / arguments[1]).is_file() for arguments, _ in calls} == {True}
+
+
+def test_without_srun_it_is_an_error_that_says_so(machine: Path) -> None:
+    (_, environment), *_ = called(machine, SLURM.replace("srun ", ""), **job(SLURM), SLURM_NTASKS="4", SLURM_PROCID="0")
+    with pytest.raises(RuntimeError, match=r"srun did not start this process.*Write 'srun python"):
+        read_environment({**environment, "SLURM_LOCALID": "0"})
+
+
+def test_torchrun_under_slurm_is_one_agent_a_node(machine: Path) -> None:
+    port = 20000 + JOB % 10000
+    assert agents(called(machine, BOTH, **job(BOTH))) == [(2, 2, f"node07:{port}", "examples/quickstart.py")] * 2

@@ -1,0 +1,62 @@
+"""The tutorial docs/FIRST_MLP.md, as one file on 4 ranks: rank 0 prints what the page shows.
+
+``python tests/docs/test_first_mlp.py``, with ``tests/harness`` on the path, writes what is printed into the page.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from meshstep.parallel import unshard
+from snippets import blocks, printed_by
+from world import World
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "FIRST_MLP.md"
+RANKS = 4
+
+
+def printed(codes: list[str]) -> tuple[list[str], float]:
+    """What each part prints on this rank, and how far the weights are from the dense network's in the end."""
+    session: dict[str, Any] = {"__name__": "my_mlp"}
+    try:
+        texts = [printed_by(code, "FIRST_MLP.md", session) for code in codes]
+        specs, registry = session["specs"], session["registry"]
+        dense = dict(session["dense"].named_parameters())
+        full = {name: unshard(param, specs[name], registry) for name, param in session["model"].named_parameters()}
+        return texts, max(float((full[name] - dense[name]).detach().abs().max()) for name in specs)
+    finally:
+        if "registry" in session:
+            session["registry"].close()
+
+
+def test_the_tutorial_prints_what_it_shows_and_ends_with_the_dense_weights(world: World) -> None:
+    codes, shown = zip(*blocks("python", PAGE.read_text()), strict=True)
+    by_rank = world.run(RANKS, printed, list(codes))
+    assert by_rank[0][0] == list(shown)
+    assert max(error for _, error in by_rank) < 1e-6
+
+
+def test_its_norm_is_exact_and_its_mistake_is_found() -> None:
+    text = PAGE.read_text()
+    assert "off by at most 1e-5" in text
+    assert "proved: up.weight, up.bias, down.weight, down.bias" in text
+    assert "up.bias: declared P(), each rank of 'tensor' has a piece of its own; it is P('tensor')" in text
+
+
+def write() -> None:
+    """Into the page, what its parts print now."""
+    world, page = World(), PAGE.read_text()
+    codes = [code for code, _ in blocks("python", page)]
+    texts = world.run(RANKS, printed, codes)[0][0]
+    for code, text in zip(codes, texts, strict=True):
+        before, _, after = page.partition(code)
+        if text:
+            shown, _, after = after.partition("```text\n")
+            page = f"{before}{code}{shown}```text\n{text}```{after.partition('```')[2]}"
+    PAGE.write_text(page)
+    world.close()
+
+
+if __name__ == "__main__":
+    write()

@@ -60,7 +60,10 @@ class SkipSpikes(Clip):
         checked_count(self.window, "window", 1)
         checked_count(self.warm_up, "warm_up", 1)
         if self.warm_up > self.window:
-            raise ValueError(f"warm_up={self.warm_up} and window={self.window}: a window never has so many norms")
+            raise ValueError(
+                f"warm_up={self.warm_up} and window={self.window}: a window never has so many norms; give a warm_up of at "
+                f"most {self.window}, or a longer window"
+            )
 
     def initial(self) -> Mapping[str, Initial]:
         inner = {} if self._then is None else {_THEN + name: value for name, value in self._then.initial().items()}

@@ -94,7 +94,7 @@ class Telemetry(Watcher):
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ValueError(f"every={self.every!r}: give a whole number of steps >= 1")
         if any(isinstance(watcher, Telemetry) for watcher in self.optimizer._states.watchers):
-            raise ValueError("the optimizer has a Telemetry already: close() it before another is made")
+            raise ValueError("the optimizer has a Telemetry already: call its close() before you make another")
         checked_by(self.by)
         if self.spectral is not None:
             self.spectral.check()

@@ -39,8 +39,8 @@ from meshstep.optim import ParallelOptimizer, use_kernels
 from meshstep.optim.kernels.choice import Kernels
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from meshstep.parallel.interop.deepspeed import ModelParallelUnit
-from overlap import Transformer
 from stepped_sizes import transformer_parameters
+from timed_transformer import VOCAB, Transformer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -96,7 +96,7 @@ class Trained(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.model = Transformer(512, 9).to(dtype)
-        self.ids = torch.randint(2048, (4, 129))
+        self.ids = torch.randint(VOCAB, (4, 129))
 
     @property
     def weights(self) -> list[nn.Parameter]:

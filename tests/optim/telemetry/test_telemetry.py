@@ -88,7 +88,7 @@ def test_a_closed_one_measures_no_more() -> None:
     model = nn.Linear(3, 2)
     optimizer = alone(model)
     telemetry = Telemetry(optimizer, every=1)
-    with pytest.raises(ValueError, match=r"has a Telemetry already: close\(\) it"):
+    with pytest.raises(ValueError, match=r"has a Telemetry already: call its close\(\)"):
         Telemetry(optimizer)
     telemetry.close()
     telemetry.close()

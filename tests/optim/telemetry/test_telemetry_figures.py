@@ -176,6 +176,7 @@ def clipped(gradients: Full, clip: Any) -> Full:
     if isinstance(clip, ByValue):
         return {key: value.clamp(-clip.clip_value, clip.clip_value) for key, value in gradients.items()}
     if isinstance(clip, PerParameter):
+        assert isinstance(clip.max_norm, float)
         return {key: value * min(1.0, clip.max_norm / (float(value.norm()) + 1e-6)) for key, value in gradients.items()}
     factor = min(1.0, clip / (norm(gradients, [*gradients]) + 1e-6))
     return {key: value * factor for key, value in gradients.items()}

@@ -86,6 +86,21 @@ def meshstep(
     return step
 
 
+def without_norm(make: Callable[[], Transformer], registry: ProcessGroupRegistry, bucket_bytes: int | None) -> Step:
+    """Gradients reduced during backward, then the bare optimizer: what measuring and clipping add is what this lacks."""
+    model = make()
+    adamw_ = adamw(model)
+    how = Reduce(overlap=True, bucket_bytes=bucket_bytes)
+    optimizer = ParallelOptimizer(adamw_, registry, data_parallel=how)
+
+    def step(ids: Tensor) -> None:
+        optimizer.zero_grad()
+        optimizer.backward(model(ids))
+        adamw_.step()
+
+    return step
+
+
 def contenders(
     make: Callable[[], Transformer], registry: ProcessGroupRegistry, bucket_bytes: int | None
 ) -> dict[str, Step]:
@@ -96,6 +111,7 @@ def contenders(
         "DDP, ParallelOptimizer": meshstep(make, registry, None, ddp=True),
         "Reduce(overlap=True)": meshstep(make, registry, Reduce(overlap=True, bucket_bytes=bucket_bytes)),
         "Reduce()": meshstep(make, registry, Reduce()),
+        "Reduce(overlap=True), bare AdamW": without_norm(make, registry, bucket_bytes),
     }
 
 

@@ -1,6 +1,6 @@
 """The steps of the neighbours' optimizers beside meshstep's, in one interleaved run: same shapes and gradients every round.
 
-    python tests/benchmarks/peers.py [--seconds 30] [--ranks 2] [--train] [--svg peers.svg]
+    python tests/benchmarks/peers.py [--seconds 30] [--ranks 2] [--train] [--keep]
 
 Needs the extra ``interop`` (and megatron-core, without what it asks for). What is timed begins where backward has left its
 gradients, in the place where each expects them, and ends when the next forward may begin: norm, clip, update, masters,
@@ -14,6 +14,7 @@ one rank it is the process's own time, to which other work adds nothing; else th
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 import warnings
@@ -336,27 +337,15 @@ def ratios(times: Mapping[str, list[float]], base: str) -> dict[str, float]:
     }
 
 
-def bars(title: str, found: Mapping[str, Mapping[str, float]]) -> str:
-    """The ratios as bars, an SVG."""
-    row, left, width, top = 22, 250, 430, 34
-    rows = [(precision, name, value) for precision, of in found.items() for name, value in of.items()]
-    most, lines, y, before = max(value for *_, value in rows), list[str](), top, ""
-    for precision, name, value in rows:
-        if precision != before:
-            y += 8 + row * bool(before)
-            lines.append(f'<text x="8" y="{y + 14}" font-weight="bold">{precision}</text>')
-            before, y = precision, y + row
-        colour = "#0b7285" if name.startswith("meshstep") else "#adb5bd"
-        lines.append(f'<text x="{left - 8}" y="{y + 14}" text-anchor="end">{name}</text>')
-        lines.append(
-            f'<rect x="{left}" y="{y + 2}" width="{width * value / most:.0f}" height="{row - 6}" fill="{colour}"/>'
-        )
-        lines.append(f'<text x="{left + width * value / most + 6:.0f}" y="{y + 14}">{value:.2f}</text>')
-        y += row
-    size = f'width="{left + width + 60}" height="{y + 12}"'
-    style = 'font-family="sans-serif" font-size="13"'
-    head = f'<rect width="100%" height="100%" fill="white"/><text x="8" y="20" font-size="15">{title}</text>'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{head}{"".join(lines)}</svg>\n'
+def keep(ranks: int, found: Mapping[str, Mapping[str, float]]) -> None:
+    """Put the ratios where docs/pictures/peers.py draws them from."""
+    path = Path(__file__).parents[2] / "docs" / "pictures" / "figures" / "peers.json"
+    figures = json.loads(path.read_text()) if path.exists() else {}
+    figures["one rank" if ranks == 1 else f"tensor={ranks}"] = {
+        precision: {name: round(ratio, 3) for name, ratio in of.items() if name != BARE}
+        for precision, of in found.items()
+    }
+    path.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def measure(rank: int, store: str, arguments: argparse.Namespace) -> None:
@@ -385,11 +374,8 @@ def measure(rank: int, store: str, arguments: argparse.Namespace) -> None:
                 print(f"\n{precision} ({len(times[BARE])} rounds)")
                 for name, ratio in found[precision].items():
                     print(f"  {name:32s} {median(times[name]) * 1e3:9.2f} ms   {ratio:5.2f}x", flush=True)
-        if arguments.svg and rank == 0:
-            what = "forward, backward, clip and step" if run.train else "clip + step"
-            Path(arguments.svg).write_text(
-                bars(f"{what}: multiples of bare fused float32 AdamW, tensor={ranks}", found), encoding="utf-8"
-            )
+        if arguments.keep and rank == 0:
+            keep(ranks, found)
     dist.destroy_process_group()
 
 
@@ -399,10 +385,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, help="every tensor is split over them")
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
     parser.add_argument("--train", action="store_true", help="time forward and backward too; one rank")
-    parser.add_argument("--svg", help="where to write the bars")
+    parser.add_argument("--keep", action="store_true", help="for docs/pictures/peers.py")
     arguments = parser.parse_args()
-    if arguments.train and arguments.ranks > 1:
-        parser.error("--train is of one rank: the transformer is not split")
+    if arguments.train and (arguments.ranks > 1 or arguments.keep):
+        parser.error("--train is of one rank, whose transformer is not split, and is not drawn")
     with TemporaryDirectory() as folder:
         store = f"{folder}/store"
         if arguments.ranks == 1:

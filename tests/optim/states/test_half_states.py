@@ -272,7 +272,7 @@ def test_checkpoints_of_float32_states_and_of_half_ones_load_into_each_other(wor
 
 def test_other_dtypes_and_modes_with_half_states_of_their_own_are_refused() -> None:
     with ProcessGroupRegistry(Topology()) as registry:
-        with pytest.raises(ValueError, match=r"kept in torch\.bfloat16"):
+        with pytest.raises(ValueError, match=r"give torch\.bfloat16"):
             make(registry, "alone", (HalfStates(torch.float16),))
         with pytest.raises(ValueError, match="in bfloat16 already"):
             make(registry, "alone", (HalfStates(),), Bf16(stochastic_rounding=True))

@@ -154,9 +154,7 @@ class OptimizerFacade(Copied, torch.optim.Optimizer):
             self.optimizer.add_param_group({**group, "params": group["params"][:]})
             known = {id(param) for params in self._groups for _, param in params}
             if twice := sum(id(param) in known for _, param in added):
-                raise ValueError(
-                    f"{twice} of the parameters of the new group are in another group already; give each once"
-                )
+                raise ValueError(f"{twice} of the new group's parameters are in another group already; give each once")
 
         try:
             on_all_ranks(add_for_a_moment, self.registry)

@@ -47,7 +47,7 @@ def on_a_rank(name: str, function: str, *arguments: Any) -> Any:
 
 
 def test_each_has_a_script() -> None:
-    layouts = {f"layout_{name}" for name in script("layouts").LAYOUTS}
+    layouts = {f"layout_{name}" for name in script("who_holds_what").LAYOUTS}
     assert {path.stem for path in PICTURES} == {*MEASURED, *layouts}
 
 
@@ -58,10 +58,10 @@ def test_a_file_is_what_its_script_draws(name: str) -> None:
 
 
 def test_the_layouts_are_what_the_command_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, axes in script("layouts").LAYOUTS.items():
+    for name, axes in script("who_holds_what").LAYOUTS.items():
         command([*axes.split(), "--svg", str(tmp_path / "here.svg")])
         assert (tmp_path / "here.svg").read_text() == (FOLDER / f"layout_{name}.svg").read_text(), (
-            "run: python docs/pictures/layouts.py"
+            "run: python docs/pictures/who_holds_what.py"
         )
     assert "ranks of each group" in capsys.readouterr().out
 
@@ -187,7 +187,7 @@ def elements(shown: Shown, sizes: tuple[int, ...], topology: Topology, rank: int
     return set(shard(full, shown.spec.on(topology), place).flatten().tolist())
 
 
-@pytest.mark.parametrize("axes", [*script("layouts").LAYOUTS.values(), "pipe=2 tensor=3", "data=3"])
+@pytest.mark.parametrize("axes", [*script("who_holds_what").LAYOUTS.values(), "pipe=2 tensor=3", "data=3"])
 def test_a_picture_shows_what_shard_cuts(axes: str) -> None:
     topology = Topology.parse(axes)
     for shown in parameters(topology):

@@ -172,7 +172,7 @@ def late(options: dict[str, Any]) -> dict[str, Tensor]:
         optimizer = ParallelOptimizer(inner, registry, **arguments(max_norm=1.0, per_parameter_norms=True, **options))
         odd_steps(model, optimizer, registry, range(2))
         optimizer.add_param_group({"params": list(model.head.parameters()), "lr": 1e-3, "max_norm": 0.5})
-        with pytest.raises(ValueError, match="in another group already|in more than one parameter group"):
+        with pytest.raises(ValueError, match=r"in another group already|in more than one parameter group"):
             optimizer.add_param_group({"params": [model.head.bias]})
         odd_steps(model, optimizer, registry, range(2, 5))
         assert optimizer.last_stats is not None

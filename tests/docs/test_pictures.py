@@ -24,7 +24,7 @@ from world import World
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "docs" / "pictures"
 SVG = "{http://www.w3.org/2000/svg}"
-MEASURED = ("wrong_norms", "curves", "drift", "memory", "timeline")
+MEASURED = ("wrong_norms", "curves", "drift", "memory", "timeline", "peers")
 PICTURES = sorted(FOLDER.glob("*.svg"))
 
 

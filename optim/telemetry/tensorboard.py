@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from os import PathLike
 from types import TracebackType
+from typing import Any
 
 from .report import Report
 
@@ -25,9 +26,9 @@ class TensorBoardWriter:
             raise ImportError(
                 f"TensorBoardWriter needs the package tensorboard ({error}); pip install 'meshstep[tensorboard]'"
             ) from error
-        self._make: Callable[[str], SummaryWriter] = SummaryWriter
+        self._make: Callable[[str], Any] = SummaryWriter
         self.log_dir = str(log_dir)
-        self._writer: SummaryWriter | None = None
+        self._writer: Any = None
 
     def __call__(self, report: Report) -> None:
         """Write one point of each curve."""

@@ -22,7 +22,7 @@ def main() -> None:
 
     warnings.simplefilter("error", UserWarning)
     # pdoc looks up what a NamedTuple's constructor is annotated with where `collections` made that.
-    warnings.filterwarnings("ignore", r"Error parsing .* for meshstep\.optim\.(Norms|Decision)\.__init__")
+    warnings.filterwarnings("ignore", r"Error parsing .* for meshstep\.optim\.(Norms|Decision|Trial)\.__init__")
     pdoc.render.configure(docformat="google", math=True, footer_text="meshstep")
     pdoc.pdoc(*MODULES, output_directory=folder)
     print(f"{len([*folder.rglob('*.html')])} pages in {folder}")

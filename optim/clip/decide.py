@@ -155,7 +155,7 @@ class Clipping:
             factor = None
         if rule is not None and rule.in_place:
             rule.finish_(self.params)
-        spiked = None if decision.skip is None else (decision.skip & finite).float()
+        spiked = decision.spiked(finite)
         stats = self._stats(norms, coef, finite, divisor, needs, vetoed=vetoed, parted=parted, spiked=spiked)
         return Verdict(stats, factor, past, None if ballot is None else ballot.problem).after(earlier)
 

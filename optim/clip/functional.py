@@ -225,5 +225,5 @@ def _stats(norms: Norms, clip: ClipState | None) -> GradStats:
         decision = clip.decide(norms)
         clip.remember(decision, finite)
         coef = coef if decision.factors is None else torch.where(finite, decision.factors, coef)
-        spiked = None if decision.skip is None else (decision.skip & finite).float()
+        spiked = decision.spiked(finite)
     return GradStats(norms.total, coef, finite.logical_not().float(), norms.groups, spiked=spiked)

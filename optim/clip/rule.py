@@ -65,6 +65,10 @@ class Decision(NamedTuple):
     state: Mapping[str, Tensor] = NOTHING
     skip: Tensor | None = None
 
+    def spiked(self, finite: Tensor) -> Tensor | None:
+        """`GradStats.spiked`, where the norm is ``finite``, 0-dim bool: else the step is skipped for that."""
+        return None if self.skip is None else (self.skip & finite).float()
+
 
 class Clip(ABC):  # noqa: B024 (one of two methods is to be written)
     """A rule; give it as ``max_norm=``. One of your own says its `level`, and computes `factors`; or, if it remembers

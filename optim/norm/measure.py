@@ -8,6 +8,12 @@ from typing import Literal
 from .global_norm import Reduction, checked_norm_type, checked_reduction
 
 
+def check_every(every: object, said: str) -> None:
+    """Raise ValueError where it is no whole number of steps >= 1; ``said``: as it was given."""
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise ValueError(f"{said}: give a whole number of steps >= 1")
+
+
 @dataclass(frozen=True)
 class Fingerprints:
     """Watch the copies over a long run, against silent corruption of data: in the first step and in every so-many-th.
@@ -33,8 +39,7 @@ class Fingerprints:
 
     def check(self) -> None:
         """Raise ValueError if it is out of range."""
-        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
-            raise ValueError(f"Fingerprints(every={self.every!r}): give a whole number of steps >= 1")
+        check_every(self.every, f"Fingerprints(every={self.every!r})")
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Literal
+
+from ..norm.named import matches
 
 By = Literal["parameter", "layer", "group"] | Mapping[str, str]
 """``"layer"``: all parameters of one module. A mapping: from labels to globs over parameter names; the first that fits."""
@@ -22,9 +23,9 @@ def labelled(names: Sequence[str], groups: Sequence[int], by: By) -> tuple[list[
         ValueError: A glob fits to nothing, or a label is ``"total"``.
     """
     if isinstance(by, Mapping):
-        found = [next((label for label, glob in by.items() if _fits(name, glob)), None) for name in names]
+        found = [next((label for label, glob in by.items() if matches(glob, name)), None) for name in names]
         for label, glob in by.items():
-            if not any(_fits(name, glob) for name in names):
+            if not any(matches(glob, name) for name in names):
                 raise ValueError(
                     f"by={{{label!r}: {glob!r}}} fits to no parameter; there are {', '.join(names[:8])}..."
                 )
@@ -46,7 +47,7 @@ def checked_by(by: object) -> None:
 
 def chosen(names: Sequence[str], globs: Sequence[str]) -> list[bool]:
     """Which names fit to any of the globs."""
-    return [any(_fits(name, glob) for glob in globs) for name in names]
+    return [any(matches(glob, name) for glob in globs) for name in names]
 
 
 def _label(name: str, group: int, by: object) -> str:
@@ -54,7 +55,3 @@ def _label(name: str, group: int, by: object) -> str:
         return f"group_{group}"
     plain, at, stage = name.partition("@")
     return (plain.rpartition(".")[0] or plain) + at + stage if by == "layer" else name
-
-
-def _fits(name: str, glob: str) -> bool:
-    return fnmatchcase(name, glob) or fnmatchcase(name.partition("@")[0], glob)

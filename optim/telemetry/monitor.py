@@ -17,17 +17,18 @@ from collections.abc import Callable, Mapping
 from math import nan
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...amp.capture import is_captured
 from ...parallel.mesh.calls import in_call
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from ..norm.measure import check_every
 from ..norm.powers import accumulation_dtype
 from ..norm.stats import GradStats
 from .flops import Flops
 from .measurement import Measurement
 from .report import Report
+from .slots import world_sum
 from .telemetry import Telemetry
 
 
@@ -62,8 +63,7 @@ class Monitor:
         telemetry: Telemetry | None = None,
         flops: Flops | None = None,
     ) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"every={every!r}: give a whole number of steps >= 1")
+        check_every(every, f"every={every!r}")
         self.registry, self.callbacks, self.every, self.unit = registry, callbacks, every, unit
         self.telemetry, self.flops = telemetry, flops
         self.step = 0
@@ -220,8 +220,5 @@ class Monitor:
         sharers = topology.world_size // topology.size(*topology.data_axes)
         count = self._loss.new_full((), self._count / sharers)
         sums = torch.stack([self._loss, self._loss_count, self._left_out, count])
-        if topology.world_size > 1:
-            sums = sums.to(self.registry.device)
-            with in_call(self.registry, "Monitor"):
-                dist.all_reduce(sums, group=self.registry.group(*topology.axes))
-        return sums
+        with in_call(self.registry, "Monitor"):
+            return world_sum(sums, self.registry)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
-from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..norm.agreement import with_names
 from ..norm.plan import ReductionPlan
 from ..norm.powers import accumulation_dtype
@@ -17,7 +15,7 @@ from ..parallel_optimizer import ParallelOptimizer
 from .labels import TOTAL, By, chosen, labelled
 from .local_gradients import LocalGradients, is_local
 from .noise_scale import NoiseScale
-from .slots import Slots
+from .slots import Slots, world_sum
 from .spectral import PowerIteration, SpectralNorms
 
 KINDS = ("param_norm", "grad_norm", "update_norm", "grad_zeros", "grad_underflow")
@@ -114,12 +112,3 @@ class Planned:
     def summed(self, packed: Tensor) -> Tensor:
         """Over the world. Collectives: one all-reduce, none on one rank."""
         return world_sum(packed, self.registry)
-
-
-def world_sum(packed: Tensor, registry: ProcessGroupRegistry) -> Tensor:
-    """The sum over all ranks, on the device of what is given; an all-reduce, but on one rank."""
-    if registry.topology.world_size == 1:
-        return packed
-    wire = packed.to(registry.device, copy=True)
-    dist.all_reduce(wire, group=registry.group(*registry.topology.axes))
-    return wire.to(packed.device)

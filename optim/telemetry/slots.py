@@ -1,11 +1,14 @@
-"""Values put together by where they belong, in one order on every rank and device."""
+"""Values put together: by where they belong, in one order on every rank and device, and over the world."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from ...parallel.mesh.registry import ProcessGroupRegistry
 
 
 class Slots:
@@ -31,3 +34,12 @@ class Slots:
         """[..., values] -> [..., slots]. Host reads: none."""
         padded = torch.cat([values, values.new_zeros(*values.shape[:-1], 1)], -1)
         return padded[..., self._members].sum(-1)
+
+
+def world_sum(packed: Tensor, registry: ProcessGroupRegistry) -> Tensor:
+    """The sum over all ranks, on the device of what is given; an all-reduce, but on one rank."""
+    if registry.topology.world_size == 1:
+        return packed
+    wire = packed.to(registry.device, copy=True)
+    dist.all_reduce(wire, group=registry.group(*registry.topology.axes))
+    return wire.to(packed.device)

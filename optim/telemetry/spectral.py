@@ -19,13 +19,13 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...parallel.layout.pieces import Box, Region
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..whole.layout import LogicalTensor
 from ..whole.tensors import WholeTensors, narrowed
+from .slots import world_sum
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,10 @@ class PowerIteration:
         return results
 
     def _summed(self, products: list[Tensor]) -> list[Tensor]:
-        if self.registry.topology.world_size == 1 or not products:
+        if not products:
             return products
-        packed = torch.cat([product.reshape(-1) for product in products]).to(self.registry.device)
-        dist.all_reduce(packed, group=self.registry.group(*self.registry.topology.axes))
-        parts = packed.to(self.device).split([product.numel() for product in products])
+        packed = torch.cat([product.reshape(-1) for product in products])
+        parts = world_sum(packed, self.registry).split([product.numel() for product in products])
         return [part.view(product.shape) for part, product in zip(parts, products, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...parallel.mesh.agreement import check_same, on_all_ranks
 from ...parallel.mesh.calls import in_call
+from ..norm.measure import check_every
 from ..parallel_optimizer import ParallelOptimizer
 from ..states.link import AnyWindow
 from ..states.watcher import Watcher
@@ -91,8 +92,7 @@ class Telemetry(Watcher):
         optimizer._states.watchers.append(self)
 
     def _check(self) -> None:
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise ValueError(f"every={self.every!r}: give a whole number of steps >= 1")
+        check_every(self.every, f"every={self.every!r}")
         if any(isinstance(watcher, Telemetry) for watcher in self.optimizer._states.watchers):
             raise ValueError("the optimizer has a Telemetry already: call its close() before you make another")
         checked_by(self.by)

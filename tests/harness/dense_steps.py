@@ -39,11 +39,13 @@ class Dense:
     first: Tensor
     second: Tensor
     steps: Tensor  # of each element
+    largest: Tensor  # absolute value that any element had, 0-dim: what was rounded there is off by as much when it is small
 
     @classmethod
     def of(cls, name: str) -> Dense:
         value = start_of(name).flatten()
-        return cls(value, torch.zeros_like(value), torch.zeros_like(value), torch.zeros_like(value))
+        zeros = (torch.zeros_like(value) for _ in range(3))
+        return cls(value, *zeros, largest=value.abs().max())
 
 
 def elements(setting: Setting, name: str, at: Coordinate) -> Tensor:
@@ -137,6 +139,7 @@ class DenseRun:
         if self.case.kind == "SGD":
             p.first[present] = (MOMENTUM * p.first + gradient + decay * p.value)[present]
             p.value -= torch.where(present, rate * p.first, 0.0)
+            p.largest = torch.maximum(p.largest, p.value.abs().max())
             return
         beta1, beta2 = BETAS
         p.first[present] = (beta1 * p.first + (1 - beta1) * gradient)[present]
@@ -144,6 +147,7 @@ class DenseRun:
         mean, square = p.first / (1 - beta1**p.steps), p.second / (1 - beta2**p.steps)
         moved = p.value * (1 - rate * decay) - rate * mean / (square.sqrt() + EPS)
         p.value = torch.where(present, moved, p.value)
+        p.largest = torch.maximum(p.largest, p.value.abs().max())
 
     # Checkpoints --------------------------------------------------------------------------------------------------------
 

@@ -72,8 +72,8 @@ def differences(dense: DenseRun, case: Case, setting: Setting, reports: Sequence
         mine = [(name, 0, param, rounding) for name, param in report.params.items()]
         for name, offset, value, rounded in mine + [(*piece, 0.0) for piece in report.pieces]:
             where = elements(setting, name, at)[offset : offset + value.numel()]
-            wanted = dense.params[name].value
-            allowed = rounded * wanted[where].abs() + 3e-6 * wanted.abs().max()
+            wanted, largest = dense.params[name].value, dense.params[name].largest
+            allowed = rounded * wanted[where].abs() + 3e-6 * largest
             error = (value.flatten().double() - wanted[where]).abs()
             if not (error <= allowed).all():
                 found.append(f"{name} on rank {rank} is {float((error - allowed).max()):.1e} off")

@@ -7,10 +7,10 @@ from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .calls import check_same_call, current_call, in_call
+from .objects import all_gather_objects
 from .registry import ProcessGroupRegistry
 
 T = TypeVar("T")
@@ -22,15 +22,13 @@ def gather_objects(value: T, registry: ProcessGroupRegistry) -> list[T]:
 
     Raises:
         RuntimeError: On every rank: ranks have met that are in different calls of this library.
-    Collectives: two all-gathers over the world (none on one rank). Host reads: yes.
+    Collectives: those of `all_gather_objects` over the world: one, two of large values, none on one rank. Host reads: yes.
     """
-    world_size = registry.topology.world_size
-    if world_size == 1:
+    if registry.topology.world_size == 1:
         return [value]
     with in_call(registry, "gather_objects"):
-        said: list[tuple[str | None, T] | None] = [None] * world_size
-        dist.all_gather_object(said, (current_call(), value), group=registry.group(*registry.topology.axes))
-        calls, values = zip(*said, strict=True)
+        world = registry.group(*registry.topology.axes)
+        calls, values = zip(*all_gather_objects((current_call(), value), world, registry.device), strict=True)
         check_same_call(calls)
         return list(values)
 

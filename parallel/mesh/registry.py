@@ -26,6 +26,7 @@ import torch.distributed as dist
 from .calls import answer_questions, in_call
 from .default_group import agreed_name, default_group, is_fake
 from .local_group import cuda_device, end_local_group, new_local_group
+from .objects import all_gather_objects
 from .roles import Role
 from .sub_mesh import sub_mesh
 from .topology import Topology
@@ -163,7 +164,7 @@ class ProcessGroupRegistry:
         Raises:
             ValueError: As in `group`.
             RuntimeError: The registry is closed; a rank did not come within the timeout.
-        Collectives: an object all-gather over the world, then one all-reduce a group. Host reads: yes.
+        Collectives: those of `all_gather_objects` over the world, then one all-reduce a group. Host reads: yes.
         """
         named = [(axes,) if isinstance(axes, str) else axes for axes in groups]
         for axes in sorted(named, key=lambda axes: self.ranks(*axes)):
@@ -173,8 +174,7 @@ class ProcessGroupRegistry:
             return
         with in_call(self, "meet"):
             world = self.group(*self.topology.axes)
-            asked: list[set[tuple[int, ...]]] = [set()] * self.topology.world_size
-            dist.all_gather_object(asked, {*self._groups} - self._met, group=world)
+            asked = all_gather_objects({*self._groups} - self._met, world, self.device)
             for members in sorted(asked[self.global_rank]):
                 if all(members in asked[rank] for rank in members):
                     dist.all_reduce(torch.zeros(1, device=self.device), group=self._groups[members])

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense import COUNTED
+from gathered_objects import objects_gathered_by, said_by_all
 from meshstep.optim import HalfStates, Measure, ParallelOptimizer, Reduce, Sharded
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.testing import fake_world
@@ -106,10 +107,6 @@ def sent_by(case: Case) -> tuple[list[Sent], int]:
         return sent, sum(tensor.nbytes for tensor in (*moments, *masters))
 
 
-def same_objects_everywhere(said: list[Any], value: Any, group: Any = None) -> None:
-    said[:] = [value] * len(said)
-
-
 def expected(case: Case) -> list[Sent]:
     """By the page; parameters of a group of param groups of their own come in the order of the groups."""
     order = [index for start in range(case.groups) for index in range(7)[start :: case.groups]]
@@ -160,7 +157,7 @@ def test_the_formulas_are_what_ranks_count(world: World, case: Case) -> None:
 def test_the_formulas_are_what_one_rank_of_65536_counts(case: Case) -> None:
     with (
         fake_world(65536, rank=54_321),
-        mock.patch.object(dist, "all_gather_object", same_objects_everywhere),
+        objects_gathered_by(said_by_all),
     ):
         sent, nbytes = sent_by(case)
     assert sorted(sent) == expected(case)

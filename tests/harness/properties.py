@@ -32,10 +32,7 @@ from world import World
 C = TypeVar("C")
 Item = TypeVar("Item", bound=pytest.Item)
 WITHOUT_SHRINKING: Sequence[Phase] = (Phase.explicit, Phase.reuse, Phase.generate)
-CASES_OF_A_TEST = 2  # in a sample
-CASES_OF_A_FILE = (
-    2  # in a sample, of the files below: they start processes or train, and their seconds are those of Python
-)
+CASES_OF_A_FILE = 2  # in a sample, of the files below: they start processes or train: seconds of Python's
 STARTS_PROCESSES = (
     "docs/test_gpu_suite.py",
     "docs/test_types.py",
@@ -107,34 +104,22 @@ def repetitions(values: Sequence[C], *key: object) -> Sequence[C]:
 
 
 def sample(items: Sequence[Item]) -> list[Item]:
-    """Of each parametrised test a few cases; the other tests whole.
+    """Of each parametrised test one case; the other tests whole; of a file that `STARTS_PROCESSES`, `CASES_OF_A_FILE`.
 
-    First so many that every value of every argument is in one: of a product of arguments a few. Late ones are preferred:
-    tests list one process first and the layouts of many ranks last. Of these `CASES_OF_A_TEST`, taken by a hash of their
-    names; and of what is left of a file that `STARTS_PROCESSES`, `CASES_OF_A_FILE`.
+    A case of the second half: tests list one process first and the layouts of many ranks last. Which one of these a hash of
+    the name says: of another test another one.
     """
-    by_test: dict[str, list[tuple[Item, set[tuple[str, str]]]]] = {}
+    by_test: dict[str, list[Item]] = {}
     for item in items:
-        arguments = item.callspec.params if hasattr(item, "callspec") else {"": None}
-        values = {(name, repr(value)) for name, value in arguments.items()}
-        by_test.setdefault(item.nodeid.partition("[")[0], []).append((item, values))
-    chosen = []
-    for cases in by_test.values():
-        missing = {value for _, values in cases for value in values}
-        covering = []
-        while missing:
-            item, values = max(reversed(cases), key=lambda case: len(case[1] & missing))
-            covering.append(item)
-            missing -= values
-        chosen += _some_of(covering, CASES_OF_A_TEST)
+        by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
     by_file: dict[str, list[Item]] = {}
-    for item in chosen:
-        by_file.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    for test, cases in by_test.items():
+        by_file.setdefault(test.partition("::")[0], []).extend(_some_of(cases[len(cases) // 2 :], 1))
     return [
         item
-        for file, kept in by_file.items()
+        for file, chosen in by_file.items()
         for item in (
-            _some_of(kept, CASES_OF_A_FILE) if file.removeprefix("tests/").startswith(STARTS_PROCESSES) else kept
+            _some_of(chosen, CASES_OF_A_FILE) if file.removeprefix("tests/").startswith(STARTS_PROCESSES) else chosen
         )
     ]
 

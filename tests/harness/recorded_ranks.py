@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from gathered_objects import objects_gathered_by
 from meshstep.parallel.mesh import local_group
 from meshstep.parallel.mesh import registry as registry_module
 from torch import Tensor
@@ -143,14 +144,19 @@ def _make(options: Any, _: object) -> _Group:
     return group
 
 
-def _gather_objects(values: list[Any], value: Any, group: Any = None) -> None:
+def _gather_objects(value: Any, group: Any, _: torch.device) -> list[Any]:
+    """`parallel.mesh.objects.all_gather_objects`."""
+    group.gathers += 1
+    group.note("collective", "objects")
+    found: list[Any] = _thread.exchange.gather((group.of, group.gathers), group.own_rank, value, group.own_size)
+    return found
+
+
+def _gather_objects_as_torch(values: list[Any], value: Any, group: Any = None) -> None:
     """`torch.distributed.all_gather_object`."""
     found: Any = dist.group.WORLD if group is None else group
-    found.gathers += 1
-    for what in ("sizes", "objects"):
-        found.note("collective", what)
-    key = (found.of, found.gathers)
-    values[:] = _thread.exchange.gather(key, found.own_rank, value, found.own_size)
+    found.note("collective", "sizes")
+    values[:] = _gather_objects(value, found, torch.device("cpu"))
 
 
 @contextmanager
@@ -169,7 +175,8 @@ def _threads_are_ranks() -> Iterator[None]:
     hook, interval = sys.excepthook, sys.getswitchinterval()
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(distributed_c10d, "_world", world))
-        stack.enter_context(mock.patch.object(dist, "all_gather_object", _gather_objects))
+        stack.enter_context(mock.patch.object(dist, "all_gather_object", _gather_objects_as_torch))
+        stack.enter_context(objects_gathered_by(_gather_objects))
         stack.enter_context(mock.patch.object(registry_module, "new_local_group", make_alone))
         stack.enter_context(mock.patch.object(registry_module, "answer_questions"))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,7 @@ import properties
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from properties import CASES_OF_A_FILE, CASES_OF_A_TEST, number_of_cases, random_cases, repetitions, sample
+from properties import CASES_OF_A_FILE, number_of_cases, random_cases, repetitions, sample
 from world import World, WorldError
 
 NUMBERS = st.lists(st.integers(0, 1000), max_size=4)
@@ -94,26 +93,15 @@ def item(test: str, **arguments: object) -> Any:
     return SimpleNamespace(nodeid=f"{test}[{arguments}]", callspec=SimpleNamespace(params=arguments))
 
 
-def test_a_sample_has_every_test_and_each_value_of_each_argument_of_a_small_one() -> None:
-    layouts, modes = "abc"[:CASES_OF_A_TEST], range(CASES_OF_A_TEST)
-    grid = [item("grid", layout=layout, mode=mode) for layout, mode in product(layouts, modes)]
-    line = [item("line", mode=mode) for mode in modes]
-    alone = item("alone")
-    chosen = sample([*grid, *line, alone])
-    assert alone in chosen
-    assert all(case in chosen for case in line)
-    of_grid = [case.callspec.params for case in chosen if case in grid]
-    assert len(of_grid) == CASES_OF_A_TEST
-    assert {case["layout"] for case in of_grid} == set(layouts)
-    assert {case["mode"] for case in of_grid} == set(modes)
-
-
-def test_a_sample_has_a_few_cases_of_a_large_test_the_same_in_every_process() -> None:
+def test_a_sample_has_every_test_and_of_each_a_late_case_the_same_in_every_process() -> None:
     tests = [[item(f"test {index}", mode=mode) for mode in range(20)] for index in range(100)]
-    every = [case for cases in tests for case in cases]
+    pair, alone = [item("pair", mode=mode) for mode in range(2)], item("alone")
+    every = [*(case for cases in tests for case in cases), *pair, alone]
     chosen = sample(every)
-    assert [sum(case in chosen for case in cases) for cases in tests] == [CASES_OF_A_TEST] * len(tests)
-    assert {case.callspec.params["mode"] for case in chosen} == set(range(20)), "of another test, others"
+    assert [sum(case in chosen for case in cases) for cases in [*tests, pair, [alone]]] == [1] * 102
+    assert pair[1] in chosen
+    modes = {case.callspec.params["mode"] for cases in tests for case in cases if case in chosen}
+    assert modes == set(range(10, 20)), "of another test another one"
     assert sample(every) == chosen
 
 

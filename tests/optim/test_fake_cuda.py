@@ -18,6 +18,7 @@ import torch.distributed as dist
 from cpu_graph import capturing
 from dtensors import registry_of
 from fake_cuda import CUDA, Log, fake_cuda
+from gathered_objects import objects_gathered_by, said_by_all
 from meshstep.amp import Bf16, NaiveFp16
 from meshstep.optim import (
     AdaGC,
@@ -104,12 +105,9 @@ def world(topology: Topology) -> Iterator[None]:
         yield
         return
 
-    def said_by_all(values: list[Any], value: Any, group: Any = None) -> None:
-        values[:] = [value] * len(values)
-
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=topology.world_size)
     try:
-        with mock.patch.object(dist, "all_gather_object", said_by_all):
+        with objects_gathered_by(said_by_all):
             yield
     finally:
         dist.destroy_process_group()

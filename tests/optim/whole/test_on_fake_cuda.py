@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_cuda import Log, fake_cuda
+from gathered_objects import objects_gathered_by, said_by_all
 from meshstep.optim import CAME, LAMB, LARS, Adafactor, Measure, Muon, ParallelOptimizer, Sharded, StableAdamW
 from meshstep.optim.whole import tensors as of_tensors
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
@@ -39,9 +40,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def world() -> Iterator[None]:
     """Rank 0 of four; collectives do nothing. All ranks say what it says, but which part of a tensor they have."""
 
-    def said_by_all(values: list[Any], value: Any, group: Any = None) -> None:
-        values[:] = [value] * len(values)
-
     def with_their_regions(own: Sequence[tuple[Any, ...]], registry: ProcessGroupRegistry) -> list[Any]:
         def there(rank: int, name: str, region: Region) -> Region:
             where = TOPOLOGY.coordinate(rank)
@@ -59,7 +57,7 @@ def world() -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         with (
-            mock.patch.object(dist, "all_gather_object", said_by_all),
+            objects_gathered_by(said_by_all),
             mock.patch.object(of_tensors, "gather_objects", with_their_regions),
         ):
             yield

@@ -1,0 +1,27 @@
+"""Something else in the place of `parallel.mesh.objects.all_gather_objects`, where tensors have no elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from meshstep.parallel.mesh import agreement
+from meshstep.parallel.mesh import registry as registry_module
+
+
+@contextmanager
+def objects_gathered_by(gather: Callable[[Any, Any, torch.device], list[Any]]) -> Iterator[None]:
+    """Wherever the library gathers objects."""
+    with ExitStack() as stack:
+        for module in (agreement, registry_module):
+            stack.enter_context(mock.patch.object(module, "all_gather_objects", gather))
+        yield
+
+
+def said_by_all(value: Any, group: dist.ProcessGroup, _: torch.device) -> list[Any]:
+    """All ranks say what this one says."""
+    return [value] * group.size()

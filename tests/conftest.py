@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from loops import using
-from properties import is_sample, sample
+from properties import is_sample, sample, starts_processes
 from world import World
 
 torch.set_num_threads(1)
@@ -64,12 +64,12 @@ def world() -> Iterator[World]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest files first, those that train models, or one process works at the end while the other waits."""
+    """The longest files first, or one process works at the end while the other waits."""
     if is_sample():
         chosen = set(sample(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
-    items.sort(key=lambda item: {"examples", "test_torchtitan.py"}.isdisjoint(item.path.parts))
+    items.sort(key=lambda item: not (starts_processes(item.nodeid) or item.path.name == "test_torchtitan.py"))
 
 
 @pytest.fixture

@@ -103,6 +103,11 @@ def repetitions(values: Sequence[C], *key: object) -> Sequence[C]:
     return [values[zlib.crc32(repr(key).encode()) % len(values)]] if is_sample() else values
 
 
+def starts_processes(file: str) -> bool:
+    """Whether it is one of those, from the root of the project."""
+    return file.removeprefix("tests/").startswith(STARTS_PROCESSES)
+
+
 def sample(items: Sequence[Item]) -> list[Item]:
     """Of each parametrised test one case; the other tests whole; of a file that `STARTS_PROCESSES`, `CASES_OF_A_FILE`.
 
@@ -118,9 +123,7 @@ def sample(items: Sequence[Item]) -> list[Item]:
     return [
         item
         for file, chosen in by_file.items()
-        for item in (
-            _some_of(chosen, CASES_OF_A_FILE) if file.removeprefix("tests/").startswith(STARTS_PROCESSES) else chosen
-        )
+        for item in (_some_of(chosen, CASES_OF_A_FILE) if starts_processes(file) else chosen)
     ]
 
 

@@ -35,6 +35,7 @@ with mock.patch("torch._utils._get_available_device_type", return_value="cpu"): 
     from torchtitan.trainer import Trainer
 
 VOCAB, LENGTH, BATCH, STEPS, SAVE_EVERY = 2048, 32, 2, 10, 5
+LAYERS = 2  # of 6: the others are like these
 LAYOUTS = {
     "fsdp x tp": {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
     "hsdp": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2},
@@ -116,6 +117,7 @@ def on_cpus() -> None:
 def config_of(folder: Path, layout: str) -> Any:
     config = llama3_debugmodel()
     config.model_spec = llama3.model_registry("debugmodel")
+    del config.model_spec.model.layers[LAYERS:]
     config.dataloader, config.tokenizer, config.hf_assets_path = Data.Config(), Numbers.Config(), ""
     config.training.seq_len, config.training.local_batch_size, config.training.steps = LENGTH, BATCH, STEPS
     config.training.disable_cuda_graphs, config.training.mixed_precision_param = True, "float32"

@@ -1,12 +1,14 @@
 """Time whole training steps of replicas: torch's DistributedDataParallel against `Reduce`, with and without overlap.
 
-    python tests/benchmarks/overlap.py [--ranks 2 4] [--seconds 60]
+    python tests/benchmarks/overlap.py [--ranks 2 4] [--seconds 60] [--norm]
 
 A step is zero_grad, forward, backward with the reduction of gradients, clipping of the global norm, and fused AdamW, of a
 small transformer over gloo ranks of one thread each. Rounds of all contenders are interleaved, and each round begins with
 another one, so that a noisy machine is noisy for all of them. The columns: the median and the smallest wall clock of the
 slowest rank; the median over the rounds of its ratio to the first contender in the same round, and the ratio of the
-smallest; the median CPU time of all ranks together, and the median ratio of it.
+smallest; the median CPU time of all ranks together, and the median ratio of it. Last, what measuring and clipping the norm
+adds to the same step without them, as a share of forward and backward: the median over the rounds of the difference within
+each. With ``--norm`` only these two run.
 """
 
 from __future__ import annotations
@@ -34,14 +36,20 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 MAX_NORM = 0.7
-Step = Callable[[Tensor], object]
+Step = Callable[[Tensor], "Spent | None"]
+WITH, WITHOUT = "Reduce(overlap=True)", "Reduce(overlap=True), bare AdamW"
+BACKWARD = "forward and backward of it"
 
 
 class Spent(NamedTuple):
-    """Seconds of one step of one contender."""
+    """Seconds of one step of one contender, or of a part of it."""
 
     wall: float
     cpu: float
+
+    @classmethod
+    def since(cls, wall: float, cpu: float) -> Spent:
+        return cls(time.perf_counter() - wall, time.process_time() - cpu)
 
 
 def make_model(width: int, depth: int) -> Transformer:
@@ -93,31 +101,40 @@ def without_norm(make: Callable[[], Transformer], registry: ProcessGroupRegistry
     how = Reduce(overlap=True, bucket_bytes=bucket_bytes)
     optimizer = ParallelOptimizer(adamw_, registry, data_parallel=how)
 
-    def step(ids: Tensor) -> None:
+    def step(ids: Tensor) -> Spent:
         optimizer.zero_grad()
+        began = time.perf_counter(), time.process_time()
         optimizer.backward(model(ids))
+        backward = Spent.since(*began)
         adamw_.step()
+        return backward
 
     return step
 
 
 def contenders(
-    make: Callable[[], Transformer], registry: ProcessGroupRegistry, bucket_bytes: int | None
+    make: Callable[[], Transformer], registry: ProcessGroupRegistry, bucket_bytes: int | None, norm: bool
 ) -> dict[str, Step]:
-    """Name -> one step, each of its own model."""
+    """Name -> one step, each of its own model. ``norm``: only those that show what the norm costs."""
+    pair = {
+        WITH: meshstep(make, registry, Reduce(overlap=True, bucket_bytes=bucket_bytes)),
+        WITHOUT: without_norm(make, registry, bucket_bytes),
+    }
+    if norm:
+        return pair
     return {
         "DDP, clip_grad_norm_, AdamW": torch_recipe(make, registry),
         "DDP (gradient_as_bucket_view), the same": torch_recipe(make, registry, gradient_as_bucket_view=True),
         "DDP, ParallelOptimizer": meshstep(make, registry, None, ddp=True),
-        "Reduce(overlap=True)": meshstep(make, registry, Reduce(overlap=True, bucket_bytes=bucket_bytes)),
         "Reduce()": meshstep(make, registry, Reduce()),
-        "Reduce(overlap=True), bare AdamW": without_norm(make, registry, bucket_bytes),
+        **pair,
     }
 
 
 def time_rounds(steps: dict[str, Step], ids: Tensor, seconds: float) -> dict[str, list[Spent]]:
-    """What each contender spent in each round, after two of warm-up: the slowest rank's wall clock, all ranks' CPU."""
-    spent: dict[str, list[Spent]] = {name: [] for name in steps}
+    """What each contender spent in each round, after two of warm-up: the slowest rank's wall clock, all ranks' CPU. And the
+    same of `BACKWARD`."""
+    spent: dict[str, list[Spent]] = {name: [] for name in (*steps, BACKWARD)}
     end, rounds = time.perf_counter() + seconds, 0
     names = list(steps)
     while True:
@@ -128,15 +145,23 @@ def time_rounds(steps: dict[str, Step], ids: Tensor, seconds: float) -> dict[str
         first = rounds % len(names)
         for name in names[first:] + names[:first]:
             dist.barrier()
-            wall, cpu = time.perf_counter(), time.process_time()
-            steps[name](ids)
-            mine = torch.tensor([time.perf_counter() - wall, time.process_time() - cpu], dtype=torch.float64)
-            everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-            dist.all_gather(everybody, mine)
-            if rounds >= 2:
-                walls, cpus = torch.stack(everybody).unbind(1)
-                spent[name].append(Spent(float(walls.max()), float(cpus.sum())))
+            began = time.perf_counter(), time.process_time()
+            backward = steps[name](ids)
+            whole = Spent.since(*began)
+            for what, mine in ((name, whole), (BACKWARD, backward)):
+                if mine is not None:
+                    everybody = slowest(mine)
+                    if rounds >= 2:
+                        spent[what].append(everybody)
         rounds += 1
+
+
+def slowest(mine: Spent) -> Spent:
+    """The slowest rank's wall clock, all ranks' CPU."""
+    everybody = [torch.empty(2, dtype=torch.float64) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybody, torch.tensor(mine, dtype=torch.float64))
+    walls, cpus = torch.stack(everybody).unbind(1)
+    return Spent(float(walls.max()), float(cpus.sum()))
 
 
 def ratio(values: Sequence[float], base: Sequence[float]) -> float:
@@ -154,6 +179,16 @@ def report(spent: dict[str, list[Spent]]) -> None:
             f"{median(cpus) * 1e3:10.1f} ms {ratio(cpus, base_cpus):6.3f}x",
             flush=True,
         )
+    added = [
+        Spent(both.wall - bare.wall, both.cpu - bare.cpu)
+        for both, bare in zip(spent[WITH], spent[WITHOUT], strict=True)
+    ]
+    walls, cpus = zip(*added, strict=True)
+    of_walls, of_cpus = (median(values) for values in zip(*spent[BACKWARD], strict=True))
+    print(
+        f"  norm and clip add {median(walls) * 1e3:.1f} ms, {median(walls) / of_walls:.1%} of forward and backward; "
+        f"CPU {median(cpus) * 1e3:.1f} ms, {median(cpus) / of_cpus:.1%}"
+    )
 
 
 def run(rank: int, ranks: int, store: str, arguments: argparse.Namespace) -> None:
@@ -172,7 +207,8 @@ def run(rank: int, ranks: int, store: str, arguments: argparse.Namespace) -> Non
             return make_model(arguments.width, arguments.depth)
 
         ids = torch.randint(VOCAB, (arguments.rows, 65), generator=torch.Generator().manual_seed(rank))
-        spent = time_rounds(contenders(make, registry, arguments.bucket_bytes), ids, arguments.seconds)
+        steps = contenders(make, registry, arguments.bucket_bytes, arguments.norm)
+        spent = time_rounds(steps, ids, arguments.seconds)
         if rank == 0:
             params = list(make().parameters())
             numel = sum(param.numel() for param in params)
@@ -190,6 +226,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--rows", type=int, default=4, help="of 64 tokens, on each rank")
+    parser.add_argument("--norm", action="store_true", help="only what the norm adds")
     parser.add_argument("--bucket-bytes", type=int, default=None, help="of Reduce(overlap=True)")
     arguments = parser.parse_args()
     print(f"torch {torch.__version__}, {platform.machine()} CPU, gloo, one thread a rank")

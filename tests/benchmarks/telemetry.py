@@ -1,10 +1,10 @@
 """What it costs to measure weights, gradients and updates.
 
-    python tests/benchmarks/telemetry.py [--seconds 30] [--width 256]
+    python tests/benchmarks/telemetry.py [--seconds 30] [--width 256] [--every 50]
 
 The process's own time of one of two gloo ranks (one thread each) for a backward and a step of AdamW that clips, of a
-transformer, interleaved; as a ratio to the same without telemetry. A run that measures every N steps costs
-``1 + (measured - 1) / N`` of a plain one.
+transformer, interleaved; as a ratio to the same without telemetry. Then runs of N steps with ``every=N``, interleaved with
+runs of N plain ones.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "every step, with noise": {"every": 1, "noise": NoiseScale()},
     "every step, with singular values": {"every": 1, "spectral": SpectralNorms()},
 }
+Contender = tuple[Callable[[], object], Callable[[], object]]
 
 
 def model_of(width: int) -> nn.Module:
@@ -42,12 +43,12 @@ def model_of(width: int) -> nn.Module:
 
 
 def contenders(
-    registry: ProcessGroupRegistry, width: int
-) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
+    registry: ProcessGroupRegistry, width: int, ways: dict[str, dict[str, Any] | None]
+) -> dict[str, Contender]:
     """Name -> a backward, and a step, each of its own model."""
-    made: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {}
+    made: dict[str, Contender] = {}
     x = torch.randn(4, TOKENS // 4, width, generator=torch.Generator().manual_seed(registry.global_rank))
-    for name, options in WAYS.items():
+    for name, options in ways.items():
         torch.manual_seed(0)
         model = model_of(width)
         declare(model, {"*": P()})
@@ -64,10 +65,13 @@ def contenders(
     return made
 
 
-def timed(seconds: float, width: int) -> dict[str, tuple[float, float]]:
-    """Name -> milliseconds of this process for a backward and a step, and for the step alone: medians of the rounds."""
+def timed(
+    seconds: float, width: int, ways: dict[str, dict[str, Any] | None], steps: int = 1
+) -> tuple[dict[str, tuple[float, float]], int]:
+    """Name -> milliseconds of this process for ``steps`` backwards and steps, and for the steps alone: medians of the
+    rounds; and how many rounds there were."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
-        made = contenders(registry, width)
+        made = contenders(registry, width, ways)
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in made}
         for backward, step in made.values():
             backward()
@@ -76,24 +80,33 @@ def timed(seconds: float, width: int) -> dict[str, tuple[float, float]]:
         end = time.perf_counter() + seconds
         while not over:
             for name, (backward, step) in made.items():
-                start = time.process_time()
-                backward()
-                middle = time.process_time()
-                step()
-                stop = time.process_time()
-                times[name].append(((stop - start) * 1e3, (stop - middle) * 1e3))
+                both = alone = 0.0
+                for _ in range(steps):
+                    start = time.process_time()
+                    backward()
+                    middle = time.process_time()
+                    step()
+                    stop = time.process_time()
+                    both, alone = both + (stop - start) * 1e3, alone + (stop - middle) * 1e3
+                times[name].append((both, alone))
             over = torch.tensor(float(time.perf_counter() > end))
             torch.distributed.all_reduce(over)  # all stop together
-        return {name: (median(a for a, _ in found), median(b for _, b in found)) for name, found in times.items()}
+        rounds = len(times["no telemetry"])
+        return {
+            name: (median(a for a, _ in found), median(b for _, b in found)) for name, found in times.items()
+        }, rounds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--width", type=int, default=256, help="of the transformer: 256 has 3.2M parameters")
+    parser.add_argument("--every", type=int, default=50, help="steps of a run that measures once")
     arguments = parser.parse_args()
     world = World()
-    found = world.run(2, timed, arguments.seconds, arguments.width)[0]
+    found, _ = world.run(2, timed, arguments.seconds, arguments.width, WAYS)[0]
+    run = {"no telemetry": None, "telemetry": {"every": arguments.every}}
+    runs, rounds = world.run(2, timed, arguments.seconds, arguments.width, run, arguments.every)[0]
     world.close()
     parameters = sum(param.numel() for param in model_of(arguments.width).parameters())
     print(
@@ -103,8 +116,11 @@ def main() -> None:
     for name, (both, step) in found.items():
         ratios = f"backward and step {both:8.1f} ms {both / whole:5.2f}x", f"step {step:7.1f} ms {step / alone:5.2f}x"
         print(f"  {name:34s} {ratios[0]}    {ratios[1]}")
-    both, step = (1 + (ratio - 1) / 50 for ratio in (found["every step"][0] / whole, found["every step"][1] / alone))
-    print(f"  every=50, from these: backward and step {both:.4f}x, step {step:.3f}x")
+    both, step = (mine / plain for mine, plain in zip(runs["telemetry"], runs["no telemetry"], strict=True))
+    print(
+        f"  every={arguments.every}, {rounds} runs of {arguments.every} steps: "
+        f"backward and step {both:.4f}x, step {step:.3f}x"
+    )
 
 
 if __name__ == "__main__":

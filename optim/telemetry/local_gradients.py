@@ -20,6 +20,7 @@ from ..gradients.axes import sync_axes, sync_ranks
 from ..gradients.bucket import reduce_all
 from ..gradients.in_place import gradient_dtype
 from ..gradients.sync import gradient_buckets
+from ..norm.constants import Constants
 from ..norm.entries import ParameterEntry
 from ..norm.plan import ReductionPlan
 from ..parallel_optimizer import ParallelOptimizer
@@ -64,13 +65,20 @@ class LocalGradients:
         params: The model's parameters, where backward leaves gradients, in the order of the entries.
         plan: Of these.
         device: Of what is measured.
+        constants: Of this plan.
     """
 
     def __init__(
-        self, params: Sequence[Tensor], plan: ReductionPlan, registry: ProcessGroupRegistry, device: torch.device
+        self,
+        params: Sequence[Tensor],
+        plan: ReductionPlan,
+        registry: ProcessGroupRegistry,
+        device: torch.device,
+        constants: Constants,
     ) -> None:
         topology = plan.topology
         self.params, self.plan, self.registry, self.device = list(params), plan, registry, device
+        self._constants = constants
         self._own = [index for index, entry in enumerate(plan.entries) if is_local(entry, topology)]
         self._pending = [
             index
@@ -91,7 +99,7 @@ class LocalGradients:
         summed = self._summed()
         gradients = [summed[index] if index in summed else self.params[index].grad for index in self._own]
         found = torch.zeros(self.data_ranks, dtype=torch.float64, device=self.device)
-        found[self.data_rank] = (squares(gradients, self.device) * self._weights).sum()
+        found[self.data_rank] = (squares(gradients, self.device, self._constants) * self._weights).sum()
         return found
 
     def _summed(self) -> dict[int, Tensor | None]:

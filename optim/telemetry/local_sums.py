@@ -8,14 +8,19 @@ import torch
 from torch import Tensor
 
 from ...amp.casting import is_half
+from ..norm.constants import Constants
 from ..norm.powers import SCRATCH, accumulation_dtype, flattened, local_powers
 
 SMALLEST_NORMAL = 2.0**-14
 """Of float16; what is smaller is subnormal there, with fewer than its 11 bits, or 0."""
 
 
-def squares(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """[n] float64, on ``device``: the sum of squares of each tensor, on any device and of any float dtype; 0 for None."""
+def squares(tensors: Sequence[Tensor | None], device: torch.device, constants: Constants) -> Tensor:
+    """[n] float64, on ``device``: the sum of squares of each tensor, on any device and of any float dtype; 0 for None.
+
+    Args:
+        constants: Keep where in the result these tensors stand.
+    """
     dtype = accumulation_dtype(device)
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -26,27 +31,34 @@ def squares(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
     found = torch.zeros(len(tensors), dtype=dtype, device=device)
     for indices in kinds.values():
         of_kind = local_powers([tensor for index in indices if (tensor := tensors[index]) is not None], 2.0)
-        found[torch.tensor(indices, device=device)] = of_kind.to(device, dtype)
+        found[_places(indices, device, constants)] = of_kind.to(device, dtype)
     return found
 
 
-def counts(gradients: Sequence[Tensor | None], numels: Sequence[int], device: torch.device) -> Tensor:
+def counts(
+    gradients: Sequence[Tensor | None], numels: Sequence[int], device: torch.device, constants: Constants
+) -> Tensor:
     """[2, n] float64, on ``device``: how many elements of each gradient are 0, and how many are smaller than
     `SMALLEST_NORMAL`, zeros among them. One that did not come counts as zeros.
 
     Args:
         numels: Of what they are the gradients of.
+        constants: Keep these, and where in the result the gradients stand that came.
     """
     dtype = accumulation_dtype(device)
+    came = [index for index, gradient in enumerate(gradients) if gradient is not None]
     filled = [_counts(gradient.detach()) for gradient in gradients if gradient is not None]
-    if not filled:
-        return torch.tensor([numels, numels], dtype=dtype).to(device)
-    here = torch.stack([of_one.to(device) for of_one in filled], 1).to(dtype)
-    if len(filled) == len(gradients):
+    here = torch.stack([of_one.to(device) for of_one in filled], 1).to(dtype) if filled else None
+    if here is not None and len(came) == len(gradients):
         return here
-    found = torch.tensor([numels, numels], dtype=dtype).to(device)
-    found[:, torch.tensor([i for i, g in enumerate(gradients) if g is not None], device=device)] = here
+    found = constants(tuple(numels), lambda: numels, dtype, device).repeat(2, 1)
+    if here is not None:
+        found[:, _places(came, device, constants)] = here
     return found
+
+
+def _places(indices: list[int], device: torch.device, constants: Constants) -> Tensor:
+    return constants(tuple(indices), indices.copy, torch.int64, device)
 
 
 def _counts(gradient: Tensor) -> Tensor:

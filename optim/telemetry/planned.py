@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ..norm.agreement import with_names
+from ..norm.constants import Constants
 from ..norm.plan import ReductionPlan
 from ..norm.powers import accumulation_dtype
 from ..parallel_optimizer import ParallelOptimizer
@@ -44,7 +45,7 @@ class Planned:
         self, optimizer: ParallelOptimizer[Any], by: By, spectral: SpectralNorms | None, noise: NoiseScale | None
     ) -> None:
         registry, chain, device = optimizer.registry, optimizer._states, optimizer._device
-        self.registry, self.device = registry, device
+        self.registry, self.device, self.constants = registry, device, Constants()
         model = optimizer._plan if optimizer._plan.parameter_names else with_names(optimizer._plan, registry)
         self.plan = chain.derive(model)
         self.stepped, self.measured = chain.stepped, chain.measured()
@@ -89,7 +90,7 @@ class Planned:
                 "alone: leave noise= out"
             )
         params = [param for _, param, _ in optimizer._states.given]
-        self.local = LocalGradients(params, model, self.registry, self.device)
+        self.local = LocalGradients(params, model, self.registry, self.device, self.constants)
         self.left_out = tuple(name for name, is_own in zip(self.plan.parameter_names, own, strict=True) if not is_own)
         self._own = torch.tensor(own, dtype=accumulation_dtype(self.device)).to(self.device)
 

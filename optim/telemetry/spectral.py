@@ -15,7 +15,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -136,7 +135,7 @@ def _start(matrix: LogicalTensor) -> Tensor:
     """Random, by the name: the same on every rank and in every layout."""
     generator = torch.Generator().manual_seed(zlib.crc32(matrix.name.encode()))
     vector = torch.randn(matrix.shape[1:], generator=generator, dtype=torch.float64)
-    return vector / max(float(vector.norm()), 1e-300) if prod(matrix.shape) else vector
+    return vector.div_(torch.linalg.vector_norm(vector).clamp_min(1e-300))
 
 
 def _length(vector: Tensor) -> Tensor:

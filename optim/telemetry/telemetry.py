@@ -140,7 +140,10 @@ class Telemetry(Watcher):
         optimizer, planned = self.optimizer, self._planned
         gradients = [tensor.grad for tensor in planned.measured]
         found = torch.cat(
-            [squares(gradients, planned.device).view(1, -1), counts(gradients, planned.numels, planned.device)]
+            [
+                squares(gradients, planned.device, planned.constants).view(1, -1),
+                counts(gradients, planned.numels, planned.device, planned.constants),
+            ]
         )
         self._gradients = planned.to_parameters(found)
         self._window = weight_slots(window.weight, planned.registry, planned.device).clone()
@@ -158,13 +161,13 @@ class Telemetry(Watcher):
             return
         self._due, planned = False, self._planned
         before = kept(planned.stepped)
-        weights = squares(before, planned.device)
+        weights = squares(before, planned.device, planned.constants)
         sigmas = None
         with in_call(planned.registry, "Telemetry"):
             if planned.spectral is not None:
                 sigmas = planned.spectral([planned.stepped[index] for index in planned.matrices])
         update()
-        changes = squares(changes_(before, planned.stepped), planned.device)
+        changes = squares(changes_(before, planned.stepped), planned.device, planned.constants)
         del before
         weights, changes = planned.to_parameters(torch.stack([weights, changes])).unbind()
         rows = torch.stack([weights, self._gradients[0], changes, *self._gradients[1:]])

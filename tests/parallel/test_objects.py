@@ -8,8 +8,10 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from meshstep.parallel.mesh import objects
+from meshstep.parallel.mesh.flat_collectives import all_gather_flat
 from world import World
 
 EMPTY = len(pickle.dumps(b"")) + 8  # of a message
@@ -20,7 +22,7 @@ def gathered(sizes: list[int]) -> tuple[list[bytes], int]:
     """All ranks' bytes, and the collectives that it took."""
     with ProcessGroupRegistry(Topology(tensor=len(sizes))) as registry:
         own = random.Random(registry.global_rank).randbytes(sizes[registry.global_rank])
-        with mock.patch.object(objects, "all_gather_flat", wraps=objects.all_gather_flat) as sent:
+        with mock.patch(f"{objects.__name__}.all_gather_flat", wraps=all_gather_flat) as sent:
             found = objects.all_gather_objects(own, registry.group("tensor"), registry.device)
         return found, sent.call_count
 
@@ -51,8 +53,8 @@ def of_a_large_world(size: int) -> int:
         everything.view(-1, own.numel()).copy_(own.expand(everything.numel() // own.numel(), -1))
 
     with (
-        mock.patch.object(objects, "all_gather_flat", note),
-        mock.patch.object(objects.dist, "get_backend_config", return_value="cpu:gloo,cuda:nccl"),
+        mock.patch(f"{objects.__name__}.all_gather_flat", note),
+        mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,cuda:nccl"),
     ):
         group = mock.Mock(size=lambda: size)
         assert objects.all_gather_objects("said by all", group, torch.device("cuda", 0)) == ["said by all"] * size

@@ -223,7 +223,7 @@ def with_other_things(first_use: bool) -> Form:
 def forms_of(numel: int, room: int) -> dict[str, Form]:
     return {
         "synchronous": synchronous,
-        f"log of at most {room // MIB} MiB": by_log(Log(min(room, 12 * numel))),
+        f"log of at most {room / MIB:.2g} MiB": by_log(Log(min(room, 12 * numel))),
         "log of everything: a copy of the state": by_log(Log(12 * numel)),
         "two phases": in_two_phases(waits=True),
         "two phases, the forward not waiting": in_two_phases(waits=False),

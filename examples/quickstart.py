@@ -24,7 +24,7 @@ loader = prepare_dataloader(dataset, registry, 64 // registry.size("data"), shuf
 torch.manual_seed(0)  # draws the full weights; each rank keeps its part of them
 up, down = ColumnParallelLinear(64, 128, registry), RowParallelLinear(128, 10, registry)
 model = torch.nn.Sequential(up, torch.nn.GELU(), down).to(registry.device)
-adamw = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+adamw = torch.optim.AdamW(model.named_parameters(), lr=1e-2, fused=True)
 optimizer = ParallelOptimizer(adamw, registry, max_norm=1.0)
 
 monitor = Monitor(registry, lambda r: print(f"step {r.step}: loss {r.loss:.3f}, norm {r.grad_norm:.3f}"), every=28)

@@ -96,7 +96,8 @@ class Restoration:
         if found != Stored(region.full_shape, dtype):
             raise ValueError(
                 f"{key} has shape {found.shape}, {str(found.dtype)[6:]} in the checkpoint, but shape "
-                f"{region.full_shape}, {str(dtype)[6:]} here; build the model that was saved, in the same mode"
+                f"{region.full_shape}, {str(dtype)[6:]} here; build the model that was saved, in the same mode; where two "
+                "dims differ by a factor, one of the runs declares another dim as split than the one that is"
             )
         self.tensors[key] = part_of(region, room)
         return room

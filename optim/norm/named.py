@@ -52,7 +52,8 @@ class Named:
                     f"the pattern {pattern!r} matches {some(taken)}, which earlier patterns have taken: the first match "
                     "wins, so write the narrower pattern first"
                     if taken
-                    else f"the pattern {pattern!r} matches no parameter; there are {some(sorted(names))}"
+                    else f"the pattern {pattern!r} matches no parameter; there are {some(sorted(names))}. Names come from "
+                    "declare, or from model.named_parameters(), if the optimizer is made of these"
                 )
         return cls(groups, len(patterns) + 1)
 

@@ -25,7 +25,8 @@ ADVICE = (
     "A parameter that differs was initialised or stepped differently (the same seed on all replicas, or "
     "share_weights(model, registry)), or is split and declared as if it were not; a gradient that differs lacks a "
     "reduction over that axis (a layer that should all-reduce in backward, or P(partial=...) that was not said), or comes "
-    "of another batch than its copies' (Measure(check_replicas=False) where copies may differ)"
+    "of another batch than its copies' (Measure(check_replicas=False) where copies may differ), or was changed on each "
+    "rank after backward (torch.nn.utils.clip_grad_norm_, which max_norm= replaces)"
 )
 
 

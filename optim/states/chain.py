@@ -155,10 +155,11 @@ class Chain:
         return plan
 
     def states(self) -> list[dict[str, Tensor]]:
-        """The tensors of the optimizer's state of what is stepped, by name, in the same order."""
-        state = self.optimizer.state
+        """The tensors of the optimizer's state of what is stepped, and what links keep of it, by name, in the same order."""
+        state, links = self.optimizer.state, self._those_with("kept")
         return [
             {key: value for key, value in state.get(tensor, {}).items() if isinstance(value, Tensor)}
+            | {key: value for link in links for key, value in link.kept(tensor).items()}
             for tensor in self.stepped
         ]
 

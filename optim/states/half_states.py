@@ -59,6 +59,7 @@ class Halves(Link):
 
     def __init__(self, how: HalfStates, binding: Binding) -> None:
         self.how, self.registry, self.optimizer, self.steps = how, binding.registry, binding.optimizer, 0
+        self._split = binding.precision.split_masters  # whose states are those of masters
         self._keys: dict[Tensor, str] = {}  # by what its bits are drawn, besides the seed and the step
 
     def not_captured(self) -> str | None:
@@ -66,7 +67,7 @@ class Halves(Link):
 
     def install(self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]) -> StandIns:
         for h, tensor in zip(held, tensors, strict=True):
-            if tensor.dtype == torch.float32:
+            if tensor.dtype == torch.float32 or (self._split and tensor.dtype == torch.bfloat16):
                 spec = (annotation_of(tensor) or Annotation(P())).spec_on(self.registry.topology)
                 name = f"{spec} {tuple(tensor.shape)}" if spec.tied else h.name  # tied copies may have other names
                 where = [self.registry.coordinate[axis] for axis in spec.distinct_axes(self.registry.topology)]

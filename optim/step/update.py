@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from inspect import Parameter, signature
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.optim import optimizer as torch_optimizer
 from ...amp.by_bucket import holding
 from ...amp.casting import is_half
 from ..gradients.in_place import scale_gradients, widen_gradients
+from . import split_weights
 from .captured_update import capturable
 from .counted_once import CountedOnce
 from .native_update import loops_for, step_by_loops
@@ -66,8 +67,18 @@ def apply_update(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Te
         factor: 0-dim, or None for 1. On a CPU the compiled loops multiply by it as they step (`native_update`), and leave
             gradients as they are. torch's fused kernels divide by its inverse in float32 (and leave the scaled gradient in
             ``.grad``); float64 parameters and other optimizers are multiplied in a pass of their own.
+    Split weights that are offered (`split_weights`) are stepped as float32 masters, of each optimizer by itself.
+
     Collectives: none. Host reads: one, unless `steps_on_device`; of several optimizers one for all.
     """
+    if (weights := split_weights.offered()) is None:
+        _apply(optimizer, found_inf, factor)
+        return
+    for part in parts_of(optimizer):
+        weights.step(part, partial(_apply, part, found_inf, factor))
+
+
+def _apply(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
     parts = parts_of(optimizer)
     on_host = [part for part in parts if not steps_on_device(part)]
     for part in parts:

@@ -97,6 +97,14 @@ class Chain:
         """All that the optimizer steps, in the order of its param groups."""
         return params_of(self.optimizer.param_groups)
 
+    def values(self) -> list[Tensor]:
+        """What is stepped, with all of its bits: copies, where a link keeps some of them apart."""
+        links = self._those_with("master_of")
+        return [
+            next((master for link in links if (master := link.master_of(tensor)) is not None), tensor)
+            for tensor in self.stepped
+        ]
+
     @property
     def leaves(self) -> list[Tensor]:
         """What the optimizer was given at each position, for which backward makes gradients."""

@@ -164,6 +164,10 @@ class Link:
         """What belongs to a tensor that the optimizer steps, besides its state, by name: it has copies where that has."""
         return {}
 
+    def master_of(self, tensor: Tensor) -> Tensor | None:
+        """A float32 copy of what a tensor that the optimizer holds is stepped as, where that is more than the tensor."""
+        return None
+
     def state_dict(self) -> dict[str, Any]:
         """What must be saved beside the optimizer's own state. No other link has the same keys. But for masters and layouts
         a checkpoint keeps rank 0's: plain values that are the same on all ranks."""

@@ -94,6 +94,15 @@ class SplitMasters(Link):
         remainder = self.remainders.get(tensor)
         return {} if remainder is None else {"remainder": remainder}
 
+    @torch.no_grad()
+    def master_of(self, tensor: Tensor) -> Tensor | None:
+        remainder = self.remainders.get(tensor)
+        return None if remainder is None else join(tensor.detach(), remainder)
+
+    def step_as_masters(self, step: Callable[[], object]) -> None:
+        """Call the optimizer's own ``step``, which knows nothing of split weights, with masters in their place."""
+        SplitWeights(self.remainders).step(self.optimizer, step)
+
     # Saving ----------------------------------------------------------------------------------------------------------
 
     def _by_position(self) -> Iterator[tuple[int, Tensor]]:

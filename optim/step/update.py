@@ -15,12 +15,12 @@ from torch.optim import optimizer as torch_optimizer
 from ...amp.by_bucket import holding
 from ...amp.casting import is_half
 from ..gradients.in_place import scale_gradients, widen_gradients
-from . import split_weights
 from .captured_update import capturable
 from .counted_once import CountedOnce
 from .native_update import loops_for, step_by_loops
 from .rows import laid_out, lies_densely
 from .several import asks_other_ranks, parts_of
+from .split_weights import SplitWeights, offered
 
 
 def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
@@ -71,11 +71,26 @@ def apply_update(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Te
 
     Collectives: none. Host reads: one, unless `steps_on_device`; of several optimizers one for all.
     """
-    if (weights := split_weights.offered()) is None:
+    if (weights := offered()) is None:
         _apply(optimizer, found_inf, factor)
         return
     for part in parts_of(optimizer):
-        weights.step(part, partial(_apply, part, found_inf, factor))
+        _update_split(part, weights, found_inf, factor)
+
+
+def _update_split(
+    optimizer: torch.optim.Optimizer, weights: SplitWeights, found_inf: Tensor, factor: Tensor | None
+) -> None:
+    """By the loops in one pass, which join, step and split; what they leave by float32 copies, bucket by bucket."""
+    update = partial(_apply, optimizer, found_inf, factor)
+    loops = loops_for(optimizer, found_inf, factor) if steps_on_device(optimizer) else None
+    if loops is None:
+        weights.step(optimizer, update)
+        return
+    left = step_by_loops(loops, optimizer, found_inf, factor)
+    if any(left):
+        with holding(optimizer, left):
+            weights.step(optimizer, update)
 
 
 def _apply(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:

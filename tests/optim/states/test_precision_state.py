@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from meshstep.amp import Fp8
+from meshstep.amp import Bf16, Fp8
 from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import ProcessGroupRegistry
 from precision_modes import MODES, differences, make, snapshot, train_step
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from world import World
 
 SCENARIO = SCENARIOS["tensor"]
-ALL = {**MODES, "fp8 on bf16": Fp8("bf16"), "fp8 on fp32": Fp8("fp32")}
+ALL = {**MODES, "bf16 split": Bf16(split_masters=True), "fp8 on bf16": Fp8("bf16"), "fp8 on fp32": Fp8("fp32")}
 
 # Continuing in a new process ------------------------------------------------------------------------------------------
 

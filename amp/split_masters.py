@@ -4,15 +4,16 @@ The weight is the nearest bfloat16, so the master is at most half a unit of it a
 
     master bits = weight bits x 2^16 + remainder,   remainder in [-2^15, 2^15)
 
-That holds one of the two ends. Rounded to even, as everywhere else, an even weight would stand for both of its ties, 2^16 + 1
-masters, which 16 bits can't tell apart; so here ties go away from zero. One rule covers what is above the largest bfloat16,
-which becomes infinity as it does to nearest even, and denormals.
+Of the two ends that holds one. Rounded to even, as everywhere else, an even weight would stand for both of its ties, 2^16 +
+1 masters, which 16 bits can't tell apart; so here ties go away from zero. Nothing else is rounded in another way: what is
+above the largest bfloat16 becomes infinity, and denormals are numbers like others.
 
-NaN. The sum above is one to one, but a NaN's bits, taken for a number's, round to infinity or run over into -0. So they are
-moved among themselves first (`_code`): the weight of a NaN is its upper half, a NaN. That of all of them can't be: 2 x (2^23 -
-1) NaNs are more than the 2 x 127 x 2^16 pairs whose weight is one. The 131,070 that are left over begin with 0x7f80 or 0xff80,
-all of them signalling NaNs, which no arithmetic makes (a flipped bit may): their weights are infinite or 0, until the next
-update makes them quiet. Every quiet NaN shows in its weight, and all 2^32 masters come back to the bit.
+NaN. The sum above is one to one, but the bits of a NaN, taken for a number's, round to infinity or run over into -0. So
+they are moved among themselves first (`_code`), and the weight of a NaN is its upper half, a NaN. Of all of them that can't
+be: 2 x (2^23 - 1) NaNs are more than the 2 x 127 x 2^16 pairs whose weight is one. The 131,070 that are left over begin
+with 0x7f80 or 0xff80: signalling NaNs, which no arithmetic makes, but a flipped bit may. Their weights are infinite
+(65,534) or 0, until the next update makes them quiet. Every quiet NaN shows in its weight, and all 2^32 masters come back
+to the bit.
 """
 
 from __future__ import annotations

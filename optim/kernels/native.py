@@ -119,7 +119,7 @@ class Native:
         grad_dtype: torch.dtype,
         half_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """Step float32 tensors, or split ones, or change nothing where ``found_inf`` is not 0, which is looked at by the loops.
+        """Step float32 tensors, and split ones, or change nothing where ``found_inf``, which the loops look at, is not 0.
 
         Args:
             columns: What is stepped; steps are float32.

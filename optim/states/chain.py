@@ -163,7 +163,7 @@ class Chain:
         return plan
 
     def states(self) -> list[dict[str, Tensor]]:
-        """The tensors of the optimizer's state of what is stepped, and what links keep of it, by name, in the same order."""
+        """The tensors of the optimizer's state of what is stepped, and what links keep of it; by name, in that order."""
         state, links = self.optimizer.state, self._those_with("kept")
         return [
             {key: value for key, value in state.get(tensor, {}).items() if isinstance(value, Tensor)}

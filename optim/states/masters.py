@@ -1,5 +1,4 @@
-"""What the optimizer steps by the precision mode: the model's own dtype, float32 masters, whole or split, or bfloat16 rounded
-at random."""
+"""What the optimizer steps by the precision mode: its own dtype, masters, whole or split, or bfloat16 rounded at random."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Float32 masters kept as the bfloat16 weights and 16 bits more; see `meshstep.amp.split_masters`.
 
-No tensor stands for a weight: the param groups hold it, its gradient is the main grad, and its state the master's, in float32.
-Whoever steps joins the masters where it steps them (`meshstep.optim.step.split_weights`).
+No tensor stands for a weight: the param groups hold it, its gradient is the main grad, and its state that of the master, in
+float32. Whoever steps joins the masters where it steps them (`meshstep.optim.step.split_weights`).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def check_split(binding: Binding, params: Sequence[tuple[str | None, Tensor]]) -
     for label, param in params:
         if param.requires_grad and param.dtype == torch.float16:
             raise ValueError(
-                f"{name}: {label or f'a parameter of shape {tuple(param.shape)}'} is float16, whose rounding leaves more than "
-                "16 bits of a master: prepare the model with this mode, or take precision='fp16_naive' with whole masters"
+                f"{name}: {label or f'a parameter of shape {tuple(param.shape)}'} is float16, whose rounding leaves more "
+                "than 16 bits of a master: prepare the model with this mode, or take 'fp16_naive', which has whole masters"
             )
     if binding.data_parallel is not None and not binding.main_grads:
         raise ValueError(
-            f"{name} needs float32 gradients, which DistributedDataParallel does not make: leave data_parallel out, and the "
-            "optimizer averages over the data axes itself, or split_masters"
+            f"{name} needs float32 gradients, which DistributedDataParallel does not make: leave data_parallel out, and "
+            "the optimizer averages over the data axes itself, or leave split_masters out"
         )
     for placement in binding.placements:
         if type(placement).__name__ in ("Offloaded", "Replayable"):

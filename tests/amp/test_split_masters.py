@@ -113,7 +113,7 @@ def test_the_loops_join_and_split_as_the_reference_does(instructions: str) -> No
     """AdamW with a rate of 0: all come back, signalling NaNs quiet."""
     bits = hard()
     weight, remainder = split(of(bits))
-    grad, mean, square, step = torch.zeros(3, len(bits)).unbind() + (torch.tensor(4.0),)
+    grad, mean, square, step = (*torch.zeros(3, len(bits)).unbind(), torch.tensor(4.0))
     row = [weight.data_ptr(), mean.data_ptr(), square.data_ptr(), 0, step.data_ptr()]
     rests, numels = array("Q", [remainder.data_ptr()]), array("q", [len(bits)])
     columns = Columns(array("Q", row), array("Q", [grad.data_ptr()]), numels, rests=rests)

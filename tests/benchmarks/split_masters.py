@@ -1,10 +1,10 @@
-"""All 2^32 float32 masters, split into bfloat16 weights and 16 bits, and joined: how many come back, and what the weights show.
+"""All 2^32 float32 masters, split into bfloat16 weights and 16 bits, and joined: how many come back, and what weights show.
 
     python tests/benchmarks/split_masters.py [--chunk 17]
 
-Some minutes on one core. A row for each kind of master: how many there are, how many come back with the same bits, how
-many weights are those that rounding to nearest even gives, how many go to the other side of a tie, and of what kind the rest
-are.
+Some minutes on one core. A row for each kind of master: how many there are, how many come back with the same
+bits, how many weights are what rounding to nearest even gives, how many go to the other side of a tie, and what kinds of
+weights there are.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from meshstep.optim import (
     PerParameter,
     Placement,
     Reduce,
-    ReplicaMismatchError,
     Replayable,
+    ReplicaMismatchError,
     Sharded,
     Telemetry,
     load_checkpoint,
@@ -91,7 +91,7 @@ def same(first: Bits, second: Bits) -> bool:
 
 
 def learned(is_split: bool, steps: int, kind: str = "AdamW", fused: bool = True, **options: Any) -> tuple[Bits, int]:
-    """A small network on noise, with batches that make NaN, clipped: all that it has then, and how many steps it skipped."""
+    """A small network on noise, with batches that make NaN, clipped: all it has then, and how many steps were skipped."""
     precision, within = mode(is_split)
     with ProcessGroupRegistry(Topology()) as registry, within:
         torch.manual_seed(2)
@@ -416,7 +416,8 @@ def test_weights_that_somebody_else_has_written_count() -> None:
             (now,) = masters_of(optimizer).values()
             assert torch.equal(split(now)[0], weight)
             weight.copy_(kept)
-        assert torch.equal(*masters_of(optimizer).values(), before)
+        (after,) = masters_of(optimizer).values()
+        assert torch.equal(after, before)
 
 
 # What looks on ------------------------------------------------------------------------------------------------------------
@@ -436,7 +437,7 @@ def test_telemetry_measures_masters(world: World) -> None:
     assert world.run(2, measured, True) == world.run(2, measured, False)
 
 
-# What it is given -----------------------------------------------------------------------------------------------------------
+# What it is given -----------------------------------------------------------------------------------------------------
 
 
 def refusal(what: str) -> str:

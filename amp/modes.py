@@ -85,7 +85,7 @@ class Bf16(Precision):
         split_masters: Keep each float32 master as the weight and a 16-bit remainder, 2 bytes an element instead of 4, with
             AdamW's states and the weight 12 instead of 14. The masters are the same to the bit; the weights are rounded to
             nearest too, but ties go away from zero (of one master in 2^17), where they else go to even. See
-            `meshstep.amp.split_masters`. Not with ``Offloaded``, ``Replayable`` and `DistributedDataParallel`.
+            `meshstep.amp.split_masters`. Not with ``Replayable`` and `DistributedDataParallel`.
     Raises:
         ValueError: split_masters with stochastic_rounding, which has no masters, or with main_grads=False.
     """

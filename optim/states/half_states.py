@@ -27,8 +27,9 @@ from .pieces import Held, StandIns
 class HalfStates(Placement):
     """Keep the optimizer's states of float32 parameters and masters in bfloat16; they are stepped in float32.
 
-    AdamW's take 4 bytes an element instead of 8 (8 instead of 12 with masters, 6 instead of 10 with split ones),
-    divided further by `Sharded`, and in a step float32 copies of 4 million elements, or of one larger parameter. Step counts and other single numbers stay as they are.
+    AdamW's take 4 bytes an element instead of 8 (8 instead of 12 with masters, 6 instead of 10 with split ones), divided
+    further by `Sharded`, and in a step float32 copies of 4 million elements, or of one larger parameter. Step counts and
+    other single numbers stay as they are.
 
     Rounding is stochastic. ``v += 0.001 * (g * g - v)`` falls by less than half a unit in the last place, which rounding to
     nearest loses: after 2000 steps of a small network AdamW's second moments were 3.4 times those of float32, and rounded

@@ -49,16 +49,16 @@ class SplitWeights:
         step_by_bucket(optimizer, buckets, lambda bucket: self._step_bucket(optimizer, bucket, update))
 
     def _buckets(self, whole: Sequence[list[Tensor]]) -> list[list[list[Tensor]]]:
-        """At least one, the first with all that is no split weight; those without gradient are in none."""
+        """At least one, the first with all that is no split weight, each of one device; none has weights without gradient."""
         buckets = [[[param for param in params if param not in self.remainders] for params in whole]]
-        numel = 0
+        numel, device = 0, None
         for index, weight in ((index, param) for index, params in enumerate(whole) for param in params):
             if weight in self.remainders and weight.grad is not None:
-                if numel and numel + weight.numel() > BUCKET_NUMEL:
+                if numel and (numel + weight.numel() > BUCKET_NUMEL or weight.device != device):
                     buckets.append([[] for _ in whole])
                     numel = 0
                 buckets[-1][index].append(weight)
-                numel += weight.numel()
+                numel, device = numel + weight.numel(), weight.device
         return buckets
 
     def _step_bucket(self, optimizer: torch.optim.Optimizer, bucket: Bucket, update: Callable[[], object]) -> None:

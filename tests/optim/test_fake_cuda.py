@@ -58,6 +58,7 @@ CPU = torch.device("cpu")
 MODES: dict[str, tuple[Any, torch.dtype]] = {
     "fp32": ("fp32", torch.float32),
     "bf16": ("bf16", torch.bfloat16),
+    "bf16, split": (Bf16(split_masters=True), torch.bfloat16),
     "bf16, rounded": (Bf16(stochastic_rounding=True), torch.bfloat16),
     "fp16": (NaiveFp16(), torch.float16),
 }

@@ -181,6 +181,8 @@ RUNS: dict[str, tuple[str, tuple[Placement, ...], dict[str, Any]]] = {
     "ZeRO-1": ("data x tensor", (ZERO1,), {"measure": Measure(check_replicas=Fingerprints(every=2))}),
     "ZeRO-2, windows": ("data x tensor", (ZERO2,), {"accumulation_steps": 2}),
     "ZeRO-1, half states": ("data", (ZERO1, HalfStates()), {}),
+    "offload": ("tensor", (Offloaded(0.5),), {}),
+    "ZeRO-2, offload, half states": ("data x tensor", (ZERO2, Offloaded(0.5), HalfStates()), {}),
 }
 
 
@@ -255,7 +257,7 @@ def skipped(name: str, first: bool) -> bool:
 
 
 @pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("name", ["grid", "ZeRO-1", "ZeRO-1, half states"])
+@pytest.mark.parametrize("name", ["grid", "ZeRO-1", "ZeRO-1, half states", "offload"])
 def test_a_skipped_step_changes_nothing_to_the_bit(world: World, name: str, first: bool) -> None:
     assert all(world.run(LAYOUTS[RUNS[name][0]].topology.world_size, skipped, name, first))
 
@@ -326,7 +328,7 @@ def continued(name: str, path: str | None) -> bool:
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
-@pytest.mark.parametrize("name", ["grid", "ZeRO-1", "ZeRO-1, half states"])
+@pytest.mark.parametrize("name", ["grid", "ZeRO-1", "ZeRO-2, offload, half states"])
 def test_what_was_saved_goes_on_bit_for_bit(world: World, tmp_path: Path, name: str, checkpoint: bool) -> None:
     ranks = LAYOUTS[RUNS[name][0]].topology.world_size
     path = str(tmp_path) if checkpoint else None
@@ -448,8 +450,8 @@ def refusal(what: str) -> str:
         options: dict[str, Any] = {}
         if what == "ddp":
             model = options["data_parallel"] = DistributedDataParallel(model)
-        elif what in ("Offloaded", "Replayable"):
-            options["states"] = {"Offloaded": Offloaded(0.5), "Replayable": Replayable()}[what]
+        elif what == "Replayable":
+            options["states"] = Replayable()
         inner: Any = Muon(model.named_parameters()) if what == "Muon" else torch.optim.AdamW(model.named_parameters())
         before = [*inner.param_groups[0]["params"]]
         with pytest.raises(ValueError) as error:  # noqa: PT011 (its words are compared)
@@ -463,7 +465,6 @@ def refusal(what: str) -> str:
     [
         ("float16", "weight is float16, whose rounding leaves more than 16 bits of a master: prepare the model"),
         ("ddp", "needs float32 gradients, which DistributedDataParallel does not make: leave data_parallel out"),
-        ("Offloaded", "leave Offloaded out of states=, or split_masters"),
         ("Replayable", "leave Replayable out of states=, or split_masters"),
         ("Muon", "steps bucket by bucket"),
     ],

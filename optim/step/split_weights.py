@@ -49,7 +49,7 @@ class SplitWeights:
         step_by_bucket(optimizer, buckets, lambda bucket: self._step_bucket(optimizer, bucket, update))
 
     def _buckets(self, whole: Sequence[list[Tensor]]) -> list[list[list[Tensor]]]:
-        """At least one, the first with all that is no split weight, each of one device; none has weights without gradient."""
+        """At least one, in the first all that is no split weight; each of one device; weights without gradient in none."""
         buckets = [[[param for param in params if param not in self.remainders] for params in whole]]
         numel, device = 0, None
         for index, weight in ((index, param) for index, params in enumerate(whole) for param in params):

@@ -226,9 +226,7 @@ class Setup:
     def chain(self, precision: Precision) -> Chain:
         """What stands in for the optimizer's parameters, installed. Collectives: those of the links."""
         binding = self.binding(precision)
-        # Split masters are nobody's but in the update itself: states are lent before it, and taken back after it.
-        position = Position.UPDATE if precision.split_masters else Position.DTYPE
-        precision_at = sum(placement.position < position for placement in self.placements)
+        precision_at = sum(placement.position < Position.DTYPE for placement in self.placements)
         links = [placement.link(binding) for placement in self.placements]
         links.insert(precision_at, precision_link(binding))
         return Chain(self.optimizer, [LocalTensors(self.registry.topology), *links], self.registry)

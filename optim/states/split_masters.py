@@ -12,14 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...amp.casting import is_half
-from ...amp.copies import float32_of
 from ...amp.master_weights import check_saved, use_main_grad_
 from ...amp.optimizer_state import load_states_exactly
 from ...amp.split_masters import join, split
 from ..step.split_weights import SplitWeights
 from .elementwise import check_in_buckets
-from .link import AnyWindow, Binding, Link
+from .link import Binding, Link
 from .pieces import Held, StandIns
 
 
@@ -43,10 +41,6 @@ def check_split(binding: Binding, params: Sequence[tuple[str | None, Tensor]]) -
             f"{name} needs float32 gradients, which DistributedDataParallel does not make: leave data_parallel out, and "
             "the optimizer averages over the data axes itself, or leave split_masters out"
         )
-    if any(type(placement).__name__ == "Replayable" for placement in binding.placements):
-        raise ValueError(
-            f"{name} has no masters that Replayable could keep copies of: leave Replayable out of states=, or split_masters"
-        )
     check_in_buckets(binding.optimizer, f"{name} steps bucket by bucket")
 
 
@@ -60,7 +54,7 @@ class SplitMasters(Link):
     divisible = True
 
     def __init__(self, binding: Binding) -> None:
-        self.optimizer, self._main_grads = binding.optimizer, binding.main_grads
+        self.optimizer = binding.optimizer
         self.remainders: dict[Tensor, Tensor] = {}
         load_states_exactly(self.optimizer, self.remainders)
 
@@ -69,17 +63,8 @@ class SplitMasters(Link):
         for tensor in tensors:
             if tensor.dtype == torch.bfloat16 and tensor.requires_grad and tensor not in self.remainders:
                 self.remainders[tensor] = torch.zeros_like(tensor, dtype=torch.int16)
-                if self._main_grads:
-                    use_main_grad_(tensor)
+                use_main_grad_(tensor)
         return {}
-
-    @torch.no_grad()
-    def bring(self, window: AnyWindow, averaged: bool) -> None:
-        """Gradients that came in half precision all the same, as those of `fully_shard`, are cast."""
-        late = [tensor for tensor in self.remainders if tensor.grad is not None and is_half(tensor.grad)]
-        gradients = float32_of([tensor.grad for tensor in late if tensor.grad is not None])
-        for tensor, gradient in zip(late, gradients, strict=True):
-            tensor.grad = gradient
 
     def step(self, update: Callable[[], object]) -> None:
         with SplitWeights(self.remainders).offered():

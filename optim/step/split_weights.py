@@ -115,11 +115,8 @@ def _views(flat: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
 def _lend(optimizer: torch.optim.Optimizer, weight: Tensor, master: Tensor) -> None:
     """Give the master what the weight has: annotation, gradient and state, which is float32 but for others' doings."""
     copy_annotation(weight, master)
-    gradient, state = weight.grad, optimizer.state.get(weight)
-    if gradient is not None and gradient.dtype != torch.float32:
-        master.grad_dtype = None  # any
-    master.grad = gradient
-    if state:
+    master.grad = weight.grad
+    if state := optimizer.state.get(weight):
         for key, value in state.items():
             if is_half_kept(key, value, weight) and is_half(value):
                 state[key] = value.float()

@@ -152,7 +152,7 @@ def cross() -> dict[tuple[str, str], tuple[str, list[str]]]:
             for step in range(2):
                 train_step(model, optimizer, batch(step))
             for source in ALL:
-                if source != target:
+                if source != target and {source, target} != {"bf16", "bf16 split"}:  # which load into each other
                     results[source, target] = attempt(model, optimizer, states[source])
             assert attempt(model, optimizer, states[target]) == ("", [])
         return results

@@ -227,24 +227,7 @@ class MasterWeights:
             ValueError: There are no masters in it, or they don't fit in number or shape; nothing is changed.
         """
         masters = self._by_position()
-        saved = state.get("masters")
-        if saved is None:
-            raise ValueError(
-                "the state has no master weights: it was saved in a mode without. Load it there, or load the model's "
-                "weights, call reload_from_model() and load only the optimizer's own state"
-            )
-        if saved.keys() != masters.keys():
-            raise ValueError(
-                f"the state has {len(saved)} masters, at positions {_some(saved)}, but the optimizer has "
-                f"{len(masters)}, at {_some(masters)}; build the same param groups in the "
-                "same precision mode as when it was saved"
-            )
-        for position, master in masters.items():
-            if saved[position].shape != master.shape:
-                raise ValueError(
-                    f"the saved master {position} has shape {tuple(saved[position].shape)}, but {_label(master)} has "
-                    f"{tuple(master.shape)}; a state fits only the topology and rank that saved it"
-                )
+        saved = check_saved(state, masters)
         for position, master in masters.items():
             master.copy_(saved[position])
         self.publish()
@@ -253,6 +236,33 @@ class MasterWeights:
         ids = {id(master): master for _, master in self.pairs}
         params = (param for group in self.optimizer.param_groups for param in group["params"])
         return {position: ids[id(param)] for position, param in enumerate(params) if id(param) in ids}
+
+
+def check_saved(state: Mapping[str, Any], masters: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
+    """The masters in a saved state. Raises ValueError where there are none, or where they don't fit in number or shape.
+
+    Args:
+        masters: What they are loaded into, by position.
+    """
+    saved: Mapping[int, Tensor] | None = state.get("masters")
+    if saved is None:
+        raise ValueError(
+            "the state has no master weights: it was saved in a mode without. Load it there, or load the model's "
+            "weights, call reload_from_model() and load only the optimizer's own state"
+        )
+    if saved.keys() != masters.keys():
+        raise ValueError(
+            f"the state has {len(saved)} masters, at positions {_some(saved)}, but the optimizer has "
+            f"{len(masters)}, at {_some(masters)}; build the same param groups in the "
+            "same precision mode as when it was saved"
+        )
+    for position, master in masters.items():
+        if saved[position].shape != master.shape:
+            raise ValueError(
+                f"the saved master {position} has shape {tuple(saved[position].shape)}, but {_label(master)} has "
+                f"{tuple(master.shape)}; a state fits only the topology and rank that saved it"
+            )
+    return saved
 
 
 def use_main_grad_(param: Tensor) -> None:

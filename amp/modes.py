@@ -82,12 +82,31 @@ class Bf16(Precision):
         main_grads: Gradients add up in float32. False: they stay bfloat16 until the step reads them, which saves 2 bytes an
             element and a pass over memory in backward; for windows of one micro-batch. It is the same to the bit, but where
             the model uses a weight more than once: those sums are then rounded to bfloat16, as torch's are.
+        split_masters: Keep each float32 master as the weight and a 16-bit remainder, 2 bytes an element instead of 4, with
+            AdamW's states and the weight 12 instead of 14. The masters are the same to the bit; the weights are rounded to
+            nearest too, but ties go away from zero (of one master in 2^17), where they else go to even. See
+            `meshstep.amp.split_masters`. Not with ``Replayable`` and `DistributedDataParallel`.
+    Raises:
+        ValueError: split_masters with stochastic_rounding, which has no masters, or with main_grads=False.
     """
 
     stochastic_rounding: bool = False
     main_grads: bool = True
+    split_masters: bool = False
 
     name: ClassVar[str] = "bf16"
+
+    def __post_init__(self) -> None:
+        if self.split_masters and self.stochastic_rounding:
+            raise ValueError(
+                "Bf16(stochastic_rounding=True) has no masters to split: leave split_masters out (8 bytes an element with "
+                "AdamW, weights rounded at random), or stochastic_rounding (12 bytes, exact)"
+            )
+        if self.split_masters and not self.main_grads:
+            raise ValueError(
+                "Bf16(split_masters=True, main_grads=False): split masters are stepped from float32 gradients; leave "
+                "main_grads out"
+            )
 
     @property
     def masters(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
 from itertools import chain
 from typing import Any
 
@@ -28,6 +28,18 @@ def is_half_kept(key: str, value: Any, param: Tensor) -> bool:
 
 def load_shared_numbers_exactly(optimizer: torch.optim.Optimizer) -> None:
     """Let ``optimizer.load_state_dict`` leave those numbers in their dtype; torch casts all but ``"step"``."""
+    _load_uncast(optimizer, lambda key, value, param: key in SCALAR_STATE)
+
+
+def load_states_exactly(optimizer: torch.optim.Optimizer, params: Container[Tensor]) -> None:
+    """Let ``optimizer.load_state_dict`` give ``params``, which are in half precision, their states in the dtype
+    that they were saved in, and the shared numbers of all parameters too; torch casts all but ``"step"``."""
+    _load_uncast(optimizer, lambda key, _, param: key in SCALAR_STATE or param in params)
+
+
+def _load_uncast(optimizer: torch.optim.Optimizer, wanted: Callable[[str, Tensor, Tensor], bool]) -> None:
+    """Put values in the place of those that torch has cast, where they are ``wanted`` (key, saved value, parameter); half
+    precision becomes float32."""
     given: dict[int, dict[str, Tensor]] = {}
 
     def note(_: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -35,15 +47,15 @@ def load_shared_numbers_exactly(optimizer: torch.optim.Optimizer) -> None:
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for position, index in enumerate(saved):
             state = state_dict["state"].get(index, {})
-            given[position] = {key: state[key] for key in SCALAR_STATE if isinstance(state.get(key), Tensor)}
+            given[position] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
 
     def put_back(optimizer: torch.optim.Optimizer) -> None:
         for position, param in enumerate(chain.from_iterable(group["params"] for group in optimizer.param_groups)):
             for key, value in given.get(position, {}).items():
                 loaded = optimizer.state[param][key]
-                if loaded.dtype != value.dtype:
-                    wanted = torch.float32 if is_half(value) else value.dtype
-                    optimizer.state[param][key] = value.to(loaded.device, wanted, copy=True)
+                if loaded.dtype != value.dtype and wanted(key, value, param):
+                    to = torch.float32 if is_half(value) else value.dtype
+                    optimizer.state[param][key] = value.to(loaded.device, to, copy=True)
         given.clear()
 
     optimizer.register_load_state_dict_pre_hook(note)

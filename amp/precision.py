@@ -36,6 +36,11 @@ class Precision(ABC):
         return False
 
     @property
+    def split_masters(self) -> bool:
+        """Whether the masters are kept as bfloat16 weights and remainders; see `meshstep.amp.split_masters`."""
+        return False
+
+    @property
     def stochastic_rounding(self) -> bool:
         """Whether the optimizer steps bfloat16 parameters with `StochasticRounding`."""
         return False

@@ -38,6 +38,7 @@ class StochasticRounding:
 
                                weight   master   grad   two moments   sum
         masters                2        4        4      8             18
+        split masters          2        2        4      8             16
         stochastic rounding    2        -        2      4             8
 
     During a step there are float32 copies of ``bucket_numel`` elements (or of one parameter that is larger), 16 bytes

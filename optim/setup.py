@@ -37,6 +37,7 @@ from .states.elementwise import check_in_buckets, check_whole
 from .states.link import Binding, Placement, Position
 from .states.local_tensors import LocalTensors
 from .states.masters import check_main_grads, precision_link
+from .states.split_masters import check_split
 from .step.data_parallel import Overlap, Reduce, Switch, modules_in
 from .step.megatron_data_parallel import switch_of
 from .step.several import asks_other_ranks, kind_of, parts_of
@@ -83,6 +84,7 @@ class Setup:
         def plan_locally() -> ReductionPlan:
             self._check_arguments()
             self.device_of(groups)
+            check_split(self.binding(precision_of(self.precision)), [pair for group in groups for pair in group])
             if precision_of(self.precision).stochastic_rounding and topology.world_size > 1:
                 check_named(pair for group in groups for pair in group)
             named = [[param if name is None else (name, param) for name, param in group] for group in groups]

@@ -15,6 +15,7 @@ from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ..parallel_optimizer import ParallelOptimizer
 from ..states.pieces import Piece
 from ..states.sharded import Shards
+from ..states.split_masters import SplitMasters
 from .contents import masters_in, portable_in
 from .torch_layout import LaidOut
 
@@ -106,7 +107,8 @@ class TorchStates(torch.optim.Optimizer):
                 param.grad = torch.zeros_like(param, dtype=param.grad_dtype or param.dtype)
         for group in inner.param_groups:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-        inner.step()
+        split = (link.step_as_masters for link in self._optimizer._states.links if isinstance(link, SplitMasters))
+        next(split, lambda step: step())(inner.step)
         for group, rate in zip(inner.param_groups, rates, strict=True):
             group["lr"] = rate
         for param, grad in zip(stepped, kept, strict=True):

@@ -44,12 +44,15 @@ class Columns:
         grads: Of the gradients, all of one dtype.
         numels: Of the params.
         halves: Of half-precision copies of the params.
+        rests: Of the remainders of params that are bfloat16, and are stepped as the masters that both are
+            (`meshstep.amp.split_masters`).
     """
 
     fixed: array[int]
     grads: array[int]
     numels: array[int]
     halves: array[int] | None = None
+    rests: array[int] | None = None
 
 
 class Native:
@@ -72,7 +75,7 @@ class Native:
         )
         self._take.argtypes, self._take.restype = [ctypes.c_char_p], ctypes.c_char_p
         self._powers.argtypes = [whole, at, at, number, number, at, number]
-        self._update.argtypes = [number, whole, at, at, at, at, number, number, at, ctypes.c_double, at, number]
+        self._update.argtypes = [number, whole, at, at, at, at, at, number, number, at, ctypes.c_double, at, number]
         self.instructions = self.take(None)
 
     def take(self, instructions: str | None) -> str:
@@ -116,7 +119,7 @@ class Native:
         grad_dtype: torch.dtype,
         half_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """Step float32 tensors, or change nothing where ``found_inf`` is not 0, which is looked at by the loops.
+        """Step float32 tensors, and split ones, or change nothing where ``found_inf``, which the loops look at, is not 0.
 
         Args:
             columns: What is stepped; steps are float32.
@@ -127,14 +130,14 @@ class Native:
             grad_dtype: Of the gradients: float32, bfloat16 or float16.
             half_dtype: Of the half-precision copies.
         """
-        count, numbers, halves = len(columns.numels), array("d", hyper), columns.halves
+        count, numbers = len(columns.numels), array("d", hyper)
         _check(
             self._update(
                 kind,
                 count,
                 _address(columns.fixed),
                 _address(columns.grads),
-                None if halves is None else _address(halves),
+                *(None if column is None else _address(column) for column in (columns.halves, columns.rests)),
                 _address(columns.numels),
                 DTYPES[grad_dtype],
                 DTYPES[half_dtype],

@@ -55,12 +55,11 @@ def align_copies(optimizer: ParallelOptimizer[Any]) -> None:
 def _align(chain: Chain, plan: ReductionPlan, registry: ProcessGroupRegistry) -> None:
     found: dict[_Kind, list[Tensor]] = {}
     said: dict[_Kind, list[str]] = {}
-    for entry, stepped in zip(plan.entries, chain.stepped, strict=True):
+    for entry, stepped, state in zip(plan.entries, chain.stepped, chain.states(), strict=True):
         ranks = holders_of(entry.spec, plan.topology, plan.rank)
         if len(ranks) > 1 and entry.trained:
             kind = _Kind(ranks, layout_kind(entry.spec, plan.topology))
-            state = chain.optimizer.state.get(stepped, {})
-            keys = [key for key in sorted(state) if isinstance(state[key], Tensor) and key not in SCALAR_STATE]
+            keys = [key for key in sorted(state) if key not in SCALAR_STATE]
             tensors = [stepped, *(state[key] for key in keys)]
             found.setdefault(kind, []).extend(tensors)
             what = ", ".join(f"{key} {tuple(t.shape)} {t.dtype}" for key, t in zip(["it", *keys], tensors, strict=True))

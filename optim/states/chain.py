@@ -97,6 +97,14 @@ class Chain:
         """All that the optimizer steps, in the order of its param groups."""
         return params_of(self.optimizer.param_groups)
 
+    def values(self) -> list[Tensor]:
+        """What is stepped, with all of its bits: copies, where a link keeps some of them apart."""
+        links = self._those_with("master_of")
+        return [
+            next((master for link in links if (master := link.master_of(tensor)) is not None), tensor)
+            for tensor in self.stepped
+        ]
+
     @property
     def leaves(self) -> list[Tensor]:
         """What the optimizer was given at each position, for which backward makes gradients."""
@@ -155,10 +163,11 @@ class Chain:
         return plan
 
     def states(self) -> list[dict[str, Tensor]]:
-        """The tensors of the optimizer's state of what is stepped, by name, in the same order."""
-        state = self.optimizer.state
+        """The tensors of the optimizer's state of what is stepped, and what links keep of it; by name, in that order."""
+        state, links = self.optimizer.state, self._those_with("kept")
         return [
             {key: value for key, value in state.get(tensor, {}).items() if isinstance(value, Tensor)}
+            | {key: value for link in links for key, value in link.kept(tensor).items()}
             for tensor in self.stepped
         ]
 

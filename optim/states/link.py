@@ -160,6 +160,14 @@ class Link:
     def clear(self, set_to_none: bool) -> None:
         """Clear the gradients of what it replaced."""
 
+    def kept(self, tensor: Tensor) -> Mapping[str, Tensor]:
+        """What belongs to a tensor that the optimizer steps, besides its state, by name: it has copies where that has."""
+        return {}
+
+    def master_of(self, tensor: Tensor) -> Tensor | None:
+        """A float32 copy of what a tensor that the optimizer holds is stepped as, where that is more than the tensor."""
+        return None
+
     def state_dict(self) -> dict[str, Any]:
         """What must be saved beside the optimizer's own state. No other link has the same keys. But for masters and layouts
         a checkpoint keeps rank 0's: plain values that are the same on all ranks."""

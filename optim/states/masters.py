@@ -1,4 +1,4 @@
-"""What the optimizer steps by the precision mode: the model's own dtype, float32 masters, or bfloat16 rounded at random."""
+"""What the optimizer steps by the precision mode: its own dtype, masters, whole or split, or bfloat16 rounded at random."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from ..gradients.in_place import clear_gradients
 from ..step.half_copies import HalfCopies
 from .link import AnyWindow, Binding, Link
 from .pieces import Held, StandIns
+from .split_masters import SplitMasters
 
 
 def precision_link(binding: Binding) -> Link:
     """The link that the precision mode needs."""
+    if binding.precision.split_masters:
+        return SplitMasters(binding)
     if binding.precision.masters:
         return Masters(binding.main_grads, cast=binding.precision.main_grads)
     if binding.precision.stochastic_rounding:

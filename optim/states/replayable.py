@@ -34,6 +34,12 @@ class Replayable(Placement):
         if drawn:
             raise ValueError(f"Replayable with {drawn[0]}, which rounds by the step's own draws: leave one of them out")
 
+        if binding.precision.split_masters:
+            raise ValueError(
+                "Replayable copies masters, and with Bf16(split_masters=True) there are none between two steps: leave "
+                "Replayable out of states=, or split_masters"
+            )
+
     def link(self, binding: Binding) -> Link:
         return Kept(binding.optimizer)
 

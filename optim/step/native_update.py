@@ -18,7 +18,7 @@ from torch import Tensor
 from ...amp.by_bucket import in_bucket
 from ..kernels.choice import native
 from ..kernels.native import PLAIN, Kind, Native
-from .half_copies import offered
+from . import half_copies, split_weights
 from .rows import Rows
 
 Hyper = Mapping[str, Any]
@@ -114,7 +114,8 @@ def step_by_loops(
         Of each param group the parameters with gradients that are left for torch.
     Collectives, host reads: none.
     """
-    known, copies, left = KNOWN[type(optimizer)], offered(), list[list[Tensor]]()
+    known, copies, left = KNOWN[type(optimizer)], half_copies.offered(), list[list[Tensor]]()
+    weights, written = split_weights.offered(), list[Tensor]()
     times = 1.0 if factor is None else number(factor)
     # Buckets hold copies that are thrown away after it.
     kept: dict[int, Rows] = {} if in_bucket() else _kept.setdefault(optimizer, {})
@@ -122,12 +123,16 @@ def step_by_loops(
         names = known.states(group)
         rows = kept.get(index)
         if rows is None or not rows.are_still(group["params"], optimizer.state, names):
-            rows = kept[index] = Rows(group["params"], optimizer.state, names, counted=known.kind != Kind.SGD)
+            counted, remainders = known.kind != Kind.SGD, {} if weights is None else weights.remainders
+            rows = kept[index] = Rows(group["params"], optimizer.state, names, counted, remainders)
         hyper, signed = known.hyper(group), -times if group["maximize"] else times
         calls, others = rows.taken(copies)
         for call in calls:
             loops.update(known.kind, call.columns, hyper, signed, found_inf, call.grad_dtype, call.half_dtype)
         left.append(others)
-    if copies is not None and copies.written:
-        torch.autograd.graph.increment_version(copies.written)
+        written += [weight for weight in rows.split if weight.grad is not None]
+    if copies is not None:
+        written += copies.written
+    if written:
+        torch.autograd.graph.increment_version(written)
     return left

@@ -30,8 +30,8 @@ class Call(NamedTuple):
 
 
 class Rows:
-    """Those parameters that the loops step: dense float32 ones on the CPU with states of the same layout. The others are
-    left for torch.
+    """Those parameters that the loops step: dense float32 ones on the CPU with states of the same layout, and bfloat16 ones
+    with remainders. The others are left for torch.
 
     States are made as torch makes them, where a parameter has its first gradient.
 
@@ -40,9 +40,20 @@ class Rows:
         state: The optimizer's.
         names: Of the states, in the order of the loops.
         counted: The optimizer counts the steps of each parameter.
+        remainders: Of split weights, which are stepped as the float32 masters that both are.
+
+    Attributes:
+        split: The split weights among the rows.
     """
 
-    def __init__(self, params: Sequence[Tensor], state: State, names: Sequence[str], counted: bool) -> None:
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        state: State,
+        names: Sequence[str],
+        counted: bool,
+        remainders: Mapping[Tensor, Tensor],
+    ) -> None:
         self._all, self._names = list(params), (*names, "step") if counted else tuple(names)
         self._params: list[Tensor] = []
         self._states: list[dict[str, Any]] = []
@@ -51,7 +62,7 @@ class Rows:
         for param in params:
             if param.grad is None and param not in state:
                 self._waiting.append(param)  # for its first gradient
-            elif not _is_stepped(param):
+            elif not _is_stepped(param, remainders.get(param)):
                 self._others.append(param)
             elif not self._names:
                 self._params.append(param)
@@ -70,6 +81,9 @@ class Rows:
         self._fixed.append(columns.get("step", none))
         self._numels = [param.numel() for param in self._params]
         self._table, self._lengths = _flat(self._fixed), array("q", self._numels)
+        rests = [remainders.get(param) for param in self._params]
+        self.split = [param for param, rest in zip(self._params, rests, strict=True) if rest is not None]
+        self._rests = [0 if rest is None else rest.data_ptr() for rest in rests]
 
     def _values_now(self) -> list[list[Tensor]]:
         return [[state[name] for state in self._states] for name in self._names]
@@ -129,7 +143,8 @@ class Rows:
         table = self._table if every else _flat(compress(column, chosen) for column in self._fixed)
         lengths = self._lengths if every else array("q", compress(self._numels, chosen))
         halves, half_dtype = _halves(copies, params)
-        return Call(Columns(table, addresses, lengths, halves), dtype, half_dtype, rows)
+        rests = array("Q", compress(self._rests, chosen)) if self.split else None
+        return Call(Columns(table, addresses, lengths, halves, rests), dtype, half_dtype, rows)
 
 
 def _chosen(grads: Sequence[Tensor | None]) -> tuple[list[bool], set[torch.dtype]]:
@@ -152,8 +167,9 @@ def _flat(columns: Iterable[Iterable[int]]) -> array[int]:
     return table
 
 
-def _is_stepped(param: Tensor) -> bool:
-    return param.dtype == torch.float32 and param.is_cpu and type(param) in PLAIN and lies_densely(param)
+def _is_stepped(param: Tensor, remainder: Tensor | None) -> bool:
+    whole = param.dtype == torch.float32 if remainder is None else _alike(remainder, param)
+    return whole and param.is_cpu and type(param) in PLAIN and lies_densely(param)
 
 
 def lies_densely(tensor: Tensor) -> bool:
@@ -167,7 +183,7 @@ def _has_states(param: Tensor, state: dict[str, Any], names: Sequence[str], coun
         state["step"] = torch.zeros((), dtype=torch.float32)
     for name in names:
         if state.get(name) is None:
-            state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            state[name] = torch.zeros_like(param, dtype=torch.float32, memory_format=torch.preserve_format)
     if counted and not (state["step"].dtype == torch.float32 and state["step"].is_cpu):
         return False
     values = [state[name] for name in names]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from inspect import Parameter, signature
 from typing import Any
 
@@ -20,6 +20,7 @@ from .counted_once import CountedOnce
 from .native_update import loops_for, step_by_loops
 from .rows import laid_out, lies_densely
 from .several import asks_other_ranks, parts_of
+from .split_weights import SplitWeights, offered
 
 
 def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
@@ -66,8 +67,33 @@ def apply_update(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Te
         factor: 0-dim, or None for 1. On a CPU the compiled loops multiply by it as they step (`native_update`), and leave
             gradients as they are. torch's fused kernels divide by its inverse in float32 (and leave the scaled gradient in
             ``.grad``); float64 parameters and other optimizers are multiplied in a pass of their own.
+    Split weights that are offered (`split_weights`) are stepped as float32 masters, of each optimizer by itself.
+
     Collectives: none. Host reads: one, unless `steps_on_device`; of several optimizers one for all.
     """
+    if (weights := offered()) is None:
+        _apply(optimizer, found_inf, factor)
+        return
+    for part in parts_of(optimizer):
+        _update_split(part, weights, found_inf, factor)
+
+
+def _update_split(
+    optimizer: torch.optim.Optimizer, weights: SplitWeights, found_inf: Tensor, factor: Tensor | None
+) -> None:
+    """By the loops in one pass, which join, step and split; what they leave by float32 copies, bucket by bucket."""
+    update = partial(_apply, optimizer, found_inf, factor)
+    loops = loops_for(optimizer, found_inf, factor) if steps_on_device(optimizer) else None
+    if loops is None:
+        weights.step(optimizer, update)
+        return
+    left = step_by_loops(loops, optimizer, found_inf, factor)
+    if any(left):
+        with holding(optimizer, left):
+            weights.step(optimizer, update)
+
+
+def _apply(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
     parts = parts_of(optimizer)
     on_host = [part for part in parts if not steps_on_device(part)]
     for part in parts:

@@ -34,7 +34,7 @@ class Planned:
 
     Attributes:
         plan: Of what is stepped, with the names of all logical parameters.
-        stepped: What the param groups hold, and ``measured`` what has their gradients, in the order of its entries.
+        measured: What has the gradients of what is stepped, in the order of its entries; ``values()`` gives the latter.
         numels: Of each the elements that have a gradient: all, or none where it is frozen.
         labels: What figures are given of, the whole model last.
         local: What measures each data rank's own gradient; None where nobody asks.
@@ -48,7 +48,7 @@ class Planned:
         self.registry, self.device, self.constants = registry, device, Constants()
         model = optimizer._plan if optimizer._plan.parameter_names else with_names(optimizer._plan, registry)
         self.plan = chain.derive(model)
-        self.stepped, self.measured = chain.stepped, chain.measured()
+        self.values, self.measured = chain.values, chain.measured()
         names, slots = self.plan.parameter_names, self.plan.parameter_slots
         self._to_parameters = Slots(slots, len(names), device)
         dtype = accumulation_dtype(device)

@@ -160,14 +160,16 @@ class Telemetry(Watcher):
             update()
             return
         self._due, planned = False, self._planned
-        before = kept(planned.stepped)
+        values = planned.values()
+        before = kept(values)
         weights = squares(before, planned.device, planned.constants)
         sigmas = None
         with in_call(planned.registry, "Telemetry"):
             if planned.spectral is not None:
-                sigmas = planned.spectral([planned.stepped[index] for index in planned.matrices])
+                sigmas = planned.spectral([values[index] for index in planned.matrices])
+        del values
         update()
-        changes = squares(changes_(before, planned.stepped), planned.device, planned.constants)
+        changes = squares(changes_(before, planned.values()), planned.device, planned.constants)
         del before
         weights, changes = planned.to_parameters(torch.stack([weights, changes])).unbind()
         rows = torch.stack([weights, self._gradients[0], changes, *self._gradients[1:]])

@@ -78,6 +78,7 @@ def mixed_precision(make: MakeParams) -> dict[str, Step]:
         steps[f"{name}, main_grads=False"] = with_masters(make, dtype, mode(main_grads=False))
         steps[f"{name}, from main grads"] = with_masters(make, dtype, mode())
         steps[f"{name}, the cast to main grads too"] = with_masters(make, dtype, mode(), cast=True)
+    steps["bf16, split masters, from main grads"] = with_masters(make, torch.bfloat16, Bf16(split_masters=True))
     return steps
 
 

@@ -97,6 +97,7 @@ SETTINGS: dict[str, Setting] = {
     "fp32": Setting(),
     "fp16": Setting(TorchFp16(init_scale=2.0**8, growth_interval=3), {"max_norm": 0.5}),
     "bf16": Setting(Bf16(), {"max_norm": 0.5}),
+    "split masters": Setting(Bf16(split_masters=True), {"max_norm": 0.5}),
     "fp16_naive": Setting(_NAIVE, {"max_norm": 0.5}),
     "O2": Setting(ApexFp16("O2", loss_scale=256.0), {"max_norm": 0.5}),
     "momentum": Setting(_NAIVE, {"max_norm": 0.5}, _sgd),

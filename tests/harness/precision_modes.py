@@ -49,12 +49,11 @@ def train_step(model: nn.Module, optimizer: ParallelOptimizer, ids: Tensor) -> f
 
 
 def snapshot(model: nn.Module, optimizer: ParallelOptimizer) -> dict[str, Tensor]:
-    """Copies of parameters, buffers, masters and optimizer states."""
+    """Copies of parameters, buffers, masters, remainders and optimizer states."""
     found = {f"model {name}": value for name, value in model.state_dict().items()}
-    for index, param in enumerate(stepped(optimizer)):
+    for index, (param, state) in enumerate(zip(stepped(optimizer), optimizer._states.states(), strict=True)):
         found[f"stepped {index}"] = param
-        state = optimizer.state.get(param, {})
-        found |= {f"state {index} {key}": value for key, value in state.items() if isinstance(value, Tensor)}
+        found |= {f"state {index} {key}": value for key, value in state.items()}
     return {name: value.detach().clone() for name, value in found.items()}
 
 

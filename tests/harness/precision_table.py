@@ -58,6 +58,7 @@ TABLE: dict[str, tuple[Precision, Row]] = {
     "fp32": (Fp32(), Row(F32, F32, F32, F32, False, None, F32)),
     "fp16": (TorchFp16(), Row(F32, F32, F32, F16, False, 2.0**16, F32)),
     "bf16": (Bf16(), Row(BF16, BF16, BF16, BF16, True, None, BF16)),
+    "bf16 split": (Bf16(split_masters=True), Row(BF16, BF16, BF16, BF16, True, None, BF16)),
     "bf16 stochastic": (Bf16(stochastic_rounding=True), Row(BF16, BF16, BF16, BF16, False, None, BF16)),
     "naive": (NaiveFp16(), Row(F16, F16, F16, F32, True, 2.0**16, F16)),
     "naive bn": (NaiveFp16(keep_batchnorm_fp32=True), Row(F16, F32, F16, F32, True, 2.0**16, F16)),

@@ -59,6 +59,7 @@ CPU = torch.device("cpu")
 MODES: dict[str, tuple[Any, torch.dtype]] = {
     "fp32": ("fp32", torch.float32),
     "bf16": ("bf16", torch.bfloat16),
+    "bf16, split": (Bf16(split_masters=True), torch.bfloat16),
     "bf16, rounded": (Bf16(stochastic_rounding=True), torch.bfloat16),
     "fp16": (NaiveFp16(), torch.float16),
 }
@@ -89,6 +90,7 @@ CASES = [
     (placed, mode, rule)
     for placed, mode, rule in product(PLACED, MODES, RULES)
     if (placed, mode) != ("half states", "bf16, rounded")  # it has them in bfloat16 already
+    and (mode != "bf16, split" or rule in ("norm", "two micro-batches"))  # for rules it is as bf16
 ]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor"),

@@ -33,6 +33,7 @@ MODES: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
     "fp16": {"precision": NaiveFp16(init_scale=4.0)},
     "rounded": {"precision": Bf16(stochastic_rounding=True)},
+    "split": {"precision": Bf16(split_masters=True)},
     "half states": {"states": HalfStates()},
     "offloaded": {"states": Offloaded(0.5)},
     "ZeRO-1": {"states": Sharded("data")},

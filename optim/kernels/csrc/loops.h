@@ -62,6 +62,26 @@ static void NAME(round_bfloat16)(const float *restrict from, uint16_t *restrict 
     }
 }
 
+/* Masters as bfloat16 weights and 16 bits more; meshstep.amp.split_masters has the formula, and where NaNs are moved. */
+static void NAME(join)(const uint16_t *restrict weight, const int16_t *restrict rest, float *restrict to, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t code = ((uint32_t)weight[i] << 16) + (uint32_t)(int32_t)rest[i], size = code & 0x7fffffff;
+        uint32_t bits = code + (size >= 0x7f808000 ? 0x8000u : 0) - (size >= 0x7fff8000 ? 0x7f8000u : 0);
+        memcpy(&to[i], &bits, 4);
+    }
+}
+
+static void NAME(split)(const float *restrict from, uint16_t *restrict weight, int16_t *restrict rest, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, &from[i], 4);
+        uint32_t size = bits & 0x7fffffff;
+        uint32_t code = bits + (size >= 0x7f808000 ? 0x7f0000u : 0) - (size >= 0x7f810000 ? 0x7f8000u : 0);
+        weight[i] = (uint16_t)((code + 0x8000) >> 16);
+        rest[i] = (int16_t)code;
+    }
+}
+
 static void NAME(widen_float16)(const uint16_t *restrict from, float *restrict to, int64_t n) {
     int64_t i = 0;
 #if INSTRUCTIONS > 0
@@ -266,10 +286,11 @@ INLINE void NAME(adam_ahead)(float *restrict p, const float *restrict grad, floa
 }
 
 static void NAME(update)(const struct update *update, const struct tensor *tensor, int64_t start, int64_t length) {
-    float buffer[BLOCK];
+    float buffer[BLOCK], joined[BLOCK];
     for (int64_t at = start; at < start + length; at += BLOCK) {
         int64_t n = start + length - at < BLOCK ? start + length - at : BLOCK;
-        float *p = tensor->param + at;
+        float *p = tensor->rest ? joined : tensor->param + at;
+        if (tensor->rest) NAME(join)((const uint16_t *)tensor->half + at, tensor->rest + at, joined, n);
         const float *g = NAME(widened)(update->grad_dtype, tensor->grad, at, n, buffer);
         if (update->kind == ADAM) {
             const struct adam *set = &update->adam;
@@ -291,7 +312,8 @@ static void NAME(update)(const struct update *update, const struct tensor *tenso
         } else {
             NAME(adagrad)(p, g, tensor->first + at, n, &update->adagrad, tensor->by_step[0]);
         }
-        if (tensor->half) NAME(written_half)(update->half_dtype, p, tensor->half, at, n);
+        if (tensor->rest) NAME(split)(joined, (uint16_t *)tensor->half + at, tensor->rest + at, n);
+        else if (tensor->half) NAME(written_half)(update->half_dtype, p, tensor->half, at, n);
     }
 }
 #undef AHEAD

@@ -43,6 +43,7 @@ struct tensor {
     const void *grad;
     float *first, *second, *third; /* the optimizer's states */
     void *half;                    /* the half-precision copy of param, or NULL */
+    int16_t *rest;                 /* what half, which is stepped then, lacks of a master; or NULL */
     float by_step[2];
     int64_t numel;
 };
@@ -277,11 +278,12 @@ static void update_chunks(void *given, int64_t begin, int64_t end) {
  *
  * columns: 5 arrays of `count` addresses, one after another: param, first, second, third state, step; 0: none.
  * grads: `count` addresses. halves: as many, or NULL: half-precision copies of the params, or 0.
+ * rests: as many, or NULL: 16-bit remainders of params that are bfloat16, or 0.
  * hyper: Adam: lr, beta1, beta2, eps, weight decay, decoupled, amsgrad. SGD: lr, momentum, dampening, weight decay, nesterov.
  *        Adagrad: lr, lr decay, eps, weight decay.
  * factor: of the gradients, with the sign of maximize. Returns 0, or 1 where memory is out. */
 EXPORT int meshstep_update(int kind, int64_t count, const uint64_t *columns, const uint64_t *grads, const uint64_t *halves,
-                           const int64_t *numels, int grad_dtype, int half_dtype, const double *hyper, double factor,
+                           const uint64_t *rests, const int64_t *numels, int grad_dtype, int half_dtype, const double *hyper, double factor,
                            const float *found_inf, int threads) {
     if (*found_inf != 0) return 0;
     struct update update = {.kind = kind, .grad_dtype = grad_dtype, .half_dtype = half_dtype};
@@ -308,6 +310,7 @@ EXPORT int meshstep_update(int kind, int64_t count, const uint64_t *columns, con
         *tensor = (struct tensor){.param = at[0], .first = at[1], .second = at[2], .third = at[3], .numel = numels[i]};
         tensor->grad = (const void *)(uintptr_t)grads[i];
         if (halves) tensor->half = (void *)(uintptr_t)halves[i];
+        if (rests && rests[i]) tensor->rest = (int16_t *)(uintptr_t)rests[i], tensor->half = at[0];
         float *step = at[4];
         if (step) {
             *step += 1;

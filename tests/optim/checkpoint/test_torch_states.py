@@ -39,6 +39,8 @@ KINDS: dict[str, tuple[Axes, dict[str, Any]]] = {
     "ZeRO-2, bf16": ((("data", 2),), {"states": Sharded("data", gradients=True), "precision": "bf16"}),
     "half states": ((("tensor", 2),), {"states": HalfStates()}),
     "rounded": ((("data", 2),), {"precision": Bf16(stochastic_rounding=True)}),
+    "split masters": ((("data", 2),), {"precision": Bf16(split_masters=True)}),
+    "ZeRO-1, split masters": ((("data", 2),), {"precision": Bf16(split_masters=True), "states": Sharded("data")}),
     "split, ZeRO-1": ((("data", 2), ("tensor", 2)), {"states": Sharded("data")}),
 }
 

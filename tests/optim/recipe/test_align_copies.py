@@ -17,6 +17,7 @@ from world import World
 from zero_models import small_buckets
 
 MODES: dict[str, Any] = {"fp32": "fp32", "bf16": "bf16", "rounded": Bf16(stochastic_rounding=True)}
+MODES["split masters"] = Bf16(split_masters=True)
 STATES: dict[str, tuple[Placement, ...]] = {
     "whole": (),
     "sharded": (Sharded("data"),),
@@ -40,10 +41,9 @@ def parameters(registry: ProcessGroupRegistry, dtype: torch.dtype) -> dict[str, 
 
 
 def values(optimizer: ParallelOptimizer) -> Values:
-    """What is stepped, and its state, by the part of the logical tensor that it is."""
+    """What is stepped, and its state and remainder, by the part of the logical tensor that it is."""
     found = {}
-    for piece in optimizer.pieces():
-        state = optimizer.state[piece.piece]
+    for piece, state in zip(optimizer.pieces(), optimizer._states.states(), strict=True):
         tensors = [piece.piece, *(state[key] for key in sorted(state) if key != "step")]
         found[piece.name, str(piece.region)] = [tensor.detach().clone() for tensor in tensors]
     return found
@@ -81,9 +81,11 @@ def apart(axes: dict[str, int], mode: str, states: str, align: bool) -> str:
         step(optimizer, params)
         generator = torch.Generator().manual_seed(registry.global_rank)
         with torch.no_grad():
-            for piece in optimizer.pieces():
-                for key, tensor in {"it": piece.piece, **optimizer.state[piece.piece]}.items():
-                    if key != "step":
+            for piece, state in zip(optimizer.pieces(), optimizer._states.states(), strict=True):
+                for key, tensor in {"it": piece.piece, **state}.items():
+                    if key == "remainder":
+                        tensor.add_(registry.global_rank)
+                    elif key != "step":
                         tensor.mul_(1 + 0.05 * torch.rand(tensor.shape, generator=generator))
         before = gather_objects(values(optimizer), registry)
         if align:

@@ -1,0 +1,132 @@
+"""Float32 as bfloat16 and 16 bits more: to the bit, to nearest, and a NaN is seen."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+
+import pytest
+import torch
+from loops import instructions_here, loops, with_instructions
+from meshstep.amp import Bf16
+from meshstep.amp.split_masters import join, split
+from meshstep.optim.kernels.native import Columns, Kind
+from torch import Tensor
+
+QUIET = 0x400000
+LOWER = (0, 1, 2, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0x8002, 0xFFFE, 0xFFFF)
+
+
+def hard() -> Tensor:
+    """[2^16 * 10 + 10^5] int32: every upper half, with what lies at the ends and in the middle; and random ones."""
+    upper = torch.arange(2**16, dtype=torch.int64).view(-1, 1) << 16
+    generator = torch.Generator().manual_seed(1)
+    bits = torch.cat([(upper + torch.tensor(LOWER)).view(-1), torch.randint(2**32, (100_000,), generator=generator)])
+    return bits.to(torch.int32)
+
+
+def of(bits: Tensor) -> Tensor:
+    return bits.view(torch.float32)
+
+
+def bits_of(values: Tensor) -> Tensor:
+    return values.view(torch.int32 if values.dtype == torch.float32 else torch.int16)
+
+
+def is_signalling(bits: Tensor) -> Tensor:
+    return of(bits).isnan() & (bits & QUIET == 0)
+
+
+def test_every_master_comes_back_to_the_bit() -> None:
+    bits = hard()
+    weight, remainder = split(of(bits))
+    assert (weight.dtype, remainder.dtype) == (torch.bfloat16, torch.int16)
+    assert torch.equal(bits_of(join(weight, remainder)), bits)
+    everything = torch.arange(2**32 - 2**18, 2**32 + 2**18, dtype=torch.int64).to(torch.int32)  # -NaN, 0
+    assert torch.equal(bits_of(join(*split(of(everything)))), everything)
+
+
+def test_ties_to_even_could_not_come_back() -> None:
+    """The negative control: two masters have one weight and one remainder."""
+    bits = hard()
+    bits = bits[of(bits).isfinite()]
+    weight, remainder = of(bits).bfloat16(), split(of(bits))[1]
+    lost = bits_of(join(weight, remainder)) != bits
+    assert bool(lost.any())
+    assert bool((bits[lost] & 0xFFFF == 0x8000).all())
+
+
+def test_weights_are_nearest_and_ties_go_away_from_zero() -> None:
+    bits = hard()
+    bits = bits[of(bits).isfinite()]
+    master, tie = of(bits), bits & 0xFFFF == 0x8000
+    weight = split(master)[0]
+    assert torch.equal(bits_of(weight)[~tie], bits_of(master.bfloat16())[~tie])
+    here = tie & weight.isfinite()
+    exact, found, even = (value[here].double().abs() for value in (master, weight, master.bfloat16()))
+    assert bool((found > exact).all())
+    assert torch.equal((found - exact)[even.isfinite()], (even - exact).abs()[even.isfinite()])
+    assert torch.equal(weight.isinf(), master.bfloat16().isinf())
+
+
+def test_a_nan_shows_in_its_weight_as_far_as_there_is_room() -> None:
+    """All quiet ones, and all signalling ones but 131,070: those of the upper halves 0x7f80 and 0xff80."""
+    assert bool(split(of(hard()[of(hard()).isnan() & ~is_signalling(hard())]))[0].isnan().all())
+    lower = torch.arange(1, 2**16, dtype=torch.int64)
+    left = torch.cat([lower + 0x7F800000, lower + 0xFF800000]).to(torch.int32)
+    others = hard()[is_signalling(hard())]
+    others = others[((others >> 16) & 0x7FFF) != 0x7F80]
+    assert bool(split(of(others))[0].isnan().all())
+    weight, _ = split(of(left))
+    assert (len(left), int(weight.isinf().sum()), int((weight == 0).sum())) == (131_070, 65_534, 65_536)
+    assert bool(split(of(left) + 0)[0].isnan().all()), "what arithmetic makes of them is quiet"
+
+
+def test_numbers_are_close_to_their_weights_and_infinities_have_no_remainder() -> None:
+    bits = hard()
+    weight, remainder = split(of(bits))
+    normal = weight.isfinite() & (weight.abs() >= torch.finfo(torch.bfloat16).tiny)
+    off = (of(bits).double() - weight.double()).abs()[normal] / weight.double().abs()[normal]
+    assert float(off.max()) <= 2**-8
+    infinite = of(bits).isinf()
+    assert bool(weight[infinite].isinf().all())
+    assert bool((remainder[infinite] == 0).all())
+
+
+def test_any_order_of_memory_and_any_shape() -> None:
+    master = of(hard())[:24].view(2, 3, 2, 2)
+    for given in (master.to(memory_format=torch.channels_last), master.transpose(0, 1), master[:0], master[0, 0, 0, 0]):
+        weight, remainder = split(given)
+        assert weight.shape == remainder.shape == given.shape
+        assert torch.equal(bits_of(join(weight, remainder)), bits_of(given))
+
+
+@pytest.fixture
+def _best_instructions() -> Iterator[None]:
+    yield
+    loops().take(None)
+
+
+@pytest.mark.usefixtures("_best_instructions")
+@pytest.mark.parametrize("instructions", instructions_here())
+def test_the_loops_join_and_split_as_the_reference_does(instructions: str) -> None:
+    """AdamW with a rate of 0: all come back, signalling NaNs quiet."""
+    bits = hard()
+    weight, remainder = split(of(bits))
+    grad, mean, square, step = (*torch.zeros(3, len(bits)).unbind(), torch.tensor(4.0))
+    row = [weight.data_ptr(), mean.data_ptr(), square.data_ptr(), 0, step.data_ptr()]
+    rests, numels = array("Q", [remainder.data_ptr()]), array("q", [len(bits)])
+    columns = Columns(array("Q", row), array("Q", [grad.data_ptr()]), numels, rests=rests)
+    hyper = [0.0, 0.9, 0.999, 1e-8, 0.0, 1.0, 0.0]
+    with with_instructions(instructions):
+        loops().update(Kind.ADAM, columns, hyper, 1.0, torch.tensor(0.0), torch.float32)
+    wanted = split(of(torch.where(is_signalling(bits), bits | QUIET, bits)))
+    assert torch.equal(bits_of(weight), bits_of(wanted[0]))
+    assert torch.equal(remainder, wanted[1])
+
+
+def test_what_does_not_go_together_is_an_error_that_says_what_to_leave_out() -> None:
+    with pytest.raises(ValueError, match="has no masters to split: leave split_masters out"):
+        Bf16(stochastic_rounding=True, split_masters=True)
+    with pytest.raises(ValueError, match="stepped from float32 gradients; leave main_grads out"):
+        Bf16(split_masters=True, main_grads=False)

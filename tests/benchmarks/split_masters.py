@@ -1,0 +1,72 @@
+"""All 2^32 float32 masters, split into bfloat16 weights and 16 bits, and joined: how many come back, and what weights show.
+
+    python tests/benchmarks/split_masters.py [--chunk 17]
+
+Some minutes on one core. A row for each kind of master: how many there are, how many come back with the same
+bits, how many weights are what rounding to nearest even gives, how many go to the other side of a tie, and what kinds of
+weights there are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+
+import torch
+from meshstep.amp.split_masters import join, split
+from torch import Tensor
+
+KINDS = ("finite", "infinite", "quiet NaN", "signalling NaN")
+COLUMNS = ("masters", "same bits", "as to even", "ties", "weight NaN", "inf", "finite")
+QUIET = 0x400000
+
+
+def masks_of(master: Tensor) -> dict[str, Tensor]:
+    """Which are of each kind, of those that there are here; all have one exponent."""
+    if bool(master[0].isfinite()):
+        return {"finite": torch.ones_like(master, dtype=torch.bool)}
+    nan, quiet = master.isnan(), master.view(torch.int32) & QUIET != 0
+    return {"infinite": master.isinf(), "quiet NaN": nan & quiet, "signalling NaN": nan & ~quiet}
+
+
+def count(start: int, length: int) -> Counter[tuple[str, str]]:
+    """Of the masters with the bits ``start`` and following."""
+    bits = torch.arange(length, dtype=torch.int32).add_(start - (start >> 31 << 32))
+    master = bits.view(torch.float32)
+    weight, remainder = split(master)
+    even = master.bfloat16()
+    as_even = weight.view(torch.int16) == even.view(torch.int16)
+    as_even |= weight.isnan() & even.isnan()
+    total: Counter[tuple[str, str]] = Counter()
+    for kind, mask in masks_of(master).items():
+        found = {
+            "masters": mask,
+            "same bits": join(weight, remainder).view(torch.int32) == bits,
+            "as to even": as_even,
+            "ties": ~as_even & (remainder == -(2**15)) & master.isfinite(),
+            "weight NaN": weight.isnan(),
+            "inf": weight.isinf(),
+            "finite": weight.isfinite(),
+        }
+        total.update({(kind, name): int((mask & values).count_nonzero()) for name, values in found.items()})
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chunk", type=int, default=17, help="2^chunk masters at a time, at most 2^23")
+    length = 2 ** parser.parse_args().chunk
+    torch.set_num_threads(1)
+    began, total = time.perf_counter(), Counter[tuple[str, str]]()
+    for start in range(0, 2**32, length):
+        total.update(count(start, length))
+    print(f"torch {torch.__version__}, {time.perf_counter() - began:.0f} s")
+    print(f"{'':14}" + "".join(f"{name:>15}" for name in COLUMNS))
+    for kind in KINDS:
+        print(f"{kind:14}" + "".join(f"{total[kind, name]:15,}" for name in COLUMNS))
+    print(f"{'all':14}" + "".join(f"{sum(total[kind, name] for kind in KINDS):15,}" for name in COLUMNS))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,523 @@
+"""Masters in two bytes: the bits of whole float32 masters whose weights are rounded the same way, whatever the run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from dtensors import registry_of
+from fully_sharded import data, sharded_net
+from loops import using
+from meshstep.amp import Bf16, MasterWeights, NaiveFp16
+from meshstep.amp.split_masters import join, split
+from meshstep.optim import (
+    Fingerprints,
+    HalfStates,
+    Measure,
+    Muon,
+    Offloaded,
+    ParallelOptimizer,
+    PerParameter,
+    Placement,
+    Reduce,
+    Replayable,
+    ReplicaMismatchError,
+    Sharded,
+    Telemetry,
+    load_checkpoint,
+    save_checkpoint,
+)
+from meshstep.optim.kernels.choice import Kernels
+from meshstep.optim.kernels.native import Native
+from meshstep.optim.step import split_weights
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from planted import LAYOUTS, Planted, run_step
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from world import World
+from zero_models import small_buckets
+
+SPLIT = Bf16(split_masters=True)
+ZERO1, ZERO2 = Sharded("data"), Sharded("data", gradients=True)
+Bits = list[Tensor]
+
+
+@contextmanager
+def ties_away() -> Iterator[None]:
+    """Whole masters are rounded as split ones: the reference."""
+
+    def publish(self: MasterWeights, written: Sequence[Tensor] = ()) -> None:
+        held = self.held()
+        with torch.no_grad():
+            for param, master in held:
+                param.copy_(split(master.detach())[0])
+        self._note_versions(held)
+
+    with mock.patch.object(MasterWeights, "publish", publish):
+        yield
+
+
+def mode(is_split: bool) -> Any:
+    """The mode, and what its run is within."""
+    return (SPLIT, nullcontext()) if is_split else (Bf16(), ties_away())
+
+
+def masters_of(optimizer: ParallelOptimizer[Any]) -> dict[int, Tensor]:
+    found: dict[int, Tensor] = optimizer.state_dict()["meshstep"]["weights"]["masters"]
+    return found
+
+
+def everything(model: nn.Module, optimizer: ParallelOptimizer[Any]) -> Bits:
+    """Weights, masters and states."""
+    state = [optimizer.state.get(piece.piece, {}) for piece in optimizer.pieces()]
+    states = [entry[key] for entry in state for key in sorted(entry) if isinstance(entry[key], Tensor)]
+    return [value.detach().clone() for value in (*model.parameters(), *masters_of(optimizer).values(), *states)]
+
+
+def same(first: Bits, second: Bits) -> bool:
+    """All bits, and dtypes."""
+    pairs = [(a.reshape(-1), b.reshape(-1)) for a, b in zip(first, second, strict=True)]
+    return all(a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+
+
+# The same bits ----------------------------------------------------------------------------------------------------------
+
+
+def learned(is_split: bool, steps: int, kind: str = "AdamW", fused: bool = True, **options: Any) -> tuple[Bits, int]:
+    """A small network on noise, with batches that make NaN, clipped: all it has then, and how many steps were skipped."""
+    precision, within = mode(is_split)
+    with ProcessGroupRegistry(Topology()) as registry, within:
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Linear(6, 33), nn.Tanh(), nn.LayerNorm(33), nn.Linear(33, 5))
+        precision.prepare(model, registry)
+        inner = getattr(torch.optim, kind)(model.named_parameters(), lr=3e-3, **({"fused": True} if fused else {}))
+        optimizer = ParallelOptimizer(inner, registry, precision=precision, **{"max_norm": 0.5, **options})
+        generator = torch.Generator().manual_seed(3)
+        for step in range(steps):
+            x = torch.randn(8, 6, generator=generator)
+            for part in x.chunk(options.get("accumulation_steps", 1)):
+                loss = F.mse_loss(model(part).float(), part[:, :5].roll(1, 1).square())
+                optimizer.backward(loss * torch.nan if step % 97 == 5 else loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        return everything(model, optimizer), optimizer.skipped_steps
+
+
+@cache
+def a_thousand_steps() -> tuple[Bits, int]:
+    return learned(True, 1000)
+
+
+@pytest.mark.parametrize(("kernels", "steps"), [("auto", 1000), ("torch", 200)])
+def test_a_thousand_steps_have_the_bits_of_whole_masters_rounded_so(kernels: Kernels, steps: int) -> None:
+    with using(kernels):
+        found, skipped = a_thousand_steps() if steps == 1000 else learned(True, steps)
+        wanted, _ = learned(False, steps)
+    assert same(found, wanted)
+    assert skipped == len(range(5, steps, 97))
+    weights = [value for value in found if value.dtype == torch.bfloat16]
+    masters = found[len(weights) : 2 * len(weights)]
+    assert any(bool((weight.float() != master).any()) for weight, master in zip(weights, masters, strict=True))
+
+
+def test_ties_to_even_would_be_other_bits() -> None:
+    """The negative control: what is compared notices the rule at ties, on some element in so many steps."""
+    with mock.patch("test_split_masters.split", lambda master: (master.bfloat16(), None)):
+        wanted, _ = learned(False, 1000)
+    assert not same(a_thousand_steps()[0], wanted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fused"),
+    [("SGD", True), ("Adagrad", True), ("Adam", False), ("NAdam", False), ("RMSprop", False), ("ASGD", False)],
+)
+def test_any_elementwise_optimizer(kind: str, fused: bool) -> None:
+    assert same(learned(True, 30, kind, fused)[0], learned(False, 30, kind, fused)[0])
+
+
+@pytest.mark.parametrize("options", [{"accumulation_steps": 4}, {"max_norm": PerParameter(0.05)}], ids=str)
+def test_windows_and_other_clip_rules(options: dict[str, Any]) -> None:
+    assert same(learned(True, 20, **options)[0], learned(False, 20, **options)[0])
+
+
+def test_masters_are_there_for_a_bucket_at_a_time_and_many_give_the_bits_of_one() -> None:
+    sizes: list[int] = []
+
+    def recorded(weight: Tensor, remainder: Tensor) -> Tensor:
+        sizes.append(weight.numel())
+        return join(weight, remainder)
+
+    with using("torch"):
+        one, _ = learned(True, 20)
+        with mock.patch.object(split_weights, "BUCKET_NUMEL", 50), mock.patch.object(split_weights, "join", recorded):
+            several, _ = learned(True, 20)
+    assert same(several, one)
+    assert max(sizes) == 6 * 33  # the largest weight
+    assert len(sizes) == 20 * 6
+
+
+def two_optimizers(is_split: bool) -> Bits:
+    precision, within = mode(is_split)
+    with ProcessGroupRegistry(Topology()) as registry, within:
+        torch.manual_seed(2)
+        model = precision.prepare(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)))
+        declare(model, {"*": P()})
+        adamw = torch.optim.AdamW(model[0].named_parameters(), lr=1e-2, fused=True)
+        sgd = torch.optim.SGD(model[1].named_parameters(), lr=1e-2, momentum=0.9)
+        optimizer = ParallelOptimizer([adamw, sgd], registry, max_norm=0.5, precision=precision)
+        for step in range(10):
+            optimizer.backward(model(torch.randn(3, 6, generator=torch.Generator().manual_seed(step))).float().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return everything(model, optimizer)
+
+
+def test_two_optimizers_as_one() -> None:
+    assert same(two_optimizers(True), two_optimizers(False))
+
+
+def test_a_step_tells_autograd_that_weights_were_written() -> None:
+    with ProcessGroupRegistry(Topology()) as registry:
+        for kernels in ("auto", "torch"):
+            with using(kernels):
+                model = SPLIT.prepare(nn.Linear(4, 4))
+                declare(model, {"*": P()})
+                adamw = torch.optim.AdamW(model.named_parameters(), fused=True)
+                optimizer = ParallelOptimizer(adamw, registry, precision=SPLIT)
+                loss = model(torch.ones(1, 4, requires_grad=True)).float().sum()
+                optimizer.backward(loss, retain_graph=True)
+                optimizer.step()
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    loss.backward()
+
+
+def test_the_loops_step_it_in_one_call() -> None:
+    calls: list[int] = []
+    update = Native.update
+
+    def counted(self: Native, kind: Any, columns: Any, *rest: Any) -> None:
+        calls.append(sum(address != 0 for address in columns.rests or ()))
+        update(self, kind, columns, *rest)
+
+    with mock.patch.object(Native, "update", counted):
+        learned(True, 3)
+    assert calls == [6, 6, 6]
+
+
+# On ranks ---------------------------------------------------------------------------------------------------------------
+
+RUNS: dict[str, tuple[str, tuple[Placement, ...], dict[str, Any]]] = {
+    "grid": ("grid", (), {}),
+    "tied": ("pipe, tied", (), {}),
+    "replicas": ("data", (), {"measure": Measure(check_replicas=True)}),
+    "overlap": ("data x tensor", (), {"data_parallel": Reduce(overlap=True)}),
+    "ZeRO-1": ("data x tensor", (ZERO1,), {"measure": Measure(check_replicas=Fingerprints(every=2))}),
+    "ZeRO-2, windows": ("data x tensor", (ZERO2,), {"accumulation_steps": 2}),
+    "ZeRO-1, half states": ("data", (ZERO1, HalfStates()), {}),
+    "offload": ("tensor", (Offloaded(0.5),), {}),
+    "ZeRO-2, offload, half states": ("data x tensor", (ZERO2, Offloaded(0.5), HalfStates()), {}),
+}
+
+
+def made(registry: ProcessGroupRegistry, name: str, precision: Bf16) -> tuple[Planted, ParallelOptimizer[Any]]:
+    layout, states, options = RUNS[name]
+    model = Planted(LAYOUTS[layout], registry.global_rank)
+    precision.prepare(model, registry)
+    groups: Any = model.groups()
+    adamw = torch.optim.AdamW(groups, lr=1e-2, betas=(0.5, 0.75), fused=True)
+    return model, ParallelOptimizer(adamw, registry, max_norm=5.0, precision=precision, states=states, **options)
+
+
+def go_on(model: Planted, optimizer: ParallelOptimizer[Any], name: str, steps: range) -> None:
+    micros = RUNS[name][2].get("accumulation_steps", 1)
+    for step in steps:
+        run_step(model, optimizer, step, micros)
+        optimizer.step()
+
+
+def on_ranks(name: str, is_split: bool) -> Bits:
+    precision, within = mode(is_split)
+    with ProcessGroupRegistry(LAYOUTS[RUNS[name][0]].topology) as registry, small_buckets(64), within:
+        model, optimizer = made(registry, name, precision)
+        go_on(model, optimizer, name, range(25))
+        optimizer.poll()
+        return everything(model, optimizer)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_layout_and_placement(world: World, name: str) -> None:
+    ranks = LAYOUTS[RUNS[name][0]].topology.world_size
+    for found, wanted in zip(
+        world.run(ranks, on_ranks, name, True), world.run(ranks, on_ranks, name, False), strict=True
+    ):
+        assert same(found, wanted)
+
+
+def fully_sharded(is_split: bool) -> Bits:
+    precision, within = mode(is_split)
+    with registry_of((("data", 2),)) as registry, within:
+        net = sharded_net(registry, torch.bfloat16)
+        adamw = torch.optim.AdamW(net.parameters(), lr=0.02, fused=True)
+        optimizer = ParallelOptimizer(adamw, registry, max_norm=0.3, precision=precision, data_parallel=net)
+        for step in range(10):
+            optimizer.zero_grad()
+            optimizer.backward(net(data(step)[registry.global_rank :: 2].bfloat16()).float().mean())
+            optimizer.step()
+        return [*masters_of(optimizer).values()]
+
+
+def test_fully_shard(world: World) -> None:
+    for found, wanted in zip(world.run(2, fully_sharded, True), world.run(2, fully_sharded, False), strict=True):
+        assert same(found, wanted)
+
+
+def skipped(name: str, first: bool) -> bool:
+    with ProcessGroupRegistry(LAYOUTS[RUNS[name][0]].topology) as registry:
+        model, optimizer = made(registry, name, SPLIT)
+        go_on(model, optimizer, name, range(0 if first else 3))
+        before = everything(model, optimizer)
+        run_step(model, optimizer, 3)
+        if registry.global_rank == registry.topology.world_size - 1:
+            for tensor in (*model.parameters(), *(piece.piece for piece in optimizer.pieces())):
+                if tensor.grad is not None:
+                    tensor.grad.fill_(torch.nan)
+        stats = optimizer.step()
+        assert stats is not None
+        assert float(stats.found_inf) == 1.0
+        after = everything(model, optimizer)
+        made_by_it = after[len(before) :]  # states of zeros, in a first step
+        return same(before, after[: len(before)]) and not any(bool(value.any()) for value in made_by_it)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("name", ["grid", "ZeRO-1", "ZeRO-1, half states", "offload"])
+def test_a_skipped_step_changes_nothing_to_the_bit(world: World, name: str, first: bool) -> None:
+    assert all(world.run(LAYOUTS[RUNS[name][0]].topology.world_size, skipped, name, first))
+
+
+def turned(what: str) -> str:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        model = nn.Linear(3, 2).bfloat16()
+        declare(model, {"*": P()})
+        for param in model.parameters():
+            nn.init.ones_(param)
+        measure = Measure(check_replicas=Fingerprints(every=1))
+        adamw = torch.optim.AdamW(model.named_parameters(), lr=0.1, fused=True)
+        optimizer = ParallelOptimizer(adamw, registry, precision=SPLIT, measure=measure)
+        for step in range(2):
+            if step and registry.global_rank:
+                kept = optimizer._states.states()[0]
+                kept["remainder" if what == "remainder" else "exp_avg"].view(torch.uint8).view(-1)[0] ^= 1
+            optimizer.backward(model(torch.ones(3, dtype=torch.bfloat16)).float().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        with pytest.raises(ReplicaMismatchError) as error:
+            optimizer.poll()
+        return error.value.mismatches[0].kind
+
+
+@pytest.mark.parametrize("what", ["remainder", "exp_avg"])
+def test_a_turned_bit_in_a_remainder_is_seen(world: World, what: str) -> None:
+    assert [kind.endswith(what) for kind in world.run(2, turned, what)] == [True, True]
+
+
+# Memory -----------------------------------------------------------------------------------------------------------------
+
+
+def test_weight_master_and_states_of_adamw_are_twelve_bytes_an_element() -> None:
+    with ProcessGroupRegistry(Topology()) as registry:
+        for states, nbytes in (((), 12), ((HalfStates(),), 8)):
+            model = SPLIT.prepare(nn.Linear(64, 64, bias=False))
+            declare(model, {"*": P()})
+            adamw = torch.optim.AdamW(model.named_parameters(), fused=True)
+            optimizer = ParallelOptimizer(adamw, registry, precision=SPLIT, states=states)
+            optimizer.backward(model(torch.ones(1, 64)).float().sum())
+            optimizer.step()
+            kept = [value for state in optimizer._states.states() for key, value in state.items() if key != "step"]
+            stepped = [piece.piece for piece in optimizer.pieces()]
+            assert sum(tensor.nbytes for tensor in (*stepped, *kept)) == nbytes * 64 * 64
+
+
+# Saving -----------------------------------------------------------------------------------------------------------------
+
+
+def continued(name: str, path: str | None) -> bool:
+    with ProcessGroupRegistry(LAYOUTS[RUNS[name][0]].topology) as registry:
+        model, optimizer = made(registry, name, SPLIT)
+        again, resumed = made(registry, name, SPLIT)
+        go_on(model, optimizer, name, range(5))
+        if path is not None:
+            save_checkpoint(path, model, optimizer)
+            load_checkpoint(path, again, resumed)
+        else:
+            with torch.no_grad():
+                for old, new in zip(model.parameters(), again.parameters(), strict=True):
+                    new.copy_(old)
+            resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        at_once = same(everything(model, optimizer), everything(again, resumed))
+        for network, opt in ((model, optimizer), (again, resumed)):
+            go_on(network, opt, name, range(5, 8))
+        return at_once and same(everything(model, optimizer), everything(again, resumed))
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("name", ["grid", "ZeRO-1", "ZeRO-2, offload, half states"])
+def test_what_was_saved_goes_on_bit_for_bit(world: World, tmp_path: Path, name: str, checkpoint: bool) -> None:
+    ranks = LAYOUTS[RUNS[name][0]].topology.world_size
+    path = str(tmp_path) if checkpoint else None
+    assert all(world.run(ranks, continued, name, path))
+
+
+def write(path: str, is_split: bool) -> dict[str, Tensor]:
+    """Whole states on two data ranks; the masters by name."""
+    with ProcessGroupRegistry(LAYOUTS["data"].topology) as registry:
+        model, optimizer = made(registry, "replicas", SPLIT if is_split else Bf16())
+        go_on(model, optimizer, "replicas", range(5))
+        save_checkpoint(path, model, optimizer)
+        names = [piece.name for piece in optimizer.pieces()]
+        return dict(zip(names, masters_of(optimizer).values(), strict=True))
+
+
+def read(path: str, is_split: bool, name: str) -> tuple[list[tuple[str, Any, Tensor, Tensor]], set[torch.dtype]]:
+    """Of each piece its name, region, master and weight; and the dtypes of the states. A step is made with them."""
+    layout = LAYOUTS[RUNS[name][0]]
+    with ProcessGroupRegistry(layout.topology) as registry:
+        model, optimizer = made(registry, name, SPLIT if is_split else Bf16())
+        load_checkpoint(path, model, optimizer)
+        found = []
+        for piece, master in zip(optimizer.pieces(), masters_of(optimizer).values(), strict=True):
+            weight = piece.param.detach().reshape(-1)[piece.offset :][: piece.piece.numel()]
+            found.append((piece.name, piece.region, master.flatten().clone(), weight.clone()))
+        dtypes = {value.dtype for state in optimizer.state.values() for value in state.values()}
+        run_step(model, optimizer, 5)
+        optimizer.step()
+        return found, dtypes
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+def test_checkpoints_of_whole_and_of_split_masters_load_into_each_other(
+    world: World, tmp_path: Path, is_split: bool
+) -> None:
+    """On the mesh of the checkpoint, and on another one with sharded states."""
+    masters = world.run(2, write, str(tmp_path), not is_split)[0]
+    for name, ranks in (("replicas", 2), ("ZeRO-1", 4)):
+        for found, dtypes in world.run(ranks, read, str(tmp_path), is_split, name):
+            assert dtypes == {torch.float32}
+            for of, region, master, weight in found:
+                wanted = region.of(masters[of]).flatten()[region.start : region.stop]
+                assert torch.equal(master, wanted)
+                assert torch.equal(weight, split(master)[0] if is_split else master.bfloat16())
+
+
+def test_states_that_were_there_and_frozen_weights_and_groups_that_come() -> None:
+    with ProcessGroupRegistry(Topology()) as registry:
+        first, frozen, late = (nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(3))
+        frozen.requires_grad_(False)
+        for name, param in {"first": first, "frozen": frozen, "late": late}.items():
+            declare(nn.ParameterDict({name: param}), {"*": P()})
+        adamw = torch.optim.AdamW([first, frozen], lr=0.1, fused=True)
+        first.grad = torch.ones_like(first)
+        adamw.step()
+        optimizer = ParallelOptimizer(adamw, registry, precision=SPLIT)
+        for step in range(3):
+            if step == 1:
+                optimizer.add_param_group({"params": [late]})
+            optimizer.backward((first.float() + frozen.float() + late.float()).square().sum())
+            if step == 0:
+                late.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(frozen, torch.ones(3, dtype=torch.bfloat16))
+        assert {value.dtype for state in optimizer.state.values() for value in state.values()} == {torch.float32}
+        assert len(masters_of(optimizer)) == 2
+        assert all(bool((master != 1).all()) for master in masters_of(optimizer).values())
+
+
+def test_weights_that_somebody_else_has_written_count() -> None:
+    """To half a unit in the last place, and what is put back is as it was."""
+    with ProcessGroupRegistry(Topology()) as registry:
+        model = SPLIT.prepare(nn.Linear(8, 8, bias=False))
+        declare(model, {"*": P()})
+        adamw = torch.optim.AdamW(model.named_parameters(), lr=1e-3, fused=True)
+        optimizer = ParallelOptimizer(adamw, registry, precision=SPLIT)
+        weight = model.get_parameter("weight")
+        for _ in range(2):
+            optimizer.backward(model(torch.ones(1, 8)).float().square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        (before,), kept = masters_of(optimizer).values(), weight.detach().clone()
+        with torch.no_grad():
+            weight.mul_(3)
+            (now,) = masters_of(optimizer).values()
+            assert torch.equal(split(now)[0], weight)
+            weight.copy_(kept)
+        (after,) = masters_of(optimizer).values()
+        assert torch.equal(after, before)
+
+
+# What looks on ------------------------------------------------------------------------------------------------------------
+
+
+def measured(is_split: bool) -> dict[str, float]:
+    precision, within = mode(is_split)
+    with ProcessGroupRegistry(LAYOUTS["data"].topology) as registry, within:
+        model, optimizer = made(registry, "replicas", precision)
+        telemetry = Telemetry(optimizer, every=1)
+        go_on(model, optimizer, "replicas", range(3))
+        assert telemetry.last is not None
+        return dict(zip(telemetry.last.names, telemetry.last.values.tolist(), strict=True))
+
+
+def test_telemetry_measures_masters(world: World) -> None:
+    assert world.run(2, measured, True) == world.run(2, measured, False)
+
+
+# What it is given -----------------------------------------------------------------------------------------------------
+
+
+def refusal(what: str) -> str:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        dtype = torch.float16 if what == "float16" else torch.bfloat16
+        model: nn.Module = nn.Linear(4, 4, bias=False).to(dtype)
+        declare(model, {"*": P()})
+        options: dict[str, Any] = {}
+        if what == "ddp":
+            model = options["data_parallel"] = DistributedDataParallel(model)
+        elif what == "Replayable":
+            options["states"] = Replayable()
+        inner: Any = Muon(model.named_parameters()) if what == "Muon" else torch.optim.AdamW(model.named_parameters())
+        before = [*inner.param_groups[0]["params"]]
+        with pytest.raises(ValueError) as error:  # noqa: PT011 (its words are compared)
+            ParallelOptimizer(inner, registry, precision=SPLIT, **options)
+        assert all(a is b for a, b in zip(before, inner.param_groups[0]["params"], strict=True))
+        return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("float16", "weight is float16, whose rounding leaves more than 16 bits of a master: prepare the model"),
+        ("ddp", "needs float32 gradients, which DistributedDataParallel does not make: leave data_parallel out"),
+        ("Replayable", "leave Replayable out of states=, or split_masters"),
+        ("Muon", "steps bucket by bucket"),
+    ],
+)
+def test_what_does_not_go_together_is_an_error_on_every_rank_that_says_what_to_write(
+    world: World, what: str, words: str
+) -> None:
+    for told in world.run(2, refusal, what):
+        assert words in told
+
+
+def test_fp16_has_no_such_option() -> None:
+    options: Any = {"split_masters": True}
+    with pytest.raises(TypeError, match="split_masters"):
+        NaiveFp16(**options)

@@ -129,5 +129,5 @@ def test_torchs_kernels_can_be_asked_for() -> None:
 
 
 def test_other_names_of_kernels_are_an_error() -> None:
-    with pytest.raises(ValueError, match="kernels='triton': give 'auto' or 'torch'"):
-        use_kernels("triton")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="kernels='cuda': give 'auto', 'torch' or 'triton'"):
+        use_kernels("cuda")  # type: ignore[arg-type]

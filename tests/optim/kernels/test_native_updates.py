@@ -55,22 +55,29 @@ class Case:
         self.steps = [torch.tensor(float(4 + index)) for index in range(len(numels))]
         self.halves = None if half is None else [param.to(half) for param in self.params]
 
-    def step(self, factor: float, found_inf: float = 0.0) -> None:
-        """By the loops."""
+    def columns(self) -> Columns:
+        """What is stepped."""
         counts = not isinstance(self.rule, SGD)
         columns = [self.params, *([states[i] for states in self.states] for i in range(states_of(self.rule)))]
         fixed = [tensor.data_ptr() for column in columns for tensor in column]
         fixed += [0] * (len(self.params) * (4 - len(columns)))
         fixed += [step.data_ptr() if counts else 0 for step in self.steps]
-        table = Columns(
+        return Columns(
             array("Q", fixed),
             array("Q", [grad.data_ptr() for grad in self.grads]),
             array("q", [param.numel() for param in self.params]),
             None if self.halves is None else array("Q", [half.data_ptr() for half in self.halves]),
         )
+
+    @property
+    def hyper(self) -> list[float]:
+        """The rule's, in the order of the loops."""
+        return [float(value) for value in astuple(self.rule)]
+
+    def step(self, factor: float, found_inf: float = 0.0) -> None:
+        """By the loops."""
         flag, half = torch.tensor(found_inf), self.half_dtype or torch.bfloat16
-        hyper = [float(value) for value in astuple(self.rule)]
-        loops().update(KINDS[type(self.rule)], table, hyper, factor, flag, self.grad_dtype, half)
+        loops().update(KINDS[type(self.rule)], self.columns(), self.hyper, factor, flag, self.grad_dtype, half)
 
     def expected(self, factor: float) -> list[list[Tensor]]:
         """Of each tensor the parameter and its states after the step, in float64."""
@@ -127,15 +134,18 @@ def test_an_update_is_the_references_to_two_units_in_the_last_place(
     instructions: str,
     seed: int,
 ) -> None:
-    """Of the largest number that takes part: what an update nearly cancels has lost its digits before. Copies in half
-    precision are the parameters as torch rounds them, and gradients stay as they are."""
-    case = Case(rule, numels, grad_dtype, half, seed)
-    expected, before, grads = case.expected(factor), deepcopy(case.params), deepcopy(case.grads)
+    with with_instructions(instructions):
+        steps_as_the_reference(Case(rule, numels, grad_dtype, half, seed), factor)
+
+
+def steps_as_the_reference(case: Case, factor: float) -> None:
+    """To two units in the last place of the largest number that takes part: what an update nearly cancels has lost its
+    digits before. Copies in half precision are the parameters as torch rounds them, and gradients stay as they are."""
+    rule, expected, before, grads = case.rule, case.expected(factor), deepcopy(case.params), deepcopy(case.grads)
     states_before = deepcopy(case.states)
     steps = [float(step) for step in case.steps]
     decoupled = isinstance(rule, Adam) and rule.decoupled
-    with with_instructions(instructions):
-        case.step(factor)
+    case.step(factor)
     for index, (now, *states_now) in enumerate(zip(case.params, *zip(*case.states, strict=True), strict=True)):
         old, wanted = before[index].double().abs(), expected[index]
         gradient = (grads[index].double() * factor).abs() + rule.weight_decay * old

@@ -72,7 +72,7 @@ def _cut(numels: array[int], size: int, device: torch.device) -> Chunks:
     count = int(first[-1])
     tensor = torch.repeat_interleave(counts)
     chunks = torch.stack([tensor, torch.arange(count, device="cpu") - first[tensor]], 1)
-    return Chunks(*(_brought(table, device) for table in (lengths, chunks, first)), count)
+    return Chunks(_brought(lengths, device), _brought(chunks, device), _brought(first, device), count)
 
 
 def _brought(table: Tensor, device: torch.device) -> Tensor:

@@ -206,8 +206,7 @@ def _hyper(kind: Kind, part: Part) -> array[float]:
 
 
 def _are_aligned(*tables: array[int]) -> bool:
-    """Whether all addresses are multiples of 16, by their last bytes: there are many of them, and they are looked at in each
-    step."""
+    """Whether all addresses are multiples of 16, by their last bytes: they are many, and looked at in each step."""
     last = slice(None, None, 8) if sys.byteorder == "little" else slice(7, None, 8)
     return all(byte % 16 == 0 for byte in set[int]().union(*(table.tobytes()[last] for table in tables)))
 

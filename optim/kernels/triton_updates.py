@@ -2,8 +2,8 @@
 
 Two launches. `count_steps`, a lane a tensor: counts its steps on the device, and makes of learning rate and count what the
 update needs of them, in float64. `update_chunks`, a chunk of a tensor a program: reads the gradient in whatever precision
-it has, multiplies it, steps, and writes the half-precision copy of what it has stepped; the gradient stays as it is. Both look
-at ``found_inf`` where it lies, and change nothing where it is not 0.
+it has, multiplies it, steps, and writes the half-precision copy of what it has stepped; the gradient stays as it is. Both
+look at ``found_inf`` where it lies, and change nothing where it is not 0.
 
 Divisions and roots are those of IEEE 754, and nothing is contracted (the launch says so): Triton's own are approximate, and
 an element's bits would depend on how its launch was compiled. Rounding to bfloat16 is done by the bits, which is right in

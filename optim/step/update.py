@@ -65,8 +65,9 @@ def apply_update(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Te
         optimizer: The wrapped optimizer.
         found_inf: 0-dim float32, 0 or 1.
         factor: 0-dim, or None for 1. On a CPU the compiled loops multiply by it as they step (`native_update`), and leave
-            gradients as they are; on a GPU Triton's kernels do, if they were chosen (`triton_update`). torch's fused kernels
-            divide by its inverse in float32 (and leave the scaled gradient in ``.grad``); float64 parameters and other optimizers are multiplied in a pass of their own.
+            gradients as they are; so do Triton's kernels on a GPU, if they were chosen (`triton_update`). torch's fused
+            kernels divide by its inverse in float32 (and leave the scaled gradient in ``.grad``); float64 parameters and
+            other optimizers are multiplied in a pass of their own.
     Collectives: none. Host reads: one, unless `steps_on_device`; of several optimizers one for all.
     """
     parts = parts_of(optimizer)

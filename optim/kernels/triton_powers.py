@@ -5,6 +5,7 @@
 No atomics: every sum is made in one order, whatever runs first. The largest |x| (p = inf) is found by the bits of float64:
 without the sign they are ordered as the values are, and NaN is above all. Addresses come from tables, so that one launch
 serves tensors that lie anywhere; where in a tensor a chunk lies does not depend on its address, and so the sums don't.
+Loops say ``while``: the interpreter of Triton 3.6 has no ``range`` up to a number that it has loaded, with a new numpy.
 """
 
 # Triton reads annotations: no `from __future__ import annotations`, which would make them strings.
@@ -50,7 +51,8 @@ def powers_of_chunks(
         elements = address.to(tl.pointer_type(tl.float16))
     lanes = tl.arange(0, BLOCK)
     total = tl.full((BLOCK,), 0, tl.int64 if POWER == 0 else tl.float64)
-    for first in range(0, count, BLOCK):
+    first = 0
+    while first < count:
         values = tl.load(elements + start + first + lanes, mask=first + lanes < count, other=0)
         if DTYPE == 2:  # the upper half of a float32
             values = (values.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -65,6 +67,7 @@ def powers_of_chunks(
             for _ in tl.static_range(POWER - 1):
                 power *= size
             total += power
+        first += BLOCK
     tl.store(cells + cell, together(total, POWER))
 
 
@@ -78,10 +81,12 @@ def sums_of_cells(
     count = (tl.load(first_chunk + tensor + 1) - begin).to(tl.int32)
     lanes = tl.arange(0, BLOCK)
     total = tl.full((BLOCK,), 0, tl.int64 if POWER == 0 else tl.float64)
-    for first in range(0, count, BLOCK):
+    first = 0
+    while first < count:
         values = tl.load(cells + begin + first + lanes, mask=first + lanes < count, other=0.0)
         if POWER == 0:
             total = tl.maximum(total, values.to(tl.int64, bitcast=True))
         else:
             total += values
+        first += BLOCK
     tl.store(out + tensor, together(total, POWER))

@@ -217,12 +217,14 @@ def update_chunks(
         lanes = tl.arange(0, BLOCK)
         whole = count // BLOCK * BLOCK
         every = tl.full((BLOCK,), True, tl.int1)
-        for begin in range(0, whole, BLOCK):
+        begin = 0
+        while begin < whole:
             at = start + begin + lanes
             step_block(
                 params + at, gradients + at, firsts + at, seconds + at, thirds + at, copies + at, half_at != 0, every,
                 times, rate, root, decay, one, rest_of_one, two, rest_of_two, three, KIND, DECOUPLED, OPTION, GRAD, HALF,
             )  # fmt: skip
+            begin += BLOCK
         if whole < count:
             at, here = start + whole + lanes, whole + lanes < count
             step_block(

@@ -39,7 +39,9 @@ class Dense:
     first: Tensor
     second: Tensor
     steps: Tensor  # of each element
-    largest: Tensor  # absolute value that any element had, 0-dim: what was rounded there is off by as much when it is small
+    largest: (
+        Tensor  # absolute value that any element had, 0-dim: what was rounded there is off by as much when it is small
+    )
 
     @classmethod
     def of(cls, name: str) -> Dense:

@@ -1,4 +1,4 @@
-"""Triton's kernels, compiled for GPUs that are not here: what the interpreter forgives shows, and so does what is launched."""
+"""Triton's kernels, compiled for GPUs that are not here: what the interpreter forgives shows, and what they consist of."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from interpreted import why_no_triton
 
 pytestmark = pytest.mark.skipif(bool(why_no_triton()), reason=why_no_triton())
 INTS, FLOATS, DOUBLES = "*i64", "*fp32", "*fp64"
-TABLES = dict.fromkeys("addresses numels chunks first_chunk fixed group_of rates grads halves".split(), INTS)
+TABLES = dict.fromkeys(
+    ("addresses", "numels", "chunks", "first_chunk", "fixed", "group_of", "rates", "grads", "halves"), INTS
+)
 TYPES = {**TABLES, "cells": DOUBLES, "out": DOUBLES, "hyper": DOUBLES, "rows": "i32"}
 TYPES |= dict.fromkeys(("by_row", "found_inf", "factor"), FLOATS)
 SIZES = {"CHUNK": 16384, "BLOCK": 1024}
@@ -24,7 +26,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-def compiled(kernel: Any, constants: dict[str, Any], capability: int = 90) -> str:
+def compiled(kernel: Any, constants: dict[str, Any], capability: int = 90, fusion: bool = False) -> str:
     """The kernel's PTX."""
     from triton import compile
     from triton.backends.compiler import GPUTarget
@@ -36,7 +38,7 @@ def compiled(kernel: Any, constants: dict[str, Any], capability: int = 90) -> st
     names = list(kernel.arg_names)
     signature = {name: "constexpr" if name in constants else TYPES[name] for name in names}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
-    made = compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
+    made = compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": fusion})
     return str(made.asm["ptx"])
 
 
@@ -80,3 +82,9 @@ def test_updates_compile_to_divisions_and_roots_of_ieee_754(rule: dict[str, Any]
     for kind in (0, 1, 2):
         rows = {"KIND": kind, "DECOUPLED": kind == 0, "BLOCK": 128}
         assert is_reproducible(compiled(triton_updates.count_steps, rows, capability))
+
+
+def test_what_is_contracted_would_be_noticed() -> None:
+    from meshstep.optim.kernels import triton_updates
+
+    assert not is_reproducible(compiled(triton_updates.update_chunks, {**ADAM, "ALIGNED": False, **SIZES}, fusion=True))

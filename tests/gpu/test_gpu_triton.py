@@ -16,12 +16,13 @@ import torch
 from interpreted import why_no_triton
 from loops import using
 from meshstep.optim import ParallelOptimizer
-from meshstep.optim.kernels.choice import triton_on
+from meshstep.optim.kernels.choice import Kernels, triton_on
 from meshstep.optim.norm.powers import local_powers, reference_powers
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from on_gpu import nobody_waits
 from torch import Tensor, nn
 
+KERNELS: tuple[Kernels, ...] = ("triton", "torch")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
@@ -74,7 +75,7 @@ MAKE: dict[str, Any] = {
 class Run:
     """Steps with planted gradients."""
 
-    def __init__(self, name: str, device: torch.device, precision: str) -> None:
+    def __init__(self, name: str, device: torch.device, precision: Any) -> None:
         generator = torch.Generator().manual_seed(1)
         self.device, dtype = device, torch.bfloat16 if precision == "bf16" else torch.float32
         shapes = [(300, 70), (7,), (), (0, 3), (20_001,)]
@@ -105,8 +106,8 @@ class Run:
 def test_steps_are_torchs_and_a_skip_changes_nothing(device: torch.device, name: str, precision: str) -> None:
     """To rounding; bfloat16 weights are the masters rounded, and no step waits for the GPU from the third on."""
     found = []
-    for kernels in ("triton", "torch"):
-        with using(kernels):  # type: ignore[arg-type]
+    for kernels in KERNELS:
+        with using(kernels):
             run = Run(name, device, precision)
             for number in range(4):
                 run.step(number)

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import Interpreted, interpreted_pool, kernels, why_no_triton
+from kernel_cases import DTYPES, some_values
 from meshstep.optim.norm.powers import local_powers, reference_powers
 from properties import number_of_cases
-from test_native_powers import DTYPES, some_values
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(bool(why_no_triton()), reason=why_no_triton())

@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import Interpreted, interpreted_pool, kernels, why_no_triton
+from kernel_cases import HALVES, INF, KINDS, RULES, Case, Rule, steps_as_the_reference
 from meshstep.optim.kernels.native import Columns
 from meshstep.optim.kernels.reference import SGD, Adagrad, Adam
 from properties import number_of_cases
-from test_native_updates import HALVES, INF, KINDS, RULES, Case, Rule, steps_as_the_reference
 from torch import Tensor
 
 if TYPE_CHECKING:

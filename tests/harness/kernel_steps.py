@@ -1,4 +1,4 @@
-"""Steps of torch's optimizers by other kernels than its own, in the tests: models, optimizers, what changes between steps."""
+"""Steps of torch's optimizers by other kernels, in the tests: models, optimizers, and what changes between steps."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreted import Interpreted, interpreted_pool, kernels, why_no_triton
+from interpreted import Interpreted, kernels, why_no_triton
 from kernel_cases import HALVES, INF, KINDS, RULES, Case, Rule, steps_as_the_reference
 from meshstep.optim.kernels.native import Columns
 from meshstep.optim.kernels.reference import SGD, Adagrad, Adam
@@ -30,12 +30,6 @@ SOME_RULES = [
     SGD(0.1, momentum=0.9),
     Adagrad(0.1),
 ]
-
-
-@pytest.fixture(scope="module")
-def interpreted() -> Iterator[Interpreted]:
-    with interpreted_pool() as pool:
-        yield pool
 
 
 class ByTriton(Case):
@@ -74,7 +68,7 @@ def one_step(
     steps_as_the_reference(ByTriton(rule, numels, grad, half, seed, offset=offset), factor)
 
 
-@settings(max_examples=number_of_cases(25))
+@settings(max_examples=number_of_cases(15))
 @given(
     rule=RULES,
     numels=st.lists(st.sampled_from([0, 1, 15, 17, 1023, 1024, 1025, 16385]), min_size=1, max_size=3),

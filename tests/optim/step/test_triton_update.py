@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from interpreted import Interpreted, interpreted_pool, kernels, why_no_triton
+from interpreted import Interpreted, kernels, why_no_triton
 from kernel_steps import CHANGES, MAKE, SHAPES, close, gradients, model_of, of
 from loops import using
 from meshstep.optim import ParallelOptimizer, use_kernels
@@ -23,12 +22,6 @@ from torch import Tensor, nn
 needs_triton = pytest.mark.skipif(bool(why_no_triton()), reason=why_no_triton())
 KERNELS: tuple[Kernels, ...] = ("triton", "torch")
 Stepped = tuple[dict[str, Any], list[Tensor]]
-
-
-@pytest.fixture(scope="module")
-def interpreted() -> Iterator[Interpreted]:
-    with interpreted_pool() as pool:
-        yield pool
 
 
 class Rows:

@@ -13,6 +13,7 @@ os.environ.setdefault("RES_OPTIONS", "attempts:0")
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from interpreted import Interpreted, interpreted_pool
 from loops import using
 from properties import is_sample, sample, starts_processes
 from world import World
@@ -70,6 +71,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
     items.sort(key=lambda item: not (starts_processes(item.nodeid) or item.path.name == "test_torchtitan.py"))
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> Iterator[Interpreted]:
+    """Processes in which Triton's kernels are interpreted."""
+    with interpreted_pool() as pool:
+        yield pool
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from ..kernels.choice import native
+from ...amp.capture import is_captured
+from ..kernels.choice import native, triton_on
 from ..kernels.native import in_memory_order
 
 SMALL = 1024  # elements
@@ -55,7 +56,7 @@ def local_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     A NaN or inf in a gradient makes its entry NaN or inf, and finite values don't. Within 1e-14 by the compiled loops, for
     p = 1, 2 and inf on a CPU (`meshstep.optim.kernels`); else within 1e-12, but for squares of float32 gradients on a CPU:
     1e-7. On a GPU every element is cast to float64 as it is read, and its power is taken and summed there: with the range
-    of the CPU path.
+    of the CPU path; by Triton's kernels, if they were chosen, for whole p and inf, within 1e-14.
 
     Args:
         gradients: Dense real tensors of any float dtype, all on one device.
@@ -67,6 +68,9 @@ def local_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     dtype = accumulation_dtype(gradients[0].device)
     if inf > norm_type >= HIGH:
         return torch.stack([_high_norm(g, norm_type).to(dtype) for g in gradients])
+    kernels = triton_on(gradients[0].device)
+    if kernels is not None and not is_captured() and (powers := kernels.powers(gradients, norm_type)) is not None:
+        return powers
     if not gradients[0].is_cpu:
         return _powers_at_once(gradients, norm_type, dtype)
     if (loops := native()) is not None and (powers := loops.powers(gradients, norm_type)) is not None:

@@ -81,24 +81,52 @@ def loops_for(optimizer: torch.optim.Optimizer, *numbers: Tensor | None) -> Nati
     if not all(value is None or _is_read_here(value) for value in numbers):
         return None
     loops = native()
-    if loops is None or type(optimizer) not in KNOWN or "step" in vars(optimizer):
-        return None
+    return loops if loops is not None and is_known(optimizer, _is_read_here) else None
+
+
+def is_known(optimizer: torch.optim.Optimizer, is_read: Callable[[Tensor], bool]) -> bool:
+    """Whether it is one of torch's own classes, fused, without anybody's hooks in its step, and all tensors in its param
+    groups are such as kernels read."""
+    if type(optimizer) not in KNOWN or "step" in vars(optimizer):
+        return False
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        return None
-    return loops if all(map(_is_plain, optimizer.param_groups)) else None
-
-
-def _is_plain(group: Hyper) -> bool:
-    numbers = (value for key, value in group.items() if isinstance(value, Tensor))
-    return bool(group.get("fused")) and not group["differentiable"] and all(map(_is_read_here, numbers))
+        return False
+    groups = optimizer.param_groups
+    numbers = (value for group in groups for value in group.values() if isinstance(value, Tensor))
+    return all(group.get("fused") and not group["differentiable"] for group in groups) and all(map(is_read, numbers))
 
 
 def _is_read_here(value: Tensor) -> bool:
-    return type(value) in PLAIN and value.is_cpu and value.dtype in (torch.float32, torch.float64)
+    return is_number(value) and value.is_cpu
+
+
+def is_number(value: Tensor) -> bool:
+    """Whether kernels know what its memory holds."""
+    return type(value) in PLAIN and value.dtype in (torch.float32, torch.float64)
 
 
 # Of each optimizer, for as long as it lives: what was stepped of each param group in its last step.
-_kept: WeakKeyDictionary[torch.optim.Optimizer, dict[int, Rows]] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[int, torch.device], Rows]] = WeakKeyDictionary()
+
+
+def rows_of(optimizer: torch.optim.Optimizer, device: torch.device, remainders: Mapping[Tensor, Tensor]) -> list[Rows]:
+    """Of each param group what kernels on this device step of it; those of the last step, where they are still so.
+
+    Args:
+        remainders: Of split weights, as `Rows` has them.
+    """
+    known = KNOWN[type(optimizer)]
+    # Buckets hold copies that are thrown away after it.
+    kept: dict[tuple[int, torch.device], Rows] = {} if in_bucket() else _kept.setdefault(optimizer, {})
+    found = []
+    for index, group in enumerate(optimizer.param_groups):
+        names, key = known.states(group), (index, device)
+        rows = kept.get(key)
+        if rows is None or not rows.are_still(group["params"], optimizer.state, names):
+            counted = known.kind != Kind.SGD
+            rows = kept[key] = Rows(group["params"], optimizer.state, names, counted, device, remainders)
+        found.append(rows)
+    return found
 
 
 def step_by_loops(
@@ -117,14 +145,8 @@ def step_by_loops(
     known, copies, left = KNOWN[type(optimizer)], half_copies.offered(), list[list[Tensor]]()
     weights, written = split_weights.offered(), list[Tensor]()
     times = 1.0 if factor is None else number(factor)
-    # Buckets hold copies that are thrown away after it.
-    kept: dict[int, Rows] = {} if in_bucket() else _kept.setdefault(optimizer, {})
-    for index, group in enumerate(optimizer.param_groups):
-        names = known.states(group)
-        rows = kept.get(index)
-        if rows is None or not rows.are_still(group["params"], optimizer.state, names):
-            counted, remainders = known.kind != Kind.SGD, {} if weights is None else weights.remainders
-            rows = kept[index] = Rows(group["params"], optimizer.state, names, counted, remainders)
+    remainders = {} if weights is None else weights.remainders
+    for group, rows in zip(optimizer.param_groups, rows_of(optimizer, found_inf.device, remainders), strict=True):
         hyper, signed = known.hyper(group), -times if group["maximize"] else times
         calls, others = rows.taken(copies)
         for call in calls:

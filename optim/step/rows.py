@@ -1,4 +1,4 @@
-"""What the loops step in one param group, as rows of addresses, which are kept as long as they are the same."""
+"""What kernels step in one param group, as rows of addresses, which are kept as long as they are the same."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ class Call(NamedTuple):
 
 
 class Rows:
-    """Those parameters that the loops step: dense float32 ones on the CPU with states of the same layout, and bfloat16 ones
-    with remainders. The others are left for torch.
+    """Those parameters that the kernels step: dense float32 ones on their device with states of the same layout, and
+    bfloat16 ones with remainders. The others are left for torch.
 
     States are made as torch makes them, where a parameter has its first gradient.
 
     Args:
         params: All of a param group.
         state: The optimizer's.
-        names: Of the states, in the order of the loops.
+        names: Of the states, in the order of the kernels.
         counted: The optimizer counts the steps of each parameter.
+        device: The kernels'.
         remainders: Of split weights, which are stepped as the float32 masters that both are.
 
     Attributes:
@@ -52,6 +53,7 @@ class Rows:
         state: State,
         names: Sequence[str],
         counted: bool,
+        device: torch.device,
         remainders: Mapping[Tensor, Tensor],
     ) -> None:
         self._all, self._names = list(params), (*names, "step") if counted else tuple(names)
@@ -62,7 +64,7 @@ class Rows:
         for param in params:
             if param.grad is None and param not in state:
                 self._waiting.append(param)  # for its first gradient
-            elif not _is_stepped(param, remainders.get(param)):
+            elif not _is_stepped(param, device, remainders.get(param)):
                 self._others.append(param)
             elif not self._names:
                 self._params.append(param)
@@ -167,9 +169,9 @@ def _flat(columns: Iterable[Iterable[int]]) -> array[int]:
     return table
 
 
-def _is_stepped(param: Tensor, remainder: Tensor | None) -> bool:
+def _is_stepped(param: Tensor, device: torch.device, remainder: Tensor | None) -> bool:
     whole = param.dtype == torch.float32 if remainder is None else _alike(remainder, param)
-    return whole and param.is_cpu and type(param) in PLAIN and lies_densely(param)
+    return whole and param.device == device and type(param) in PLAIN and lies_densely(param)
 
 
 def lies_densely(tensor: Tensor) -> bool:
@@ -180,14 +182,18 @@ def lies_densely(tensor: Tensor) -> bool:
 def _has_states(param: Tensor, state: dict[str, Any], names: Sequence[str], counted: bool) -> bool:
     """Makes those that are not there yet."""
     if counted and "step" not in state:
-        state["step"] = torch.zeros((), dtype=torch.float32)
+        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
     for name in names:
         if state.get(name) is None:
             state[name] = torch.zeros_like(param, dtype=torch.float32, memory_format=torch.preserve_format)
-    if counted and not (state["step"].dtype == torch.float32 and state["step"].is_cpu):
+    if counted and not _is_like(state["step"], param):
         return False
     values = [state[name] for name in names]
-    return all(type(v) in PLAIN and v.dtype == torch.float32 and v.is_cpu and _alike(v, param) for v in values)
+    return all(type(v) in PLAIN and _is_like(v, param) and _alike(v, param) for v in values)
+
+
+def _is_like(tensor: Tensor, param: Tensor) -> bool:
+    return tensor.dtype == torch.float32 and tensor.device == param.device
 
 
 def _alike(tensor: Tensor, param: Tensor) -> bool:

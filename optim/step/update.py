@@ -21,6 +21,7 @@ from .native_update import loops_for, step_by_loops
 from .rows import laid_out, lies_densely
 from .several import asks_other_ranks, parts_of
 from .split_weights import SplitWeights, offered
+from .triton_update import step_by_triton, triton_for
 
 
 def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
@@ -65,8 +66,9 @@ def apply_update(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Te
         optimizer: The wrapped optimizer.
         found_inf: 0-dim float32, 0 or 1.
         factor: 0-dim, or None for 1. On a CPU the compiled loops multiply by it as they step (`native_update`), and leave
-            gradients as they are. torch's fused kernels divide by its inverse in float32 (and leave the scaled gradient in
-            ``.grad``); float64 parameters and other optimizers are multiplied in a pass of their own.
+            gradients as they are; so do Triton's kernels on a GPU, if they were chosen (`triton_update`). torch's fused
+            kernels divide by its inverse in float32 (and leave the scaled gradient in ``.grad``); float64 parameters and
+            other optimizers are multiplied in a pass of their own.
     Split weights that are offered (`split_weights`) are stepped as float32 masters, of each optimizer by itself.
 
     Collectives: none. Host reads: one, unless `steps_on_device`; of several optimizers one for all.
@@ -110,12 +112,14 @@ def _apply(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor |
 
 
 def _update_on_device(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
-    loops = loops_for(optimizer, found_inf, factor)
-    if loops is None:
+    if (kernels := triton_for(optimizer, found_inf, factor)) is not None:
+        left = step_by_triton(kernels, optimizer, found_inf, factor)
+    elif (loops := loops_for(optimizer, found_inf, factor)) is not None:
+        left = step_by_loops(loops, optimizer, found_inf, factor)
+    else:
+        left = None
         _update_by_torch(optimizer, found_inf, factor)
-        return
-    left = step_by_loops(loops, optimizer, found_inf, factor)
-    if any(left):
+    if left is not None and any(left):
         with holding(optimizer, left):
             _update_by_torch(optimizer, found_inf, factor)
 

@@ -1,4 +1,4 @@
-"""Time clip + step on a GPU, launches counted: meshstep step by step and in a CUDA graph, torch's recipe, the bare update.
+"""Time clip + step on a GPU, launches counted: meshstep, by Triton's kernels, in a CUDA graph; torch's; the bare update.
 
     python tests/benchmarks/gpu.py [--quick]
 
@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -86,9 +87,25 @@ def contenders(shapes: list[tuple[int, ...]], precision: Any, device: torch.devi
         "torch: `clip_grad_norm_` + fused AdamW" + (" + cast" if masters else ""): Contender(recipe, 32 + extra),
         "meshstep": Contender(own(), 32 + extra),
     }
+    if device.type == "cuda" and find_spec("triton") is not None:
+        found["meshstep, Triton's kernels"] = Contender(by_triton(own()), 32 + extra)
     if device.type == "cuda":
         found["meshstep, CUDA graph"] = Contender(captured(own()), 32 + extra)
     return found
+
+
+def by_triton(step: Step) -> Step:
+    """The same, with ``use_kernels("triton")`` meanwhile."""
+    from meshstep.optim import use_kernels
+
+    def stepped() -> None:
+        use_kernels("triton")
+        try:
+            step()
+        finally:
+            use_kernels("auto")
+
+    return stepped
 
 
 def captured(step: Step) -> Step:

@@ -9,15 +9,13 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kernel_cases import DTYPES, some_values
 from loops import instructions_here, loops, using, with_instructions
 from meshstep.optim import use_kernels
 from meshstep.optim.kernels.choice import Kernels
 from meshstep.optim.norm.powers import local_powers, reference_powers
 from properties import number_of_cases
 from torch import Tensor
-
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-SPECIAL = [0.0, -0.0, 1e-45, 1e-40, 6e-8, 3e38, -3e38, 65504.0]
 
 INSTRUCTIONS = instructions_here()
 KERNELS: tuple[Kernels, ...] = ("auto", "torch")
@@ -27,16 +25,6 @@ KERNELS: tuple[Kernels, ...] = ("auto", "torch")
 def _best_instructions() -> Iterator[None]:
     yield
     loops().take(None)
-
-
-def some_values(shape: tuple[int, ...], dtype: torch.dtype, scale: float, seed: int) -> Tensor:
-    """Random, with zeros, denormals and values near the largest among them."""
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(shape, generator=generator, dtype=torch.float64).mul_(scale)
-    special = torch.tensor(SPECIAL, dtype=torch.float64)[torch.randint(8, shape, generator=generator)]
-    largest = torch.finfo(dtype).max
-    mixed = torch.where(torch.rand(shape, generator=generator) < 0.02, special, values)
-    return mixed.clamp(-largest, largest).to(dtype)
 
 
 @settings(max_examples=number_of_cases(80))
@@ -129,5 +117,5 @@ def test_torchs_kernels_can_be_asked_for() -> None:
 
 
 def test_other_names_of_kernels_are_an_error() -> None:
-    with pytest.raises(ValueError, match="kernels='triton': give 'auto' or 'torch'"):
-        use_kernels("triton")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="kernels='cuda': give 'auto', 'torch' or 'triton'"):
+        use_kernels("cuda")  # type: ignore[arg-type]

@@ -1,0 +1,216 @@
+"""Triton's kernels (`triton_powers`, `triton_updates`), launched on tensors as `native` calls the compiled loops.
+
+They have been run by Triton's interpreter on a CPU, and compiled for GPUs, but never run on one. With
+``TRITON_INTERPRET=1`` in the environment before triton is imported they compute on tensors of the CPU, slowly: that is
+how they are tested. Without it, on those of a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from math import inf, log
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime import JITFunction
+
+from . import triton_powers, triton_updates
+from .native import DTYPES, PLAIN, Columns, Kind, in_memory_order
+from .tables import Tables
+
+MOST = 11  # p from which on powers leave the range of float64
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a param group brings into an update: tensors whose gradients are of one dtype.
+
+    Args:
+        columns: What is stepped; steps are float32, on the device.
+        hyper: As for `native.Native.update`.
+        rate: The learning rate, where it is a tensor on the device, of float32 or float64, instead of ``hyper``'s.
+        maximize: The gradients are multiplied by -1 as well.
+        grad_dtype: Of the gradients: float32, bfloat16 or float16.
+        half_dtype: Of the half-precision copies.
+    """
+
+    columns: Columns
+    hyper: Sequence[float]
+    rate: Tensor | None
+    maximize: bool
+    grad_dtype: torch.dtype
+    half_dtype: torch.dtype
+
+
+class Variant(NamedTuple):
+    """What one launch has in common; see `triton_updates`."""
+
+    decoupled: bool
+    option: int
+    grad: int
+    half: int
+
+
+class Triton:
+    """The kernels of this process.
+
+    Attributes:
+        version: Triton's.
+        interpreted: They are run by its interpreter, on the CPU.
+    """
+
+    def __init__(self) -> None:
+        self.version = str(triton.__version__)
+        self.interpreted = not isinstance(triton_powers.powers_of_chunks, JITFunction)
+        self._tables = Tables()
+
+    def runs_on(self, device: torch.device) -> bool:
+        """Whether they compute on tensors of this device."""
+        return device.type == ("cpu" if self.interpreted else "cuda")
+
+    def powers(self, tensors: Sequence[Tensor], norm_type: float) -> Tensor | None:
+        """[n] float64, on their device: the sum of |x|^p of each tensor, or the largest |x|; None where it is nothing for
+        these: p is neither a whole number up to `MOST` nor inf, dtypes differ, a tensor is no plain one.
+
+        Args:
+            tensors: Dense, on one device that they run on.
+        Host reads: none.
+        """
+        power = 0 if norm_type == inf else int(norm_type) if norm_type in range(1, MOST + 1) else None
+        dtypes = {tensor.dtype for tensor in tensors}
+        if power is None or len(dtypes) > 1 or not dtypes <= DTYPES.keys() or not {*map(type, tensors)} <= PLAIN:
+            return None
+        device, dtype = tensors[0].device, DTYPES[dtypes.pop()]
+        tensors = [tensor if tensor.is_contiguous() else in_memory_order(tensor) for tensor in tensors]
+        with _on(device):
+            addresses = self._tables.of(array("Q", [tensor.data_ptr() for tensor in tensors]), device)
+            numels = array("q", [tensor.numel() for tensor in tensors])
+            cut = self._tables.chunks_of(numels, triton_powers.CHUNK, device)
+            cells = torch.empty(cut.count, dtype=torch.float64, device=device)
+            found = torch.empty(len(tensors), dtype=torch.float64, device=device)
+            block = triton_powers.BLOCK
+            if cut.count:
+                chunks: Any = triton_powers.powers_of_chunks[(cut.count,)]
+                chunks(
+                    addresses,
+                    cut.numels,
+                    cut.chunks,
+                    cells,
+                    dtype,
+                    power,
+                    triton_powers.CHUNK,
+                    block,
+                    enable_fp_fusion=False,
+                )
+            triton_powers.sums_of_cells[(len(tensors),)](cells, cut.first, found, power, block, enable_fp_fusion=False)
+        return found
+
+    def update(self, kind: Kind, parts: Sequence[Part], found_inf: Tensor, factor: Tensor | None) -> None:
+        """Step float32 tensors of all param groups, or change nothing where ``found_inf`` is not 0.
+
+        Args:
+            found_inf: 0-dim float32, on the device.
+            factor: 0-dim, on the device: the gradients are multiplied by it, in float32. None for 1.
+        Host reads: none. Launches: two for each combination of dtypes and flags.
+        """
+        alike: defaultdict[Variant, list[Part]] = defaultdict(list)
+        for part in parts:
+            if len(part.columns.numels):
+                alike[_variant(kind, part)].append(part)
+        with _on(found_inf.device):
+            for variant, of_variant in alike.items():
+                self._launch(kind, variant, of_variant, found_inf, factor)
+
+    def _launch(
+        self, kind: Kind, variant: Variant, parts: list[Part], found_inf: Tensor, factor: Tensor | None
+    ) -> None:
+        device, counts = found_inf.device, [len(part.columns.numels) for part in parts]
+        rows = sum(counts)
+        fixed, grads, halves, numels = (array(code) for code in "QQQq")
+        for column in range(5):
+            for part, count in zip(parts, counts, strict=True):
+                fixed += part.columns.fixed[column * count : (column + 1) * count]
+        hyper, rates, group_of = array("d"), array("q"), array("q")
+        for index, (part, count) in enumerate(zip(parts, counts, strict=True)):
+            grads += part.columns.grads
+            halves += part.columns.halves or array("Q", [0] * count)
+            numels += part.columns.numels
+            group_of += array("q", [index] * count)
+            hyper += _hyper(kind, part)
+            rates += array(
+                "q", [0, 0] if part.rate is None else [part.rate.data_ptr(), part.rate.dtype == torch.float64]
+            )
+        aligned = _are_aligned(fixed[: 4 * rows], grads, halves)
+        of, cut = self._tables.of, self._tables.chunks_of(numels, triton_updates.CHUNK, device)
+        tables = of(fixed, device), of(grads, device), of(halves, device)
+        groups, numbers, own_rates = of(group_of, device), of(hyper, device), of(rates, device)
+        by_row = torch.empty(rows * triton_updates.BY_ROW, dtype=torch.float32, device=device)
+        triton_updates.count_steps[(-(-rows // triton_updates.ROWS),)](
+            tables[0],
+            groups,
+            numbers,
+            own_rates,
+            found_inf,
+            by_row,
+            rows,
+            int(kind),
+            variant.decoupled,
+            triton_updates.ROWS,
+        )
+        if not cut.count:
+            return
+        scaled = factor is not None
+        triton_updates.update_chunks[(cut.count,)](
+            *tables,
+            cut.numels,
+            cut.chunks,
+            groups,
+            numbers,
+            by_row,
+            found_inf,
+            factor if scaled else found_inf,
+            rows,
+            int(kind),
+            *variant,
+            scaled,
+            aligned,
+            triton_updates.CHUNK,
+            triton_updates.BLOCK,
+            enable_fp_fusion=False,
+        )
+
+
+def _variant(kind: Kind, part: Part) -> Variant:
+    half = 0 if part.columns.halves is None else DTYPES[part.half_dtype]
+    decoupled, option = False, 0
+    if kind == Kind.ADAM:
+        decoupled, option = bool(part.hyper[5]), int(part.hyper[6])
+    elif kind == Kind.SGD and part.hyper[1]:
+        option = 2 if part.hyper[4] else 1
+    return Variant(decoupled, option, DTYPES[part.grad_dtype], half)
+
+
+def _hyper(kind: Kind, part: Part) -> array[float]:
+    """A row of `triton_updates.count_steps`' ``hyper``."""
+    hyper = part.hyper
+    logs = [log(beta) if beta else -inf for beta in hyper[1:3]] if kind == Kind.ADAM else [0.0, 0.0]
+    own = [*hyper[:5], *[0.0] * (5 - len(hyper[:5]))]
+    return array("d", [*own, *logs, -1.0 if part.maximize else 1.0])
+
+
+def _are_aligned(*tables: array[int]) -> bool:
+    """Whether all addresses are multiples of 16, by their last bytes: they are many, and looked at in each step."""
+    last = slice(None, None, 8) if sys.byteorder == "little" else slice(7, None, 8)
+    return all(byte % 16 == 0 for byte in set[int]().union(*(table.tobytes()[last] for table in tables)))
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Launches go to the current GPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,233 @@
+"""Updates of optimizers in Triton, with the formulas of `reference`: one pass over memory, as in `csrc/loops.h`.
+
+Two launches. `count_steps`, a lane a tensor: counts its steps on the device, and makes of learning rate and count what the
+update needs of them, in float64. `update_chunks`, a chunk of a tensor a program: reads the gradient in whatever precision
+it has, multiplies it, steps, and writes the half-precision copy of what it has stepped; the gradient stays as it is. Both
+look at ``found_inf`` where it lies, and change nothing where it is not 0.
+
+Divisions and roots are those of IEEE 754, and nothing is contracted (the launch says so): Triton's own are approximate, and
+an element's bits would depend on how its launch was compiled. Rounding to bfloat16 is done by the bits, which is right in
+the interpreter too: its own cast cuts them off.
+"""
+
+# Triton reads annotations: no `from __future__ import annotations`, which would make them strings.
+
+import triton
+import triton.language as tl
+
+CHUNK = 16384  # elements a program steps
+BLOCK = 1024  # at a time
+ROWS = 128  # tensors that a program counts the steps of
+HYPER = 8  # float64 a param group: the formula's, from 5 on log(beta1), log(beta2), the sign of the gradient
+BY_ROW = 4  # float32 a tensor: rate, root, decay
+ADAM, SGD = tl.constexpr(0), tl.constexpr(1)  # native.Kind; the other is Adagrad
+GROUP, ROW = tl.constexpr(HYPER), tl.constexpr(BY_ROW)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def count_steps(
+    fixed: tl.tensor,
+    group_of: tl.tensor,
+    hyper: tl.tensor,
+    rates: tl.tensor,
+    found_inf: tl.tensor,
+    by_row: tl.tensor,
+    rows: tl.tensor,
+    KIND: tl.constexpr,
+    DECOUPLED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Write ``by_row`` of all rows, and their steps, unless ``found_inf``.
+
+    Args:
+        fixed: [5, rows] addresses: param, first, second and third state, step; 0: none.
+        group_of: [rows]: which row of ``hyper``.
+        hyper: [groups, HYPER] float64.
+        rates: [groups, 2]: the address of a learning rate that is a tensor, or 0; whether it is float64.
+    """
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = row < rows
+    group = tl.load(group_of + row, mask=here, other=0)
+    own = hyper + group * GROUP
+    address, is_wide = tl.load(rates + 2 * group), tl.load(rates + 2 * group + 1) != 0
+    wide = tl.load(address.to(tl.pointer_type(tl.float64)), mask=(address != 0) & is_wide, other=0.0)
+    narrow = tl.load(address.to(tl.pointer_type(tl.float32)), mask=(address != 0) & (is_wide == 0), other=0.0)
+    rate = tl.where(address == 0, tl.load(own), wide + narrow.to(tl.float64))
+    step_at = tl.load(fixed + 4 * rows + row, mask=here, other=0)
+    counts = step_at.to(tl.pointer_type(tl.float32))
+    step = tl.load(counts, mask=step_at != 0, other=0.0) + 1
+    count = step.to(tl.float64)
+    root = tl.full((BLOCK,), 1.0, tl.float64)
+    if KIND == ADAM:
+        decay = tl.load(own + 4)
+        if DECOUPLED:
+            decay = 1 - rate * decay
+        rate = rate / (1 - tl.exp(count * tl.load(own + 5)))
+        root = tl.sqrt(1 - tl.exp(count * tl.load(own + 6)))
+    elif KIND == SGD:
+        decay = tl.load(own + 3)
+    else:
+        decay = tl.load(own + 3)
+        rate = rate / (1 + (count - 1) * tl.load(own + 1))
+    tl.store(by_row + ROW * row, rate.to(tl.float32), mask=here)
+    tl.store(by_row + ROW * row + 1, root.to(tl.float32), mask=here)
+    tl.store(by_row + ROW * row + 2, decay.to(tl.float32), mask=here)
+    if tl.load(found_inf) == 0:
+        tl.store(counts, step, mask=step_at != 0)
+
+
+@triton.jit
+def step_block(
+    params: tl.tensor,
+    grads: tl.tensor,
+    firsts: tl.tensor,
+    seconds: tl.tensor,
+    thirds: tl.tensor,
+    halves: tl.tensor,
+    has_half: tl.tensor,
+    here: tl.tensor,
+    factor: tl.tensor,
+    rate: tl.tensor,
+    root: tl.tensor,
+    decay: tl.tensor,
+    one: tl.tensor,
+    rest_of_one: tl.tensor,
+    two: tl.tensor,
+    rest_of_two: tl.tensor,
+    three: tl.tensor,
+    KIND: tl.constexpr,
+    DECOUPLED: tl.constexpr,
+    OPTION: tl.constexpr,
+    GRAD: tl.constexpr,
+    HALF: tl.constexpr,
+) -> None:
+    """Step the elements at ``params``, those that are ``here``.
+
+    Args:
+        one, two, three: Adam's beta1, beta2, eps; SGD's momentum and dampening; Adagrad's eps as ``two``.
+        OPTION: Adam: amsgrad. SGD: 0 without momentum, 1 with it, 2 Nesterov's.
+    """
+    p = tl.load(params, mask=here, other=0.0)
+    g = tl.load(grads, mask=here, other=0)
+    if GRAD == 2:  # bfloat16: the upper half of a float32
+        g = (g.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    g = g.to(tl.float32) * factor
+    if KIND == ADAM:
+        if DECOUPLED:
+            p = p * decay
+        else:
+            g = g + decay * p
+        mean = tl.load(firsts, mask=here, other=0.0) * one + rest_of_one * g
+        square = tl.load(seconds, mask=here, other=0.0) * two + rest_of_two * g * g
+        tl.store(firsts, mean, mask=here)
+        tl.store(seconds, square, mask=here)
+        if OPTION:
+            most = tl.load(thirds, mask=here, other=0.0)
+            square = tl.where(most > square, most, square)
+            tl.store(thirds, square, mask=here)
+        p = p - tl.div_rn(rate * mean, tl.div_rn(tl.sqrt_rn(square), root) + three)
+    elif KIND == SGD:
+        g = g + decay * p
+        if OPTION:
+            kept = tl.load(firsts, mask=here, other=0.0) * one + g * rest_of_two
+            tl.store(firsts, kept, mask=here)
+            g = g + kept * one if OPTION == 2 else kept
+        p = p - rate * g
+    else:
+        g = g + decay * p
+        square = tl.load(firsts, mask=here, other=0.0) + g * g
+        tl.store(firsts, square, mask=here)
+        p = p - tl.div_rn(rate * g, tl.sqrt_rn(square) + two)
+    tl.store(params, p, mask=here)
+    if HALF:  # noqa: SIM102 (this one the compiler decides)
+        if has_half:  # to the nearest, ties to even; NaN as torch writes it
+            if HALF == 2:
+                bits = p.to(tl.uint32, bitcast=True)
+                rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+                rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded)
+                tl.store(halves, rounded.to(tl.uint16), mask=here)
+            else:
+                tl.store(halves, p.to(tl.float16), mask=here)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def update_chunks(
+    fixed: tl.tensor,
+    grads: tl.tensor,
+    halves: tl.tensor,
+    numels: tl.tensor,
+    chunks: tl.tensor,
+    group_of: tl.tensor,
+    hyper: tl.tensor,
+    by_row: tl.tensor,
+    found_inf: tl.tensor,
+    factor: tl.tensor,
+    rows: tl.tensor,
+    KIND: tl.constexpr,
+    DECOUPLED: tl.constexpr,
+    OPTION: tl.constexpr,
+    GRAD: tl.constexpr,
+    HALF: tl.constexpr,
+    SCALED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Step chunk (row, number within it) of ``chunks``; see `count_steps` and `step_block`.
+
+    Args:
+        grads, halves: [rows] addresses, of the half-precision copies 0 where there is none.
+        GRAD, HALF: `native.DTYPES` of them; HALF 0: no copies at all, and ``halves`` is not looked at for more.
+        SCALED: ``factor`` is to be read.
+        ALIGNED: All addresses are multiples of 16.
+    """
+    if tl.load(found_inf) == 0:
+        chunk = tl.program_id(0)
+        row = tl.load(chunks + 2 * chunk)
+        start = tl.load(chunks + 2 * chunk + 1) * CHUNK
+        count = tl.minimum(tl.load(numels + row) - start, CHUNK).to(tl.int32)
+        params = tl.load(fixed + row).to(tl.pointer_type(tl.float32))
+        firsts = tl.load(fixed + rows + row).to(tl.pointer_type(tl.float32))
+        seconds = tl.load(fixed + 2 * rows + row).to(tl.pointer_type(tl.float32))
+        thirds = tl.load(fixed + 3 * rows + row).to(tl.pointer_type(tl.float32))
+        grad_at, half_at = tl.load(grads + row), tl.load(halves + row)
+        kind = tl.float32 if GRAD == 0 else tl.uint16 if GRAD == 2 else tl.float16
+        gradients = grad_at.to(tl.pointer_type(kind))
+        copies = half_at.to(tl.pointer_type(tl.uint16 if HALF == 2 else tl.float16))
+        if ALIGNED:
+            params, gradients, copies = (
+                tl.multiple_of(params, 16),
+                tl.multiple_of(gradients, 16),
+                tl.multiple_of(copies, 16),
+            )
+            firsts, seconds, thirds = (
+                tl.multiple_of(firsts, 16),
+                tl.multiple_of(seconds, 16),
+                tl.multiple_of(thirds, 16),
+            )
+        own = hyper + tl.load(group_of + row) * GROUP
+        times = tl.load(own + 7).to(tl.float32)
+        if SCALED:
+            times = times * tl.load(factor).to(tl.float32)
+        rate, root = tl.load(by_row + ROW * row), tl.load(by_row + ROW * row + 1)
+        decay = tl.load(by_row + ROW * row + 2)
+        one, two, three = tl.load(own + 1), tl.load(own + 2), tl.load(own + 3).to(tl.float32)
+        rest_of_one, rest_of_two = (1 - one).to(tl.float32), (1 - two).to(tl.float32)
+        one, two = one.to(tl.float32), two.to(tl.float32)
+        lanes = tl.arange(0, BLOCK)
+        whole = count // BLOCK * BLOCK
+        every = tl.full((BLOCK,), True, tl.int1)
+        begin = 0
+        while begin < whole:
+            at = start + begin + lanes
+            step_block(
+                params + at, gradients + at, firsts + at, seconds + at, thirds + at, copies + at, half_at != 0, every,
+                times, rate, root, decay, one, rest_of_one, two, rest_of_two, three, KIND, DECOUPLED, OPTION, GRAD, HALF,
+            )  # fmt: skip
+            begin += BLOCK
+        if whole < count:
+            at, here = start + whole + lanes, whole + lanes < count
+            step_block(
+                params + at, gradients + at, firsts + at, seconds + at, thirds + at, copies + at, half_at != 0, here,
+                times, rate, root, decay, one, rest_of_one, two, rest_of_two, three, KIND, DECOUPLED, OPTION, GRAD, HALF,
+            )  # fmt: skip

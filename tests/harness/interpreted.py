@@ -1,0 +1,73 @@
+"""Processes in which Triton's kernels run in its interpreter, on tensors of the CPU.
+
+Triton asks for the interpreter where it is imported, and torch's compiler imports it in most processes: so these are
+started for themselves, neither forked from this one nor from the pool's server.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TypeVar
+from unittest import mock
+
+from meshstep.optim import use_kernels
+from meshstep.parallel.ranks.pool import RankPool
+
+if TYPE_CHECKING:
+    from meshstep.optim.kernels.triton import Triton
+
+T = TypeVar("T")
+INTERPRETER = {"TRITON_INTERPRET": "1"}
+
+
+def why_no_triton() -> str:
+    """Why nothing can be interpreted here; empty where it can."""
+    return "" if find_spec("triton") else "needs the package triton, which this torch came without"
+
+
+class Interpreted:
+    """A pool of such processes; they have chosen Triton's kernels."""
+
+    def __init__(self) -> None:
+        self.ranks = RankPool(initializer=_choose)
+        self.ranks._context = multiprocessing.get_context("spawn")
+
+    def run(self, world_size: int, function: Callable[..., T], *args: Any) -> list[T]:
+        """`Ranks.run`."""
+        with mock.patch.dict(os.environ, INTERPRETER):
+            return self.ranks.run(function, world_size, *args)
+
+    def __call__(self, function: Callable[..., T], *args: Any) -> T:
+        """What the function returns in one of them."""
+        return self.run(1, function, *args)[0]
+
+
+@contextmanager
+def interpreted_pool() -> Iterator[Interpreted]:
+    """One, for as long as it is needed."""
+    pool = Interpreted()
+    try:
+        yield pool
+    finally:
+        pool.ranks.close()
+
+
+def _choose() -> None:
+    warnings.simplefilter("error")
+    use_kernels("triton")
+
+
+@cache
+def kernels() -> Triton:
+    """Those of this process."""
+    from meshstep.optim.kernels.triton import Triton
+
+    found = Triton()
+    assert found.interpreted
+    return found

@@ -1,0 +1,162 @@
+"""What kernels are given in the tests, and what must come of it: tensors of all dtypes and values, updates in float64."""
+
+from __future__ import annotations
+
+from array import array
+from copy import deepcopy
+from dataclasses import astuple
+
+import torch
+from hypothesis import strategies as st
+from meshstep.optim.kernels.native import Columns, Kind
+from meshstep.optim.kernels.reference import SGD, Adagrad, Adam
+from torch import Tensor
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+SPECIAL = [0.0, -0.0, 1e-45, 1e-40, 6e-8, 3e38, -3e38, 65504.0]
+Rule = Adam | SGD | Adagrad
+KINDS = {Adam: Kind.ADAM, SGD: Kind.SGD, Adagrad: Kind.ADAGRAD}
+HALVES = (torch.bfloat16, torch.float16)
+INF = torch.full((2**16,), torch.inf)
+
+
+def some_values(shape: tuple[int, ...], dtype: torch.dtype, scale: float, seed: int) -> Tensor:
+    """Random, with zeros, denormals and values near the largest among them."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator, dtype=torch.float64).mul_(scale)
+    special = torch.tensor(SPECIAL, dtype=torch.float64)[torch.randint(8, shape, generator=generator)]
+    largest = torch.finfo(dtype).max
+    mixed = torch.where(torch.rand(shape, generator=generator) < 0.02, special, values)
+    return mixed.clamp(-largest, largest).to(dtype)
+
+
+def states_of(rule: Rule) -> int:
+    if isinstance(rule, Adam):
+        return 3 if rule.amsgrad else 2
+    return 1 if isinstance(rule, Adagrad) or rule.momentum else 0
+
+
+class Case:
+    """Float32 tensors with states as after some steps, and what is done to them."""
+
+    def __init__(
+        self, rule: Rule, numels: list[int], grad_dtype: torch.dtype, half: torch.dtype | None, seed: int
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def values(numel: int) -> Tensor:
+            return torch.randn(numel, generator=generator)
+
+        self.rule, self.grad_dtype, self.half_dtype = rule, grad_dtype, half
+        self.params = [values(numel) for numel in numels]
+        self.grads = [values(numel).mul_(3.0).to(grad_dtype) for numel in numels]
+        self.states = [[values(numel).abs_() for _ in range(states_of(rule))] for numel in numels]
+        self.steps = [torch.tensor(float(4 + index)) for index in range(len(numels))]
+        self.halves = None if half is None else [param.to(half) for param in self.params]
+
+    def columns(self) -> Columns:
+        """What is stepped."""
+        counts = not isinstance(self.rule, SGD)
+        columns = [self.params, *([states[i] for states in self.states] for i in range(states_of(self.rule)))]
+        fixed = [tensor.data_ptr() for column in columns for tensor in column]
+        fixed += [0] * (len(self.params) * (4 - len(columns)))
+        fixed += [step.data_ptr() if counts else 0 for step in self.steps]
+        return Columns(
+            array("Q", fixed),
+            array("Q", [grad.data_ptr() for grad in self.grads]),
+            array("q", [param.numel() for param in self.params]),
+            None if self.halves is None else array("Q", [half.data_ptr() for half in self.halves]),
+        )
+
+    @property
+    def hyper(self) -> list[float]:
+        """The rule's, in the order of the loops."""
+        return [float(value) for value in astuple(self.rule)]
+
+    def step(self, factor: float, found_inf: float = 0.0) -> None:
+        """By the kernels under test."""
+        raise NotImplementedError
+
+    def expected(self, factor: float) -> list[list[Tensor]]:
+        """Of each tensor the parameter and its states after the step, in float64."""
+        found = []
+        for param, grad, states, step in zip(self.params, self.grads, self.states, self.steps, strict=True):
+            p, kept = param.double(), [state.double() for state in states]
+            self.rule.step(p, grad.double() * factor, kept, int(step) + 1)
+            found.append([p, *kept])
+        return found
+
+    def everything(self) -> list[Tensor]:
+        """All that a step may change."""
+        return [*self.params, *(s for states in self.states for s in states), *self.steps, *(self.halves or ())]
+
+
+RULES = st.one_of(
+    st.builds(
+        Adam,
+        lr=st.sampled_from([1e-3, 0.3]),
+        beta1=st.sampled_from([0.9, 0.0]),
+        beta2=st.sampled_from([0.999, 0.5]),
+        weight_decay=st.sampled_from([0.0, 0.3]),
+        decoupled=st.booleans(),
+        amsgrad=st.booleans(),
+    ),
+    st.builds(
+        SGD,
+        lr=st.just(0.1),
+        momentum=st.sampled_from([0.0, 0.9]),
+        dampening=st.sampled_from([0.0, 0.25]),
+        weight_decay=st.sampled_from([0.0, 0.3]),
+        nesterov=st.booleans(),
+    ),
+    st.builds(Adagrad, lr=st.just(0.1), lr_decay=st.sampled_from([0.0, 0.1]), weight_decay=st.sampled_from([0.0, 0.3])),
+)
+
+
+def steps_as_the_reference(case: Case, factor: float) -> None:
+    """To two units in the last place of the largest number that takes part: what an update nearly cancels has lost its
+    digits before. Copies in half precision are the parameters as torch rounds them, and gradients stay as they are."""
+    rule, expected, before, grads = case.rule, case.expected(factor), deepcopy(case.params), deepcopy(case.grads)
+    states_before = deepcopy(case.states)
+    steps = [float(step) for step in case.steps]
+    decoupled = isinstance(rule, Adam) and rule.decoupled
+    case.step(factor)
+    for index, (now, *states_now) in enumerate(zip(case.params, *zip(*case.states, strict=True), strict=True)):
+        old, wanted = before[index].double().abs(), expected[index]
+        gradient = (grads[index].double() * factor).abs() + rule.weight_decay * old
+        true = grads[index].double() * factor + (0.0 if decoupled else rule.weight_decay) * before[index].double()
+        way = moved(rule, gradient, true, states_before[index], wanted[1:], steps[index])
+        near(now, wanted[0], old + wanted[0].abs() + way)
+        for state, kept, value in zip(states_now, states_before[index], wanted[1:], strict=True):
+            near(state, value, value.abs() + kept.double().abs() + gradient * (1 + true.abs()))  # or its square
+    assert all(torch.equal(now, then) for now, then in zip(case.grads, grads, strict=True))
+    assert [float(step) for step in case.steps] == [s + (not isinstance(rule, SGD)) for s in steps]
+    for copy, param in zip(case.halves or (), case.params, strict=False):
+        assert torch.equal(copy, param.to(copy.dtype))
+
+
+def moved(
+    rule: Rule, gradient: Tensor, true: Tensor, states: list[Tensor], wanted: list[Tensor], step: float
+) -> Tensor:
+    """How long an update's parts are together, before they cancel; and what a rounded gradient adds by what divides it.
+
+    Args:
+        gradient: The absolute values of its parts, added; ``true``: itself.
+        wanted: The states after the step.
+    """
+    if isinstance(rule, SGD):
+        kept = rule.momentum * states[0].double().abs() + gradient if states else 0.0 * gradient
+        total: Tensor = rule.lr * (gradient + kept)
+        return total
+    if isinstance(rule, Adagrad):
+        way: Tensor = rule.lr / (1 + step * rule.lr_decay) * gradient / (wanted[0].sqrt() + rule.eps)
+        return way * (1 + gradient * true.abs() / wanted[0].clamp(min=1e-300))
+    t, second = int(step) + 1, wanted[-1]
+    mean = (rule.beta1 * states[0].double().abs() + (1 - rule.beta1) * gradient) / (1 - rule.beta1**t)
+    way = rule.lr * mean / (second.sqrt() / (1 - rule.beta2**t) ** 0.5 + rule.eps)
+    return way * (1 + (1 - rule.beta2) * gradient * true.abs() / wanted[1].clamp(min=1e-300))
+
+
+def near(found: Tensor, expected: Tensor, size: Tensor) -> None:
+    unit = torch.finfo(torch.float32).eps * size
+    assert bool(((found.double() - expected).abs() <= 2 * unit + 1e-44).all())

@@ -1,0 +1,75 @@
+"""Steps of torch's optimizers by other kernels, in the tests: models, optimizers, and what changes between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+from meshstep.optim import ParallelOptimizer
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from torch import Tensor, nn
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+MAKE: dict[str, Make] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, fused=True),
+    "Adam, amsgrad, maximize": lambda params: torch.optim.Adam(
+        params, lr=0.01, amsgrad=True, maximize=True, fused=True
+    ),
+    "Adam, tensor rate": lambda params: torch.optim.Adam(params, lr=torch.tensor(0.01), weight_decay=0.1, fused=True),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, fused=True),
+    "SGD, Nesterov": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, fused=True),
+    "SGD, dampening": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.3, fused=True),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1, lr_decay=0.1, fused=True),
+}
+SHAPES = ((4, 3), (2, 3, 2, 2), (17,), (0, 3), ())
+
+
+def model_of(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.ParameterList:
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.ParameterList([nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES])
+    declare(model, {"*": P()})
+    return model
+
+
+def gradients(model: nn.ParameterList, step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for param in model:
+        param.grad = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.dtype)
+
+
+def of(model: nn.ParameterList, make: Make, **options: Any) -> ParallelOptimizer:
+    return ParallelOptimizer(make(list(model)), ProcessGroupRegistry(Topology()), **{"max_norm": 0.7, **options})
+
+
+def close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-7)
+
+
+CHANGES: dict[str, Callable[[nn.ParameterList, ParallelOptimizer], object]] = {
+    "states loaded": lambda model, optimizer: optimizer.load_state_dict(deepcopy(optimizer.state_dict())),
+    "weights in other memory": lambda model, optimizer: moved(*model),
+    "a state in other memory": lambda model, optimizer: optimizer.state[model[0]].update(
+        exp_avg=optimizer.state[model[0]]["exp_avg"].clone() * 2
+    ),
+    "a state's data in other memory": lambda model, optimizer: moved(optimizer.state[model[2]]["exp_avg_sq"]),
+    "state of another dtype": lambda model, optimizer: optimizer.state[model[0]].update(
+        step=optimizer.state[model[0]]["step"].double()
+    ),
+    "another rate": lambda model, optimizer: optimizer.param_groups[0].update(lr=0.3),
+    "a group more": lambda model, optimizer: optimizer.add_param_group({"params": [one_more(model)]}),
+    "a parameter replaced": lambda model, optimizer: optimizer.param_groups[0]["params"].reverse(),
+}
+
+
+def moved(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        tensor.data = tensor.data.clone() * 3
+
+
+def one_more(model: nn.ParameterList) -> nn.Parameter:
+    new = nn.Parameter(torch.ones(3, 2))
+    model.append(new)
+    declare(model, {"*": P()})
+    return new

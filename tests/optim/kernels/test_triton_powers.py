@@ -1,0 +1,126 @@
+"""Powers by Triton's kernels, in its interpreter: those of the reference to 1e-14, the same bits wherever tensors lie."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from interpreted import Interpreted, kernels, why_no_triton
+from kernel_cases import DTYPES, some_values
+from meshstep.optim.norm.powers import local_powers, reference_powers
+from properties import number_of_cases
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(bool(why_no_triton()), reason=why_no_triton())
+P = [1.0, 2.0, 3.0, inf]
+
+
+def powers(tensors: list[Tensor], p: float) -> Tensor:
+    found = kernels().powers(tensors, p)
+    assert found is not None
+    return found
+
+
+def powers_of_views(values: Tensor, offset: int, p: float) -> Tensor:
+    """Of the same values at an address that is not aligned, with dims exchanged, and with others between them."""
+    shifted = torch.zeros(values.numel() + offset, dtype=values.dtype)[offset:].view(values.shape).copy_(values)
+    strided = values.new_zeros((*values.shape, 2))[..., 0].copy_(values)
+    turned = shifted.t() if values.dim() == 2 else shifted
+    return powers([shifted, turned, strided], p)
+
+
+@settings(max_examples=number_of_cases(15))
+@given(
+    shape=st.sampled_from([(), (0,), (1,), (7,), (1023,), (1025,), (5, 0, 3), (40, 41), (16384,), (16385,), (33000,)]),
+    dtype=st.sampled_from(DTYPES),
+    p=st.sampled_from(P),
+    offset=st.integers(0, 3),
+    scale=st.sampled_from([1e-30, 1.0, 1e30]),
+    seed=st.integers(0, 2**31),
+)
+def test_powers_are_the_references_to_1e14(
+    interpreted: Interpreted, shape: tuple[int, ...], dtype: torch.dtype, p: float, offset: int, scale: float, seed: int
+) -> None:
+    values = some_values(shape, dtype, scale, seed)
+    found = interpreted(powers_of_views, values, offset, p)
+    torch.testing.assert_close(found, reference_powers([values] * 3, p), rtol=1e-14, atol=0.0)
+
+
+def are_finite(dtype: torch.dtype, p: float) -> list[tuple[list[bool], bool]]:
+    """Of three tensors whose second has one value that is not finite; and whether that power is NaN, if the value is."""
+    found = []
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        for numel, at in ((1, 0), (37, 36), (20000, 12345), (20000, 19999)):
+            values = torch.ones(numel, dtype=dtype)
+            values[at] = bad
+            three = powers([torch.ones(5, dtype=dtype), values, torch.ones(3, dtype=dtype)], p)
+            found.append((three.isfinite().tolist(), bool(three[1].isnan()) == (bad != bad)))
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("p", P)
+def test_one_value_that_is_not_finite_makes_its_power_so_and_no_other(
+    interpreted: Interpreted, dtype: torch.dtype, p: float
+) -> None:
+    assert set(map(repr, interpreted(are_finite, dtype, p))) == {"([True, False, True], True)"}
+
+
+def same_bits() -> list[list[float]]:
+    """The same values alone, among others, and at other addresses."""
+    values = some_values((40_000,), torch.float32, 1.0, 3)
+    found = []
+    for offset in range(4):
+        moved = torch.zeros(40_000 + offset)[offset:].copy_(values)
+        others = [torch.ones(7), moved, torch.ones(20_000)][: 2 + offset % 2]
+        found.append([float(powers([moved], p)[0]) for p in P])
+        found.append([float(powers(others, p)[1]) for p in P])
+    return found
+
+
+def test_a_power_is_the_same_bits_wherever_its_tensor_lies(interpreted: Interpreted) -> None:
+    found = interpreted(same_bits)
+    assert found == found[:1] * len(found)
+
+
+def left_to_others() -> None:
+    class Other(Tensor):
+        pass
+
+    plain = torch.ones(4)
+    assert kernels().powers([plain, plain.as_subclass(Other)], 2.0) is None
+    assert kernels().powers([plain, plain.double()], 2.0) is None
+    assert kernels().powers([plain], 2.5) is None
+    assert kernels().powers([plain.to(torch.float8_e5m2)], 2.0) is None
+    assert local_powers([plain], 2.5).tolist() == [4.0]
+    assert local_powers([plain.as_subclass(Other)], 2.0).tolist() == [4.0]
+
+
+def test_what_is_nothing_for_them_torch_computes(interpreted: Interpreted) -> None:
+    interpreted(left_to_others)
+
+
+def by_the_norm(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    values = [some_values((n,), dtype, 1.0, n) for n in (3, 0, 20_000)]
+    launched = [0]
+    powers = type(kernels()).powers
+
+    def counted(own: Any, tensors: Any, norm_type: float) -> Any:
+        launched[0] += 1
+        return powers(own, tensors, norm_type)
+
+    with mock.patch.object(type(kernels()), "powers", counted):
+        found = local_powers(values, 2.0)
+    assert launched == [1]
+    return found, reference_powers(values, 2.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_norms_powers_are_theirs_if_they_were_chosen(interpreted: Interpreted, dtype: torch.dtype) -> None:
+    found, expected = interpreted(by_the_norm, dtype)
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=0.0)

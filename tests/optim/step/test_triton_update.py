@@ -1,0 +1,245 @@
+"""Whole steps by Triton's kernels, in its interpreter: torch's states and weights, and the dense model's on two ranks."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from interpreted import Interpreted, kernels, why_no_triton
+from kernel_steps import CHANGES, MAKE, SHAPES, close, gradients, model_of, of
+from loops import using
+from meshstep.optim import ParallelOptimizer, use_kernels
+from meshstep.optim.kernels import choice
+from meshstep.optim.kernels.choice import Kernels
+from meshstep.optim.kernels.reference import Adam
+from meshstep.optim.step.update import steps_on_device
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from torch import Tensor, nn
+
+needs_triton = pytest.mark.skipif(bool(why_no_triton()), reason=why_no_triton())
+KERNELS: tuple[Kernels, ...] = ("triton", "torch")
+Stepped = tuple[dict[str, Any], list[Tensor]]
+
+
+class Rows:
+    """Within, counts the tensors that are stepped, and the powers that are taken."""
+
+    def __enter__(self) -> Rows:
+        self.stepped = self.measured = 0
+        update, powers = type(kernels()).update, type(kernels()).powers
+
+        def counted_update(own: Any, kind: Any, parts: Any, *args: Any) -> None:
+            self.stepped += sum(len(part.columns.numels) for part in parts)
+            update(own, kind, parts, *args)
+
+        def counted_powers(own: Any, tensors: Any, norm_type: float) -> Any:
+            self.measured += len(tensors)
+            return powers(own, tensors, norm_type)
+
+        self._patched = mock.patch.multiple(type(kernels()), update=counted_update, powers=counted_powers)
+        self._patched.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._patched.__exit__(*error)
+
+
+def steps(name: str) -> tuple[Stepped, int, bool]:
+    """Five, one of which is skipped; gradients come and go."""
+    model = model_of()
+    optimizer = of(model, MAKE[name])
+    with Rows() as rows:
+        for step in range(5):
+            gradients(model, step)
+            if step == 2:
+                model[1].grad = None
+            if step == 3:
+                model[0].grad[1, 1] = torch.nan
+            before = [(param.grad, None if param.grad is None else param.grad.clone()) for param in model]
+            optimizer.step()
+            for grad, kept in before:
+                if grad is not None and kept is not None and step != 3 and rows.stepped:
+                    assert torch.equal(grad, kept), "a gradient was written to"
+    state = optimizer.optimizer.state_dict(), [param.detach() for param in model]
+    return state, rows.stepped, steps_on_device(optimizer.optimizer)
+
+
+def by_both(name: str) -> tuple[Stepped, Stepped, int, bool]:
+    found, rows, on_device = steps(name)
+    with using("torch"):
+        expected, none, _ = steps(name) if on_device else (found, 0, False)
+    assert none == 0
+    return found, expected, rows, on_device
+
+
+@needs_triton
+@pytest.mark.parametrize("name", MAKE)
+def test_states_and_weights_are_torchs(interpreted: Interpreted, name: str) -> None:
+    """Same keys, dtypes and shapes, values to rounding."""
+    found, expected, rows, on_device = interpreted(by_both, name)
+    # Not the first step with dampening; and torch 2.11's Adagrad does not take the factor and the skip.
+    assert rows >= 4 * len(SHAPES) - 1 or not on_device
+    assert found[0]["state"].keys() == expected[0]["state"].keys()
+    close(found, expected)
+
+
+def changed(change: str) -> list[list[Tensor]]:
+    found = []
+    for chosen in KERNELS:
+        with using(chosen):
+            model = model_of()
+            optimizer = of(model, MAKE["AdamW"])
+            for step in range(4):
+                if step == 2:
+                    CHANGES[change](model, optimizer)
+                gradients(model, step)
+                optimizer.step()
+            found.append([*(param.detach() for param in model), *(s["exp_avg"] for s in optimizer.state.values())])
+    return found
+
+
+@needs_triton
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_changed_between_steps_is_seen(interpreted: Interpreted, change: str) -> None:
+    """By the tables that are kept from step to step."""
+    found, expected = interpreted(changed, change)
+    close(found, expected)
+
+
+# On two ranks -----------------------------------------------------------------------------------------------------------
+
+RULE = Adam(0.02, 0.8, 0.95, eps=1e-4, weight_decay=0.1)
+FULL, STEPS, CLIP = {"bias": (40,), "weight": (6, 40)}, 4, 3.0
+TOPOLOGIES = {"data=2": Topology(data=2), "tensor=2": Topology(tensor=2)}
+
+
+def full(name: str, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * seed + len(name))
+    return torch.randn(FULL[name], generator=generator)
+
+
+def on_ranks(where: str, precision: Any) -> tuple[dict[str, Tensor], list[float], int, int]:
+    """This rank's masters after some steps of which one is skipped, the norms, and what the kernels did."""
+    with ProcessGroupRegistry(TOPOLOGIES[where]) as registry, Rows() as rows:
+        split = registry.size("tensor") if where == "tensor=2" else 1
+        rank = registry.rank("tensor") if split > 1 else 0
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+
+        def piece(tensor: Tensor, name: str) -> Tensor:
+            return tensor.chunk(split, 1)[rank].contiguous() if name == "weight" else tensor
+
+        model = nn.ParameterDict({name: nn.Parameter(piece(full(name, 1), name).to(dtype)) for name in FULL})
+        declare(model, {"weight": P(None, "tensor") if split > 1 else P(), "bias": P()})
+        inner = torch.optim.AdamW(
+            model.parameters(), lr=RULE.lr, betas=(0.8, 0.95), eps=RULE.eps, weight_decay=RULE.weight_decay, fused=True
+        )
+        optimizer = ParallelOptimizer(inner, registry, max_norm=CLIP, precision=precision)
+        norms = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for name, param in model.items():
+                own = gradient(name, step, registry.rank("data") if where == "data=2" else None)
+                param.grad = piece(own, name).clone()  # a bfloat16 parameter has a float32 gradient
+                if step == 1 and name == "bias":
+                    param.grad[3] = torch.inf
+            stats = optimizer.step()
+            assert stats is not None
+            norms.append(float(stats.total_norm))
+        masters = [param for group in optimizer.optimizer.param_groups for param in group["params"]]
+        found = {name: master.detach().clone() for name, master in zip(FULL, masters, strict=True)}
+        if precision == "bf16":
+            assert all(torch.equal(model[name].detach(), found[name].bfloat16()) for name in FULL)
+        return found, norms, rows.stepped, rows.measured
+
+
+def gradient(name: str, step: int, data_rank: int | None) -> Tensor:
+    """One data rank's; without ranks their mean. All are exact in bfloat16, and so are means of two."""
+    parts = [full(name, 100 + 10 * step + rank).mul(8).round().div(8) for rank in (0, 1)]
+    return sum(parts, torch.zeros(())) / 2 if data_rank is None else parts[data_rank]
+
+
+def dense(precision: str) -> tuple[dict[str, Tensor], list[float]]:
+    """In float64."""
+    values = {
+        name: full(name, 1).to(torch.bfloat16 if precision == "bf16" else torch.float32).double() for name in FULL
+    }
+    states = {name: [torch.zeros(shape).double() for _ in range(2)] for name, shape in FULL.items()}
+    norms, taken = [], 0
+    for step in range(STEPS):
+        grads = {name: gradient(name, step, None).double() for name in FULL}
+        norm = float(torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt())
+        norms.append(norm)
+        if step == 1:
+            continue
+        taken += 1
+        for name, value in values.items():
+            RULE.step(value, grads[name] * min(1.0, CLIP / (norm + 1e-6)), states[name], taken)
+    return values, norms
+
+
+@needs_triton
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("where", TOPOLOGIES)
+def test_a_step_on_two_ranks_is_the_dense_models(interpreted: Interpreted, where: str, precision: str) -> None:
+    """Reduced, measured, clipped, and skipped where a rank has an inf; masters and what is written of them in bfloat16."""
+    ranks = interpreted.run(2, on_ranks, where, precision)
+    values, norms = dense(precision)
+    for _, measured, stepped, powers in ranks:
+        assert (stepped, powers > 0) == (2 * STEPS, True)
+        assert measured[1] == torch.inf
+        del measured[1]
+        assert measured == pytest.approx([norm for step, norm in enumerate(norms) if step != 1], rel=1e-6)
+    weights = [found["weight"] for found, *_ in ranks]
+    whole = torch.cat(weights, 1) if where == "tensor=2" else weights[0]
+    torch.testing.assert_close(whole.double(), values["weight"], rtol=1e-5, atol=1e-6)
+    for found, *_ in ranks:
+        torch.testing.assert_close(found["bias"].double(), values["bias"], rtol=1e-5, atol=1e-6)
+        assert torch.equal(found["bias"], ranks[0][0]["bias"])
+
+
+def with_other_kernels(here: Kernels) -> str:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        model = model_of()
+        with using(here if registry.global_rank == 1 else "triton"):
+            try:
+                of_ranks = torch.optim.AdamW(list(model), fused=True)
+                ParallelOptimizer(of_ranks, registry)
+            except ValueError as error:
+                return str(error)
+            return "made"
+
+
+@needs_triton
+def test_ranks_with_other_kernels_are_told_so_on_every_rank(interpreted: Interpreted) -> None:
+    for said in interpreted.run(2, with_other_kernels, "torch"):
+        assert (
+            "kernels (use_kernels or MESHSTEP_KERNELS) is 'triton, interpreted' on rank 0 and 'torch' on rank 1" in said
+        )
+    assert interpreted.run(2, with_other_kernels, "triton") == ["made"] * 2
+
+
+# Where they are not for what is there -----------------------------------------------------------------------------------
+
+
+@needs_triton
+def test_without_the_interpreter_tensors_of_a_cpu_are_not_theirs() -> None:
+    with using("auto"):
+        on_cpu = choice.kernels_here()
+    with using("triton"), mock.patch.object(choice, "_loaded", return_value=mock.Mock(interpreted=False)):
+        assert choice.kernels_here() == f"triton, on a CPU {on_cpu}"
+        assert (choice.native() is None) == (on_cpu == "torch")
+
+
+def test_without_the_package_the_choice_is_an_error_that_says_so() -> None:
+    missing = dict.fromkeys(("triton", "meshstep.optim.kernels.triton"))
+    before = choice.kernels_chosen()
+    choice._loaded.cache_clear()
+    with mock.patch.dict(sys.modules, missing), pytest.raises(ImportError) as error:
+        use_kernels("triton")
+    choice._loaded.cache_clear()
+    assert "kernels='triton' needs the package triton, which can't be imported here" in str(error.value)
+    assert "give 'auto' or 'torch'" in str(error.value)
+    assert choice.kernels_chosen() == before

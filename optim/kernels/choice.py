@@ -79,7 +79,7 @@ def _is_interpreted() -> bool:
 def _found() -> Native | None:
     found, log = built(), logging.getLogger("meshstep")
     if found is None:
-        log.info("CPU kernels: torch's (the installation has no compiled ones: there was no C compiler)")
+        log.info("CPU kernels: torch's (the installation has no compiled ones of this version)")
     else:
         log.info("CPU kernels: native, %s (MESHSTEP_KERNELS=torch takes torch's)", found.instructions)
     return found

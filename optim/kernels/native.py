@@ -11,6 +11,7 @@ writes to tensors that autograd has saved says so himself (`torch.autograd.graph
 from __future__ import annotations
 
 import ctypes
+import logging
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+INTERFACE = 2  # as `meshstep_interface` in csrc/native.c
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 NORM_TYPES = {1.0: 1, 2.0: 2, inf: 0}
 PLAIN = frozenset({Tensor, nn.Parameter})
@@ -150,9 +152,17 @@ class Native:
 
 
 def built() -> Native | None:
-    """The library that was compiled when the package was installed, if it was."""
+    """The library that was compiled when the package was installed, if it was, and from these sources."""
     found = sorted(Path(__file__).parent.glob("_native*.so"))
-    return Native(found[0]) if found else None
+    if not found:
+        return None
+    interface = getattr(ctypes.CDLL(str(found[0])), "meshstep_interface", None)
+    if interface is None or interface() != INTERFACE:
+        logging.getLogger("meshstep").warning(
+            "%s was compiled from other sources than these, and is not used: install again (pip install -e .)", found[0]
+        )
+        return None
+    return Native(found[0])
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import HALVES, INF, KINDS, RULES, Case, Rule, states_of, steps_as_the_reference
 from loops import instructions_here, loops, with_instructions
+from meshstep.optim.kernels import native as native_module
 from meshstep.optim.kernels.reference import SGD, Adagrad, Adam
 from properties import number_of_cases
 from torch import Tensor
@@ -147,3 +148,14 @@ def test_the_reference_is_torchs_formula(
         rule.step(ours, param.grad, states, t)
         optimizer.step()
     torch.testing.assert_close(param.detach(), ours, rtol=1e-13, atol=1e-15)
+
+
+def test_a_library_of_other_sources_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its functions are called with other arguments."""
+    if native_module.built() is None:
+        pytest.skip("the installation has no compiled loops")
+    monkeypatch.setattr(native_module, "INTERFACE", native_module.INTERFACE + 1)
+    assert native_module.built() is None
+    assert "install again" in caplog.text

@@ -60,9 +60,9 @@ def panels(figures: Figures) -> Iterator[str]:
         yield from frame.frame({"loss": "loss", "norm": "gradient norm"}[name], ticks)
         for rank, (_, values) in enumerate(figures.items()):  # the widest first, so that all are seen
             points = list(enumerate(values[name], start=1))
-            yield frame.curve(points, COLOURS[rank], 1.2 + 1.1 * (len(figures) - 1 - rank))
+            yield frame.curve(points, COLOURS[rank], 1.2 + 0.6 * (len(figures) - 1 - rank))
         below = Frame(76 + 410 * index, 360, 350, 120, 1, steps, 1e-7, 1e-2, log=True)
-        yield from below.frame(f"{name}: off the dense one's, so far", (1e-6, 1e-4, 1e-2))
+        yield from below.frame(f"{name}: relative difference so far", (1e-6, 1e-4, 1e-2))
         for rank, values in list(enumerate(figures.values()))[1:]:
             yield below.curve(off(values[name], dense[name]), COLOURS[rank], 1.6)
     x = 76.0

@@ -94,7 +94,9 @@ def draw(figures: Figures) -> str:
                 parts.append(box(x, y, scale * value, 28, "", 2, colours[name]))
                 parts.append(text(x + scale * value / 2, y + 19, f"{value:g}", "inside", "middle"))
                 x += scale * value
-        parts.append(text(x + 10, y + 19, f"{sum(found.values()) - found.get('on the CPU', 0):g}", "name"))
+        elsewhere = found.get("on the CPU", 0)
+        said = f"{sum(found.values()) - elsewhere:g}" + (f", and {elsewhere:g} on the CPU" if elsewhere else "")
+        parts.append(text(x + 10, y + 19, said, "name"))
     height = top + 46 * len(figures) + 24
     parts.append(
         text(36, height - 14, f"data={RANKS}, AdamW; counted from a step's tensors when the update begins", "quiet")

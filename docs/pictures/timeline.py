@@ -93,10 +93,10 @@ def bars(figures: Figures) -> Iterator[str]:
             x, long = left + width * start / end, width * (stop - start) / end
             yield box(x, y, max(long, 1.5), 40, "", 2, COLOURS[STAGES.index(stage)])
     bottom = 104 + 66 * len(figures["ranks"])
-    for part in range(5):
-        x = left + width * part / 4
-        yield line([(x, 96), (x, bottom - 18)])
-        yield text(x, bottom, f"{end * part / 4:.1f} ms", "quiet", "middle")
+    for moment in range(0, int(end) + 1, max(10 * round(end / 40), 1)):
+        x = left + width * moment / end
+        yield line([(x, bottom - 22), (x, bottom - 16)])
+        yield text(x, bottom, f"{moment} ms", "quiet", "middle")
 
 
 def legend() -> Iterator[str]:

@@ -11,7 +11,7 @@ from math import ceil, floor, isfinite, log10
 from .labels import TOTAL
 
 WIDTH, HEIGHT = 560, 230
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 28
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 34
 COLORS = 8
 MOST = 600  # points of one curve
 Point = tuple[float, float]
@@ -35,8 +35,7 @@ class Scale:
         if may_be_log and low > 0 and high / low > 30:
             return cls(low, high, first, last, log=True)
         if low == high:
-            margin = abs(low) / 2 or 1.0
-            low, high = low - margin, high + margin
+            low, high = min(0.0, 1.25 * low), max(0.0, 1.25 * low) or float(low == 0)
         return cls(low, high, first, last)
 
     def __call__(self, value: float) -> float:
@@ -96,7 +95,10 @@ def _grid(x: Scale, y: Scale) -> str:
         for v in x.ticks(6)
         if v == round(v)
     ]
-    return "".join(rows + columns)
+    said = [f'<text class="tick" x="{WIDTH - RIGHT}" y="{HEIGHT - 1}" text-anchor="end">step</text>']
+    if y.log:
+        said.append(f'<text class="tick" x="{LEFT + 6}" y="{TOP + 8}">logarithmic</text>')
+    return "".join(rows + columns + said)
 
 
 def _curve(label: str, points: Sequence[Point], x: Scale, y: Scale, kind: str) -> str:

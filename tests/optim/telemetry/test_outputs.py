@@ -262,7 +262,8 @@ def test_scales_have_round_ticks_within_them() -> None:
     assert Scale.of([0.0, 10.0], 0, 100).ticks(5) == [0, 2, 4, 6, 8, 10]
     assert Scale.of([1e-3, 50.0], 0, 100).ticks(5) == pytest.approx([1e-3, 1e-2, 1e-1, 1, 10])
     assert Scale.of([0.3, 10.0], 0, 100).log
-    assert Scale.of([2.0, 2.0], 0, 100)(2.0) == 50
+    for alike, low, high in ((2.0, 0.0, 2.5), (-2.0, -2.5, 0.0), (0.0, 0.0, 1.0)):
+        assert Scale.of([alike, alike], 0, 100) == Scale(low, high, 0, 100), "from zero on"
     assert Scale.of([], 0, 100).ticks(5)
     assert chart("one", {"one": [(3, 1.0)]}).count('class="dot"') == 1
     assert [number(value) for value in (0.0, 1234.5678, 12345678.0, 1e-5, math.inf)] == [

@@ -389,3 +389,36 @@ def test_the_loss_scale_is_not_in_the_noise_scale(world: World) -> None:
     small, big = 2.5 * weights + biases, 2.25 * weights + biases
     signal, trace = 2 * big - small, (small - big) / (1 / 2 - 1 / 4)
     assert found[-3:] == pytest.approx([trace / signal, signal, trace], rel=1e-9)
+
+
+def of_layers_that_declare_themselves(named: bool) -> tuple[list[str], str]:
+    """The figures' names, and what a pattern that fits to nothing is answered."""
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3))
+        for layer in model:
+            declare(layer, {"weight": P(), "bias": P()})
+        torch.manual_seed(0)
+        for param in model.parameters():
+            nn.init.normal_(param)
+        params: Any = model.named_parameters() if named else model.parameters()
+        optimizer = ParallelOptimizer(torch.optim.SGD(params, lr=0.1), registry)
+        telemetry = Telemetry(optimizer, every=1, by="parameter", spectral=SpectralNorms())
+        optimizer.backward(model(torch.ones(1, 3)).sum())
+        optimizer.step()
+        assert telemetry.last is not None
+        names = [name.partition("/")[2] for name in telemetry.last.names if name.startswith("param_norm/")]
+        with pytest.raises(ValueError, match="matches no parameter") as caught:
+            ParallelOptimizer(torch.optim.SGD([*model.parameters()], lr=0.1), registry, max_norm={"1.weight": 1.0})
+        return names, str(caught.value)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_layers_whose_parameters_have_the_same_names_are_told_apart(world: World, named: bool) -> None:
+    positions = [
+        f"parameter {i} of group 0 ({name}, shape {shape})"
+        for i, name, shape in ((0, "weight", "(2, 3)"), (1, "bias", "(2)"), (2, "weight", "(3, 2)"), (3, "bias", "(3)"))
+    ]
+    expected = ["0.weight", "0.bias", "1.weight", "1.bias"] if named else positions
+    for names, error in world.run(2, of_layers_that_declare_themselves, named):
+        assert sorted(names) == sorted([*expected, "total"])
+        assert "model.named_parameters(), if the optimizer is made of these" in error

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...amp.master_weights import MasterWeights
 from ...amp.stochastic_rounding import StochasticRounding
 from ..gradients.in_place import clear_gradients
-from ..step.half_copies import HalfCopies
+from ..step.half_copies import HalfCopies, offered
 from .link import AnyWindow, Binding, Link
 from .pieces import Held, StandIns
 from .split_masters import SplitMasters
@@ -113,7 +113,7 @@ class Masters(Link):
                 master.grad = tensor.grad.float()
                 late.append(master)
         copies = HalfCopies(masters.param_of)
-        with copies.offered():
+        with offered.of(copies):
             update()
         masters.publish(copies.written)
         clear_gradients(late, set_to_none=True)  # the copy's memory gets another before the next step

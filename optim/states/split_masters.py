@@ -15,7 +15,7 @@ from torch import Tensor
 from ...amp.master_weights import check_saved, use_main_grad_
 from ...amp.optimizer_state import load_states_exactly
 from ...amp.split_masters import join, split
-from ..step.split_weights import SplitWeights
+from ..step.split_weights import SplitWeights, offered
 from .elementwise import check_in_buckets
 from .link import Binding, Link
 from .pieces import Held, StandIns
@@ -67,7 +67,7 @@ class SplitMasters(Link):
         return {}
 
     def step(self, update: Callable[[], object]) -> None:
-        with SplitWeights(self.remainders).offered():
+        with offered.of(SplitWeights(self.remainders)):
             update()
 
     def kept(self, tensor: Tensor) -> Mapping[str, Tensor]:

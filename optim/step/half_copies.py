@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 from torch import Tensor
+
+from .offer import Offer
 
 
 class HalfCopies:
@@ -21,19 +22,5 @@ class HalfCopies:
     def __init__(self, halves: Mapping[Tensor, Tensor]) -> None:
         self.halves, self.written = halves, list[Tensor]()
 
-    @contextmanager
-    def offered(self) -> Iterator[None]:
-        """Within, whoever steps may write them."""
-        before, _offered[:] = _offered[:], [self]
-        try:
-            yield
-        finally:
-            _offered[:] = before
 
-
-_offered: list[HalfCopies] = []
-
-
-def offered() -> HalfCopies | None:
-    """Those that are offered now."""
-    return _offered[0] if _offered else None
+offered = Offer[HalfCopies]()

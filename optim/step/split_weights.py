@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -16,6 +15,7 @@ from ...amp.optimizer_state import is_half_kept
 from ...amp.split_masters import join, split
 from ...amp.stochastic_rounding import BUCKET_NUMEL
 from ...parallel.layout.annotation import copy_annotation
+from .offer import Offer
 from .rows import lies_densely
 
 
@@ -28,15 +28,6 @@ class SplitWeights:
 
     def __init__(self, remainders: Mapping[Tensor, Tensor]) -> None:
         self.remainders = remainders
-
-    @contextmanager
-    def offered(self) -> Iterator[None]:
-        """Within, whoever steps knows of them."""
-        before, _offered[:] = _offered[:], [self]
-        try:
-            yield
-        finally:
-            _offered[:] = before
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer, update: Callable[[], object]) -> None:
@@ -123,9 +114,4 @@ def _lend(optimizer: torch.optim.Optimizer, weight: Tensor, master: Tensor) -> N
         optimizer.state[master] = state
 
 
-_offered: list[SplitWeights] = []
-
-
-def offered() -> SplitWeights | None:
-    """Those that are offered now."""
-    return _offered[0] if _offered else None
+offered = Offer[SplitWeights]()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
+from loops import using
 from meshstep.optim import ParallelOptimizer
+from meshstep.optim.kernels.choice import Kernels
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn
 
@@ -73,3 +75,19 @@ def one_more(model: nn.ParameterList) -> nn.Parameter:
     model.append(new)
     declare(model, {"*": P()})
     return new
+
+
+def changed(change: str, kernels: Sequence[Kernels]) -> list[list[Tensor]]:
+    """By each of the kernels: weights and first moments after four steps, with something changed before the third."""
+    found = []
+    for chosen in kernels:
+        with using(chosen):
+            model = model_of()
+            optimizer = of(model, MAKE["AdamW"])
+            for step in range(4):
+                if step == 2:
+                    CHANGES[change](model, optimizer)
+                gradients(model, step)
+                optimizer.step()
+            found.append([*(param.detach() for param in model), *(s["exp_avg"] for s in optimizer.state.values())])
+    return found

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_steps import CHANGES, MAKE, SHAPES, close, gradients, model_of, of
+from kernel_steps import CHANGES, MAKE, SHAPES, changed, close, gradients, model_of, of
 from loops import using
 from meshstep.optim import ParallelOptimizer
 from meshstep.optim.kernels.choice import Kernels
@@ -132,17 +132,7 @@ def test_elements_in_another_order_of_memory_are_stepped_as_they_are(calls: Call
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_changed_between_steps_is_seen(change: str) -> None:
     """By the addresses that are kept from step to step: nothing is written to memory that is nobody's any more."""
-    found = []
-    for kernels in KERNELS:
-        with using(kernels):
-            model = model_of()
-            optimizer = of(model, MAKE["AdamW"])
-            for step in range(4):
-                if step == 2:
-                    CHANGES[change](model, optimizer)
-                gradients(model, step)
-                optimizer.step()
-            found.append([*(param.detach() for param in model), *(s["exp_avg"] for s in optimizer.state.values())])
+    found = changed(change, KERNELS)
     close(found[0], found[1])
 
 

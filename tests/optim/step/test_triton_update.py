@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from interpreted import Interpreted, kernels, why_no_triton
-from kernel_steps import CHANGES, MAKE, SHAPES, close, gradients, model_of, of
+from kernel_steps import CHANGES, MAKE, SHAPES, changed, close, gradients, model_of, of
 from loops import using
 from meshstep.optim import ParallelOptimizer, use_kernels
 from meshstep.optim.kernels import choice
@@ -86,26 +86,11 @@ def test_states_and_weights_are_torchs(interpreted: Interpreted, name: str) -> N
     close(found, expected)
 
 
-def changed(change: str) -> list[list[Tensor]]:
-    found = []
-    for chosen in KERNELS:
-        with using(chosen):
-            model = model_of()
-            optimizer = of(model, MAKE["AdamW"])
-            for step in range(4):
-                if step == 2:
-                    CHANGES[change](model, optimizer)
-                gradients(model, step)
-                optimizer.step()
-            found.append([*(param.detach() for param in model), *(s["exp_avg"] for s in optimizer.state.values())])
-    return found
-
-
 @needs_triton
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_changed_between_steps_is_seen(interpreted: Interpreted, change: str) -> None:
     """By the tables that are kept from step to step."""
-    found, expected = interpreted(changed, change)
+    found, expected = interpreted(changed, change, KERNELS)
     close(found, expected)
 
 

@@ -39,7 +39,7 @@ from optimizer_flag import add_optimizer, optimizer_of
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from tqdm import tqdm
-from training import LARGEST_DIFFERENCE, read_csv, verdict, write_csv, write_plot
+from training import LARGEST_DIFFERENCE, read_csv, title_of, verdict, write_csv, write_plot
 
 TEST_SAMPLES = 360
 
@@ -223,7 +223,7 @@ def report(trainer: Trainer, seconds: float) -> bool:
         rows = [(step, row[0], row[2]) for step, row in enumerate(history.tolist(), start=1)]
         other = [] if options.beside is None else read_csv(options.beside)
         beside = [(step, row[0], row[2]) for step, row in enumerate(other, start=1)]
-        write_plot(options.plot, repr(trainer.booster), rows, beside)
+        write_plot(options.plot, title_of(options), rows, beside)
     clipped = int((history[:, 3] < 1).sum())
     print(f"{trainer.registry.topology!r}: {len(history)} steps in {seconds:.1f} s, {clipped} of them clipped")
     print(f"last batch:  loss {history[-1, 0]:.6f}, gradient norm {history[-1, 2]:.6f}")

@@ -129,7 +129,12 @@ class Run:
             write_csv(self.options.curve, "step,loss,norm", self.rows)
         if self.is_first and self.options.plot is not None:
             beside = () if self.options.beside is None else read_csv(self.options.beside)
-            write_plot(self.options.plot, repr(self.booster), self.rows, beside)
+            write_plot(self.options.plot, title_of(self.options), self.rows, beside)
+
+
+def title_of(options: argparse.Namespace) -> str:
+    """Of a picture: on what mesh, in what precision."""
+    return f"{options.topology!r}, {options.precision}"
 
 
 def write_csv(path: Path, header: str, rows: Sequence[Sequence[float]]) -> None:

@@ -8,10 +8,12 @@ from math import isfinite
 from types import TracebackType
 from typing import Any, TextIO
 
+from .labels import TOTAL
 from .report import Report
 
 BARS = "▁▂▃▄▅▆▇█"
 HISTORY = 24  # reports of which the course is drawn
+FIRST = ("loss", "grad_norm")
 
 
 class Terminal:
@@ -20,7 +22,7 @@ class Terminal:
 
     Args:
         file: None: ``sys.stdout`` as it is with the first report.
-        rows: Figures that are shown at most: those of the whole model first.
+        rows: Figures that are shown at most: loss and norm first, then others of the whole model, then singular values.
     """
 
     def __init__(self, file: TextIO | None = None, rows: int = 24) -> None:
@@ -59,7 +61,7 @@ class Terminal:
         table.add_column("figure", no_wrap=True, overflow="ellipsis")
         table.add_column("now", justify="right", no_wrap=True)
         table.add_column("course", no_wrap=True)
-        names = sorted(self._courses, key=lambda name: "/" in name and not name.endswith("/total"))
+        names = sorted(self._courses, key=_place)
         for name in names[: self.rows]:
             course = self._courses[name]
             table.add_row(name, f"{course[-1]:.4g}", drawn(course))
@@ -82,10 +84,20 @@ class Terminal:
         self.close()
 
 
+def _place(name: str) -> int:
+    """Those that are looked at first, then those of the whole model, then what somebody has asked for by itself."""
+    kind, _, label = name.partition("/")
+    if kind in FIRST and label in ("", TOTAL):
+        return FIRST.index(kind)
+    return len(FIRST) + (0 if label in ("", TOTAL) else 1 if kind == "spectral_norm" else 2)
+
+
 def drawn(values: deque[float]) -> str:
     """The course of values in one row of characters, from their least to their largest; ``!`` where one is not finite."""
     finite = [value for value in values if isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
+    if low == high:
+        low = min(low, 0.0)  # what is always 1 is not what is always 0
     span = high - low or 1.0
     return "".join(
         BARS[min(int((value - low) / span * len(BARS)), len(BARS) - 1)] if isfinite(value) else "!" for value in values

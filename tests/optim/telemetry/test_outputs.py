@@ -8,6 +8,7 @@ import math
 import re
 import subprocess
 import sys
+from collections import deque
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from meshstep.optim.telemetry.command import main
 from meshstep.optim.telemetry.curves import Scale, chart, number, thinned
 from meshstep.optim.telemetry.json_lines import read_json_lines
 from meshstep.optim.telemetry.page import page
+from meshstep.optim.telemetry.terminal import drawn
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import nn
 
@@ -152,6 +154,11 @@ def test_a_live_table_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "grad_norm/total" in final
     assert "and 3 more" in final
     assert "update_ratio/up" not in final
+    assert final.index("loss") < final.index("grad_norm/total") < final.index("tokens_per_second")
+
+
+def test_what_is_always_one_is_not_drawn_as_what_is_always_zero() -> None:
+    assert [drawn(deque([value] * 2)) for value in (0.0, 1.0, math.inf)] == ["▁▁", "██", "!!"]
 
 
 # Services -------------------------------------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ def test_a_live_table_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "grad_norm/total" in final
     assert "and 3 more" in final
     assert "update_ratio/up" not in final
-    assert final.index("loss") < final.index("grad_norm/total") < final.index("tokens_per_second")
+    assert final.index("loss") < final.index("grad_norm/total") < final.index("clip_coef")
 
 
 def test_what_is_always_one_is_not_drawn_as_what_is_always_zero() -> None:

@@ -46,8 +46,8 @@ class Dense:
     @classmethod
     def of(cls, name: str) -> Dense:
         value = start_of(name).flatten()
-        zeros = (torch.zeros_like(value) for _ in range(3))
-        return cls(value, *zeros, largest=value.abs().max())
+        first, second, steps = (torch.zeros_like(value) for _ in range(3))
+        return cls(value, first, second, steps, value.abs().max())
 
 
 def elements(setting: Setting, name: str, at: Coordinate) -> Tensor:

@@ -109,17 +109,25 @@ def agree(plan: ReductionPlan, registry: ProcessGroupRegistry, names: bool = Fal
 def with_names(plan: ReductionPlan, registry: ProcessGroupRegistry) -> ReductionPlan:
     """An agreed plan with one name for each logical parameter of the model, made unique by the stage where it must be.
 
+    Where several parameters of a rank were declared by one name, as where each layer declares its own ``weight``, the
+    second one is ``weight (2)``.
+
     Collectives: an all-gather of Python objects. Host reads: yes.
     """
     mine: list[tuple[Holders, str | int]] = []
+    names_here: list[str] = []
     seen: Counter[Holders] = Counter()
+    declared: Counter[str] = Counter()
     for entry, holders in zip(plan.entries, _holders(plan), strict=True):
+        declared[entry.name] += 1
+        times = declared[entry.name]
+        names_here.append(entry.name if times == 1 else f"{entry.name} ({times})")
         # Tied copies have different names: they are the same parameter by their position among the tied ones.
-        mine.append((holders, seen[holders] if holders.tied else entry.name))
+        mine.append((holders, seen[holders] if holders.tied else names_here[-1]))
         seen[holders] += 1
     labels: dict[tuple[Holders, str | int], str] = {}
     shapes: dict[tuple[Holders, str | int], tuple[int, ...] | None] = {}
-    own = (mine, [entry.name for entry in plan.entries], [entry.full_shape for entry in plan.entries])
+    own = (mine, names_here, [entry.full_shape for entry in plan.entries])
     for keys, names, full in gather_objects(own, registry):
         for key, name, shape in zip(keys, names, full, strict=True):
             labels.setdefault(key, name)

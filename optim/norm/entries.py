@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
@@ -57,17 +56,15 @@ def entries_of(
     """
     entries, undeclared = [], []
     param_groups = [list(params) for params in param_groups]
-    repeated = _repeated_names(param_groups, topology)
     meshed = _mesh_axes(param_groups, topology) if compared else set[str]()
     for group, params in enumerate(param_groups):
         for position, item in enumerate(params):
             given, param = item if isinstance(item, tuple) else (None, item)
             whole, param = param, local_parameter(param, topology)
             annotation = annotation_of(param) or _UNDECLARED
-            name = given or annotation.name
-            if name is None or (given is None and name in repeated):
-                said = "" if name is None else f"{name}, "
-                name = f"parameter {position} of group {group} ({said}{_shape(param, annotation.spec)})"
+            name = (
+                given or annotation.name or f"parameter {position} of group {group} ({_shape(param, annotation.spec)})"
+            )
             check_dense_real(param, name)
             if {*annotation.silent_axes(topology)} - (meshed if whole is param else set()):
                 undeclared.append(name)
@@ -90,14 +87,6 @@ def entries_of(
             "wrappers drop specs: declare again after them)"
         )
     return entries
-
-
-def _repeated_names(param_groups: Iterable[Iterable[Tensor | tuple[str, Tensor]]], topology: Topology) -> set[str]:
-    """Declared names that several parameters have, as where each layer declares its own ``weight``."""
-    plain = [item for params in param_groups for item in params if not isinstance(item, tuple)]
-    found = [annotation_of(local_parameter(param, topology)) for param in plain]
-    names = Counter(annotation.name for annotation in found if annotation is not None and annotation.name)
-    return {name for name, count in names.items() if count > 1}
 
 
 def count_as_copies(params: Iterable[Tensor]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,17 +60,15 @@ def params_of(param_groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
 
 
 def named_params_of(param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[str | None, Tensor]]:
-    """The parameters of param groups, with the names that the optimizer was given, else the annotations', where no two are
-    the same: they are where each layer declares its own ``weight``."""
-    named: list[tuple[str | None, str | None, Tensor]] = []
+    """The parameters of param groups, with the names that the optimizer was given, else the annotations'."""
+    named: list[tuple[str | None, Tensor]] = []
     for group in param_groups:
         given = group.get("param_names")
         for position, item in enumerate(group["params"]):
             name, param = item if isinstance(item, tuple) else (given[position] if given else None, item)
             annotation = annotation_of(param)
-            named.append((name, annotation.name if annotation else None, param))
-    times = Counter(declared for name, declared, _ in named if name is None)
-    return [(name or (declared if times[declared] == 1 else None), param) for name, declared, param in named]
+            named.append((name or (annotation.name if annotation else None), param))
+    return named
 
 
 def held_in(param_groups: Sequence[Mapping[str, Any]], first: int = 0) -> list[Held]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 
 from ...parallel.mesh.registry import ProcessGroupRegistry
@@ -28,9 +30,11 @@ def bind_whole(
     if not whole:
         return
     plan = plan if plan.parameter_names else with_names(plan, registry)
-    bound = {}
+    bound, times = {}, Counter(entry.name for entry in plan.entries)
     for held, piece in zip(chain.held, chain.pieces(plan.entries), strict=True):
-        entry, name = plan.entries[held.index], plan.parameter_names[plan.parameter_slots[held.index]]
+        entry = plan.entries[held.index]
+        # One name twice: two layers' own, or one tensor that is tied on this rank. Nobody knows; `bind` says so.
+        name = plan.parameter_names[plan.parameter_slots[held.index]] if times[entry.name] == 1 else entry.name
         bound[id(piece.piece)] = Bound(name, held.name, piece.piece, piece.region, entry.spec, entry.trained)
     for part in whole:
         part.bind([bound[id(tensor)] for tensor in params_of(part.param_groups)], registry)

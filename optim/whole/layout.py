@@ -111,7 +111,8 @@ def logical_tensors(ranks: Sequence[Sequence[tuple[str, Any, Any, Region]]]) -> 
                 raise ValueError(
                     f"rank {rank} has elements of {tensor.name} {tuple(tensor.shape)} twice: two parameters there are said "
                     "to be this tensor. What is tied on one rank is one parameter (head.weight = embedding.weight), which "
-                    "the optimizer steps once; two that differ need two names (annotate, declare)"
+                    "the optimizer steps once; two that differ need two names (annotate, declare, or an optimizer "
+                    "that is made of model.named_parameters())"
                 )
         spoken = sum(prod(box.sizes) for boxes in tensor.sources().values() for box in boxes)
         if spoken != prod(tensor.shape):

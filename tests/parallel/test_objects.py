@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from meshstep.parallel.mesh import objects
-from meshstep.parallel.mesh.flat_collectives import all_gather_flat
+from meshstep.parallel.mesh.flat_collectives import ALL_GATHER
+from torch.distributed import distributed_c10d
 from world import World
 
 EMPTY = len(pickle.dumps(b"")) + 8  # of a message
@@ -22,7 +23,7 @@ def gathered(sizes: list[int]) -> tuple[list[bytes], int]:
     """All ranks' bytes, and the collectives that it took."""
     with ProcessGroupRegistry(Topology(tensor=len(sizes))) as registry:
         own = random.Random(registry.global_rank).randbytes(sizes[registry.global_rank])
-        with mock.patch(f"{objects.__name__}.all_gather_flat", wraps=all_gather_flat) as sent:
+        with mock.patch.object(distributed_c10d, ALL_GATHER, wraps=getattr(distributed_c10d, ALL_GATHER)) as sent:
             found = objects.all_gather_objects(own, registry.group("tensor"), registry.device)
         return found, sent.call_count
 
@@ -48,12 +49,12 @@ def of_a_large_world(size: int) -> int:
     """Bytes of the first message."""
     sent: list[int] = []
 
-    def note(everything: torch.Tensor, own: torch.Tensor, _: object) -> None:
+    def note(everything: torch.Tensor, own: torch.Tensor, group: object) -> None:
         sent.append(own.numel())
         everything.view(-1, own.numel()).copy_(own.expand(everything.numel() // own.numel(), -1))
 
     with (
-        mock.patch(f"{objects.__name__}.all_gather_flat", note),
+        mock.patch.object(distributed_c10d, ALL_GATHER, note),
         mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,cuda:nccl"),
     ):
         group = mock.Mock(size=lambda: size)

@@ -207,7 +207,7 @@ def test_the_loops_step_it_in_one_call() -> None:
         calls.append(sum(address != 0 for address in columns.rests or ()))
         update(self, kind, columns, *rest)
 
-    with mock.patch.object(Native, "update", counted):
+    with using("auto"), mock.patch.object(Native, "update", counted):  # whatever the environment says
         learned(True, 3)
     assert calls == [6, 6, 6]
 

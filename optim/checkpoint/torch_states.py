@@ -107,8 +107,8 @@ class TorchStates(torch.optim.Optimizer):
                 param.grad = torch.zeros_like(param, dtype=param.grad_dtype or param.dtype)
         for group in inner.param_groups:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-        split = (link.step_as_masters for link in self._optimizer._states.links if isinstance(link, SplitMasters))
-        next(split, lambda step: step())(inner.step)
+        split = next((link for link in self._optimizer._states.links if isinstance(link, SplitMasters)), None)
+        inner.step() if split is None else split.step_as_masters(inner.step)
         for group, rate in zip(inner.param_groups, rates, strict=True):
             group["lr"] = rate
         for param, grad in zip(stepped, kept, strict=True):

@@ -122,7 +122,7 @@ def rows_of(optimizer: torch.optim.Optimizer, device: torch.device, remainders: 
     for index, group in enumerate(optimizer.param_groups):
         names, key = known.states(group), (index, device)
         rows = kept.get(key)
-        if rows is None or not rows.are_still(group["params"], optimizer.state, names):
+        if rows is None or not rows.are_still(group["params"], optimizer.state, names, remainders):
             counted = known.kind != Kind.SGD
             rows = kept[key] = Rows(group["params"], optimizer.state, names, counted, device, remainders)
         found.append(rows)

@@ -83,9 +83,9 @@ class Rows:
         self._fixed.append(columns.get("step", none))
         self._numels = [param.numel() for param in self._params]
         self._table, self._lengths = _flat(self._fixed), array("q", self._numels)
-        rests = [remainders.get(param) for param in self._params]
+        rests = _rests_of(self._params, remainders)
         self.split = [param for param, rest in zip(self._params, rests, strict=True) if rest is not None]
-        self._rests = [0 if rest is None else rest.data_ptr() for rest in rests]
+        self._rests, self._rest_addresses = rests, _addresses_of(rests)
 
     def _values_now(self) -> list[list[Tensor]]:
         return [[state[name] for state in self._states] for name in self._names]
@@ -93,17 +93,26 @@ class Rows:
     def _addresses_now(self) -> list[list[int]]:
         return [[tensor.data_ptr() for tensor in column] for column in (self._params, *self._values)]
 
-    def are_still(self, params: Sequence[Tensor], state: State, names: Sequence[str]) -> bool:
-        """Whether all is where it was: these parameters, these states, at these addresses, and no first gradient."""
+    def are_still(
+        self, params: Sequence[Tensor], state: State, names: Sequence[str], remainders: Mapping[Tensor, Tensor]
+    ) -> bool:
+        """Whether all is where it was: parameters, states and remainders, at their addresses, and no first gradient."""
         return (
             len(params) == len(self._all)
             and all(map(is_, params, self._all))
+            and self._have_still(remainders)
             and self._names[: len(names)] == tuple(names)
             and list(map(id, state.values())) == self._known
             and all(all(map(is_, new, old)) for new, old in zip(self._values_now(), self._values, strict=True))
             and self._addresses_now() == self._addresses
             and all(param.grad is None for param in self._waiting)
         )
+
+    def _have_still(self, remainders: Mapping[Tensor, Tensor]) -> bool:
+        if not remainders and not self.split:
+            return True
+        rests = _rests_of(self._params, remainders)
+        return all(map(is_, rests, self._rests)) and _addresses_of(rests) == self._rest_addresses
 
     def taken(self, copies: HalfCopies | None) -> tuple[list[Call], list[Tensor]]:
         """The calls that step the rows that have gradients, one for each dtype of these; and the parameters with gradients
@@ -145,7 +154,7 @@ class Rows:
         table = self._table if every else _flat(compress(column, chosen) for column in self._fixed)
         lengths = self._lengths if every else array("q", compress(self._numels, chosen))
         halves, half_dtype = _halves(copies, params)
-        rests = array("Q", compress(self._rests, chosen)) if self.split else None
+        rests = array("Q", compress(self._rest_addresses, chosen)) if self.split else None
         return Call(Columns(table, addresses, lengths, halves, rests), dtype, half_dtype, rows)
 
 
@@ -167,6 +176,14 @@ def _flat(columns: Iterable[Iterable[int]]) -> array[int]:
     for column in columns:
         table.extend(column)
     return table
+
+
+def _rests_of(params: Sequence[Tensor], remainders: Mapping[Tensor, Tensor]) -> list[Tensor | None]:
+    return [remainders.get(param) for param in params] if remainders else [None] * len(params)
+
+
+def _addresses_of(rests: Sequence[Tensor | None]) -> list[int]:
+    return [0 if rest is None else rest.data_ptr() for rest in rests]
 
 
 def _is_stepped(param: Tensor, device: torch.device, remainder: Tensor | None) -> bool:

@@ -112,14 +112,14 @@ def _apply(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor |
 
 
 def _update_on_device(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
+    left: list[list[Tensor]] = []
     if (kernels := triton_for(optimizer, found_inf, factor)) is not None:
         left = step_by_triton(kernels, optimizer, found_inf, factor)
     elif (loops := loops_for(optimizer, found_inf, factor)) is not None:
         left = step_by_loops(loops, optimizer, found_inf, factor)
     else:
-        left = None
         _update_by_torch(optimizer, found_inf, factor)
-    if left is not None and any(left):
+    if any(left):
         with holding(optimizer, left):
             _update_by_torch(optimizer, found_inf, factor)
 

@@ -13,11 +13,9 @@ from .flat_collectives import ALL_GATHER
 
 T = TypeVar("T")
 
-LARGEST, TOGETHER, LEAST = (
-    2**13,
-    2**22,
-    2**6,
-)  # bytes of the first message: of a rank at most, of all, of a rank at least
+LARGEST = 2**13  # bytes that a rank sends in the first message, at most
+TOGETHER = 2**22  # that all send in it, at most
+LEAST = 2**6  # that a rank sends in it, in a world of any size
 _LENGTH = 8  # bytes, before an object
 
 

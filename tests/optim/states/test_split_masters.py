@@ -37,6 +37,7 @@ from meshstep.optim import (
 )
 from meshstep.optim.kernels.choice import Kernels
 from meshstep.optim.kernels.native import Native
+from meshstep.optim.states.split_masters import SplitMasters
 from meshstep.optim.step import split_weights
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from planted import LAYOUTS, Planted, run_step
@@ -141,6 +142,34 @@ def test_ties_to_even_would_be_other_bits() -> None:
 )
 def test_any_elementwise_optimizer(kind: str, fused: bool) -> None:
     assert same(learned(True, 30, kind, fused)[0], learned(False, 30, kind, fused)[0])
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_wrapped_again_its_own_remainders_are_stepped(kernels: Kernels) -> None:
+    """The kernels know the addresses of the last step, of which those of the first wrapper's remainders are none here."""
+    with using(kernels), ProcessGroupRegistry(Topology()) as registry:
+        model = SPLIT.prepare(nn.Linear(3, 4), registry)
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+        def stepped() -> tuple[ParallelOptimizer[Any], Bits]:
+            optimizer = ParallelOptimizer(inner, registry, precision=SPLIT)
+            before = list(masters_of(optimizer).values())
+            for _ in range(2):
+                optimizer.backward(model(torch.ones(2, 3, dtype=torch.bfloat16)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            after = list(masters_of(optimizer).values())
+            # Two steps of AdamW with gradients that stay the same go 1e-3 each, and decay.
+            wanted = [one * (1 - 1e-5) ** 2 - 2e-3 for one in before]
+            torch.testing.assert_close(after, wanted, rtol=1e-5, atol=1e-6)
+            return optimizer, after
+
+        first, _ = stepped()
+        kept = [link.remainders for link in first._states.links if isinstance(link, SplitMasters)]
+        bits = [remainder.clone() for remainder in kept[0].values()]
+        _, masters = stepped()
+        assert any(bool((master.bfloat16().float() != master).any()) for master in masters)
+        assert all(map(torch.equal, kept[0].values(), bits))
 
 
 @pytest.mark.parametrize("options", [{"accumulation_steps": 4}, {"max_norm": PerParameter(0.05)}], ids=str)

@@ -38,7 +38,14 @@ kernels = Extension(
     sources=[f"{NATIVE}/native.c"],
     depends=[f"{NATIVE}/loops.h"],
     # Operations as they are written: all instruction sets give the same bits.
-    extra_compile_args=["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"],
+    extra_compile_args=[
+        "-O3",
+        "-ffp-contract=off",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-fvisibility=hidden",
+        "-Wno-psabi",
+    ],
     extra_link_args=["-pthread"],
     libraries=["m"],
     py_limited_api=True,

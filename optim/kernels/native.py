@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-INTERFACE = 2  # as `meshstep_interface` in csrc/native.c
+INTERFACE = 3  # as `meshstep_interface` in csrc/native.c
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 NORM_TYPES = {1.0: 1, 2.0: 2, inf: 0}
 PLAIN = frozenset({Tensor, nn.Parameter})
@@ -79,6 +79,9 @@ class Native:
         self._powers.argtypes = [whole, at, at, number, number, at, number]
         self._update.argtypes = [number, whole, at, at, at, at, at, number, number, at, ctypes.c_double, at, number]
         self.instructions = self.take(None)
+        self._borrow = library.meshstep_borrow
+        self._borrow.argtypes, self._borrow.restype = [at], None
+        self.borrow(torchs_threads())
 
     def take(self, instructions: str | None) -> str:
         """Use this instruction set, or the best one that runs here, and return its name; for tests.
@@ -91,6 +94,10 @@ class Native:
             raise ValueError(f"{instructions!r} does not run on this machine")
         self.instructions = found.decode()
         return self.instructions
+
+    def borrow(self, parallel: int | None) -> None:
+        """Work on the threads of an OpenMP runtime, whose ``GOMP_parallel`` is at this address; None: on own ones."""
+        self._borrow(parallel)
 
     def powers(self, tensors: Sequence[Tensor], norm_type: float) -> Tensor | None:
         """[n] float64: the sum of |x|^p of each tensor, p 1 or 2, or the largest |x|; None where it is not for these.
@@ -149,6 +156,13 @@ class Native:
                 torch.get_num_threads(),
             )
         )
+
+
+def torchs_threads() -> int | None:
+    """The address of ``GOMP_parallel`` in the OpenMP runtime that torch's kernels run on; None where it has none, as on a Mac."""
+    found = sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.so"))
+    parallel = getattr(ctypes.CDLL(str(found[0])), "GOMP_parallel", None) if found else None
+    return None if parallel is None else ctypes.cast(parallel, ctypes.c_void_p).value
 
 
 def built() -> Native | None:

@@ -100,12 +100,13 @@ def before_the_first_step(count: int, rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--counts", type=int, nargs="+", default=[1_000, 10_000], help="parameters")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, one CPU thread\n\n| | ms | of torch's |\n|---|---|---|")
-    for count in (1_000, 10_000):
-        steps(count, rounds)
-    before_the_first_step(10_000, 5)
+    for count in arguments.counts:
+        steps(count, arguments.rounds)
+    before_the_first_step(arguments.counts[-1], min(arguments.rounds, 5))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ another one, so that a noisy machine is noisy for all of them. The columns: the 
 slowest rank; the median over the rounds of its ratio to the first contender in the same round, and the ratio of the
 smallest; the median CPU time of all ranks together, and the median ratio of it. Last, what measuring and clipping the norm
 adds to the same step without them, as a share of forward and backward: the median over the rounds of the difference within
-each. With ``--norm`` only these two run.
+each, and the 95% interval of that median. With ``--norm`` only these two run.
 """
 
 from __future__ import annotations
@@ -185,10 +185,19 @@ def report(spent: dict[str, list[Spent]]) -> None:
     ]
     walls, cpus = zip(*added, strict=True)
     of_walls, of_cpus = (median(values) for values in zip(*spent[BACKWARD], strict=True))
-    print(
-        f"  norm and clip add {median(walls) * 1e3:.1f} ms, {median(walls) / of_walls:.1%} of forward and backward; "
-        f"CPU {median(cpus) * 1e3:.1f} ms, {median(cpus) / of_cpus:.1%}"
-    )
+    for what, values, of in (("wall clock", walls, of_walls), ("CPU", cpus, of_cpus)):
+        low, high = around_median(values)
+        print(
+            f"  norm and clip add, {what}: {median(values) * 1e3:.1f} ms, {median(values) / of:.1%} of forward and backward "
+            f"({low / of:.1%} to {high / of:.1%})"
+        )
+
+
+def around_median(values: Sequence[float]) -> tuple[float, float]:
+    """Between which two of the values the median of all rounds that could be is, with 95% (sign test)."""
+    ordered, half = sorted(values), 0.98 * len(values) ** 0.5
+    middle = (len(values) - 1) / 2
+    return ordered[max(0, round(middle - half))], ordered[min(len(values) - 1, round(middle + half))]
 
 
 def run(rank: int, ranks: int, store: str, arguments: argparse.Namespace) -> None:

@@ -80,10 +80,11 @@ class Given(torch.autograd.Function):
 class Layer(nn.Module):
     """So many parameters, whose gradients are given."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, width: int) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.weights = nn.ParameterList([nn.Parameter(p.detach().to(dtype)) for p in transformer_parameters(CPU)])
+        shapes = transformer_parameters(CPU, width)
+        self.weights = nn.ParameterList([nn.Parameter(param.detach().to(dtype)) for param in shapes])
         self.gradients = [torch.randn_like(weight) for weight in self.weights]
 
     def forward(self) -> Tensor:
@@ -93,10 +94,10 @@ class Layer(nn.Module):
 class Trained(nn.Module):
     """A transformer of that size, and a batch."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, width: int) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.model = Transformer(512, 9).to(dtype)
+        self.model = Transformer(width, 9).to(dtype)
         self.ids = torch.randint(VOCAB, (4, 129))
 
     @property
@@ -115,15 +116,17 @@ class Run:
     Args:
         registry: Of the ranks that every tensor is split over.
         train: Forward and backward too.
+        width: Of the transformer.
         deepspeed: The package.
     """
 
     registry: ProcessGroupRegistry
     train: bool
+    width: int
     deepspeed: Any
 
     def model(self, dtype: torch.dtype) -> Any:
-        return Trained(dtype) if self.train else Layer(dtype)
+        return Trained(dtype, self.width) if self.train else Layer(dtype, self.width)
 
     def contender(self, model: Any, step: Callable[[], object], dtype: torch.dtype | None = None) -> Contender:
         """Whose gradients come to ``.grad``, in ``dtype``."""
@@ -361,7 +364,7 @@ def measure(rank: int, store: str, arguments: argparse.Namespace) -> None:
         package.init_distributed("gloo")
         stack.enter_context(megatron(tensor_model_parallel_size=ranks))
         registry = stack.enter_context(ProcessGroupRegistry(Topology(tensor=ranks)))
-        run = Run(registry, arguments.train, package)
+        run = Run(registry, arguments.train, arguments.width, package)
         for precision, makers in run.contenders().items():
             times = rounds(
                 {name: make() for name, make in makers.items()},
@@ -384,6 +387,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="time for each precision")
     parser.add_argument("--ranks", type=int, default=1, help="every tensor is split over them")
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
+    parser.add_argument("--width", type=int, default=512, help="of the transformer: 512 has 30M parameters")
     parser.add_argument("--train", action="store_true", help="time forward and backward too; one rank")
     parser.add_argument("--keep", action="store_true", help="for docs/pictures/peers.py")
     arguments = parser.parse_args()

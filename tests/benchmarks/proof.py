@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import argparse
 import platform
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
 
 import torch
 from meshstep.parallel import ColumnParallelLinear, P, ProcessGroupRegistry, RowParallelLinear, Topology, declare
 from meshstep.parallel.mesh.text import aligned
-from meshstep.testing import prove, run_ranks
+from meshstep.testing import prove
 from torch import Tensor, nn
+from world import World
 
 
 class Sizes(NamedTuple):
@@ -100,12 +105,14 @@ def main() -> None:
     parser.add_argument("models", nargs="*", choices=[[], *MODELS], help="which (default: all)")
     options = parser.parse_args()
     rows = [("model", "mistake", "forwards", "a parameter", "time / (forward + backward)")]
+    world = World()
     for name in options.models or MODELS:
         for mistake in MISTAKES:
-            count, forwards, times, right = run_ranks(measured, 2, MODELS[name], mistake, timeout=1200.0)[0]
+            count, forwards, times, right = world.ranks.run(measured, 2, MODELS[name], mistake, timeout=1200.0)[0]
             assert right == (mistake == "none")
             rows.append((name, mistake, str(forwards), f"{forwards / count:.3f}", f"{times:.1f}"))
             print("  ".join(rows[-1]), flush=True)
+    world.close()
     print("\n".join(aligned(rows, right={2, 3, 4})))
     print(
         f"torch {torch.__version__}, Python {platform.python_version()}, {platform.processor() or platform.machine()}"

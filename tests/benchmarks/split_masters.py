@@ -56,10 +56,12 @@ def count(start: int, length: int) -> Counter[tuple[str, str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chunk", type=int, default=17, help="2^chunk masters at a time, at most 2^23")
-    length = 2 ** parser.parse_args().chunk
+    parser.add_argument("--every", type=int, default=1, help="only each of so many chunks")
+    arguments = parser.parse_args()
+    length = 2**arguments.chunk
     torch.set_num_threads(1)
     began, total = time.perf_counter(), Counter[tuple[str, str]]()
-    for start in range(0, 2**32, length):
+    for start in range(0, 2**32, arguments.every * length):
         total.update(count(start, length))
     print(f"torch {torch.__version__}, {time.perf_counter() - began:.0f} s")
     print(f"{'':14}" + "".join(f"{name:>15}" for name in COLUMNS))

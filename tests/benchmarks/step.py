@@ -163,7 +163,7 @@ def time_rounds(
     for step in steps.values():
         step()
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
+    while not next(iter(times.values())) or time.perf_counter() < end:
         for name, step in steps.items():
             synchronize()
             start = clock()
@@ -186,6 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20.0, help="time for each table")
     parser.add_argument("--threads", type=int, default=1, help="intra-op threads on a CPU")
+    parser.add_argument("--width", type=int, default=512, help="of the transformer: 512 has 30M parameters")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -197,18 +198,20 @@ def main() -> None:
     )
     print(f"torch {torch.__version__}, {hardware}")
     clock = time.process_time if device.type == "cpu" and arguments.threads == 1 else time.perf_counter
-    big: MakeParams = lambda: transformer_parameters(device)  # noqa: E731
+    big: MakeParams = lambda: transformer_parameters(device, arguments.width)  # noqa: E731
     tiny: MakeParams = lambda: tiny_parameters(device)  # noqa: E731
+    transformer = f"{sum(param.numel() for param in big()) / 1e6:.0f}M-parameter transformer"
     tables: list[tuple[str, MakeParams, Callable[[MakeParams], dict[str, Step]]]] = [
-        ("fp32, 30M-parameter transformer", big, full_precision),
+        (f"fp32, {transformer}", big, full_precision),
         ("fp32, 1,000 parameters of 64 elements", tiny, full_precision),
-        ("masters and clipping, 30M-parameter transformer", big, mixed_precision),
+        (f"masters and clipping, {transformer}", big, mixed_precision),
         ("the norm alone, 1,000 parameters of 64 elements", tiny, norm_of_dtensors),
     ]
     # One process; what DTensors cost is Python, not the network.
     torch.distributed.init_process_group("fake", rank=0, world_size=1)
     for title, make, contenders in tables:
         report(title, time_rounds(contenders(make), arguments.seconds, synchronize, clock))
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

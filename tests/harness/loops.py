@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
+import torch
 from meshstep.optim import use_kernels
 from meshstep.optim.kernels.choice import Kernels, kernels_chosen
-from meshstep.optim.kernels.native import Native, built
+from meshstep.optim.kernels.native import Native, built, torchs_threads
 
 
 @contextmanager
@@ -50,3 +51,16 @@ def with_instructions(name: str) -> Iterator[None]:
         yield
     finally:
         loops().take(None)
+
+
+@contextmanager
+def with_threads(count: int, torchs: bool) -> Iterator[None]:
+    """The loops work on so many threads of torch's, or of their own."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    loops().borrow(torchs_threads() if torchs else None)
+    try:
+        yield
+    finally:
+        loops().borrow(torchs_threads())
+        torch.set_num_threads(before)

@@ -23,7 +23,6 @@
 #define floatsN floats8
 #define intsN ints8
 #define doublesN doubles8
-#define SHORTS_AT(at) ((ints8)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(at))))
 #define FLOAT16S_AT(at) ((floats8)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(at))))
 #define DOUBLES_OF(floats) ((doubles8)_mm512_cvtps_pd((__m256)(floats)))
 #else
@@ -33,10 +32,8 @@
 #define doublesN doubles4
 #define DOUBLES_OF(floats) __builtin_convertvector(floats, doubles4)
 #if INSTRUCTIONS == AVX2
-#define SHORTS_AT(at) ((ints4)_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i *)(at))))
 #define FLOAT16S_AT(at) ((floats4)_mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)(at))))
 #else
-#define SHORTS_AT(at) ints_of_shorts((const uint16_t *)(at))
 #define FLOAT16S_AT(at) floats_of_float16((const uint16_t *)(at))
 #endif
 #endif
@@ -112,7 +109,7 @@ static void NAME(written_half)(int dtype, const float *from, void *base, int64_t
     else NAME(round_float16)(from, (uint16_t *)base + at, n);
 }
 
-/* Powers: 32 sums in float64, put together in one order. ------------------------------------------------------------- */
+/* Powers: 64 sums in float64, put together in one order. ------------------------------------------------------------- */
 
 static double NAME(together)(const double *sums) {
     double pairs[LANES];
@@ -124,38 +121,60 @@ static double NAME(together)(const double *sums) {
 
 #define AHEAD 1024 /* bytes: what is read so far ahead has come when it is needed */
 
-INLINE doublesN NAME(doubles_at)(const int dtype, const void *at, const int squares) {
-    floatsN floats;
-    if (dtype == FLOAT32) {
-        memcpy(&floats, at, sizeof floats);
-    } else if (dtype == BFLOAT16) {
-        intsN bits = SHORTS_AT(at);
-        floats = (floatsN)(bits << 16);
-    } else {
-        floats = FLOAT16S_AT(at);
-    }
+/* A square of a float32 is exact in float64, so that one rounding of both is that of the sum. */
+INLINE doublesN NAME(added)(doublesN sum, floatsN floats, const int squares) {
     if (!squares) floats = (floatsN)((intsN)floats & 0x7fffffff);
     doublesN values = DOUBLES_OF(floats);
-    return squares ? values * values : values;
+#if INSTRUCTIONS == AVX512
+    if (squares) return (doublesN)_mm512_fmadd_pd((__m512d)values, (__m512d)values, (__m512d)sum);
+#endif
+    return sum + (squares ? values * values : values);
 }
 
-INLINE double NAME(sum)(const int dtype, const void *base, int64_t n, const int squares) {
-    enum { VECTORS = LANES / WIDTH };
-    const int size = dtype == FLOAT32 ? 4 : 2;
-    const char *x = base;
-    doublesN sums[VECTORS] = {{0}};
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES, x += LANES * size) {
-        __builtin_prefetch(x + AHEAD);
-        if (size == 4) __builtin_prefetch(x + AHEAD + 64);
-#pragma GCC unroll 8
-        for (int j = 0; j < VECTORS; j++) sums[j] += NAME(doubles_at)(dtype, x + WIDTH * j * size, squares);
+/* The next EACH elements of a stream into its sums. Of bfloat16 they are taken in pairs, which is two operations for both:
+ * the even ones go into the first half of the sums, the odd ones into the other. */
+INLINE void NAME(add)(doublesN *sums, const int dtype, const char *at, const int squares) {
+    enum { HALF = EACH / 2 / WIDTH };
+#pragma GCC unroll 2
+    for (int k = 0; k < HALF; k++) {
+        floatsN first, second;
+        if (dtype == FLOAT32) {
+            memcpy(&first, at + 4 * WIDTH * k, sizeof first);
+            memcpy(&second, at + 4 * WIDTH * (HALF + k), sizeof second);
+        } else if (dtype == BFLOAT16) {
+            intsN pairs;
+            memcpy(&pairs, at + 4 * WIDTH * k, sizeof pairs);
+            first = (floatsN)(pairs << 16);
+            second = (floatsN)(pairs & (int32_t)0xffff0000);
+        } else {
+            first = FLOAT16S_AT(at + 2 * WIDTH * k);
+            second = FLOAT16S_AT(at + 2 * WIDTH * (HALF + k));
+        }
+        sums[k] = NAME(added)(sums[k], first, squares);
+        sums[HALF + k] = NAME(added)(sums[HALF + k], second, squares);
     }
+}
+
+/* In STREAMS equal parts at once: one alone waits for memory most of the time. What is left goes into the first sums. */
+INLINE double NAME(sum)(const int dtype, const void *base, int64_t n, const int squares) {
+    enum { VECTORS = EACH / WIDTH };
+    const int size = dtype == FLOAT32 ? 4 : 2;
+    const int64_t part = n / LANES * EACH;
+    const char *x = base;
+    doublesN sums[STREAMS * VECTORS] = {{0}};
+    for (int64_t i = 0; i < part; i += EACH)
+#pragma GCC unroll 4
+        for (int stream = 0; stream < STREAMS; stream++) {
+            const char *at = x + (stream * part + i) * size;
+            __builtin_prefetch(at + AHEAD);
+            NAME(add)(sums + stream * VECTORS, dtype, at, squares);
+        }
     double lanes[LANES];
     memcpy(lanes, sums, sizeof lanes);
     float rest[LANES];
-    const float *last = NAME(widened)(dtype, x, 0, n - i, rest);
-    for (int lane = 0; lane < n - i; lane++) {
+    const int64_t done = part * STREAMS;
+    const float *last = NAME(widened)(dtype, base, done, n - done, rest);
+    for (int lane = 0; lane < n - done; lane++) {
         double value = last[lane];
         lanes[lane] += squares ? value * value : fabs(value);
     }
@@ -322,7 +341,6 @@ static void NAME(update)(const struct update *update, const struct tensor *tenso
 #undef floatsN
 #undef intsN
 #undef doublesN
-#undef SHORTS_AT
 #undef FLOAT16S_AT
 #undef DOUBLES_OF
 

@@ -18,7 +18,7 @@
 enum { FLOAT32 = 0, FLOAT64 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
 enum { LARGEST_ONE = 0 }; /* the norm type of p = inf */
 enum { ADAM = 0, SGD = 1, ADAGRAD = 2 };
-enum { LANES = 32, BLOCK = 1024, CHUNK = 16384 };
+enum { STREAMS = 4, EACH = 16, LANES = STREAMS * EACH, BLOCK = 1024, CHUNK = 16384 };
 enum { ENOUGH = 1 << 18 }; /* elements that are worth a thread */
 
 typedef float floats4 __attribute__((vector_size(16)));
@@ -83,7 +83,6 @@ static inline uint16_t float16_of_float(float value) {
     return sign | (uint16_t)(bits >> 13);
 }
 
-static inline ints4 ints_of_shorts(const uint16_t *x) { return (ints4){x[0], x[1], x[2], x[3]}; }
 static inline floats4 floats_of_float16(const uint16_t *x) {
     return (floats4){float_of_float16(x[0]), float_of_float16(x[1]), float_of_float16(x[2]), float_of_float16(x[3])};
 }
@@ -144,39 +143,62 @@ EXPORT const char *meshstep_take(const char *name) {
     return NULL;
 }
 
-/* Threads: made for a call and gone after it, so that nothing is lost in a fork. ------------------------------------- */
+/* Threads: torch's own, of the OpenMP runtime that it loaded, where that can be called: they wait for work by spinning for
+ * some milliseconds, and others would share the cores with them. Else made for a call and gone after it. ------------- */
 
-struct share {
+struct shared {
     void (*work)(void *, int64_t, int64_t);
     void *context;
-    int64_t begin, end;
+    int64_t count, part, next;
 };
 
-static void *run_share(void *given) {
-    struct share *share = given;
-    share->work(share->context, share->begin, share->end);
+/* Each takes the next part when it is done with one: a core that others use does less. */
+static void take_parts(void *given) {
+    struct shared *shared = given;
+    for (int64_t begin; (begin = __atomic_fetch_add(&shared->next, shared->part, __ATOMIC_RELAXED)) < shared->count;) {
+        int64_t end = begin + shared->part;
+        shared->work(shared->context, begin, end < shared->count ? end : shared->count);
+    }
+}
+
+static void *run_thread(void *given) {
+    take_parts(given);
     return NULL;
+}
+
+typedef void parallel(void (*)(void *), void *, unsigned threads, unsigned flags);
+
+static parallel *borrowed = NULL;
+
+static void give_back(void) { borrowed = NULL; }
+
+/* Use the threads that the runtime's GOMP_parallel starts; NULL: none of others. A process that is forked has lost them. */
+EXPORT void meshstep_borrow(parallel *of_runtime) {
+    static int told = 0;
+    if (!told) told = !pthread_atfork(NULL, NULL, give_back);
+    borrowed = told ? of_runtime : NULL;
 }
 
 /* work(context, begin, end) over all of [0, count), in parts. */
 static void in_parallel(void (*work)(void *, int64_t, int64_t), void *context, int64_t count, int64_t elements, int threads) {
-    enum { MOST = 256 };
+    enum { MOST = 256, PARTS = 32 };
     int64_t most = elements / ENOUGH;
     if (most < threads) threads = (int)most;
-    if (count < threads) threads = (int)count;
     if (threads > MOST) threads = MOST;
-    struct share shares[MOST];
-    pthread_t ids[MOST];
-    int started[MOST] = {0};
-    for (int i = 0; i < threads; i++)
-        shares[i] = (struct share){work, context, count * i / threads, count * (i + 1) / threads};
-    for (int i = 1; i < threads; i++) started[i] = !pthread_create(&ids[i], NULL, run_share, &shares[i]);
-    if (threads < 2) work(context, 0, count);
-    else run_share(&shares[0]);
-    for (int i = 1; i < threads; i++) {
-        if (started[i]) pthread_join(ids[i], NULL);
-        else run_share(&shares[i]);
+    if (threads < 2) {
+        work(context, 0, count);
+        return;
     }
+    struct shared shared = {work, context, count, (count + threads * PARTS - 1) / (threads * PARTS), 0};
+    if (borrowed) {
+        borrowed(take_parts, &shared, (unsigned)threads, 0);
+        return;
+    }
+    pthread_t ids[MOST];
+    int started = 0;
+    while (started < threads - 1 && !pthread_create(&ids[started], NULL, run_thread, &shared)) started++;
+    take_parts(&shared);
+    while (started > 0) pthread_join(ids[--started], NULL);
 }
 
 /* Powers. ------------------------------------------------------------------------------------------------------------ */
@@ -275,7 +297,7 @@ static void update_chunks(void *given, int64_t begin, int64_t end) {
 }
 
 /* Counted up with every change of what the functions are called with: `native.py` has the same number. */
-EXPORT int meshstep_interface(void) { return 2; }
+EXPORT int meshstep_interface(void) { return 3; }
 
 /* One update of `count` tensors; nothing is changed where *found_inf is not 0.
  *
@@ -286,8 +308,8 @@ EXPORT int meshstep_interface(void) { return 2; }
  *        Adagrad: lr, lr decay, eps, weight decay.
  * factor: of the gradients, with the sign of maximize. Returns 0, or 1 where memory is out. */
 EXPORT int meshstep_update(int kind, int64_t count, const uint64_t *columns, const uint64_t *grads, const uint64_t *halves,
-                           const uint64_t *rests, const int64_t *numels, int grad_dtype, int half_dtype, const double *hyper, double factor,
-                           const float *found_inf, int threads) {
+                           const uint64_t *rests, const int64_t *numels, int grad_dtype, int half_dtype,
+                           const double *hyper, double factor, const float *found_inf, int threads) {
     if (*found_inf != 0) return 0;
     struct update update = {.kind = kind, .grad_dtype = grad_dtype, .half_dtype = half_dtype};
     if (kind == ADAM)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
+from itertools import product
 from math import inf
 
 import pytest
@@ -10,9 +14,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernel_cases import DTYPES, some_values
-from loops import instructions_here, loops, using, with_instructions
+from loops import instructions_here, loops, using, with_instructions, with_threads
 from meshstep.optim import use_kernels
 from meshstep.optim.kernels.choice import Kernels
+from meshstep.optim.kernels.native import torchs_threads
 from meshstep.optim.norm.powers import local_powers, reference_powers
 from properties import number_of_cases
 from torch import Tensor
@@ -30,7 +35,7 @@ def _best_instructions() -> Iterator[None]:
 @settings(max_examples=number_of_cases(80))
 @given(
     shape=st.sampled_from(
-        [(), (0,), (1,), (7,), (31,), (33,), (1023,), (5, 0, 3), (40, 41), (16384,), (16385,), (70001,)]
+        [(), (0,), (1,), (7,), (63,), (64,), (65,), (1023,), (5, 0, 3), (40, 41), (16384,), (16385,), (70001,)]
     ),
     dtype=st.sampled_from(DTYPES),
     p=st.sampled_from([1.0, 2.0, inf]),
@@ -73,18 +78,32 @@ def test_one_value_that_is_not_finite_makes_its_power_so_and_no_other(dtype: tor
 @pytest.mark.parametrize("p", [1.0, 2.0, inf])
 def test_all_instruction_sets_and_numbers_of_threads_give_the_same_bits(dtype: torch.dtype, p: float) -> None:
     tensors = [some_values((numel,), dtype, 1.0, numel) for numel in (3, 1_000_003, 17, 300_001)]
-    before, found = torch.get_num_threads(), set[tuple[float, ...]]()
-    try:
-        for instructions in INSTRUCTIONS:
-            for threads in (1, 2, 5):
-                torch.set_num_threads(threads)
-                with with_instructions(instructions):
-                    powers = loops().powers(tensors, p)
-                assert powers is not None
-                found.add(tuple(powers.tolist()))
-    finally:
-        torch.set_num_threads(before)
+    found = set[tuple[float, ...]]()
+    for instructions, threads, torchs in product(INSTRUCTIONS, (1, 2, 5), (True, False)):
+        with with_threads(threads, torchs), with_instructions(instructions):
+            powers = loops().powers(tensors, p)
+        assert powers is not None
+        found.add(tuple(powers.tolist()))
     assert len(found) == 1
+    assert torchs_threads() is not None  # or there would be nothing to compare
+
+
+def test_a_forked_process_has_threads() -> None:
+    """Those of torch's stay in the parent, and who called for them would wait for ever."""
+    values = torch.ones(1_000_003)
+    with with_threads(2, True):
+        loops().powers([values], 2.0)
+        child = os.fork()
+        if child == 0:
+            found = loops().powers([values], 2.0)
+            os._exit(0 if found is not None and found.item() == 1_000_003 else 1)
+        deadline = time.monotonic() + 60
+        while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if ended == (0, 0):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        assert ended == (child, 0)
 
 
 def test_a_hundred_million_elements_are_summed_to_1e14() -> None:

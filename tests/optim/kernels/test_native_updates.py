@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import HALVES, INF, KINDS, RULES, Case, Rule, states_of, steps_as_the_reference
-from loops import instructions_here, loops, with_instructions
+from loops import instructions_here, loops, with_instructions, with_threads
 from meshstep.optim.kernels import native as native_module
 from meshstep.optim.kernels.reference import SGD, Adagrad, Adam
 from properties import number_of_cases
@@ -60,17 +61,12 @@ def test_an_update_is_the_references_to_two_units_in_the_last_place(
 
 @pytest.mark.parametrize("rule", [Adam(1e-3, amsgrad=True), SGD(0.1, momentum=0.9), Adagrad(0.1)], ids=repr)
 def test_all_instruction_sets_and_numbers_of_threads_step_to_the_same_bits(rule: Rule) -> None:
-    before, results = torch.get_num_threads(), list[list[Tensor]]()
-    try:
-        for instructions in INSTRUCTIONS:
-            for threads in (1, 3):
-                torch.set_num_threads(threads)
-                case = ByLoops(rule, [5, 700_001, 16384, 300_000], torch.bfloat16, torch.float16, seed=4)
-                with with_instructions(instructions):
-                    case.step(0.37)
-                results.append(case.everything())
-    finally:
-        torch.set_num_threads(before)
+    results = list[list[Tensor]]()
+    for instructions, (threads, torchs) in product(INSTRUCTIONS, ((1, True), (3, True), (3, False))):
+        case = ByLoops(rule, [5, 700_001, 16384, 300_000], torch.bfloat16, torch.float16, seed=4)
+        with with_threads(threads, torchs), with_instructions(instructions):
+            case.step(0.37)
+        results.append(case.everything())
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 

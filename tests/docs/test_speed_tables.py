@@ -1,0 +1,129 @@
+"""The tables of speed on the pages: each script that makes one runs, at a size of seconds, and prints rows of numbers.
+
+The figures on the pages are of larger models, and of a machine with time; these runs show that whoever has one gets them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from world import World
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "tests" / "benchmarks"
+
+# What each is started with, and how the rows begin that a page has its figures from.
+SMALL: dict[str, list[tuple[str, list[str]]]] = {
+    "checkpoint": [("--rounds 1 --mib 0.1", ["save", "load"])],
+    "fingerprints": [("--seconds 0 --clean 9", []), ("--seconds 0.01 --width 16 --clean 0", ["no watch"])],
+    "gram": [
+        ("--widths 16 --aspects 1 4 --rounds 1", ["bfloat16", "float32"]),
+        ("--split --width 16 --matrices 1 --rounds 1", ["homes, on Gram", "summed"]),
+    ],
+    "host_time": [
+        (
+            "--rounds 1 --counts 20",
+            ["step of 20 parameters: meshstep bf16", "plan of 20 parameters", "ParallelOptimizer of 20", "peers of"],
+        )
+    ],
+    "memory": [("--ranks 2 --width 8 --depth 2", ["replicated", "ZeRO-1", "ZeRO-2"])],
+    "muon": [("--width 16 --layers 1 --rounds 1", ["homes", "duplicated"])],
+    "mutants": [("--mutants 1 --right 1 --start 7000", ["right models: 1 proved, 0 false alarms", "all"])],
+    "overlap": [
+        (
+            "--ranks 2 --seconds 0 --width 16 --depth 1 --rows 1",
+            [
+                "DDP, clip_grad_norm_, AdamW",
+                "DDP, ParallelOptimizer",
+                "Reduce()",
+                "Reduce(overlap=True)",
+                "norm and clip add",
+            ],
+        )
+    ],
+    "post_validated": [
+        ("--numel 0.001 --seconds 0", ["synchronous", "log of at most 64 MiB", "two phases"]),
+        ("--check --steps 3", []),
+    ],
+    "proof": [("10", ["10  none", "10  a spec", "10  a copy_to"])],
+    "split_masters": [("--every 8192", ["finite", "all"])],
+    "step": [
+        (
+            "--seconds 0 --width 16",
+            [
+                "bare fused AdamW",
+                "meshstep, clipping",
+                "bf16, classic chain",
+                "bf16, from main grads",
+                "meshstep clip_grad_norm_",
+            ],
+        )
+    ],
+    "telemetry": [("--seconds 0 --width 16 --every 2", ["no telemetry", "telemetry", "every=2"])],
+    "whole_any": [("--width 8 --layers 1 --rounds 1", ["torch Adafactor"])],
+}
+ELSEWHERE = {"gpu": "test_gpu_suite.py", "peers": "../interop/test_peers_table.py"}
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+class Kept:
+    """The suite's pool of ranks, which outlives the script that wants one."""
+
+    def __init__(self, world: World) -> None:
+        self.run, self.run_each, self.ranks = world.run, world.run_each, world.ranks
+
+    def close(self) -> None:
+        """It goes on."""
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(
+    ("name", "arguments", "rows"),
+    [(name, arguments, rows) for name, runs in SMALL.items() for arguments, rows in runs],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_script_makes_its_table(
+    name: str,
+    arguments: str,
+    rows: list[str],
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    script: Any = importlib.import_module(f"benchmarks.{name}")
+    monkeypatch.setattr(script, "World", lambda: Kept(world), raising=False)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments.split()])
+    try:
+        script.main()
+    except SystemExit as ended:
+        assert not ended.code
+    printed = capfd.readouterr().out
+    assert not re.search(r"\b(nan|inf)\b", printed), printed
+    for row in rows:
+        assert re.search(rf"^[| ]*{re.escape(row)}.*\d", printed, re.MULTILINE), f"{row!r} is not in:\n{printed}"
+
+
+def test_every_script_is_run_and_every_page_names_one_that_is_there() -> None:
+    scripts = {path.stem for path in FOLDER.glob("*.py")}
+    assert scripts == {*SMALL, *ELSEWHERE}
+    for name, test in ELSEWHERE.items():
+        assert f"{name}" in (Path(__file__).parent / test).read_text()
+    pages = [
+        path for path in ROOT.rglob("*.md") if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+    ]
+    named = {name for page in pages for name in re.findall(r"tests/benchmarks/(\w+)\.py", page.read_text())}
+    assert named <= scripts
+    assert {"step", "overlap", "peers", "memory", "muon", "checkpoint"} <= named

@@ -1,0 +1,27 @@
+"""tests/benchmarks/peers.py beside the real packages, at a size of seconds: each contender's row is there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+pytest.importorskip("deepspeed", reason="needs deepspeed")
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "peers.py"
+EVERYBODY = ["bare fused fp32 AdamW", "Megatron-core", "DeepSpeed", "meshstep, torch's kernels", "meshstep"]
+
+
+@pytest.mark.parametrize("flags", ["--ranks 1", "--ranks 2", "--train"])
+def test_the_table_has_a_row_of_each(flags: str) -> None:
+    command = [sys.executable, str(SCRIPT), "--seconds", "0", "--width", "16", *flags.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for precision in ("fp32", "bf16, float32 masters", "fp16, float32 masters"):
+        rows = done.stdout.split(f"\n{precision} (")[1].split("\n\n")[0].splitlines()[1:]
+        names = [row.rsplit(" ms ")[0].rsplit(maxsplit=1)[0].strip() for row in rows]
+        assert {*EVERYBODY} <= {*names}
+        assert all(float(row.split()[-1].removesuffix("x")) > 0 for row in rows)

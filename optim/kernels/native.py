@@ -159,7 +159,7 @@ class Native:
 
 
 def torchs_threads() -> int | None:
-    """The address of ``GOMP_parallel`` in the OpenMP runtime that torch's kernels run on; None where it has none, as on a Mac."""
+    """The address of ``GOMP_parallel`` in the OpenMP runtime of torch's kernels; None: it has none, as on a Mac."""
     found = sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.so"))
     parallel = getattr(ctypes.CDLL(str(found[0])), "GOMP_parallel", None) if found else None
     return None if parallel is None else ctypes.cast(parallel, ctypes.c_void_p).value

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import argparse
 import platform
-import tempfile
+import sys
 import time
-from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
+
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from arguments import arguments
 from meshstep.amp import precision_of
 from meshstep.optim import ParallelOptimizer
@@ -27,6 +27,7 @@ from meshstep.optim.states.offloaded import Copies
 from meshstep.optim.states.sharded import Shards
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn
+from world import World
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "replicated": {},
@@ -47,6 +48,13 @@ class Usage(NamedTuple):
     states: float
     offloaded: float
     seconds: float
+
+
+def measured(ranks: int, mode: str, options: dict[str, Any], width: int, depth: int) -> Usage:
+    """Of this rank."""
+    torch.set_num_threads(1)
+    with ProcessGroupRegistry(Topology(data=ranks)) as registry:
+        return measure(registry, mode, options, width, depth)
 
 
 def measure(registry: ProcessGroupRegistry, mode: str, options: dict[str, Any], width: int, depth: int) -> Usage:
@@ -97,30 +105,6 @@ def _slices(optimizer: ParallelOptimizer) -> int:
     return sum(gradient.nbytes for gradient in gradients if gradient is not None)
 
 
-def run(rank: int, ranks: int, store: str, width: int, depth: int) -> None:
-    """All rows, on one rank; rank 0 prints them."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, ranks),  # type: ignore[attr-defined]
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(minutes=5),
-    )
-    with ProcessGroupRegistry(Topology(data=ranks)) as registry:
-        for mode in ("fp32", "bf16"):
-            replicated = 0.0
-            for name, options in PLACEMENTS.items():
-                usages: list[Any] = [None] * ranks
-                dist.all_gather_object(usages, measure(registry, mode, options, width, depth))
-                usage = Usage(*map(max, zip(*usages, strict=True)))
-                kept = usage.masters + usage.states
-                replicated = replicated or kept
-                if rank == 0:
-                    report(mode, name, usage, kept / (replicated / ranks) if "shard_states" in options else None)
-    dist.destroy_process_group()
-
-
 def report(mode: str, name: str, usage: Usage, ratio: float | None) -> None:
     """One row."""
     figures = "  ".join(f"{value / 2**20:10.2f}" for value in usage[:-1])
@@ -138,9 +122,16 @@ def main() -> None:
     print(f"torch {torch.__version__}, {platform.machine()} CPU, data={arguments.ranks}; {numel:,} parameters; MiB")
     columns = ("parameters", "gradients", "slices", "masters", "states", "on the CPU")
     print(f"{'':28s}" + "  ".join(f"{column:>10s}" for column in columns) + f"  {'ms':>8s}  of replicated / ranks")
-    with tempfile.TemporaryDirectory() as folder:
-        work = (arguments.ranks, f"{folder}/store", arguments.width, arguments.depth)
-        mp.spawn(run, work, arguments.ranks)  # type: ignore[attr-defined,no-untyped-call]
+    world, ranks = World(), arguments.ranks
+    for mode in ("fp32", "bf16"):
+        replicated = 0.0
+        for name, options in PLACEMENTS.items():
+            usages = world.run(ranks, measured, ranks, mode, options, arguments.width, arguments.depth)
+            usage = Usage(*map(max, zip(*usages, strict=True)))
+            kept = usage.masters + usage.states
+            replicated = replicated or kept
+            report(mode, name, usage, kept / (replicated / ranks) if "shard_states" in options else None)
+    world.close()
 
 
 if __name__ == "__main__":

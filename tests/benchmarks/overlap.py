@@ -16,10 +16,8 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -28,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from meshstep.optim import ParallelOptimizer, Reduce
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from timed_transformer import VOCAB, Transformer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from world import World, printed_by
 
 MAX_NORM = 0.7
 Step = Callable[[Tensor], "Spent | None"]
@@ -186,11 +184,9 @@ def report(spent: dict[str, list[Spent]]) -> None:
     walls, cpus = zip(*added, strict=True)
     of_walls, of_cpus = (median(values) for values in zip(*spent[BACKWARD], strict=True))
     for what, values, of in (("wall clock", walls, of_walls), ("CPU", cpus, of_cpus)):
-        low, high = around_median(values)
-        print(
-            f"  norm and clip add, {what}: {median(values) * 1e3:.1f} ms, {median(values) / of:.1%} of forward and backward "
-            f"({low / of:.1%} to {high / of:.1%})"
-        )
+        low, high = (value / of for value in around_median(values))
+        share = f"{median(values) / of:.1%} of forward and backward ({low:.1%} to {high:.1%})"
+        print(f"  norm and clip add, {what}: {median(values) * 1e3:.1f} ms, {share}")
 
 
 def around_median(values: Sequence[float]) -> tuple[float, float]:
@@ -200,17 +196,11 @@ def around_median(values: Sequence[float]) -> tuple[float, float]:
     return ordered[max(0, round(middle - half))], ordered[min(len(values) - 1, round(middle + half))]
 
 
-def run(rank: int, ranks: int, store: str, arguments: argparse.Namespace) -> None:
+def run(ranks: int, arguments: argparse.Namespace) -> None:
     """All contenders, on one rank; rank 0 prints."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, ranks),  # type: ignore[attr-defined]
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(minutes=5),
-    )
     with ProcessGroupRegistry(Topology(data=ranks)) as registry:
+        rank = registry.global_rank
 
         def make() -> Transformer:
             return make_model(arguments.width, arguments.depth)
@@ -225,7 +215,6 @@ def run(rank: int, ranks: int, store: str, arguments: argparse.Namespace) -> Non
             print(f"\ndata={ranks}: {numel:,} parameters in {len(params)} tensors, {rounds} rounds")
             print(f"  {'':42s}{'median':>11s}{'':8s}{'smallest':>11s}{'':10s}{'CPU':>9s}")
             report(spent)
-    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -239,9 +228,11 @@ def main() -> None:
     parser.add_argument("--bucket-bytes", type=int, default=None, help="of Reduce(overlap=True)")
     arguments = parser.parse_args()
     print(f"torch {torch.__version__}, {platform.machine()} CPU, gloo, one thread a rank")
+    world = World()
     for ranks in arguments.ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(run, (ranks, f"{folder}/store", arguments), ranks)  # type: ignore[attr-defined,no-untyped-call]
+        timeout = 600.0 + 2 * arguments.seconds
+        print(world.ranks.run(printed_by, ranks, run, ranks, arguments, timeout=timeout)[0], end="", flush=True)
+    world.close()
 
 
 if __name__ == "__main__":

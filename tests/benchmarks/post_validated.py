@@ -17,20 +17,22 @@ from __future__ import annotations
 import argparse
 import ctypes
 import platform
-import tempfile
+import sys
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
 from math import isfinite
+from pathlib import Path
 from statistics import quantiles
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
+
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from meshstep.optim.kernels.native import Columns, Kind, Native, built
 from torch import Tensor
+from world import World, printed_by
 
 PIECE = 1 << 16  # elements between two looks at the all-reduce
 BETAS, RATE, EPS, DECAY = (0.9, 0.999), 1e-4, 1e-8, 0.01
@@ -281,15 +283,14 @@ def report(title: str, forms: dict[str, Form], spent: dict[tuple[str, float], li
         print(f"  {name:42s}" + "".join(f"{value:7.1f} ms" for value in ready) + f"{processor:9.1f} ms", flush=True)
 
 
-def show_times(rank: int, loops: Native, arguments: argparse.Namespace) -> None:
-    for millions in arguments.numel:
-        state = State(loops, int(millions * 1e6) if rank == 0 else 1000, rank)
-        state.grad.normal_(generator=torch.Generator().manual_seed(rank))
-        forms = forms_of(state.numel, arguments.log * MIB)
-        for what, max_norm in (("nothing clips", 1e9), ("all clip", 1.0)):
-            spent = time_rounds(forms, state, arguments.seconds, max_norm)
-            if rank == 0:
-                report(f"{millions:g}M elements, {what}", forms, spent)
+def show_times(rank: int, loops: Native, arguments: argparse.Namespace, millions: float) -> None:
+    state = State(loops, int(millions * 1e6) if rank == 0 else 1000, rank)
+    state.grad.normal_(generator=torch.Generator().manual_seed(rank))
+    forms = forms_of(state.numel, arguments.log * MIB)
+    for what, max_norm in (("nothing clips", 1e9), ("all clip", 1.0)):
+        spent = time_rounds(forms, state, arguments.seconds, max_norm)
+        if rank == 0:
+            report(f"{millions:g}M elements, {what}", forms, spent)
 
 
 # Bits ------------------------------------------------------------------------------------------------------------------
@@ -349,20 +350,15 @@ def show_what_is_lost(state: State) -> None:
         print(f"  {name:42s}{(away == 0).double().mean():8.1%}{(away <= 127).double().mean():10.3%}")
 
 
-def run(rank: int, store: str, arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace, millions: float) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, 2),  # type: ignore[attr-defined]
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(minutes=5),
-    )
     loops = built()
     if loops is None:
         raise SystemExit("the loops are not compiled: install the package where there is a C compiler")
-    (show_bits if arguments.check else show_times)(rank, loops, arguments)
-    dist.destroy_process_group()
+    if arguments.check:
+        show_bits(dist.get_rank(), loops, arguments)
+    else:
+        show_times(dist.get_rank(), loops, arguments, millions)
 
 
 def main() -> None:
@@ -374,8 +370,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="time for each table")
     arguments = parser.parse_args()
     print(f"torch {torch.__version__}, {platform.machine()} CPU, 2 gloo ranks of one thread")
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run, (f"{folder}/store", arguments), 2)  # type: ignore[attr-defined,no-untyped-call]
+    world, timeout = World(), 1200.0 + 3 * arguments.seconds
+    for millions in arguments.numel[:1] if arguments.check else arguments.numel:
+        print(world.ranks.run(printed_by, 2, run, arguments, millions, timeout=timeout)[0], end="", flush=True)
+    world.close()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +40,14 @@ class World:
     def close(self) -> None:
         """`Ranks.close`."""
         self.ranks.close()
+
+
+def printed_by(function: Callable[..., object], *args: Any) -> str:
+    """What it prints, on this rank."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        function(*args)
+    return printed.getvalue()
 
 
 def destroy_in_a_thread() -> None:

@@ -12,12 +12,12 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "peers.py"
-EVERYBODY = ["bare fused fp32 AdamW", "Megatron-core", "DeepSpeed", "meshstep, torch's kernels", "meshstep"]
+EVERYBODY = ["bare fused AdamW", "Megatron-core", "DeepSpeed", "meshstep, torch's kernels", "meshstep"]
 
 
-@pytest.mark.parametrize("flags", ["--ranks 1", "--ranks 2", "--train"])
+@pytest.mark.parametrize("flags", ["--ranks 2", "--train"])
 def test_the_table_has_a_row_of_each(flags: str) -> None:
-    command = [sys.executable, str(SCRIPT), "--seconds", "0", "--width", "16", *flags.split()]
+    command = [sys.executable, str(SCRIPT), "--seconds", "0", "--width", "64", *flags.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     for precision in ("fp32", "bf16, float32 masters", "fp16, float32 masters"):

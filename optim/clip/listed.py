@@ -80,6 +80,7 @@ class Listed:
 
 
 def check_gradients(listed: Listed, registry: ProcessGroupRegistry) -> None:
+    """Raise TypeError for a gradient that is sparse or complex, and ValueError for one that is still a pending sum."""
     gradients = [gradient for gradient in listed.gradients if gradient is not None]
     dense = {gradient.layout for gradient in gradients} <= {torch.strided}
     if not dense or any(dtype.is_complex for dtype in {gradient.dtype for gradient in gradients}):

@@ -58,6 +58,18 @@ class Variant(NamedTuple):
     half: int
 
 
+class Together(NamedTuple):
+    """The rows of several parts, as one launch has them; then what is one a part: numbers, and addresses of rates."""
+
+    fixed: array[int]
+    grads: array[int]
+    halves: array[int]
+    numels: array[int]
+    group_of: array[int]
+    hyper: array[float]
+    rates: array[int]
+
+
 class Triton:
     """The kernels of this process.
 
@@ -131,26 +143,12 @@ class Triton:
     def _launch(
         self, kind: Kind, variant: Variant, parts: list[Part], found_inf: Tensor, factor: Tensor | None
     ) -> None:
-        device, counts = found_inf.device, [len(part.columns.numels) for part in parts]
-        rows = sum(counts)
-        fixed, grads, halves, numels = (array(code) for code in "QQQq")
-        for column in range(5):
-            for part, count in zip(parts, counts, strict=True):
-                fixed += part.columns.fixed[column * count : (column + 1) * count]
-        hyper, rates, group_of = array("d"), array("q"), array("q")
-        for index, (part, count) in enumerate(zip(parts, counts, strict=True)):
-            grads += part.columns.grads
-            halves += part.columns.halves or array("Q", [0] * count)
-            numels += part.columns.numels
-            group_of += array("q", [index] * count)
-            hyper += _hyper(kind, part)
-            rates += array(
-                "q", [0, 0] if part.rate is None else [part.rate.data_ptr(), part.rate.dtype == torch.float64]
-            )
-        aligned = _are_aligned(fixed[: 4 * rows], grads, halves)
-        of, cut = self._tables.of, self._tables.chunks_of(numels, triton_updates.CHUNK, device)
-        tables = of(fixed, device), of(grads, device), of(halves, device)
-        groups, numbers, own_rates = of(group_of, device), of(hyper, device), of(rates, device)
+        device, together = found_inf.device, _together(kind, parts)
+        rows = len(together.numels)
+        of, cut = self._tables.of, self._tables.chunks_of(together.numels, triton_updates.CHUNK, device)
+        tables = of(together.fixed, device), of(together.grads, device), of(together.halves, device)
+        groups, numbers = of(together.group_of, device), of(together.hyper, device)
+        own_rates = of(together.rates, device)
         by_row = torch.empty(rows * triton_updates.BY_ROW, dtype=torch.float32, device=device)
         triton_updates.count_steps[(-(-rows // triton_updates.ROWS),)](
             tables[0],
@@ -180,7 +178,7 @@ class Triton:
             int(kind),
             *variant,
             scaled,
-            aligned,
+            _are_aligned(together.fixed[: 4 * rows], together.grads, together.halves),
             triton_updates.CHUNK,
             triton_updates.BLOCK,
             enable_fp_fusion=False,
@@ -195,6 +193,23 @@ def _variant(kind: Kind, part: Part) -> Variant:
     elif kind == Kind.SGD and part.hyper[1]:
         option = 2 if part.hyper[4] else 1
     return Variant(decoupled, option, DTYPES[part.grad_dtype], half)
+
+
+def _together(kind: Kind, parts: Sequence[Part]) -> Together:
+    counts = [len(part.columns.numels) for part in parts]
+    found = Together(array("Q"), array("Q"), array("Q"), array("q"), array("q"), array("d"), array("q"))
+    for column in range(5):
+        for part, count in zip(parts, counts, strict=True):
+            found.fixed.extend(part.columns.fixed[column * count : (column + 1) * count])
+    for index, (part, count) in enumerate(zip(parts, counts, strict=True)):
+        found.grads.extend(part.columns.grads)
+        found.halves.extend(part.columns.halves or [0] * count)
+        found.numels.extend(part.columns.numels)
+        found.group_of.extend([index] * count)
+        found.hyper.extend(_hyper(kind, part))
+        rate = part.rate
+        found.rates.extend([0, 0] if rate is None else [rate.data_ptr(), rate.dtype == torch.float64])
+    return found
 
 
 def _hyper(kind: Kind, part: Part) -> array[float]:

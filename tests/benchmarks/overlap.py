@@ -183,10 +183,10 @@ def report(spent: dict[str, list[Spent]]) -> None:
     ]
     walls, cpus = zip(*added, strict=True)
     of_walls, of_cpus = (median(values) for values in zip(*spent[BACKWARD], strict=True))
-    for what, values, of in (("wall clock", walls, of_walls), ("CPU", cpus, of_cpus)):
-        low, high = (value / of for value in around_median(values))
-        share = f"{median(values) / of:.1%} of forward and backward ({low:.1%} to {high:.1%})"
-        print(f"  norm and clip add, {what}: {median(values) * 1e3:.1f} ms, {share}")
+    for what, found, of in (("wall clock", walls, of_walls), ("CPU", cpus, of_cpus)):
+        low, high = (value / of for value in around_median(found))
+        share = f"{median(found) / of:.1%} of forward and backward ({low:.1%} to {high:.1%})"
+        print(f"  norm and clip add, {what}: {median(found) * 1e3:.1f} ms, {share}")
 
 
 def around_median(values: Sequence[float]) -> tuple[float, float]:

@@ -173,6 +173,18 @@ def run_step(model: Planted, optimizer: ParallelOptimizer, step: int, micros: in
         optimizer.backward(model(step, micro), weight=weight_of(sum(data), micro) if weighted else None)
 
 
+def run_skipped_step(model: Planted, optimizer: ParallelOptimizer, step: int) -> None:
+    """A whole step that all ranks skip, because the last one's gradients are NaN."""
+    run_step(model, optimizer, step)
+    if optimizer.registry.global_rank == optimizer.registry.topology.world_size - 1:
+        for tensor in (*model.parameters(), *(piece.piece for piece in optimizer.pieces())):
+            if tensor.grad is not None:
+                tensor.grad.fill_(torch.nan)
+    stats = optimizer.step()
+    assert stats is not None
+    assert float(stats.found_inf) == 1.0
+
+
 def weight_of(data: int, micro: int) -> float:
     """What a micro-batch weighs."""
     return (1 + 2 * data + micro) / 4

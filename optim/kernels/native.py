@@ -160,8 +160,8 @@ class Native:
 
 def torchs_threads() -> int | None:
     """The address of ``GOMP_parallel`` in the OpenMP runtime of torch's kernels; None: it has none, as on a Mac."""
-    found = sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.so"))
-    parallel = getattr(ctypes.CDLL(str(found[0])), "GOMP_parallel", None) if found else None
+    torchs = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"  # who asks it is told of what it is linked to
+    parallel = getattr(ctypes.CDLL(str(torchs)), "GOMP_parallel", None) if torchs.exists() else None
     return None if parallel is None else ctypes.cast(parallel, ctypes.c_void_p).value
 
 

@@ -134,7 +134,7 @@ def test_every_script_is_run_and_every_page_names_one_that_is_there() -> None:
     scripts = {path.stem for path in FOLDER.glob("*.py")}
     assert scripts == {*SMALL, *ELSEWHERE}
     for name, test in ELSEWHERE.items():
-        assert f"{name}" in (Path(__file__).parent / test).read_text()
+        assert name in (Path(__file__).parent / test).read_text()
     pages = [
         path for path in ROOT.rglob("*.md") if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
     ]

@@ -160,12 +160,11 @@ INLINE double NAME(sum)(const int dtype, const void *base, int64_t n, const int 
     enum { VECTORS = EACH / WIDTH };
     const int size = dtype == FLOAT32 ? 4 : 2;
     const int64_t part = n / LANES * EACH;
-    const char *x = base;
     doublesN sums[STREAMS * VECTORS] = {{0}};
     for (int64_t i = 0; i < part; i += EACH)
 #pragma GCC unroll 4
         for (int stream = 0; stream < STREAMS; stream++) {
-            const char *at = x + (stream * part + i) * size;
+            const char *at = (const char *)base + (stream * part + i) * size;
             __builtin_prefetch(at + AHEAD);
             NAME(add)(sums + stream * VECTORS, dtype, at, squares);
         }

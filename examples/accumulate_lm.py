@@ -22,6 +22,7 @@ from pydoc_data.topics import topics
 import torch
 from command_line import (
     CommandLine,
+    add_model_size,
     add_training_flags,
     check_training,
     data_parallel_asked,
@@ -52,9 +53,10 @@ class Paragraphs(Dataset[Tensor]):
 
     def __init__(self, start: int, end: int | None) -> None:
         texts = [text.strip() for topic in topics.values() for text in topic.split("\n\n")]
-        samples = [torch.tensor([0, *text.encode(), 0][: CONTEXT + 1]) for text in texts if len(text) >= 20]
-        order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0)).tolist()
-        self.samples: list[Tensor] = [samples[index] for index in order[start:end]]
+        texts = [text for text in texts if len(text) >= 20]
+        order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0)).tolist()
+        chosen = [texts[index].encode() for index in order[start:end]]
+        self.samples = [torch.tensor([0, *text, 0][: CONTEXT + 1]) for text in chosen]
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -164,9 +166,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     add = parser.add_argument
     few = f"use only N paragraphs, {TEST_PARAGRAPHS} of them for the test (default: all)"
     add("--paragraphs", type=int, metavar="N", help=few)
-    add("--width", type=int, default=96, help="features between the layers (default: %(default)s)")
-    add("--heads", type=int, default=4, help="of each attention layer (default: %(default)s)")
-    add("--depth", type=int, default=2, help="attention layers (default: %(default)s)")
+    add_model_size(parser, width=96)
     options = parser.read(processes, arguments)
     topology: Topology = options.topology
     check_training(options, topology.sample_axes)

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from command_line import (
     CommandLine,
+    add_model_size,
     add_training_flags,
     check_training,
     data_parallel_asked,
@@ -194,9 +195,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     files.add_argument("--sample", action="store_true", help="make and use DIR/sample, which needs no network")
     size_help = f"pixels along each side, a multiple of {PATCH} (default: %(default)s)"
     add("--image-size", type=int, default=32, help=size_help)
-    add("--width", type=int, default=64, help="features between the layers (default: %(default)s)")
-    add("--heads", type=int, default=4, help="of each attention layer (default: %(default)s)")
-    add("--depth", type=int, default=2, help="attention layers (default: %(default)s)")
+    add_model_size(parser, width=64)
     options = parser.read(processes, arguments)
     check_training(options)
     return options

@@ -116,6 +116,14 @@ def add_training_flags(
     add("--curve", type=Path, metavar="FILE.csv", help="write their numbers there")
 
 
+def add_model_size(parser: argparse.ArgumentParser, *, width: int, depth: int = 2) -> None:
+    """``--width``, ``--heads`` and ``--depth`` of a transformer, with the script's own defaults."""
+    add = parser.add_argument
+    add("--width", type=_count, default=width, help="features between the layers (default: %(default)s)")
+    add("--heads", type=_count, default=4, help="of each attention layer (default: %(default)s)")
+    add("--depth", type=_count, default=depth, help="attention layers (default: %(default)s)")
+
+
 def check_training(options: argparse.Namespace, batch_axes: tuple[str, ...] | None = None) -> None:
     """Raise ValueError where the flags of `add_training_flags` don't fit together.
 

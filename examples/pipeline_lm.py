@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from accumulate_lm import IGNORED, TEST_PARAGRAPHS, Paragraphs
 from command_line import (
     CommandLine,
+    add_model_size,
     add_training_flags,
     check_training,
     data_parallel_asked,
@@ -228,9 +229,9 @@ class Trainer:
         registry = self.registry
         own = {name: unshard(param.detach(), spec_of(param), registry) for name, param in self.part.named_parameters()}
         place = [registry.coordinate[axis] for axis in registry.topology.data_axes]
-        everybody: list[Any] = [None] * registry.topology.world_size
-        dist.all_gather_object(everybody, (place, inputs, targets, {name: value.cpu() for name, value in own.items()}))
-        if registry.global_rank != 0:
+        everybody: list[Any] | None = [None] * registry.topology.world_size if registry.global_rank == 0 else None
+        dist.gather_object((place, inputs, targets, {name: value.cpu() for name, value in own.items()}), everybody)
+        if everybody is None:
             return None
         weights = {name: value.double() for *_, of_rank in everybody for name, value in of_rank.items()}
         batch = {tuple(place): (inputs, targets) for place, inputs, targets, _ in everybody}  # others have the same
@@ -296,9 +297,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     add("--schedule", choices=SCHEDULES, default="1f1b", help="of torch.distributed.pipelining (default: %(default)s)")
     few = f"use only N paragraphs, {TEST_PARAGRAPHS} of them for the test (default: all)"
     add("--paragraphs", type=int, metavar="N", help=few)
-    add("--width", type=int, default=96, help="features between the layers (default: %(default)s)")
-    add("--heads", type=int, default=4, help="of each attention layer (default: %(default)s)")
-    add("--depth", type=int, default=4, help="attention layers (default: %(default)s)")
+    add_model_size(parser, width=96, depth=4)
     add("--verify", action="store_true", help="compare every norm with that of the dense model in float64")
     options = parser.read(processes, arguments)
     check_training(options)

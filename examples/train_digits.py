@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from command_line import (
     CommandLine,
+    add_model_size,
     add_training_flags,
     check_training,
     data_parallel_asked,
@@ -111,6 +112,7 @@ class Trainer:
     def __init__(self, options: argparse.Namespace, registry: ProcessGroupRegistry) -> None:
         self.options, self.registry = options, registry
         self.layers = layers_for(registry)
+        self.size = options.width, options.heads, options.depth
         self.split = Split(self.layers, registry)
         self.train_samples, self.test_samples = load_samples(registry.device, self.dtype)
         torch.manual_seed(options.seed)
@@ -142,12 +144,13 @@ class Trainer:
 
     def make_model(self) -> nn.Module:
         """This rank's part of the model."""
-        return DigitsTransformer(self.layers)
+        return DigitsTransformer(self.layers, *self.size)
 
     def make_reference(self) -> DenseReference:
         """What says how large the dense model's gradient is."""
         return DenseReference(
-            DigitsTransformer(DenseLayers()), lambda model, patches, labels: F.cross_entropy(model(patches), labels)
+            DigitsTransformer(DenseLayers(), *self.size),
+            lambda model, patches, labels: F.cross_entropy(model(patches), labels),
         )
 
     def run(self) -> None:
@@ -249,6 +252,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
         "2.5-D; input, weight and output: 3-D",
     )
     add_training_flags(parser, batch_size=64, lr=3e-3, steps=200)
+    add_model_size(parser, width=64)
     parser.add_argument(
         "--verify",
         action="store_true",

@@ -26,7 +26,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 import train_digits
-from command_line import CommandLine, add_training_flags, check_training, main
+from command_line import CommandLine, add_model_size, add_training_flags, check_training, main
 from meshstep.parallel import ProcessGroupRegistry, Role, Topology
 from models.digits import DenseReference, MixtureTransformer
 from models.layers import DenseLayers
@@ -57,13 +57,12 @@ class Trainer(train_digits.Trainer):
 
     def make_model(self) -> nn.Module:
         mixture = partial(Mixture, shape=self.shape, registry=self.registry, axes=self.options.experts)
-        self.mixtures = MixtureTransformer(self.layers, mixture)
+        self.mixtures = MixtureTransformer(self.layers, mixture, *self.size)
         return self.mixtures
 
     def make_reference(self) -> DenseReference:
-        return DenseReference(
-            MixtureTransformer(DenseLayers(), partial(DenseMixture, shape=self.shape)), self.whole_loss
-        )
+        mixture = partial(DenseMixture, shape=self.shape)
+        return DenseReference(MixtureTransformer(DenseLayers(), mixture, *self.size), self.whole_loss)
 
     def whole_loss(self, model: nn.Module, patches: Tensor, labels: Tensor) -> Tensor:
         """Of the dense model."""
@@ -101,6 +100,7 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
         "data, and others that --experts names: every coordinate trains on its part of the batch; tensor: 1-D layers",
     )
     add_training_flags(parser, batch_size=64, lr=3e-3, steps=200)
+    add_model_size(parser, width=64)
     add_optimizer(parser)
     add = parser.add_argument
     axes = "axes, or aliases of --topology, over which experts are split (default: all data axes)"

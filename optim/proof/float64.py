@@ -70,9 +70,11 @@ class _AllInFloat64(TorchFunctionMode):
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
+        if name == "__get__":  # an attribute, which most calls are
+            return func(*args, **(kwargs or {}))
         if name in _CASTS:
             return args[0].double()
-        if not name.endswith("_") and name != "__get__":  # what is changed in place stays what it is
+        if not name.endswith("_"):  # what is changed in place stays what it is
             args = tuple(map(_raised_within, args))
             kwargs = {key: _raised_within(value) for key, value in (kwargs or {}).items()}
         return func(*args, **(kwargs or {}))
@@ -80,6 +82,8 @@ class _AllInFloat64(TorchFunctionMode):
 
 def _raised_within(value: object) -> object:
     """Of what holds others, each. A tree of one leaf costs more than most functions that it is made for."""
+    if value is None or isinstance(value, (int, float, str)):
+        return value
     return (
         _raised(value) if isinstance(value, (Tensor, torch.dtype)) or tree_is_leaf(value) else tree_map(_raised, value)
     )

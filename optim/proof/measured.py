@@ -27,7 +27,8 @@ def _bit_sums(device: torch.device) -> BitSums:
 
 def bits_of(tensor: Tensor) -> int:
     """A number that stands for the bits of a tensor. Host reads: one."""
-    return int(_bit_sums(tensor.device)([tensor]))
+    with torch._C.DisableTorchFunction():  # of `in_float64`, which would look at each of many small operations
+        return int(_bit_sums(tensor.device)([tensor]))
 
 
 @dataclass(frozen=True)

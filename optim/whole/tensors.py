@@ -57,6 +57,7 @@ class WholeTensors:
         split = [name for name, tensor in everything.items() if tensor.is_split]
         self._slots = {name: index for index, name in enumerate(split)}  # in what is packed of all ranks' norms
         self._spoken = [self._boxes(tensor) for tensor in self.tensors]
+        self._cuts: dict[tuple[int, Shape, tuple[Box, ...]], list[tuple[Box, torch.Size, tuple[int, ...], int]]] = {}
 
     @classmethod
     def alone(cls, params: Sequence[Tensor], said: Sequence[Any] | None = None) -> WholeTensors:
@@ -145,6 +146,22 @@ class WholeTensors:
 
     def views(self, position: int, piece: Tensor, boxes: Iterable[Box]) -> Iterator[tuple[Box, Tensor]]:
         """The elements of boxes of the logical tensor that lie in the piece; views of it."""
+        boxes = tuple(boxes)
+        if not piece.is_contiguous():
+            yield from self._cut(position, piece, boxes)
+            return
+        key = position, piece.shape, boxes
+        if key not in self._cuts:  # where they lie is the same at every step
+            template = torch.empty(piece.shape, device="meta")
+            self._cuts[key] = [
+                (box, part.shape, part.stride(), int(part.storage_offset()))
+                for box, part in self._cut(position, template, boxes)
+            ]
+        begin = piece.storage_offset()
+        for box, shape, strides, offset in self._cuts[key]:
+            yield box, piece.as_strided(shape, strides, begin + offset)
+
+    def _cut(self, position: int, piece: Tensor, boxes: Sequence[Box]) -> Iterator[tuple[Box, Tensor]]:
         parts = self.rectangles(position, piece)
         for box in boxes:
             for offsets, part in parts.items():

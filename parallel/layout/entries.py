@@ -14,7 +14,11 @@ Entry = str | Blocks | tuple[Part, ...] | None
 
 def parts_of(entry: Entry) -> tuple[Part, ...]:
     """What an entry names, slowest first. Raises ValueError where it is none."""
-    parts = () if entry is None else (entry,) if isinstance(entry, str | Blocks) else entry
+    if entry is None:
+        return ()
+    if isinstance(entry, str) and entry:  # most are
+        return (entry,)
+    parts = (entry,) if isinstance(entry, str | Blocks) else entry
     if not isinstance(parts, tuple) or not all(map(_is_part, parts)):
         raise ValueError(f"{entry!r} is no entry of a spec; give an axis name, a tuple of axis names or None")
     return parts

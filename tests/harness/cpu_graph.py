@@ -21,16 +21,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from fake_tensors import tensors_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 _READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonzero")
 _WITHOUT_VERSIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _place(tensor: Tensor) -> int:
@@ -49,12 +46,12 @@ class _Noting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         assert not str(func).startswith(_READS), f"the host reads in a graph: {func}"
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors_of((args, kwargs)):
             storage = tensor.untyped_storage()
             if storage._cdata not in self.before and storage._cdata not in self.made:
                 self.before[storage._cdata] = storage, storage.clone()
         result = func(*args, **kwargs)
-        self.made |= {_place(t): t.untyped_storage() for t in _tensors(result) if _place(t) not in self.before}
+        self.made |= {_place(t): t.untyped_storage() for t in tensors_of(result) if _place(t) not in self.before}
         self.calls.append((func, args, kwargs, result))
         return result
 
@@ -103,12 +100,12 @@ class CpuGraph:
         """Run it again; nothing of Python knows, no version of a tensor changes."""
         with torch._C._ExcludeDispatchKeyGuard(_WITHOUT_VERSIONS):
             for func, args, kwargs, result in self._noted.calls:
-                given = {_place(tensor) for tensor in _tensors((args, kwargs))}
+                given = {_place(tensor) for tensor in tensors_of((args, kwargs))}
                 again = func(*args, **kwargs)
                 for leaf in tree_leaves(again):
                     if not isinstance(leaf, Tensor) and hasattr(leaf, "wait"):
                         leaf.wait()
-                for old, new in zip(_tensors(result), _tensors(again), strict=True):
+                for old, new in zip(tensors_of(result), tensors_of(again), strict=True):
                     if _place(old) not in given:
                         old.copy_(new)
 

@@ -15,13 +15,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+from fake_tensors import QuickFakeTensorMode, device_of, tensors_of
 from kernels import kernels_of
 from meshstep.parallel import ProcessGroupRegistry
 from torch import Tensor
 from torch._dynamo import trace_rules
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 CUDA = torch.device("cuda", 0)
 # They need the elements on the host, or an amount of memory that depends on them.
@@ -58,6 +58,14 @@ class Log:
     collectives: list[tuple[str, str]] = field(default_factory=list)
 
 
+@cache
+def _kind(func: Any) -> tuple[str, bool, bool, bool]:
+    """An operator's name, and whether it reads, whether it copies, and whether it launches."""
+    name = str(func)
+    copies = name.startswith(("aten._to_copy", "aten.copy_", "aten.index_put", "aten.index."))
+    return name, name.startswith(_READS), copies, not name.startswith(_NO_LAUNCH)
+
+
 class _Logging(TorchDispatchMode):
     def __init__(self, log: Log, pinned: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -68,22 +76,21 @@ class _Logging(TorchDispatchMode):
             if isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
                 return args[0].fake_device  # as it would say itself
             return func(*args)
-        name = str(func)
-        before = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        if "cuda" in before and name.startswith(_READS):
+        name, reads, copies, launches = _kind(func)
+        before = {device_of(tensor).type for tensor in tensors_of((args, kwargs))}
+        if reads and "cuda" in before:
             self.log.waits.append(f"{name} {_place()}")
         if name.startswith("c10d."):
             self.log.collectives += [(name, device) for device in before]
         # torch has no fake kernel of an update with a rate that is a tensor; it changes elements, and there are none.
         update = name.startswith("aten._fused_") and name.endswith(".tensor_lr")
         result = None if update else func(*args, **(kwargs or {}))
-        after = {leaf.device.type for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
-        copies = name.startswith(("aten._to_copy", "aten.copy_", "aten.index_put", "aten.index."))
+        after = {device_of(tensor).type for tensor in tensors_of(result)}
         if copies and len(before | after) == 2:
             self.log.transfers.append(f"{name} between devices {_place()}")
             if not self._without_waiting(args, kwargs or {}):
                 self.log.waits.append(self.log.transfers[-1])
-        if "cuda" in before | after and not name.startswith(_NO_LAUNCH):
+        if launches and "cuda" in before | after:
             self.log.launches.append(name)
             self.log.kernels += kernels_of(name, args)
         return result
@@ -91,13 +98,14 @@ class _Logging(TorchDispatchMode):
     def _without_waiting(self, args: Any, kwargs: Any) -> bool:
         """Whether it is a copy for which nobody waits: asked for, and to or from pinned memory."""
         asked = bool(kwargs.get("non_blocking")) or (len(args) > 2 and args[2] is True)
-        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-        return asked and any(tensor.untyped_storage()._cdata in self.pinned for tensor in tensors)
+        return asked and any(tensor.untyped_storage()._cdata in self.pinned for tensor in tensors_of(args))
 
 
 def _place() -> str:
-    frames = [frame for frame in traceback.extract_stack() if "/meshstep/" in frame.filename]
-    return "; ".join(f"{frame.filename.split('/meshstep/')[-1]}:{frame.lineno}" for frame in frames[-2:])
+    """The two innermost lines of the library; `traceback.extract_stack` would look at each file."""
+    files = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
+    inner = [f"{file.split('/meshstep/')[-1]}:{line}" for file, line in files if "/meshstep/" in file][:2]
+    return "; ".join(reversed(inner))
 
 
 class _Generator(torch.Generator):
@@ -171,5 +179,5 @@ def fake_cuda(*, collectives_on: torch.device = CUDA) -> Iterator[Callable[[], A
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(mock.patch.object(ProcessGroupRegistry, "device", collectives_on))
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(QuickFakeTensorMode(allow_non_fake_inputs=True))
         yield logging

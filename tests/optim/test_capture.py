@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,10 +30,15 @@ def _torchs_kernels(torchs_kernels: None) -> None:
     """A graph of a CPU is made of torch's operators, and so the steps beside it are."""
 
 
+@cache
+def left_by_steps(name: str) -> dict[str, Tensor]:
+    return by_steps(Run(SETTINGS[name], CPU))
+
+
 @pytest.mark.parametrize("before", [3, 20])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_replays_leave_the_bits_that_steps_leave(name: str, before: int) -> None:
-    steps = by_steps(Run(SETTINGS[name], CPU))
+    steps = left_by_steps(name)
     replays = by_replays(Run(SETTINGS[name], CPU), before, CpuGraph)
     assert differences(steps, replays) == []
     assert steps["skipped"] == 5

@@ -6,12 +6,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from math import inf
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import fake_cuda as harness
 import pytest
 import torch
 import torch.distributed as dist
@@ -51,7 +53,7 @@ from meshstep.parallel.layers.summa import Grid, Part, _Reduction, summa
 from meshstep.parallel.mesh import linear_maps
 from meshstep.parallel.mesh.linear_maps import Over
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -147,10 +149,11 @@ def steps(
     collectives_on: torch.device = CUDA,
     count: int = 2,
     dtensors: bool = False,
+    number: int = 3,
     graph: bool = False,
 ) -> list[Log]:
-    """What each of some steps does, the last one in a CUDA graph if asked for. (To compare copies reads the host in the
-    first step.)"""
+    """What each of so many steps does, and of one more in a CUDA graph if asked for. (To compare copies reads the host in
+    the first step.)"""
     precision, dtype = MODES[mode]
     options = {"measure": Measure(check_replicas=False), **options}
     with ExitStack() as stack:
@@ -169,11 +172,11 @@ def steps(
             annotate(param, P(None, "tensor") if "split" in name and "tensor" in topology.axes else P(), name)
         adamw = torch.optim.AdamW(model.parameters(), fused=True)
         optimizer = ParallelOptimizer(adamw, registry, precision=precision, **options)
-        if graph:
-            adamw.param_groups[0]["lr"] = torch.tensor(1e-3, device="cuda")
         logs = []
-        for index in range(3):
-            with logging() as log, capturing() if graph and index == 2 else nullcontext():
+        for index in range(number + graph):
+            if index == number:
+                adamw.param_groups[0]["lr"] = torch.tensor(1e-3, device="cuda")
+            with logging() as log, capturing() if index == number else nullcontext():
                 for _ in range(options.get("accumulation_steps", 1)):
                     with optimizer.window():
                         for param in model.values():
@@ -186,19 +189,38 @@ def steps(
         return logs
 
 
+CAPTURED = [
+    case for case in CASES if case[0] in ("replicated", "ZeRO-1", "ZeRO-2", "overlap") and case[1] != "bf16, rounded"
+]
+
+
+@cache
+def run_alone(placed: str, mode: str, rule: str) -> list[Log]:
+    """On one GPU: three steps, and a captured one where it can be. Two tests look at the same run."""
+    options, graph = {**PLACED[placed], **RULES[rule]}, (placed, mode, rule) in CAPTURED and placed == "replicated"
+    return steps(Topology(), mode, options, CPU, graph=graph)
+
+
+@cache
+def run_of_four(placed: str, mode: str, rule: str) -> list[Log]:
+    """The same of one rank of four."""
+    options, graph = {**PLACED[placed], **RULES[rule]}, (placed, mode, rule) in CAPTURED
+    return steps(Topology(data=2, tensor=2), mode, options, graph=graph)
+
+
 @pytest.mark.parametrize(
     ("placed", "mode", "rule"), [case for case in CASES if case[0] in ("replicated", "half states", "offloaded")]
 )
 def test_one_gpu_without_torch_distributed(placed: str, mode: str, rule: str) -> None:
     """Its registry's collectives would be on the CPU."""
-    logs = steps(Topology(), mode, {**PLACED[placed], **RULES[rule]}, CPU)
+    logs = run_alone(placed, mode, rule)[:3]
     assert logs[-1].launches
     assert [waits_unsaid(log, placed) for log in logs] == [[], [], []]
 
 
 @pytest.mark.parametrize(("placed", "mode", "rule"), CASES)
 def test_one_rank_of_four_on_gpus(placed: str, mode: str, rule: str) -> None:
-    logs = steps(Topology(data=2, tensor=2), mode, {**PLACED[placed], **RULES[rule]})
+    logs = run_of_four(placed, mode, rule)[:3]
     assert [waits_unsaid(log, placed) for log in logs[1:]] == [[], []]
 
 
@@ -232,7 +254,7 @@ GLOO_COPIES = {
 def test_several_ranks_on_one_gpu_by_gloo(placed: str, mode: str) -> None:
     """Buckets go as they are, by collectives that take them; what is measured travels to the CPU."""
     for rule in ("norm", "largest", "one by one"):
-        logs = steps(Topology(data=2, tensor=2), mode, {**PLACED[placed], **RULES[rule]}, CPU)
+        logs = steps(Topology(data=2, tensor=2), mode, {**PLACED[placed], **RULES[rule]}, CPU, number=2)
         of_device = {name for log in logs for name, device in log.collectives if device == "cuda"}
         assert of_device
         assert of_device <= GLOO_COPIES
@@ -360,21 +382,16 @@ def test_a_monitor_keeps_its_sums_where_the_losses_are() -> None:
         assert log.waits == []
 
 
-CAPTURED = [
-    case for case in CASES if case[0] in ("replicated", "ZeRO-1", "ZeRO-2", "overlap") and case[1] != "bf16, rounded"
-]
-
-
 @pytest.mark.parametrize(("placed", "mode", "rule"), [case for case in CAPTURED if case[0] == "replicated"])
 def test_a_captured_step_on_one_gpu_brings_nothing_from_the_host(placed: str, mode: str, rule: str) -> None:
-    log = steps(Topology(), mode, {**PLACED[placed], **RULES[rule]}, CPU, graph=True)[-1]
+    log = run_alone(placed, mode, rule)[3]
     assert log.launches
     assert log.waits == log.transfers == []
 
 
 @pytest.mark.parametrize(("placed", "mode", "rule"), CAPTURED)
 def test_a_captured_step_of_one_rank_of_four_brings_nothing_from_the_host(placed: str, mode: str, rule: str) -> None:
-    log = steps(Topology(data=2, tensor=2), mode, {**PLACED[placed], **RULES[rule]}, graph=True)[-1]
+    log = run_of_four(placed, mode, rule)[3]
     assert log.waits == log.transfers == []
 
 
@@ -412,7 +429,7 @@ def test_gradients_on_a_gpu_with_collectives_on_the_host_are_not_captured() -> N
 def test_gradients_travel_in_few_kernels_however_many_there_are(placed: str, mode: str) -> None:
     """Scaled, cast, packed into buckets, brought back, and added to those of the micro-batch before."""
     options = {**PLACED[placed], "max_norm": 1.0, "accumulation_steps": 2}
-    few, many = (steps(Topology(data=2, tensor=2), mode, options, count=count)[-1] for count in (2, 20))
+    few, many = (steps(Topology(data=2, tensor=2), mode, options, count=count, number=2)[-1] for count in (2, 20))
     planted = "aten.ones_like.default"  # a gradient
     assert [name for name in few.launches if name != planted] == [name for name in many.launches if name != planted]
     assert len(few.launches) < len(many.launches)
@@ -508,3 +525,38 @@ def test_the_log_has_nothing_where_nobody_waits() -> None:
             tensor.mul_(2.0)[0].fill_(3.0)
         assert log.waits == []
         assert len(log.launches) == 4
+
+
+@pytest.mark.parametrize(
+    ("placed", "mode", "rule"),
+    [
+        ("ZeRO-2", "bf16, rounded", "names, z"),
+        ("ZeRO-1, offloaded", "fp16", "p = 3"),
+        ("overlap", "bf16, split", "norm"),
+        ("half states", "fp32", "units"),
+    ],
+)
+def test_the_log_is_that_of_torchs_own_fake_tensors(
+    placed: str, mode: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = run_of_four(placed, mode, rule)
+    monkeypatch.setattr(harness, "QuickFakeTensorMode", FakeTensorMode)
+    graph = (placed, mode, rule) in CAPTURED
+    slow = steps(Topology(data=2, tensor=2), mode, {**PLACED[placed], **RULES[rule]}, graph=graph)
+    assert quick == slow
+
+
+def test_what_is_wrong_is_wrong_again() -> None:
+    """Only operators that pass are remembered."""
+    with fake_cuda():
+        there, here = torch.ones(2, device="cuda"), torch.ones(2)
+        for _ in range(2):
+            there.add_(there)
+            with pytest.raises(RuntimeError, match="at least two devices, cuda:0 and cpu"):
+                there.add_(here)
+            with pytest.raises(RuntimeError, match="at least two devices, cuda:0 and cpu"):
+                torch.where(there > 0, there, here, out=there)
+            with pytest.raises(RuntimeError, match=r"Attempting to broadcast|must match the size"):
+                there.add_(torch.ones(3, device="cuda"))
+            with pytest.raises(RuntimeError, match="invalid for input of size"):
+                there.view(3)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
+import forked_python
 import pytest
 import torch
 
@@ -32,13 +32,13 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def started(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def started(checkout: Path, *arguments: str, processes: int = 0) -> subprocess.CompletedProcess[str]:
+    """Under torchrun, where it is of several processes."""
     environment = {**os.environ, "PYTHONPATH": str(checkout / "missing"), "OMP_NUM_THREADS": "1"}
     environment |= {"PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": ""}
     for variable in ("PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER"):
         environment.pop(variable, None)
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=300)
+    return forked_python.Forked(*arguments, cwd=checkout, env=environment, processes=processes).completed()
 
 
 def test_the_suite_starts_without_an_install_and_skips_with_the_reason(checkout: Path) -> None:
@@ -53,8 +53,8 @@ def test_the_suite_starts_without_an_install_and_skips_with_the_reason(checkout:
 
 
 def test_under_torchrun_it_is_the_tests_of_several_gpus(checkout: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.gpu")
-    done = started(checkout, *torchrun, "-q", "-k", "mean_gradient or (fp32 and (same_bits or (leave and replicated)))")
+    chosen = "mean_gradient or (fp32 and (same_bits or (leave and replicated)))"
+    done = started(checkout, "-m", "tests.gpu", "-q", "-k", chosen, processes=2)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("7 passed") == 2
 

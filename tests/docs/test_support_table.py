@@ -52,7 +52,19 @@ def modes_of(cell: str) -> set[str]:
 
 @cache
 def one_process() -> dict[str, Run]:
-    return run_cells("one process", "None")
+    return run_cells("one process", ["None"])["None"]
+
+
+@cache
+def on_ranks(world: World, layout: str, kind: str) -> list[dict[str, dict[str, Run]]]:
+    """Of each rank the runs of a kind of data parallelism, with and without offload."""
+    forms = [form for form in FORMS if kind_of(form) == kind]
+    size = topology_of(layout).world_size
+    return [run_cells(layout, forms)] if size == 1 else world.run(size, run_cells, layout, forms)
+
+
+def kind_of(form: str) -> str:
+    return form.partition(",")[0]
 
 
 def test_the_table_has_a_cell_for_every_layout_and_form() -> None:
@@ -64,8 +76,7 @@ def test_the_table_has_a_cell_for_every_layout_and_form() -> None:
 
 @pytest.mark.parametrize(("layout", "form"), CELLS, ids=lambda word: word)
 def test_a_cell(world: World, layout: str, form: str) -> None:
-    cell, size = TABLE[layout, form], topology_of(layout).world_size
-    ranks = [run_cells(layout, form)] if size == 1 else world.run(size, run_cells, layout, form)
+    cell, ranks = TABLE[layout, form], [runs[form] for runs in on_ranks(world, layout, kind_of(form))]
     assert {mode for mode, run in ranks[0].items() if not run.refusal} == modes_of(cell)
     for runs in ranks:
         for mode, run in runs.items():

@@ -15,7 +15,7 @@ import pytest
 import torch
 from meshstep.amp import ApexFp16
 from meshstep.parallel import Topology
-from run_example import EXAMPLES, example, start_example
+from run_example import EXAMPLES, example, torchrun_example
 
 TRAINING = ["train_digits", "train_moe", "accumulate_lm", "amp_vit", "clip_resnet34"]
 SCRIPTS = [*TRAINING, "accumulate_norms", "compare_norms"]
@@ -120,7 +120,7 @@ def test_what_is_wrong_is_one_line(
 
 
 def test_under_torchrun_one_rank_tells_it_at_the_end() -> None:
-    done = start_example("compare_norms", "--topology", "tensor=3", processes=2)
+    done = torchrun_example("compare_norms", "--topology", "tensor=3", processes=2)
     assert done.returncode != 0
     assert done.stdout == ""
     told = "compare_norms.py: error: Topology(tensor=3) has 3 ranks but the world has 2; the sizes must multiply to 2"

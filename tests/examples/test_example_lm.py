@@ -12,7 +12,7 @@ from run_example import example, printed_by_example, read_curve, run_example
 from world import World
 
 # 104 paragraphs to train: 6 batches of 16 and one of 8 in an epoch, which is half a window where a window has 2 parts.
-FLAGS = ["--paragraphs", "232", "--batch-size", "16", "--epochs", "3", "--width", "32", "--seed", "3"]
+FLAGS = ["--paragraphs", "232", "--batch-size", "16", "--epochs", "3", "--width", "32", "--depth", "1", "--seed", "3"]
 STEPS = 21
 
 

@@ -14,7 +14,7 @@ from world import World
 
 STEPS = 10
 COLUMNS = ("loss", "accuracy", "norm", "clip_coef")
-FLAGS = ["--verify", "--steps", str(STEPS), "--batch-size", "32", "--lr", "1e-2", "--max-norm", "1.05"]
+FLAGS = ["--verify", "--steps", str(STEPS), "--depth", "1", "--batch-size", "32", "--lr", "1e-2", "--max-norm", "1.05"]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from world import World
 
 STEPS = 8
 COLUMNS = ("loss", "accuracy", "norm", "clip_coef")
-DIGITS = ["--steps", str(STEPS), "--seed", "3"]
+DIGITS = ["--steps", str(STEPS), "--depth", "1", "--seed", "3"]
 
 
 # SOAP's first bases are arbitrary where the first gradient has fewer independent columns than rows: its last bits decide.

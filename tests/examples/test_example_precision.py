@@ -12,26 +12,26 @@ from run_example import example
 from test_examples import options
 from world import World
 
-STEPS, SPLIT = 50, 25  # those of one process, which learns; of each topology the first half
+STEPS, SPLIT = 54, 25  # those of one process, which learns; of each topology the first half
 TOPOLOGIES = ("tensor=2", "row=2,col=2", "data=2,tensor=2")
 # Largest difference of the losses over the first 25 steps: about five times what was seen. Half types carry 11 (fp16) or 8
 # (bf16) significant bits, and split sums round in another order; 8-bit layers amplify that.
 TOLERANCE = {
     "fp32": 2.5e-6,
-    "fp16": 8e-4,
-    "bf16": 8e-3,
-    "fp16_naive": 1e-3,
+    "fp16": 6e-4,
+    "bf16": 6e-3,
+    "fp16_naive": 7.5e-4,
     "O0": 2.5e-6,
-    "O1": 8e-4,
-    "O2": 1e-3,
-    "O3": 8e-4,
-    "fp8": 4e-2,
+    "O1": 6e-4,
+    "O2": 7.5e-4,
+    "O3": 6e-4,
+    "fp8": 2e-2,
 }
 
 
 def losses(topology: str, precision: str, steps: int) -> list[float]:
     script: Any = example("train_digits")
-    given = options(steps=STEPS, batch_size=16, lr=3e-3, verify=False, precision=precision)
+    given = options(steps=STEPS, batch_size=16, lr=3e-3, verify=False, precision=precision, depth=1)
     with ProcessGroupRegistry(Topology.parse(topology) if topology else Topology()) as registry:
         trainer = script.Trainer(given, registry)
         for step in range(steps):

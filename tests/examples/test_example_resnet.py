@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from meshstep.parallel import Topology
-from run_example import example, read_curve, run_example, train_example
+from run_example import read_curve, run_example
 from world import World
 
 pytest.importorskip("torchvision", reason="the example's model and data set are torchvision's")
+
+from narrow_resnet import printed_by_narrow, train_narrow
 
 TOPOLOGIES = {
     "data=2": ["--data-parallel", "ddp"],
@@ -29,20 +28,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("data")
 
 
-def of_few_blocks(**options: Any) -> torch.nn.Module:
-    """ResNet-34 with fewer blocks: two plain ones, and three whose shortcut is a convolution. Most of its
-    time goes with 21 million parameters, and blocks of a kind differ in nothing that a topology could change."""
-    from torchvision.models.resnet import BasicBlock, ResNet
-
-    model: torch.nn.Module = ResNet(BasicBlock, [2, 1, 1, 1], **options)
-    return model
-
-
-def train_few_blocks(flags: Sequence[str], topology: str) -> None:
-    with mock.patch.object(example("models.resnet"), "resnet34", of_few_blocks):
-        train_example("clip_resnet34", flags, topology)
-
-
 @pytest.fixture(scope="module")
 def alone(world: World, folder: Path) -> torch.Tensor:
     """The curve of one process."""
@@ -53,7 +38,7 @@ def exact_curve(world: World, folder: Path, topology: str, *more: str) -> torch.
     path = folder / "curve.csv"
     flags = ["--sample", "--data", str(folder), "--float64", "--steps", "10", "--batch-size", "8", *more]
     ranks = Topology.parse(topology).world_size
-    world.run(ranks, train_few_blocks, [*flags, "--curve", str(path)], topology)
+    world.run(ranks, train_narrow, [*flags, "--curve", str(path)], topology)
     curve = read_curve(path)
     assert curve[:, 0].tolist() == [5, 10]
     return curve
@@ -67,8 +52,21 @@ def test_every_topology_has_the_curve_of_one_process(
     torch.testing.assert_close(found, alone, rtol=1e-10, atol=0)
 
 
-def test_it_learns(folder: Path) -> None:
-    printed = run_example("clip_resnet34", "--sample", "--data", str(folder))
-    (before, wrong), (after, right) = re.findall(r"test \w+: +loss ([\d.]+), accuracy ([\d.]+)%", printed)
-    assert float(after) < float(before) / 2
-    assert float(wrong) < 20 < 60 < float(right)
+def results_of(printed: str) -> list[tuple[float, float]]:
+    """Loss and accuracy in percent, before and after."""
+    found = re.findall(r"test \w+: +loss ([\d.]+), accuracy ([\d.]+)%", printed)
+    return [(float(loss), float(accuracy)) for loss, accuracy in found]
+
+
+def test_it_learns(world: World, folder: Path) -> None:
+    (printed,) = world.run(1, printed_by_narrow, ["--sample", "--data", str(folder)], "data=1")
+    (before, wrong), (after, right) = results_of(printed)
+    assert after < before / 2
+    assert wrong < 20 < 60 < right
+
+
+def test_from_the_command_line_it_is_resnet_34(folder: Path) -> None:
+    printed = run_example("clip_resnet34", "--sample", "--data", str(folder), "--batch-size", "8", "--steps", "2")
+    assert re.search(r": 2 steps in [\d.]+ s, 0 of them skipped\n", printed)
+    (before, _), (after, _) = results_of(printed)
+    assert after != before

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_python import Forked
 
 ROOT = Path(__file__).parent.parent.parent
 PROJECT = ROOT / "examples" / "prove_my_layout"
@@ -37,26 +38,18 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_tests(project: Path, *flags: str, processes: int = 0) -> tuple[int, str]:
-    """Exit code, and what was printed."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes else []
+    """Exit code, and what was printed; under torchrun where processes are said."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {"PYTHONPATH": str(project.parent / "site"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *launcher, "-m", "pytest", "-p", "no:cacheprovider", "-W", "error", "-rs", *flags],
-        cwd=project,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    command = ["-m", "pytest", "-p", "no:cacheprovider", "-W", "error", "-rs", *flags]
+    done = Forked(*command, cwd=project, env=environment, processes=processes).completed(timeout=400)
     return done.returncode, done.stdout + done.stderr
 
 
 def test_it_uses_what_is_installed(project: Path) -> None:
     code = "import meshstep.testing, meshstep.pytest_plugin; print(meshstep.testing.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(project.parent / "site")}
-    done = subprocess.run([sys.executable, "-c", code], cwd=project, env=environment, capture_output=True, text=True)
+    done = Forked("-c", code, cwd=project, env=environment).completed()
     assert done.stdout.strip() == str(project.parent / "site" / "meshstep" / "testing" / "__init__.py"), done.stderr
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from math import inf, nan
 from pathlib import Path
@@ -20,6 +23,19 @@ VIT = ["amp_vit", "--sample", "--image-size", "16", "--precision", "fp32", "--wi
 RESNET = ["clip_resnet34", "--sample", "--batch-size", "4", "--steps", "5"]
 
 
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the sample data are made, once."""
+    return tmp_path_factory.mktemp("data")
+
+
+def trainer_of(name: str) -> Callable[..., int]:
+    """`train_example` of a script, but of a narrow ResNet."""
+    if name == "clip_resnet34":
+        return importlib.import_module("narrow_resnet").train_narrow  # type: ignore[no-any-return]
+    return partial(train_example, name)
+
+
 @pytest.mark.parametrize(
     ("script", "topology", "also"),
     [
@@ -30,18 +46,19 @@ RESNET = ["clip_resnet34", "--sample", "--batch-size", "4", "--steps", "5"]
     ids=lambda value: value[0] if isinstance(value, list) else value,
 )
 def test_a_run_is_resumed_on_another_topology(
-    world: World, tmp_path: Path, script: list[str], topology: str, also: list[str]
+    world: World, data: Path, tmp_path: Path, script: list[str], topology: str, also: list[str]
 ) -> None:
     name, *flags = script
     if name != "accumulate_lm":
         pytest.importorskip("torchvision", reason="the images are read by torchvision")
-        flags += ["--data", str(tmp_path)]
+        flags += ["--data", str(data)]
+    train = trainer_of(name)
     whole, curve, folder = tmp_path / "whole.csv", tmp_path / "curve.csv", ["--resume", str(tmp_path / "checkpoints")]
     flags += ["--save-every", "4"]
-    world.run(1, train_example, name, [*flags, "--curve", str(whole)])
-    assert world.run(1, train_example, name, [*flags, *folder], "data=1", 4) == [0]
+    world.run(1, train, [*flags, "--curve", str(whole)])
+    assert world.run(1, train, [*flags, *folder], "data=1", 4) == [0]
     ranks = Topology.parse(topology).world_size
-    began = world.run(ranks, train_example, name, [*flags, *folder, *also, "--curve", str(curve)], topology)
+    began = world.run(ranks, train, [*flags, *folder, *also, "--curve", str(curve)], topology)
     assert began == [4] * ranks
     found, expected = read_curve(curve), read_curve(whole)
     assert expected[-1, 0] == 5
@@ -50,13 +67,13 @@ def test_a_run_is_resumed_on_another_topology(
 
 
 @pytest.mark.parametrize("precision", example("command_line").PRECISIONS)
-def test_every_precision_trains_every_model(world: World, precision: str, tmp_path: Path) -> None:
+def test_every_precision_trains_every_model(world: World, precision: str, data: Path, tmp_path: Path) -> None:
     curve, mode = tmp_path / "curve.csv", ["--precision", precision]
     world.run(1, train_example, LM[0], [*LM[1:], *mode, "--curve", str(curve)])
     assert read_curve(curve)[:, 1].isfinite().all()
     if find_spec("torchvision") is not None:
         for name, *flags in (VIT, RESNET):
-            world.run(1, train_example, name, [*flags, *mode, "--steps", "1", "--data", str(tmp_path)])
+            world.run(1, trainer_of(name), [*flags, *mode, "--steps", "1", "--data", str(data)])
 
 
 def test_the_plot_has_a_curve_for_loss_and_norm_and_gaps_where_they_are_not_finite(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ MODEL = {
     "few": Logical((1, 3), group=1),
 }
 ALWAYS_USED = ("first", "second")  # in every window some gradient must come on every stage
+WHOLE = P()
 UNEVEN = ("uneven", "few")  # their pieces are of unequal sizes, some empty, which a checkpoint can't have
 
 
@@ -67,7 +68,7 @@ class Layout(NamedTuple):
     meshes: dict[str, tuple[tuple[tuple[str, ...], int | None], ...]] = {}  # noqa: RUF012
 
     def spec(self, name: str) -> P:
-        return self.specs.get(name, P())
+        return self.specs.get(name, WHOLE)
 
     def holds(self, name: str, at: Coordinate) -> bool:
         return self.stages.get(name, at.get("pipe")) == at.get("pipe") and self.spec(name).holds(at, self.topology)

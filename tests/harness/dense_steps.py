@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
 from cases import slice_of
 from configurations import (
+    LAYOUTS,
     MODEL,
     Case,
     Coordinate,
@@ -51,10 +54,14 @@ class Dense:
 
 
 def elements(setting: Setting, name: str, at: Coordinate) -> Tensor:
-    """Which elements of the flat parameter the rank at ``at`` has, in its order."""
-    shape, layout = MODEL[name].shape, setting.at
-    full = torch.arange(start_of(name).numel()).view(shape)
-    return slice_of(full, layout.spec(name), layout.topology, layout.topology.rank(**at)).flatten()
+    """Which elements of the flat parameter the rank at ``at`` has, in its order. Not to be changed."""
+    return _elements(setting.layout, name, setting.at.topology.rank(**at))
+
+
+@cache
+def _elements(layout: str, name: str, rank: int) -> Tensor:
+    at, shape = LAYOUTS[layout], MODEL[name].shape
+    return slice_of(torch.arange(prod(shape)).view(shape), at.spec(name), at.topology, rank).flatten()
 
 
 # Gradients --------------------------------------------------------------------------------------------------------------
@@ -65,8 +72,8 @@ def gradients(case: Case, setting: Setting, step: int) -> dict[str, tuple[Tensor
     found = {}
     divisor = whole_weight(case, setting, step) if setting.weighted or setting.managed else data_ranks(setting)
     for name in case.names:
-        gradient = torch.zeros(start_of(name).numel(), dtype=torch.float64)
-        present = torch.zeros(start_of(name).numel(), dtype=torch.bool)
+        numel = prod(MODEL[name].shape)
+        gradient, present = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.bool)
         seen = set()
         for at in setting.at.coordinates():
             piece = tuple(at[axis] for axis in setting.at.spec(name).sharded_axes)

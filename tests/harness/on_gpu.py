@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,7 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
+from world import PRELOAD
 
 TIMEOUT = timedelta(minutes=2)
 
@@ -45,10 +48,14 @@ def nobody_waits(device: torch.device) -> Iterator[None]:
 def ranks(backend: str, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """What ``function(*args)`` returns on each of some new processes, which are joined by ``backend``; by rank.
 
-    The workers of `World` are forked, and a process with a GPU can't be. Tensors of the results must be on the CPU.
+    They are not workers of `World`, but where there is no GPU they are forked from the same process, which has torch
+    loaded; one that is forked may be unable to use a GPU. Tensors of the results must be on the CPU.
     """
+    multiprocessing.set_forkserver_preload(PRELOAD)  # if it is this call that starts it
+    method = "forkserver" if why_no_gpu() and sys.platform == "linux" else "spawn"
     with tempfile.TemporaryDirectory() as directory:
-        spawn(_rank, (backend, world_size, directory, function, args), nprocs=world_size)
+        of_each = backend, world_size, directory, function, args
+        start_processes(_rank, of_each, nprocs=world_size, start_method=method)
         return [torch.load(Path(directory, str(rank)), weights_only=True) for rank in range(world_size)]
 
 

@@ -29,6 +29,8 @@ SHAPES: dict[str, tuple[int, ...]] = {
 SIZES = {"up": 2.0, "down": 0.25, "bias": 1.0, "table": 0.5, "kernel": 0.125, "gain": 1.0}
 GROUPS = (("up", "down"), ("bias", "table", "kernel", "gain"))
 
+WHOLE = P()
+
 Key = tuple[str, int]
 """A logical parameter: its name, and the stage where stages have different ones of that name (else 0)."""
 
@@ -45,7 +47,7 @@ class Layout:
         return Topology(roles=None, **dict(self.axes))
 
     def spec(self, name: str) -> P:
-        return self.specs.get(name, P())
+        return self.specs.get(name, WHOLE)
 
     def key(self, name: str, rank: int) -> Key:
         spec, topology = self.spec(name), self.topology
@@ -73,8 +75,34 @@ class Layout:
         """What ``rank`` adds to the logical gradient, whole: alike on ranks that hold copies of it. Not to be changed."""
         return _share(name, self.where(name, rank), step, micro)
 
+    def __reduce__(self) -> tuple[type[Layout], tuple[object, ...]]:
+        """Ranks are not sent what is kept below."""
+        return type(self), (self.axes, self.specs)
+
+    def local_share(self, name: str, rank: int, step: int, micro: int) -> Tensor:
+        """What ``rank`` holds of its `share`. Not to be changed."""
+        at = name, rank, step, micro
+        if at not in self._local_shares:
+            self._local_shares[at] = self.local(self.share(name, rank, step, micro), name, rank)
+        return self._local_shares[at]
+
+    @cached_property
+    def _local_shares(self) -> dict[tuple[str, int, int, int], Tensor]:
+        """What `local_share` has cut: tests train many models on one layout."""
+        return {}
+
+    @cached_property
+    def _gradients(self) -> dict[tuple[Key, int, int], Tensor]:
+        """What `gradient` has computed: tests compare many optimizers with the same one."""
+        return {}
+
     def gradient(self, key: Key, step: int, micros: int = 1) -> Tensor:
-        """Of the sum of all losses, over data ranks and micro-batches; in float64."""
+        """Of the sum of all losses, over data ranks and micro-batches; in float64. Not to be changed."""
+        if (key, step, micros) not in self._gradients:
+            self._gradients[key, step, micros] = self._gradient(key, step, micros)
+        return self._gradients[key, step, micros]
+
+    def _gradient(self, key: Key, step: int, micros: int) -> Tensor:
         name, _ = key
         shares: dict[tuple[int, ...], Tensor] = {}
         for rank in range(self.topology.world_size):
@@ -154,7 +182,7 @@ class Planted(nn.Module):
     def forward(self, step: int, micro: int = 0) -> Tensor:
         total = torch.zeros((), dtype=torch.float64)
         for name, param in self.named_parameters():
-            share = self.layout.local(self.layout.share(name, self.rank, step, micro), name, self.rank)
+            share = self.layout.local_share(name, self.rank, step, micro)
             total = total + (param.to(share) * share).sum()
         return total
 

@@ -1,21 +1,20 @@
-"""Recipes of MIGRATING.md for other trainers: what it says is what the tests run, in processes that torchrun starts."""
+"""Recipes of MIGRATING.md for other trainers: what it says is what the tests run, in processes of torchrun."""
 
 from __future__ import annotations
 
 import multiprocessing as mp
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked_python
 from free_ports import free_port
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 ROOT = Path(__file__).parent.parent.parent
-FORKED = Path(__file__).parent / "forked_torchrun.py"
 
 
 def recipe(heading: str) -> dict[str, Any]:
@@ -36,8 +35,7 @@ def _blocks(heading: str) -> list[str]:
 
 def torchrun(script: Path, processes: int, *arguments: str) -> str:
     """What ``script`` prints. AssertionError, with all that it said, where it fails."""
-    command = [sys.executable, str(FORKED), str(processes), str(script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
+    done = forked_python.torchrun(processes, str(script), *arguments, cwd=ROOT, import_first=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -1,4 +1,4 @@
-"""Run a script of examples/: from the command line, as a user does, or on the ranks of a `World`, which is faster."""
+"""Run a script of examples/: from the command line, as a user does, or on the ranks of a `World`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import forked_python
 import torch
 from meshstep.parallel import ProcessGroupRegistry, Topology
 
@@ -25,17 +26,22 @@ def example(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def run_example(name: str, *flags: str, processes: int = 1) -> str:
-    """What it prints to stdout; under torchrun where there are several processes."""
-    done = start_example(name, *flags, processes=processes)
+def run_example(name: str, *flags: str) -> str:
+    """What it prints to stdout, in one process."""
+    done = start_example(name, *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def start_example(name: str, *flags: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
-    """How it ended."""
+def start_example(name: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    """How it ended, in one process."""
+    return forked_python.run(str(EXAMPLES / f"{name}.py"), *flags)
+
+
+def torchrun_example(name: str, *flags: str, processes: int) -> subprocess.CompletedProcess[str]:
+    """How it ended, under torchrun itself, in fresh interpreters."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, *(torchrun if processes > 1 else []), str(EXAMPLES / f"{name}.py"), *flags]
+    command = [sys.executable, *torchrun, str(EXAMPLES / f"{name}.py"), *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 

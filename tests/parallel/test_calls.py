@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forked_python import Forked
 from free_ports import free_port
 from meshstep.parallel import ProcessGroupRegistry, Topology, gather_objects
 from meshstep.parallel.mesh.calls import in_call
@@ -251,7 +250,7 @@ PROGRAM = Path(__file__).parent.parent / "harness" / "out_of_step.py"
 def printed(*fates: str) -> list[str]:
     """What each of the ranks prints that step, over a store of rank 0's."""
     port = free_port()
-    processes: list[Any] = []
+    processes: list[Forked] = []
     for rank in range(len(fates)):
         place = {
             "RANK": rank,
@@ -261,16 +260,13 @@ def printed(*fates: str) -> list[str]:
             "MASTER_ADDR": "localhost",
         }
         environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
-        command = [sys.executable, str(PROGRAM), *fates]
-        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+        processes.append(Forked(str(PROGRAM), *fates, env=environment))
     try:
         stepping = [process for process, fate in zip(processes, fates, strict=True) if fate == "step"]
         return [process.communicate(timeout=120)[0] for process in stepping]
     finally:
         for process in processes:
             process.kill()
-            process.wait()
-            process.stdout.close()
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from forked_python import Forked
 from free_ports import LOOPBACK, free_port
 from meshstep.parallel import Launch, ProcessGroupRegistry, Topology, get_dist_logger, init_distributed
 from meshstep.parallel.launch.environment import LaunchEnvironment, first_host, read_environment
@@ -117,24 +118,15 @@ sys.stdout.write(" ".join(map(str, words)) + "\\n")  # in one piece: both ranks 
 
 def run_two(variables: list[dict[str, str]]) -> list[subprocess.CompletedProcess[str]]:
     base = {name: value for name, value in os.environ.items() if not name.startswith(PREFIXES)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
-            env={**base, **mine},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for mine in variables
-    ]
+    processes = [Forked("-c", PROGRAM, env={**base, **mine}) for mine in variables]
     done = []
     for process in processes:
         try:
-            out, err = process.communicate(timeout=240)
+            process.wait(timeout=240)
         except subprocess.TimeoutExpired:
             process.kill()
-            out, err = process.communicate()
-        done.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
+        out, err = process.communicate()
+        done.append(subprocess.CompletedProcess(process.args, process.wait(), out, err))
     return done
 
 

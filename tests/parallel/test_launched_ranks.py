@@ -1,15 +1,17 @@
-"""One file of tests, run twice: by pytest, with a pool of ranks, and by torchrun, whose processes are the ranks."""
+"""One file of tests, run twice: by pytest, with a pool of ranks, and under torchrun, whose processes are the ranks."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import forked_python
 import pytest
 
 LAUNCHED = 3
@@ -139,22 +141,14 @@ Outcomes = dict[str, tuple[str, str]]
 Ended = tuple[dict[str, Outcomes], str]
 
 
-def run(folder: Path, *command: str) -> Ended:
+def run(folder: Path, python: Callable[..., subprocess.CompletedProcess[str]]) -> Ended:
     """By process the outcome and the text of each test, and what was printed."""
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_of_a_user.py").write_text(TESTS)
     (folder / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\naddopts = --strict-markers\n")
     pytest_of_it = ["-m", "pytest", "-p", "meshstep.pytest_plugin", "-p", "no:cacheprovider", "-q"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(
-        [*command, *pytest_of_it],
-        cwd=folder,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    done = python(*pytest_of_it, cwd=folder, env={**environment, "OMP_NUM_THREADS": "1"}, timeout=400)
     found: dict[str, Outcomes] = {}
     for path in folder.glob("outcomes-*"):
         lines: list[Any] = [json.loads(line) for line in path.read_text().splitlines()]
@@ -165,10 +159,12 @@ def run(folder: Path, *command: str) -> Ended:
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     """Both at the same time, most of which they wait for timeouts."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(LAUNCHED)]
-    commands = {"launched": torchrun, "pool": [sys.executable]}
+    commands: dict[str, Callable[..., subprocess.CompletedProcess[str]]] = {
+        "launched": partial(forked_python.torchrun, LAUNCHED),
+        "pool": forked_python.run,
+    }
     with ThreadPoolExecutor() as threads:
-        started = {name: threads.submit(run, tmp_path_factory.mktemp(name), *commands[name]) for name in commands}
+        started = {name: threads.submit(run, tmp_path_factory.mktemp(name), commands[name]) for name in commands}
         return {name: of_run.result() for name, of_run in started.items()}
 
 
@@ -224,12 +220,6 @@ def test_processes_of_xdist_are_no_ranks(tmp_path: Path) -> None:
     pytest.importorskip("xdist")
     (tmp_path / "test_nothing.py").write_text("")
     environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "meshstep.pytest_plugin", "-n", "2"],
-        cwd=tmp_path,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ("-m", "pytest", "-p", "meshstep.pytest_plugin", "-n", "2")
+    done = forked_python.run(*command, cwd=tmp_path, env={**os.environ, **environment})
     assert "launched processes are the ranks: give pytest -n 0" in done.stderr

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forked_python
 import pytest
 import torch
 import torch.distributed as dist
+from meshstep.parallel.ranks import pool as pool_of_ranks
 from meshstep.testing import RankPool, RanksError, run_ranks
 from name_servers import without_names
 from torch import Tensor
@@ -148,7 +150,8 @@ def fail_while_others_wait() -> None:
     wait_for_rank_2()
 
 
-def test_those_who_wait_for_a_rank_that_failed_are_not_waited_for() -> None:
+def test_those_who_wait_for_a_rank_that_failed_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_of_ranks, "GRACE", 2.0)
     begin = time.monotonic()
     with RankPool() as pool, pytest.raises(RanksError) as error:
         pool.run(fail_while_others_wait, 3)
@@ -261,13 +264,13 @@ def test_functions_of_a_script_run_and_nothing_is_left(tmp_path: Path, files: Pa
 
 
 def test_a_session_without_a_file_is_told_to_write_one(tmp_path: Path) -> None:
-    done = run_python("-c", SCRIPT, cwd=tmp_path)
+    done = forked_python.run("-c", SCRIPT, cwd=tmp_path)
     assert "total is defined in an interactive session, a notebook or by python -c" in done.stderr
 
 
 def test_a_script_that_guards_nothing_is_told_so(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.replace('if __name__ == "__main__":\n    ', ""))
-    done = run_python("script.py", cwd=tmp_path)
+    done = forked_python.run("script.py", cwd=tmp_path)
     assert 'a script that uses ranks needs if __name__ == "__main__":' in done.stderr
 
 
@@ -278,9 +281,8 @@ def test_functions_of_a_test_file_run_however_pytest_imported_it(tmp_path: Path,
     test = SCRIPT.partition("if __name__")[0] + "def test(ranks):\n    assert ranks.run(total, 2, 1.0) == [3.0, 3.0]\n"
     (folder / "test_of_a_user.py").write_text(test)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    done = run_python(
-        *("-m", "pytest", "-p", "meshstep.pytest_plugin", f"--import-mode={mode}", "-W", "error"), cwd=tmp_path
-    )
+    command = ("-m", "pytest", "-p", "meshstep.pytest_plugin", f"--import-mode={mode}", "-W", "error")
+    done = forked_python.run(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout
 

@@ -24,26 +24,20 @@ RANKS = 2
 
 
 class Run:
-    """The processes of one attempt: of their own interpreters, or (faster) forked from one that has torch loaded."""
+    """The processes of one attempt, forked from one that has torch loaded."""
 
-    def __init__(self, plan: Plan, fresh: bool = False) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._fresh: list[subprocess.Popen[bytes]] = []
-        self._forked: list[Any] = []
+        self._processes: list[Any] = []
         for rank in range(RANKS):
-            if fresh:
-                environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1"}
-                command = [sys.executable, killable.__file__, killable.encoded(plan)]
-                self._fresh.append(subprocess.Popen(command, env=environment))
-            else:
-                context = mp.get_context("forkserver")
-                context.set_forkserver_preload(PRELOAD)
-                process = context.Process(target=killable.start_in_fork, args=(plan, rank, RANKS))
-                process.start()
-                self._forked.append(process)
+            context = mp.get_context("forkserver")
+            context.set_forkserver_preload(PRELOAD)
+            process = context.Process(target=killable.start_in_fork, args=(plan, rank, RANKS))
+            process.start()
+            self._processes.append(process)
 
     def _codes(self) -> list[int | None]:
-        return [process.poll() for process in self._fresh] + [process.exitcode for process in self._forked]
+        return [process.exitcode for process in self._processes]
 
     def finish(self) -> list[dict[str, Any]]:
         """What the ranks report, when they have come to the end."""
@@ -61,7 +55,7 @@ class Run:
         assert self._codes() == [-signal.SIGKILL] * RANKS
 
     def _kill(self) -> None:
-        for process in [*self._fresh, *self._forked]:
+        for process in self._processes:
             process.kill()
 
     def _wait(self, condition: Any) -> None:
@@ -105,8 +99,7 @@ def assert_same_end(found: list[dict[str, Any]], wanted: list[dict[str, Any]], s
 def test_killed_in_training(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, case: str) -> None:
     plan = replace(CASES[case], directory=str(tmp_path))
     Run(replace(plan, stop="training")).kill()
-    # Of a fresh interpreter the hash seed too is another one.
-    resumed = Run(replace(plan, attempt=1), fresh=case == "fp32, ZeRO-2").finish()
+    resumed = Run(replace(plan, attempt=1)).finish()
     assert_same_end(resumed, expected(case, tmp_path_factory), SAVE_AT)
 
 
@@ -134,6 +127,7 @@ def test_killed_while_saving(tmp_path: Path, tmp_path_factory: pytest.TempPathFa
 def test_a_rank_that_is_killed_under_torchrun_is_restarted_and_resumes(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    """In fresh interpreters, whose hash seeds too are other ones, at each start and on each rank."""
     case = "fp32, ZeRO-2"
     plan = replace(CASES[case], directory=str(tmp_path), stop="dying", second_save=False)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]

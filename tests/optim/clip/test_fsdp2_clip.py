@@ -9,7 +9,7 @@ import pytest
 import torch
 from dtensors import Axes, registry_of
 from meshstep.optim import clip_grad_norm_, global_norm
-from meshstep.parallel import P, declare
+from meshstep.parallel import P, ProcessGroupRegistry, declare
 from meshstep.parallel.interop.dtensor import keep_specs
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -55,31 +55,38 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return (out * torch.arange(1.0, WIDTH + 1)).square().mean()
 
 
-def sharded(axes: Axes, norm_type: float, max_norm: float) -> tuple[list[Seen], dict[str, Tensor]]:
+def sharded(axes: Axes, rules: list[tuple[float, float]]) -> list[tuple[list[Seen], dict[str, Tensor]]]:
+    """Under each rule."""
     with registry_of(axes) as registry:
-        over_tensor = "tensor" in dict(axes)
-        model = Mlp(even=over_tensor)
-        mesh = registry.device_mesh(*dict(axes))
-        if over_tensor:
-            plan: Any = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            parallelize_module(model, mesh["tensor"], plan)
-        declare(model.norm, {"*": P()})
-        with keep_specs(model):
-            for module in (model.up, model.down, model):
-                fully_shard(module, mesh=mesh["data"] if over_tensor else mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-        seen = []
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss = loss_of(model, inputs(step, registry.rank("data")))
-            loss.backward()
-            torchs = torchs_norm(model, norm_type)
-            stats = clip_grad_norm_(model.parameters(), max_norm, registry, norm_type)
-            after = global_norm(model.parameters(), registry, norm_type)
-            optimizer.step()
-            seen.append(Seen(float(stats.total_norm), torchs, float(after.total_norm), float(loss)))
-        full = {name: whole(param) for name, param in model.named_parameters()}
-        return seen, full
+        return [_sharded(axes, registry, *rule) for rule in rules]
+
+
+def _sharded(
+    axes: Axes, registry: ProcessGroupRegistry, norm_type: float, max_norm: float
+) -> tuple[list[Seen], dict[str, Tensor]]:
+    over_tensor = "tensor" in dict(axes)
+    model = Mlp(even=over_tensor)
+    mesh = registry.device_mesh(*dict(axes))
+    if over_tensor:
+        plan: Any = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model, mesh["tensor"], plan)
+    declare(model.norm, {"*": P()})
+    with keep_specs(model):
+        for module in (model.up, model.down, model):
+            fully_shard(module, mesh=mesh["data"] if over_tensor else mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    seen = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model, inputs(step, registry.rank("data")))
+        loss.backward()
+        torchs = torchs_norm(model, norm_type)
+        stats = clip_grad_norm_(model.parameters(), max_norm, registry, norm_type)
+        after = global_norm(model.parameters(), registry, norm_type)
+        optimizer.step()
+        seen.append(Seen(float(stats.total_norm), torchs, float(after.total_norm), float(loss)))
+    full = {name: whole(param) for name, param in model.named_parameters()}
+    return seen, full
 
 
 def torchs_norm(model: nn.Module, norm_type: float) -> float:
@@ -123,7 +130,7 @@ RULES = [(1.0, MAX_NORM), (2.0, MAX_NORM), (3.0, MAX_NORM), (inf, MAX_NORM), (2.
 def test_norms_losses_and_weights_are_those_of_the_dense_model(world: World, axes: Axes) -> None:
     sizes = dict(axes)
     world_size = sizes["data"] * sizes.get("tensor", 1)
-    runs_of_rules = world.run_each(sharded, [(world_size, (axes, *rule)) for rule in RULES])
+    runs_of_rules = zip(*world.run(world_size, sharded, axes, RULES), strict=True)
     for runs, (norm_type, max_norm) in zip(runs_of_rules, RULES, strict=True):
         expected, params = dense(sizes["data"], "tensor" in sizes, norm_type, max_norm)
         assert len({tuple(step.norm for step in seen) for seen, _ in runs}) == 1, "the same bits on all ranks"

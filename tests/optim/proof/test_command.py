@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import forked_python
 import pytest
 from meshstep.optim.proof.command import main
 from meshstep.optim.proof.findings import Finding, Proof
@@ -60,7 +61,6 @@ def build_on_rank_1(registry):
 
 NUMBER = 3
 """
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +71,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def audit(folder: Path, *arguments: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
-    launcher = [*TORCHRUN, str(processes)] if processes > 1 else []
-    command = [sys.executable, *launcher, "-m", "meshstep.testing", "audit", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+def launched_audit(processes: int, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return forked_python.torchrun(processes, "-m", "meshstep.testing", "audit", *arguments, cwd=folder)
 
 
 GRID = ("--topology", "data=2,tensor=2")
@@ -109,7 +107,8 @@ def test_a_right_model(audited: Audited) -> None:
 
 
 def test_a_wrong_one_by_the_name_of_its_module(folder: Path) -> None:
-    done = audit(folder, "script:build_wrong", *GRID)
+    command = [sys.executable, "-m", "meshstep.testing", "audit", "script:build_wrong", *GRID]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert (done.returncode, without_names(done.stderr)) == (1, "")
     lines = done.stdout.splitlines()
     assert lines[-2].startswith(
@@ -121,7 +120,7 @@ def test_a_wrong_one_by_the_name_of_its_module(folder: Path) -> None:
 
 
 def test_json_of_launched_processes(folder: Path) -> None:
-    done = audit(folder, "script.py:build_wrong", *GRID, "--json", processes=4)
+    done = launched_audit(4, folder, "script.py:build_wrong", *GRID, "--json")
     assert done.returncode == 1, done.stderr
     values = json.loads(done.stdout)
     (finding,) = values["findings"]
@@ -174,7 +173,7 @@ def test_what_is_wrong_with_the_arguments(audited: Audited, arguments: tuple[str
 
 
 def test_another_number_of_processes_is_launched(folder: Path) -> None:
-    done = audit(folder, "script.py:build", *GRID, processes=2)
+    done = launched_audit(2, folder, "script.py:build", *GRID)
     assert done.returncode != 0
     told = (
         "--topology data=2,tensor=2 has 4 ranks, and 2 processes were launched: launch 4, or start without a launcher"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import warnings
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from flips import EVERY, LAYOUTS, Run, What, bits_of, flip
 from hypothesis import strategies as st
 from meshstep.optim import Fingerprints, Measure, Offloaded, ParallelOptimizer, ReplicaMismatchError
+from meshstep.optim.step import skips
 from meshstep.optim.step.skips import LAG
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from probes import collectives, no_host_reads
@@ -20,17 +22,23 @@ from world import World
 
 SIZES = {name: layout.topology.world_size for name, layout in LAYOUTS.items()}
 STATES: list[What] = ["parameter", "gradient", "exp_avg", "exp_avg_sq", "step"]
+# In place of `LAG` where more steps would show nothing more: until the error comes, each stands still as the one before.
+SOON = 3
 
 
 def flipped(
-    name: str, what: What, parameter: str, bit: int, victim: int, at: int, **options: Any
+    name: str, what: What, parameter: str, bit: int, victim: int, at: int, lag: int = SOON
 ) -> tuple[list[tuple[str, str, str, tuple[int, ...]]], int, bool]:
     """(mismatches, in which step the error came, weights and states are those of the step that compared). Step -1: the
-    gradients were not finite in the step of the flip."""
-    with LAYOUTS[name].registry() as registry:
-        run = Run(name, registry, **options)
+    gradients were not finite in the step of the flip.
+
+    Args:
+        lag: In place of `LAG`.
+    """
+    with LAYOUTS[name].registry() as registry, mock.patch.object(skips, "LAG", lag):
+        run = Run(name, registry)
         before, held = run.everything(), False
-        for step in range(3 * EVERY + LAG):
+        for step in range(3 * EVERY + lag):
             run.backward()
             if step == at and what == "gradient":
                 run.complete()
@@ -68,14 +76,15 @@ def test_a_flipped_bit_is_named_and_the_step_is_not_made(world: World, name: str
     layout, parameter = LAYOUTS[name], LAYOUTS[name].bit_of
     victim = 1 if "ZeRO" in name else SIZES[name] - 1  # which holds the piece
     copies = layout.copies(parameter, victim)
-    for found, step, kept in world.run(SIZES[name], flipped, name, what, parameter, 0, victim, EVERY):
+    lag = LAG if what == "parameter" else SOON
+    for found, step, kept in world.run(SIZES[name], flipped, name, what, parameter, 0, victim, EVERY, lag):
         # Three copies tell which of them is wrong.
         expected = {(parameter, kind_of(name, what), (victim,) if len(copies) > 2 else copies)}
         if name in WITHIN and what == "parameter":
             expected.add((parameter, "parameter", (victim,)))
         assert {(of, kind, ranks) for of, _, kind, ranks in found} == expected
         assert {axis for _, axis, _, _ in found} <= {*dict(layout.axes)}
-        assert step == EVERY + LAG
+        assert step == EVERY + lag
         assert kept
 
 
@@ -84,13 +93,13 @@ def test_a_bit_of_the_model_s_own_weight_is_seen_beside_what_is_stepped(world: W
     """On a rank that steps no piece of it."""
     for found, step, kept in world.run(4, flipped, name, "model", "bias", 3, 3, EVERY):
         assert {(of, kind, ranks) for of, _, kind, ranks in found} == {("bias", "parameter", (3,))}
-        assert step == EVERY + LAG
+        assert step == EVERY + SOON
         assert kept
 
 
 def test_a_bit_that_turned_between_comparisons_is_found_in_the_next_one(world: World) -> None:
     """By then moments and gradients have followed the weight; the error says so of all of them."""
-    for found, step, kept in world.run(2, flipped, "data", "exp_avg", "matrix", 20, 1, EVERY + 1):
+    for found, step, kept in world.run(2, flipped, "data", "exp_avg", "matrix", 20, 1, EVERY + 1, LAG):
         assert ("matrix", "data", "state exp_avg", (0, 1)) in found
         assert {of for of, *_ in found} == {"matrix"}
         assert step == 2 * EVERY + LAG
@@ -124,15 +133,15 @@ def test_any_flipped_bit_of_any_copy_is_found(world: World, drawn: list[tuple[st
         assert {of.partition("@")[0] for of, *_ in found} == {parameter}  # with the stage that it is of
         assert all(victim in ranks for *_, ranks in found)
         assert kind_of(name, what) in {kind for _, _, kind, _ in found}
-        assert step == EVERY + LAG
+        assert step == EVERY + SOON
 
 
 def watched(steps: int, name: str, options: dict[str, Any], scale: float) -> tuple[int, int, bytes]:
-    """(steps, skipped ones, weights) of a clean run."""
-    with LAYOUTS[name].registry() as registry:
+    """(steps, skipped ones, weights) of a clean run; every fourth step is of a loss that is ``scale`` times as large."""
+    with LAYOUTS[name].registry() as registry, mock.patch.object(skips, "LAG", SOON):
         run = Run(name, registry, **options)
         for step in range(steps):
-            run.step(scale if step % 7 == 3 else 1.0)
+            run.step(scale if step % 4 == 3 else 1.0)
         run.optimizer.poll()
         return run.steps, run.optimizer.skipped_steps, bits_of(run.everything())
 
@@ -142,7 +151,7 @@ def test_a_clean_run_is_the_same_with_and_without_a_watch(world: World, name: st
     """With accumulated micro-batches and clipping; in fp16 with overflows as well."""
     scale = 1e6 if "fp16" in name else 1.0
     runs = [
-        world.run(SIZES[name], watched, 25, name, {"accumulation_steps": 2, "every": every}, scale)
+        world.run(SIZES[name], watched, 4 * SOON, name, {"accumulation_steps": 2, "every": every}, scale)
         for every in (1, 3, None)
     ]
     assert runs[0] == runs[1] == runs[2]

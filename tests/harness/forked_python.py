@@ -1,0 +1,249 @@
+"""``python ARGUMENTS...`` and torchrun, in processes that are forked from the one that the pool's ranks are forked from.
+
+    done = forked_python.run("-m", "meshstep.testing", "audit", "script.py:build", cwd=folder)
+    done = forked_python.torchrun(4, "script.py", "--flag")
+
+To import torch, and what it loads for its first optimizer, takes a core six seconds, in each process again. Here that is
+loaded, and ``meshstep`` and pytest are not: they are imported from where the new process finds them. Arguments,
+environment, folder, `sys.path` and ``__main__`` are those of a fresh interpreter. What is not as in a fresh one: the hash
+seed is the server's, what torch reads from the environment on import is the suite's, warnings on import have been given
+already, and nothing is torn down at the end. A test of any of these starts a fresh one, with `subprocess`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import importlib
+import io
+import multiprocessing
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import types
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing import process
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from world import PRELOAD
+
+TIMEOUT = 300.0
+# What is tested; what pytest would say of that it can't rewrite its asserts any more; and what only the suite has.
+FORGOTTEN = ("meshstep", "pytest", "_pytest", "hypothesis", "_hypothesis", "world", "__mp_main__")
+
+
+class _Start(NamedTuple):
+    """What a process is started with.
+
+    Args:
+        path: What a fresh interpreter has on `sys.path`, but for the folder of the script.
+        printed: The files for stdout and stderr.
+    """
+
+    arguments: tuple[str, ...]
+    cwd: str
+    env: dict[str, str]
+    path: list[str]
+    printed: tuple[str, str]
+
+
+class Forked:
+    """A process, with the methods of `subprocess.Popen` and the same meaning; it has a session of its own."""
+
+    def __init__(
+        self,
+        *arguments: str,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        processes: int = 0,
+        import_first: bool = False,
+    ) -> None:
+        """As `run`, or as `torchrun` of a number of processes."""
+        self.args = arguments
+        folder = tempfile.mkdtemp(prefix="forked")
+        weakref.finalize(self, shutil.rmtree, folder)
+        self._printed = f"{folder}/stdout", f"{folder}/stderr"
+        given = dict(os.environ if env is None else env)
+        path = _fresh_path(given.get("PYTHONPATH", ""))
+        start = _Start(arguments, str(cwd or Path.cwd()), given, path, self._printed)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self._process = context.Process(target=_forked, args=(start, processes, import_first))
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        """With all that it started, if these have no session of their own."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._process.kill()  # it may not have its session yet
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        self.wait(timeout)
+        out, err = (path.read_text() if path.exists() else "" for path in map(Path, self._printed))
+        return out, err
+
+    def completed(self, timeout: float = TIMEOUT) -> subprocess.CompletedProcess[str]:
+        """At its end. TimeoutExpired: it was killed."""
+        try:
+            out, err = self.communicate(timeout)
+        except BaseException:
+            self.kill()
+            raise
+        return subprocess.CompletedProcess(self.args, self.wait(), out, err)
+
+
+def run(
+    *arguments: str, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = TIMEOUT
+) -> subprocess.CompletedProcess[str]:
+    """``python ARGUMENTS...``, where the first is a script, ``-m`` or ``-c``.
+
+    Args:
+        env: All of its environment, if not that of this process.
+    Raises:
+        TimeoutExpired: It was killed, with all that it started.
+    """
+    return Forked(*arguments, cwd=cwd, env=env).completed(timeout)
+
+
+def torchrun(
+    processes: int,
+    *arguments: str,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = TIMEOUT,
+    import_first: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """As `run`, in processes that are forked from a torchrun that is forked itself.
+
+    Their environment, the store and the watch over them are torchrun's own.
+
+    Args:
+        import_first: The script is imported in the launcher, before the processes are forked: what it imports is imported
+            once for all.
+    """
+    forked = Forked(*arguments, cwd=cwd, env=env, processes=processes, import_first=import_first)
+    return forked.completed(timeout)
+
+
+@functools.cache
+def _fresh_path(python_path: str) -> list[str]:
+    """`sys.path` of a fresh interpreter, but for its first entry, which says where the script is."""
+    fresh = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    code = "import sys; print(*sys.path[1:], sep='\\n')"
+    command = [sys.executable, "-c", code]
+    return subprocess.check_output(command, env={**fresh, "PYTHONPATH": python_path}, text=True).splitlines()
+
+
+# In the new process ---------------------------------------------------------------------------------------------------
+
+
+def _forked(start: _Start, processes: int, import_first: bool) -> None:
+    os.setsid()
+    for path, stream in zip(start.printed, (sys.stdout, sys.stderr), strict=True):
+        stream.flush()
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, stream.fileno())
+        os.close(file)
+    os.chdir(start.cwd)
+    os.environ.clear()
+    os.environ.update(start.env)
+    tempfile.tempdir = None
+    sys.dont_write_bytecode = bool(start.env.get("PYTHONDONTWRITEBYTECODE"))
+    # Processes that this one starts, as its pool's, look up from where it was started, and for a folder of its own.
+    process.ORIGINAL_DIR = start.cwd  # type: ignore[attr-defined]
+    config: dict[str, Any] = vars(multiprocessing.current_process())["_config"]
+    config.pop("tempdir", None)
+    sys.path[:] = start.path
+    _forget_modules()
+    gc.freeze()  # what was loaded before the fork lives as long as the process; to look through it would copy its pages
+    if processes:
+        _launch(processes, start.arguments, import_first)
+    else:
+        _python(start.arguments)
+
+
+def _forget_modules() -> None:
+    """Those that a fresh interpreter would not have, or would have from elsewhere."""
+    importlib.invalidate_caches()
+    for name in [*sys.modules]:
+        if name.startswith(FORGOTTEN):
+            del sys.modules[name]
+
+
+def _launch(processes: int, arguments: tuple[str, ...], import_first: bool) -> None:
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, parse_args
+
+    if import_first:
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+        runpy.run_path(arguments[0], run_name="imported")
+        del sys.path[0]
+    standalone = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", "of this run"]
+    config, _, _ = config_from_args(parse_args([*standalone, "--nproc-per-node", str(processes), "_rank"]))
+    config.start_method = "fork"
+    elastic_launch(config, _rank)(*arguments)
+
+
+def _rank(*arguments: str) -> None:
+    """As torchrun starts it: without a buffer, and it ends by the signals that the launcher handles."""
+    sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), encoding="utf-8", write_through=True)
+    for name in ("SIGTERM", "SIGHUP", "SIGQUIT"):
+        signal.signal(signal.Signals[name], signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _python(arguments)
+
+
+def _python(arguments: tuple[str, ...]) -> None:
+    """Until its end, after which this process does nothing but to end, with the exit code."""
+    if "numpy" in sys.modules:  # whose generator each process seeds for itself
+        sys.modules["numpy"].random.seed()
+    atexit._clear()  # as multiprocessing itself has it since Python 3.14
+    code: Any = 0
+    try:
+        _main(*arguments)
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    atexit._run_exitfuncs()
+    sys.exit(code)
+
+
+def _main(first: str, *others: str) -> None:
+    if first == "-c":
+        sys.argv = ["-c", *others[1:]]
+        sys.path.insert(0, "")
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(others[0], "<string>", "exec"), vars(main))
+    elif first == "-m":
+        sys.argv = ["-m", *others[1:]]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(others[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [first, *others]
+        sys.path.insert(0, str(Path(first).resolve().parent))
+        runpy.run_path(first, run_name="__main__")

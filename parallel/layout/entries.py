@@ -14,19 +14,16 @@ Entry = str | Blocks | tuple[Part, ...] | None
 
 def parts_of(entry: Entry) -> tuple[Part, ...]:
     """What an entry names, slowest first. Raises ValueError where it is none."""
-    if entry is None:
-        return ()
-    if isinstance(entry, str) and entry:  # most are
-        return (entry,)
-    parts = (entry,) if isinstance(entry, str | Blocks) else entry
-    if not isinstance(parts, tuple) or not all(map(_is_part, parts)):
+    parts = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+    if not all(map(_is_part, parts)):
         raise ValueError(f"{entry!r} is no entry of a spec; give an axis name, a tuple of axis names or None")
     return parts
 
 
 def _is_part(part: object) -> bool:
-    together = isinstance(part, tuple) and all(isinstance(axis, str) and axis for axis in part)
-    return bool(part) and (together or isinstance(part, str | Blocks))
+    if isinstance(part, tuple):
+        return bool(part) and all(isinstance(axis, str) and axis for axis in part)
+    return bool(part) and isinstance(part, str | Blocks)
 
 
 def axes_of(entry: Entry) -> tuple[str, ...]:

@@ -81,9 +81,9 @@ class P:
             if not where:
                 raise ValueError(f"{self}: tied over {axis!r} names no coordinate; write tied={{{axis!r}: (0, -1)}}")
         named = self.named_axes
-        if len({*named}) < len(named):
-            twice = min(axis for axis in named if named.count(axis) > 1)
-            raise ValueError(f"{self}: axis {twice!r} is named twice; an axis can say one thing about a parameter")
+        twice = sorted({axis for axis in named if named.count(axis) > 1})
+        if twice:
+            raise ValueError(f"{self}: axis {twice[0]!r} is named twice; an axis can say one thing about a parameter")
         for axis, at in self.owned:
             if isinstance(at, str) and at not in self.sharded_axes:
                 raise ValueError(

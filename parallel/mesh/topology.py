@@ -138,8 +138,6 @@ class Topology(ByRole):
         Raises:
             ValueError: An unknown axis, or the same axis twice.
         """
-        if len(names) == 1:
-            return self._atoms(names[0])
         atoms = tuple(atom for name in names for atom in self._atoms(name))
         if len(set(atoms)) != len(atoms):
             twice = next(atom for atom in atoms if atoms.count(atom) > 1)
@@ -153,7 +151,7 @@ class Topology(ByRole):
         Raises:
             ValueError: An unknown axis, or the same axis twice.
         """
-        return prod([self.sizes[self.axes.index(axis)] for axis in self.atoms(*axes)])
+        return prod(self.sizes[self.axes.index(axis)] for axis in self.atoms(*axes))
 
     def role(self, axis: str) -> Role:
         """``"pipe"``, ``"data"`` or ``"model"``.

@@ -15,12 +15,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from fake_tensors import QuickFakeTensorMode, device_of, tensors_of
+from fake_tensors import VIEWS, QuickFakeTensorMode, device_of, tensors_of, told_device
 from kernels import kernels_of
 from meshstep.parallel import ProcessGroupRegistry
 from torch import Tensor
 from torch._dynamo import trace_rules
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CUDA = torch.device("cuda", 0)
@@ -28,12 +27,8 @@ CUDA = torch.device("cuda", 0)
 _READS: tuple[str, ...] = tuple(
     f"aten.{name}" for name in ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "unique", "masked_select")
 )
-_VIEWS = (
-    "detach alias view _unsafe_view split select slice unbind expand as_strided squeeze unsqueeze t transpose permute "
-    "split_with_sizes"
-)
 _NO_LAUNCH: tuple[str, ...] = (
-    *(f"aten.{name}." for name in f"{_VIEWS} empty new_empty empty_like empty_strided lift_fresh".split()),
+    *(f"aten.{name}." for name in f"{VIEWS} _unsafe_view empty new_empty empty_like empty_strided lift_fresh".split()),
     "prim.",
     "c10d.",
 )
@@ -73,9 +68,7 @@ class _Logging(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # most of what comes: whoever asks a fake tensor for its device
-            if isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
-                return args[0].fake_device  # as it would say itself
-            return func(*args)
+            return told_device(args[0]) or func(*args)
         name, reads, copies, launches = _kind(func)
         before = {device_of(tensor).type for tensor in tensors_of((args, kwargs))}
         if reads and "cuda" in before:

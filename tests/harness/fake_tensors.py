@@ -18,11 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 
 _PLAIN = {bool, int, float, complex, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format}
 _DEVICE = torch.ops.prim.device.default
-_VIEWS = (
+VIEWS = (
     "detach alias view split select slice unbind expand as_strided squeeze unsqueeze t transpose permute "
     "split_with_sizes"
 )
-_OF_ONE = {getattr(torch.ops.aten, name) for name in _VIEWS.split()}
+_OF_ONE = {getattr(torch.ops.aten, name) for name in VIEWS.split()}
 
 # Of what an operator gives: the place among its arguments, or shape, strides, dtype and device of a new tensor.
 _Made = int | tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
@@ -34,8 +34,8 @@ class QuickFakeTensorMode(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is _DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
-            return args[0].fake_device
+        if func is _DEVICE and (told := told_device(args[0])):
+            return told
         if not isinstance(func, OpOverload):
             return self.dispatch(func, types, args, kwargs)
         if func.namespace == "profiler":  # marks a region, with no tensor
@@ -76,6 +76,13 @@ def tensors_of(tree: Any) -> list[Tensor]:
     if isinstance(tree, (list, tuple)):
         return [tensor for branch in tree for tensor in tensors_of(branch)]
     return []
+
+
+def told_device(tensor: Tensor) -> torch.device | None:
+    """What a fake tensor that is asked for its device says without asking the modes; None if it would ask them."""
+    if isinstance(tensor, FakeTensor) and not tensor.fake_mode.in_kernel_invocation:
+        return tensor.fake_device
+    return None
 
 
 def device_of(tensor: Tensor) -> torch.device:

@@ -33,7 +33,7 @@ from multiprocessing import process
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from world import PRELOAD
+from world import forkserver
 
 TIMEOUT = 300.0
 # What is tested; what pytest would say of that it can't rewrite its asserts any more; and what only the suite has.
@@ -74,9 +74,7 @@ class Forked:
         given = dict(os.environ if env is None else env)
         path = _fresh_path(given.get("PYTHONPATH", ""))
         start = _Start(arguments, str(cwd or Path.cwd()), given, path, self._printed)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
-        self._process = context.Process(target=_forked, args=(start, processes, import_first))
+        self._process = forkserver().Process(target=_forked, args=(start, processes, import_first))
         self._process.start()
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 import tempfile
 import warnings
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
-from world import PRELOAD
+from world import forkserver
 
 TIMEOUT = timedelta(minutes=2)
 
@@ -51,8 +50,8 @@ def ranks(backend: str, world_size: int, function: Callable[..., Any], *args: An
     They are not workers of `World`, but where there is no GPU they are forked from the same process, which has torch
     loaded; one that is forked may be unable to use a GPU. Tensors of the results must be on the CPU.
     """
-    multiprocessing.set_forkserver_preload(PRELOAD)  # if it is this call that starts it
-    method = "forkserver" if why_no_gpu() and sys.platform == "linux" else "spawn"
+    forks = why_no_gpu() and sys.platform == "linux"
+    method = forkserver().get_start_method() if forks else "spawn"
     with tempfile.TemporaryDirectory() as directory:
         of_each = backend, world_size, directory, function, args
         start_processes(_rank, of_each, nprocs=world_size, start_method=method)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing.context import ForkServerContext
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -40,6 +42,13 @@ class World:
     def close(self) -> None:
         """`Ranks.close`."""
         self.ranks.close()
+
+
+def forkserver() -> ForkServerContext:
+    """Whose processes are forked from the one that the ranks of a `World` are forked from; whoever is first starts it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
 
 
 def printed_by(function: Callable[..., object], *args: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import re
 import signal
@@ -17,7 +16,7 @@ import killable
 import pytest
 import torch
 from killable import SAVE_AGAIN_AT, SAVE_AT, STEPS, Plan
-from world import PRELOAD
+from world import forkserver
 
 TIMEOUT = 300.0  # a torchrun that starts its ranks three times takes a busy machine more than a minute
 RANKS = 2
@@ -30,9 +29,7 @@ class Run:
         self.plan = plan
         self._processes: list[Any] = []
         for rank in range(RANKS):
-            context = mp.get_context("forkserver")
-            context.set_forkserver_preload(PRELOAD)
-            process = context.Process(target=killable.start_in_fork, args=(plan, rank, RANKS))
+            process = forkserver().Process(target=killable.start_in_fork, args=(plan, rank, RANKS))
             process.start()
             self._processes.append(process)
 

@@ -14,7 +14,7 @@ from meshstep.amp import Mode, Precision, TorchFp16
 from meshstep.optim import Booster, ParallelOptimizer, Pipeline
 from meshstep.parallel import P, ProcessGroupRegistry, shard
 from meshstep.parallel.interop.dtensor import keep_specs
-from meshstep.parallel.ranks.interface import CASES_A_CALL, each
+from meshstep.parallel.ranks.interface import each
 from pipelines import (
     MICRO_BATCHES,
     SCHEDULES,
@@ -207,10 +207,9 @@ def assert_all_are_dense(
     found: dict[Case, list[Result]] = {}
     for mesh in MESH:
         those = [case for case in cases if case.mesh == mesh]
-        for start in range(0, len(those), CASES_A_CALL):
-            some = those[start : start + CASES_A_CALL]
-            by_rank = world.run(2 if mesh == "pipe" else 4, train_each, how, mesh, some)
-            found.update(zip(some, map(list, zip(*by_rank, strict=True)), strict=True))
+        if those:
+            by_rank = world.run(2 if mesh == "pipe" else 4, train_each, how, mesh, those)
+            found.update(zip(those, map(list, zip(*by_rank, strict=True)), strict=True))
     for case in cases:
         assert_is_dense(case, found[case])
     return found

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 import torch
 from meshstep.parallel import ProcessGroupRegistry, Topology
-from run_example import example, printed_by_example, read_curve, run_example
+from run_example import (
+    assert_same_test_losses,
+    example,
+    losses_of_tests,
+    printed_by_example,
+    read_curve,
+    run_example,
+)
 from world import World
 
 # 104 paragraphs to train: 6 batches of 16 and one of 8 in an epoch, which is half a window where a window has 2 parts.
@@ -18,14 +24,14 @@ STEPS = 21
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.Tensor, str]:
-    """Its curve, and what it prints from its results on."""
+    """Its curve, and what it prints."""
     path = tmp_path_factory.mktemp("lm") / "one.csv"
     printed = run_example("accumulate_lm", "--curve", str(path), *FLAGS)
     curve = read_curve(path)
     assert curve.shape == (STEPS, 3)
-    before, after = (float(loss) for loss in re.findall(r"test \w+: +loss ([\d.]+)", printed))
+    before, after = losses_of_tests(printed)
     assert after < before - 1, "it should learn"
-    return curve, printed[printed.index("test") :]
+    return curve, printed
 
 
 @pytest.mark.parametrize(
@@ -39,9 +45,11 @@ def test_however_it_is_split_it_is_the_run_of_one_process(
     how = ["--curve", str(path), "--accumulate", str(accumulate), *FLAGS]
     printed, *others = world.run(4, printed_by_example, "accumulate_lm", how, topology)
     assert others == ["", "", ""]
-    curve, results = one_process
+    curve, expected = one_process
     torch.testing.assert_close(read_curve(path), curve, rtol=2e-5, atol=0)
-    assert printed[printed.index("test") :] == results, "losses and what it writes"
+    assert_same_test_losses(printed, expected)
+    written = "it writes:"
+    assert printed[printed.index(written) :] == expected[expected.index(written) :]
 
 
 def too_few_heads() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from run_example import example, read_curve, run_example, train_example
+from run_example import example, losses_of_tests, read_curve, run_example, train_example
 from sklearn.datasets import load_digits
 from world import World
 
@@ -39,7 +38,7 @@ def test_split_it_has_the_curve_of_one_process_and_in_half_precision_nearly_so(
     torch.testing.assert_close(split, one, rtol=1e-5, atol=0)
     torch.testing.assert_close(half[:, 1], one[:, 1], rtol=1e-2, atol=0)
     assert not torch.equal(half[:, 1], one[:, 1])
-    before, after = (float(loss) for loss in re.findall(r"test \w+: +loss ([\d.]+)", printed))
+    before, after = losses_of_tests(printed)
     assert after < before - 1, "it should learn"
 
 

@@ -6,6 +6,7 @@ import contextlib
 import csv
 import importlib
 import io
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -72,6 +73,17 @@ def printed_by_example(name: str, flags: Sequence[str], topology: str) -> str:
     with ProcessGroupRegistry(options.topology) as registry, contextlib.redirect_stdout(printed):
         script.run(script.Trainer(options, registry))
     return printed.getvalue()
+
+
+def losses_of_tests(printed: str) -> torch.Tensor:
+    """[before and after] float64, as a script prints them."""
+    return torch.tensor([float(loss) for loss in re.findall(r"test \w+: +loss ([\d.]+)", printed)], dtype=torch.float64)
+
+
+def assert_same_test_losses(printed: str, expected: str) -> None:
+    """But for the fourth decimal, the last one, which is rounded."""
+    assert len(losses_of_tests(expected)) == 2
+    torch.testing.assert_close(losses_of_tests(printed), losses_of_tests(expected), rtol=2e-5, atol=1e-4)
 
 
 def read_curve(path: Path, columns: tuple[str, ...] = ("step", "loss", "norm")) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from ..amp.casting import HALF_DTYPES
 from ..amp.precision import Precision
 from ..amp.stochastic_rounding import check_named
 from ..parallel.interop.divided_once import divide_once
-from ..parallel.mesh.agreement import check_same, gather_objects, on_all_ranks
+from ..parallel.mesh.agreement import check_all_say_the_same, described, on_all_ranks_with
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .clip.ballot import Ballot, Commit
 from .clip.decide import Clipping
@@ -26,7 +26,7 @@ from .gradients.during_backward import BackwardReducer
 from .gradients.early import Early
 from .gradients.sync import gradient_buckets
 from .kernels.choice import kernels_here
-from .norm.agreement import agree
+from .norm.agreement import Summary, agree
 from .norm.entries import count_as_copies, entries_of
 from .norm.measure import Measure
 from .norm.plan import ReductionPlan
@@ -46,6 +46,15 @@ from .step.update import check_steps_without_closure
 from .step.window import Window
 
 NamedGroups = Sequence[Sequence[tuple[str | None, Tensor]]]
+
+
+class _Declared(NamedTuple):
+    """What a rank tells the others, in one gather."""
+
+    settings: dict[str, str]
+    dtypes: set[torch.dtype]
+    summary: Summary
+    thresholds: list[Any]  # of each param group its ``max_norm``
 
 
 @dataclass(frozen=True)
@@ -77,42 +86,42 @@ class Setup:
 
         Raises:
             ValueError, TypeError: On every rank.
-        Collectives: object all-gathers.
+        Collectives: an object all-gather; more for names and for rules that need them.
         """
-        topology = self.registry.topology
+        topology, measure = self.registry.topology, self.measure
 
-        def plan_locally() -> ReductionPlan:
+        def declare() -> tuple[ReductionPlan, _Declared]:
             self._check_arguments()
             self.device_of(groups)
             check_split(self.binding(precision_of(self.precision)), [pair for group in groups for pair in group])
             if precision_of(self.precision).stochastic_rounding and topology.world_size > 1:
                 check_named(pair for group in groups for pair in group)
             named = [[param if name is None else (name, param) for name, param in group] for group in groups]
-            entries = entries_of(named, topology, compared=bool(self.measure.check_replicas))
+            entries = entries_of(named, topology, compared=bool(measure.check_replicas))
             plan = ReductionPlan.of(entries, topology, self.registry.global_rank)
             check_whole(self.optimizer, plan.entries, topology)
             if switch := switch_of(modules_in(self.data_parallel)):
                 switch.check_layouts(plan.entries, topology)
-            return plan
+            thresholds = [group.get("max_norm") for group in self.optimizer.param_groups]
+            dtypes, names = {entry.dtype for entry in entries}, measure.per_parameter or bool(measure.check_replicas)
+            return plan, _Declared(described(self._settings()), dtypes, Summary.of(plan, names), thresholds)
 
-        plan = on_all_ranks(plan_locally, self.registry)
-        check_same(self._settings(), self.registry)
-        self._check_prepared(plan)
-        plan = agree(plan, self.registry, names=self.measure.per_parameter or bool(self.measure.check_replicas))
-        check_stepped_alike(plan, self.placements, self.measure, self.registry)
+        plan, by_rank = on_all_ranks_with(declare, self.registry)
+        check_all_say_the_same([declared.settings for declared in by_rank])
+        self._check_prepared(set().union(*(declared.dtypes for declared in by_rank)))
+        plan = agree(plan, [declared.summary for declared in by_rank], self.registry)
+        check_stepped_alike(plan, self.placements, measure, self.registry)
         plan.warn_of_experts()
         plan = self.plan_for_clip(plan)
         if topology.size(*topology.model_axes) > 1:
             count_as_copies(param for group in groups for _, param in group)
-        return plan, agreed_thresholds(self.optimizer.param_groups, self.registry)
+        return plan, agreed_thresholds([declared.thresholds for declared in by_rank])
 
-    def _check_prepared(self, plan: ReductionPlan) -> None:
-        """Raise ValueError, on every rank, where the mode, the same on all, steps half-precision parameters and there are
-        none."""
+    def _check_prepared(self, found: set[torch.dtype]) -> None:
+        """Raise ValueError where the mode steps half-precision parameters and no rank has any."""
         precision = precision_of(self.precision)
         if not (precision.masters or precision.stochastic_rounding):
             return
-        found = set[torch.dtype]().union(*gather_objects({entry.dtype for entry in plan.entries}, self.registry))
         if found and not found & {*HALF_DTYPES}:
             raise ValueError(
                 f"precision={precision.name!r} steps half-precision parameters, but all are "

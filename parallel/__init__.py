@@ -16,7 +16,7 @@ from .layers.tensor_3d import Classifier3D, Embedding3D, LayerNorm3D, Linear3D
 from .layout.annotation import annotate, declare
 from .layout.blocks import blocks
 from .layout.pieces import Region
-from .layout.shard import full_shape, local_shape, shard, unshard
+from .layout.shard import full_shape, join, local_shape, shard, unshard
 from .layout.spec import P
 from .mesh.agreement import gather_objects, on_all_ranks
 from .mesh.collectives import (
@@ -73,6 +73,7 @@ __all__ = [
     "gather_objects",
     "get_dist_logger",
     "init_distributed",
+    "join",
     "local_shape",
     "mark_model_parallel",
     "on_all_ranks",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-from meshstep.parallel import Linear2D, Linear3D, P, ProcessGroupRegistry, gather_objects, spec_of, unshard
+from meshstep.parallel import Linear2D, Linear3D, ProcessGroupRegistry, gather_objects, join, spec_of
 from torch import Tensor, nn
 
 from .layers import DenseLayers
@@ -50,12 +50,14 @@ class MixtureTransformer(PatchTransformer):
 
 
 def full_parameters(model: nn.Module, registry: ProcessGroupRegistry) -> dict[str, Tensor]:
-    """The full parameters on every rank, by name and as the dense model has them. All ranks must call."""
-    held = dict(model.named_parameters())
-    specs: dict[str, P] = {}
-    for found in gather_objects({name: spec_of(param) for name, param in held.items()}, registry):
-        specs |= found  # a rank may lack parameters that others own
-    full = {name: unshard(held.get(name), spec, registry) for name, spec in specs.items()}
+    """The full parameters on every rank, by name and as the dense model has them; on the CPU. All ranks must call."""
+    held = {name: (spec_of(param), param.detach().cpu()) for name, param in model.named_parameters()}
+    everybody = gather_objects(held, registry)
+    specs = {name: spec for of_rank in everybody for name, (spec, _) in of_rank.items()}  # a rank may lack some
+    full = {
+        name: join([of_rank[name][1] if name in of_rank else None for of_rank in everybody], spec, registry.topology)
+        for name, spec in specs.items()
+    }
     for name, module in model.named_modules():
         if isinstance(module, Linear2D | Linear3D):  # their weight is [in, out], that of `nn.Linear` is [out, in]
             full[f"{name}.weight"] = full[f"{name}.weight"].t()

@@ -10,9 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ...parallel.interop.local import local_parameter
 from ...parallel.layout.annotation import Annotation, annotation_of
 from ...parallel.layout.pieces import Region
-from ...parallel.mesh.agreement import gather_objects, on_all_ranks
+from ...parallel.mesh.agreement import on_all_ranks, on_all_ranks_with
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from ..norm.agreement import agree
+from ..norm.agreement import Summary, agree
 from ..norm.entries import ParameterEntry, entries_of, logical_shape
 from ..norm.plan import ReductionPlan
 
@@ -38,11 +38,16 @@ class LogicalParameters:
 
     def __init__(self, model: nn.Module, registry: ProcessGroupRegistry) -> None:
         self.topology = registry.topology
-        self.buffers, held = on_all_ranks(lambda: _parameters_and_buffers(unwrapped(model)), registry)
-        plan = on_all_ranks(lambda: self._plan(held, registry.global_rank), registry)
-        plan = agree(plan, registry, names=True)
+
+        def declared() -> tuple[tuple[dict[str, Tensor], dict[str, Tensor], ReductionPlan], tuple[Summary, set[str]]]:
+            buffers, held = _parameters_and_buffers(unwrapped(model))
+            plan = self._plan(held, registry.global_rank)
+            return (buffers, held, plan), (Summary.of(plan, names=True), set(buffers))
+
+        (self.buffers, held, plan), everybody = on_all_ranks_with(declared, registry)
+        plan = agree(plan, [summary for summary, _ in everybody], registry)
         self.names = plan.parameter_names
-        self.buffer_names: set[str] = set().union(*gather_objects(set(self.buffers), registry))
+        self.buffer_names = {name for _, buffers in everybody for name in buffers}
         self._index: dict[int, int] = {}
         self.regions = on_all_ranks(lambda: self._regions(list(held.values()), plan), registry)
         self._first = [_is_first_holder(entry, plan) for entry in plan.entries]

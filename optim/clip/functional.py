@@ -10,11 +10,10 @@ import torch
 
 from ...parallel.layout.annotation import Annotation, annotate
 from ...parallel.layout.spec import P
-from ...parallel.mesh.agreement import on_all_ranks
 from ...parallel.mesh.calls import in_call
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..gradients.in_place import clamp_each, scale_each
-from ..norm.agreement import agree
+from ..norm.agreement import agreed
 from ..norm.entries import entries_of
 from ..norm.global_norm import GlobalNorm, Norms, Reduction, checked_norm_type, checked_reduction
 from ..norm.plan import ReductionPlan
@@ -172,7 +171,7 @@ def _measure(listed: Listed, registry: ProcessGroupRegistry, norm_type: float, r
 
     # By group, which collectives there are depends on all ranks' lists; whether one has changed only its rank knows.
     if not state.checked or reduction == "per_group":
-        return measurer(agree(on_all_ranks(checked_plan, registry), registry))(listed.gradients)
+        return measurer(agreed(checked_plan, registry))(listed.gradients)
     # Packed, later lists are planned without a word to others: those that depend on local data may differ between ranks.
     try:
         check_gradients(listed, registry)

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ...parallel.interop.local import local_parameters
 from ...parallel.layout.pieces import Region
-from ...parallel.mesh.agreement import on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from ..norm.agreement import agree
+from ..norm.agreement import agreed
 from ..norm.global_norm import Reduction
 from ..norm.measure import Measure
 from ..norm.plan import ReductionPlan
@@ -28,7 +27,7 @@ from .verdict import Divisor
 class OnList:
     """Measures the gradients of one list, in one collective, and applies a rule to them.
 
-    Raises, collectives: where it is made, as `agree`, on every rank.
+    Raises, collectives: where it is made, as `agreed`, on every rank.
     """
 
     def __init__(
@@ -38,8 +37,7 @@ class OnList:
             check_gradients(listed, registry)
             return listed.plan(registry)
 
-        plan = agree(on_all_ranks(checked_plan, registry), registry, names=True)
-        plan = planned_for(clip.rule, plan, registry)
+        plan = planned_for(clip.rule, agreed(checked_plan, registry, names=True), registry)
         clip.bind(plan.parameter_names)
         self.registry, self.key = registry, _key(listed)
         self._annotations = listed.annotations  # their ids are in the key

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ...parallel.mesh.agreement import gather_objects
-from ...parallel.mesh.registry import ProcessGroupRegistry
 from .policies import ByGroup, ByNorm, ByValue
 from .rule import Clip, checked_threshold
 
@@ -72,14 +70,14 @@ def check_thresholds(clip: Clip | None, param_groups: Sequence[Mapping[str, Any]
                 )
 
 
-def agreed_thresholds(param_groups: Sequence[Mapping[str, Any]], registry: ProcessGroupRegistry) -> AgreedThresholds:
+def agreed_thresholds(by_rank: Sequence[Sequence[Any]]) -> AgreedThresholds:
     """What all ranks say about the thresholds.
 
+    Args:
+        by_rank: The ``max_norm`` of each param group, or None, as each rank has it.
     Raises:
-        ValueError: On every rank: two say different things about one group.
-    Collectives: an object all-gather. Host reads: yes.
+        ValueError: Two say different things about one group.
     """
-    by_rank = gather_objects([group.get("max_norm") for group in param_groups], registry)
     longest = max(by_rank, key=len)
     for rank, own in enumerate(by_rank):
         for index, value in enumerate(own):

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
 from ...parallel.layout.owned import owns
 from ...parallel.layout.spec import P
-from ...parallel.mesh.agreement import gather_objects
+from ...parallel.mesh.agreement import gather_objects, on_all_ranks_with
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from .entries import ParameterEntry
@@ -64,72 +64,109 @@ class View(NamedTuple):
         return cls(entry.name, f"{spec}, {shape}, {str(entry.dtype)[6:]}, param group {entry.group}{frozen}")
 
 
+class Named(NamedTuple):
+    """Of each parameter of a rank: what tells logical parameters apart, what it is called there, and its logical shape."""
+
+    keys: list[tuple[Holders, str | int]]
+    names: list[str]
+    shapes: list[tuple[int, ...] | None]
+
+    @classmethod
+    def of(cls, plan: ReductionPlan) -> Named:
+        """Of several parameters that were declared by one name, as where each layer declares its own ``weight``, the second
+        is called ``weight (2)``."""
+        keys: list[tuple[Holders, str | int]] = []
+        names: list[str] = []
+        seen: Counter[Holders] = Counter()
+        declared: Counter[str] = Counter()
+        for entry, holders in zip(plan.entries, _holders(plan), strict=True):
+            declared[entry.name] += 1
+            times = declared[entry.name]
+            names.append(entry.name if times == 1 else f"{entry.name} ({times})")
+            # Tied copies have different names: they are the same parameter by their position among the tied ones.
+            keys.append((holders, seen[holders] if holders.tied else names[-1]))
+            seen[holders] += 1
+        return cls(keys, names, [entry.full_shape for entry in plan.entries])
+
+
 @dataclass(frozen=True)
-class _Summary:
+class Summary:
+    """What ranks tell each other of their plans, for `agree`."""
+
     digests: dict[Holders, str]
     shapes: dict[Holders, str]  # digests, of the logical shapes
     buckets: tuple[Bucket, ...]
     num_groups: int
     weighted: Fraction  # elements, each divided by its number of holders
+    named: Named | None
+
+    @classmethod
+    def of(cls, plan: ReductionPlan, names: bool) -> Summary:
+        """Without ``names`` a few hundred bytes, however many parameters there are."""
+        digests = {holders: _digest(holders, found) for holders, found in _views(plan).items()}
+        shapes = {holders: _hexdigest(found) for holders, found in _full_shapes(plan).items()}
+        return cls(digests, shapes, plan.buckets, plan.num_groups, _weighted(plan), Named.of(plan) if names else None)
 
 
-def agree(plan: ReductionPlan, registry: ProcessGroupRegistry, names: bool = False) -> ReductionPlan:
-    """``plan`` with the bucket list, the element count and (``names=True``) the parameter names that all ranks share.
+def agreed(make: Callable[[], ReductionPlan], registry: ProcessGroupRegistry, names: bool = False) -> ReductionPlan:
+    """The plan that ``make`` makes, without a collective; agreed, as by `agree`, in the gather that an error of ``make``
+    takes anyway.
+
+    Raises: As `on_all_ranks` and `agree`.
+    Collectives: an object all-gather, and those of `agree`. Host reads: yes.
+    """
+
+    def made() -> tuple[ReductionPlan, Summary]:
+        plan = make()
+        return plan, Summary.of(plan, names)
+
+    return agree(*on_all_ranks_with(made, registry), registry)
+
+
+def agree(plan: ReductionPlan, summaries: Sequence[Summary], registry: ProcessGroupRegistry) -> ReductionPlan:
+    """``plan`` with the bucket list, the element count and, where summaries have them, the parameter names that all ranks
+    share.
 
     Ranks at the same coordinates of the pipeline axes must declare the same parameters in the same order (names, specs,
     unsharded dims, param groups), but for owned ones, on which their owners must agree, and tied ones, on which the
     stages that are tied must agree (names may differ there).
 
+    Args:
+        summaries: By global rank, of each rank's plan.
     Raises:
         ValueError: On every rank, when two disagree; names the first parameter that differs and both views of it.
-    Collectives: all-gathers of Python objects, at set-up only. Host reads: yes.
+    Collectives: object all-gathers, where ranks differ. Host reads: yes.
     """
-    views = _views(plan)
-    weighted = _weighted(plan)
-    digests = {holders: _digest(holders, found) for holders, found in views.items()}
-    shapes = _full_shapes(plan)
-    digested = {holders: hashlib.sha256(repr(found).encode()).hexdigest()[:16] for holders, found in shapes.items()}
-    summaries = gather_objects(_Summary(digests, digested, plan.buckets, plan.num_groups, weighted), registry)
     disagreement = _first_disagreement([summary.digests for summary in summaries], plan.topology)
     if disagreement is not None:
         holders, first, second = disagreement
-        everybody = gather_objects(views.get(holders, []), registry)
+        everybody = gather_objects(_views(plan).get(holders, []), registry)
         raise ValueError(_difference(first, everybody[first], second, everybody[second], holders.tied))
     if _first_disagreement([summary.shapes for summary in summaries], plan.topology) is not None:
-        plan = _without_uneven(plan, gather_objects(shapes, registry))
-    agreed = replace(
+        plan = _without_uneven(plan, gather_objects(_full_shapes(plan), registry))
+    shared = replace(
         plan,
         buckets=tuple(sorted({bucket for summary in summaries for bucket in summary.buckets})),
         num_groups=max(summary.num_groups for summary in summaries),
         counted=int(sum((summary.weighted for summary in summaries), Fraction())),
     )
-    return with_names(agreed, registry) if names else agreed
+    named = [summary.named for summary in summaries if summary.named is not None]
+    return _with_names(shared, named) if named else shared
 
 
 def with_names(plan: ReductionPlan, registry: ProcessGroupRegistry) -> ReductionPlan:
     """An agreed plan with one name for each logical parameter of the model, made unique by the stage where it must be.
 
-    Where several parameters of a rank were declared by one name, as where each layer declares its own ``weight``, the
-    second one is ``weight (2)``.
-
-    Collectives: an all-gather of Python objects. Host reads: yes.
+    Collectives: an object all-gather. Host reads: yes.
     """
-    mine: list[tuple[Holders, str | int]] = []
-    names_here: list[str] = []
-    seen: Counter[Holders] = Counter()
-    declared: Counter[str] = Counter()
-    for entry, holders in zip(plan.entries, _holders(plan), strict=True):
-        declared[entry.name] += 1
-        times = declared[entry.name]
-        names_here.append(entry.name if times == 1 else f"{entry.name} ({times})")
-        # Tied copies have different names: they are the same parameter by their position among the tied ones.
-        mine.append((holders, seen[holders] if holders.tied else names_here[-1]))
-        seen[holders] += 1
+    return _with_names(plan, gather_objects(Named.of(plan), registry))
+
+
+def _with_names(plan: ReductionPlan, by_rank: Sequence[Named]) -> ReductionPlan:
     labels: dict[tuple[Holders, str | int], str] = {}
     shapes: dict[tuple[Holders, str | int], tuple[int, ...] | None] = {}
-    own = (mine, names_here, [entry.full_shape for entry in plan.entries])
-    for keys, names, full in gather_objects(own, registry):
-        for key, name, shape in zip(keys, names, full, strict=True):
+    for of_rank in by_rank:
+        for key, name, shape in zip(*of_rank, strict=True):
             labels.setdefault(key, name)
             shapes[key] = shape if shapes.setdefault(key, shape) == shape else None
     used = Counter(labels.values())
@@ -138,7 +175,7 @@ def with_names(plan: ReductionPlan, registry: ProcessGroupRegistry) -> Reduction
     return replace(
         plan,
         parameter_names=tuple(unique),
-        parameter_slots=tuple(slots[key] for key in mine),
+        parameter_slots=tuple(slots[key] for key in Named.of(plan).keys),
         parameter_shapes=tuple(shapes[key] for key in labels),
     )
 
@@ -185,8 +222,11 @@ def _views(plan: ReductionPlan) -> dict[Holders, list[View]]:
 
 
 def _digest(holders: Holders, views: Sequence[View]) -> str:
-    text = repr([view.said if holders.tied else tuple(view) for view in views])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return _hexdigest([view.said if holders.tied else tuple(view) for view in views])
+
+
+def _hexdigest(said: Sequence[object]) -> str:
+    return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
 
 
 def _first_disagreement(

@@ -19,7 +19,6 @@ from torch.optim.sgd import sgd
 from ...amp.casting import is_half
 from ...parallel.layout.pieces import Region
 from ...parallel.layout.spec import P
-from ...parallel.mesh.agreement import on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..states.pieces import named_params_of, params_of
 from .tensors import WholeTensors
@@ -145,18 +144,19 @@ class WholeOptimizer(torch.optim.Optimizer):
             pieces: By position.
         Raises:
             ValueError: On every rank, see `WholeTensors.of`.
-        Collectives: object all-gathers.
+        Collectives: an object all-gather.
         """
         groups = [group for group in self.param_groups for _ in group["params"]]
-        said = on_all_ranks(
-            lambda: [
+
+        def say() -> list[Any]:
+            return [
                 self.said_of(one.given, one.region.full_shape, group, one.spec) if one.region and one.trained else None
                 for one, group in zip(pieces, groups, strict=True)
-            ],
-            registry,
-        )
+            ]
+
+        tensors = WholeTensors.of([(one.name, one.piece, one.region) for one in pieces], registry, say)
         self._frozen = {position for position, one in enumerate(pieces) if not one.trained}
-        self.bound(WholeTensors.of([(one.name, one.piece, one.region) for one in pieces], registry, said))
+        self.bound(tensors)
 
     def bound(self, tensors: WholeTensors) -> None:
         """``tensors`` are what it steps; to be extended by what is settled once."""

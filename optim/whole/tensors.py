@@ -6,7 +6,7 @@ same bits on every rank. A tensor that every rank which has some of it has whole
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...parallel.layout.pieces import Box, Region, Shape
-from ...parallel.mesh.agreement import gather_objects, on_all_ranks
+from ...parallel.mesh.agreement import on_all_ranks_with
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from .layout import LogicalTensor, logical_tensors
 
@@ -75,32 +75,32 @@ class WholeTensors:
         cls,
         named: Sequence[tuple[str, Tensor, Region | None]],
         registry: ProcessGroupRegistry,
-        said: Sequence[Any] | None = None,
+        say: Callable[[], Sequence[Any]] | None = None,
     ) -> WholeTensors:
         """Of all ranks together.
 
         Args:
             named: For each position the logical tensor's name, unique in the model; the piece; which part it is of it.
-            said: For each position what all ranks that have some of the tensor must say alike.
+            say: Gives for each position what all ranks that have some of the tensor must say alike; may raise.
         Raises:
             ValueError: On every rank: pieces of unequal sizes, of which nothing tells how they were cut; ranks say
                 different things.
-        Collectives: object all-gathers.
+        Collectives: an object all-gather.
         """
 
-        def own() -> list[tuple[str, Any, Any, Region]]:
+        def own() -> tuple[None, list[tuple[str, Any, Any, Region]]]:
             found = []
-            for (name, piece, region), says in zip(named, said or [None] * len(named), strict=True):
+            for (name, piece, region), says in zip(named, say() if say else [None] * len(named), strict=True):
                 if region is None:
                     raise ValueError(
                         f"{name} has pieces of unequal sizes, of which nothing says how they were cut, so that it can't be "
                         "put together: make its dims divide, or cut it as torch.chunk does"
                     )
                 found.append((name, piece.dtype, says, region))
-            return found
+            return None, found
 
-        ranks = gather_objects(on_all_ranks(own, registry), registry)
-        everything = on_all_ranks(lambda: logical_tensors(ranks), registry)
+        _, ranks = on_all_ranks_with(own, registry)
+        everything = logical_tensors(ranks)  # of what all know: an error is one on all
         positions = [(name, region) for name, _, _, region in ranks[registry.global_rank]]
         return cls(positions, everything, registry, [tuple(piece.shape) for _, piece, _ in named])
 

@@ -118,9 +118,40 @@ def unshard(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Te
     padded = local.new_zeros(found.amax(0).tolist())
     padded[tuple(map(slice, local.shape))] = local.detach()
     pieces, shapes = all_gather(padded.unsqueeze(0), over), map(tuple, found.tolist())
-    return _join_uneven(
-        [piece[tuple(map(slice, shape))] for piece, shape in zip(pieces, shapes, strict=True)], spec, over
-    )
+    trimmed = [piece[tuple(map(slice, shape))] for piece, shape in zip(pieces, shapes, strict=True)]
+    coordinates = [registry.topology.coordinate(rank) for rank in registry.ranks(*axes)]
+    return _join_uneven(trimmed, coordinates, spec, axes, registry.topology)
+
+
+@torch.no_grad()
+def join(pieces: Sequence[Tensor | None], spec: P, topology: Topology) -> Tensor:
+    """The full tensor, from all pieces; the inverse of `shard` on every rank. Not differentiable.
+
+    Of a small model all pieces may come in one `gather_objects`, where `unshard` takes collectives for each tensor.
+
+    Args:
+        pieces: By global rank; None where a rank gives none. Of replicas the first one is taken. May be uneven.
+    Raises:
+        ValueError: An owner's piece is missing; the pieces are not of the sizes that the spec makes of a tensor; the spec
+            names an unknown axis or has too many entries.
+    Collectives: none. Host reads: none.
+    """
+    if len(pieces) != topology.world_size:
+        raise ValueError(f"{len(pieces)} pieces for {topology.world_size} ranks; give None for a rank without one")
+    spec = spec.on(topology)
+    axes = tuple(axis for axis in topology.axes if axis in spec.sharded_axes)
+    found: dict[tuple[int, ...], tuple[Tensor, dict[str, int]]] = {}
+    for rank, piece in enumerate(pieces):
+        coordinate = topology.coordinate(rank)
+        if piece is not None and owns(spec.owned, coordinate):
+            found.setdefault(tuple(coordinate[axis] for axis in axes), (piece.detach(), coordinate))
+    if len(found) < topology.size(*axes):
+        at = next(at for at in product(*(range(topology.size(axis)) for axis in axes)) if at not in found)
+        where = ", ".join(f"{axis}={index}" for axis, index in zip(axes, at, strict=True)) or "any rank that holds it"
+        raise ValueError(f"{spec}: there is no piece of {where}; give all that are different")
+    some, coordinates = zip(*found.values(), strict=True)
+    spec.validate(some[0].dim(), topology)
+    return _join_uneven(some, coordinates, spec, axes, topology)
 
 
 def local_index(index: Tensor, length: int, registry: ProcessGroupRegistry, axis: str) -> tuple[Tensor, Tensor]:
@@ -173,15 +204,19 @@ def _join(pieces: Tensor, axes: tuple[str, ...], spec: P, registry: ProcessGroup
     return joined.contiguous()
 
 
-def _join_uneven(pieces: Sequence[Tensor], spec: P, over: Over) -> Tensor:
-    """The full tensor of the group's pieces; a dim's length is the sum of theirs along its axes."""
-    topology, ranks = over.registry.topology, over.registry.ranks(*over.axes)
-    coordinates = [topology.coordinate(rank) for rank in ranks]
+def _join_uneven(
+    pieces: Sequence[Tensor],
+    coordinates: Sequence[Mapping[str, int]],
+    spec: P,
+    axes: tuple[str, ...],
+    topology: Topology,
+) -> Tensor:
+    """The full tensor of the pieces over ``axes``; a dim's length is the sum of theirs along its axes."""
     shape = []
     for dim in range(pieces[0].dim()):
-        others = [axis for axis in over.axes if axis not in spec.dim_axes(dim)]
+        others = [axis for axis in axes if axis not in spec.dim_axes(dim)]
         along = zip(pieces, coordinates, strict=True)
-        shape.append(sum(piece.size(dim) for piece, at in along if at.items() >= dict.fromkeys(others, 0).items()))
+        shape.append(sum(piece.size(dim) for piece, at in along if all(at[axis] == 0 for axis in others)))
     full = pieces[0].new_empty(shape)
     for piece, coordinate in zip(pieces, coordinates, strict=True):
         region = Region.of_shard(shape, piece.shape, spec, topology, coordinate)

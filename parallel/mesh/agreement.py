@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -80,8 +80,18 @@ def check_same(settings: Mapping[str, object], registry: ProcessGroupRegistry) -
         ValueError: On every rank, with the first setting that differs and both values.
     Collectives: those of `gather_objects`. Host reads: yes.
     """
+    check_all_say_the_same(gather_objects(described(settings), registry))
+
+
+def described(settings: Mapping[str, object]) -> dict[str, str]:
+    """Settings as texts, for `check_all_say_the_same`."""
+    return {name: describe(value) for name, value in settings.items()}
+
+
+def check_all_say_the_same(by_rank: Sequence[Mapping[str, str]]) -> None:
+    """Raise ValueError, with the first of the settings that differs among those who have one of that name."""
     first: dict[str, tuple[int, str]] = {}
-    for rank, said in enumerate(gather_objects({name: describe(value) for name, value in settings.items()}, registry)):
+    for rank, said in enumerate(by_rank):
         for name, value in said.items():
             known, other = first.setdefault(name, (rank, value))
             if value != other:

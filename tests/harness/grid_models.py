@@ -23,9 +23,9 @@ from meshstep.parallel import (
     cross_entropy_2d,
     cross_entropy_3d,
     gather_objects,
+    join,
     shard,
     spec_of,
-    unshard,
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -100,9 +100,11 @@ def ids_of(step: int) -> Tensor:
 def full_parameters(model: Lm) -> dict[str, Tensor]:
     """As the dense model has them, on every rank, whoever holds them."""
     assert model.registry is not None
-    held = dict(model.named_parameters())
-    specs: dict[str, P] = {}
-    for found in gather_objects({name: spec_of(param) for name, param in held.items()}, model.registry):
-        specs |= found
-    full = {name: unshard(held.get(name), spec, model.registry) for name, spec in specs.items()}
-    return {name: value.t() if name in ("up.weight", "down.weight") else value for name, value in full.items()}
+    topology = model.registry.topology
+    held = {name: (spec_of(param), param.detach()) for name, param in model.named_parameters()}
+    everybody = gather_objects(held, model.registry)
+    full = {}
+    for name, spec in {name: spec for of_rank in everybody for name, (spec, _) in of_rank.items()}.items():
+        whole = join([of_rank[name][1] if name in of_rank else None for of_rank in everybody], spec, topology)
+        full[name] = whole.t() if name in ("up.weight", "down.weight") else whole
+    return full

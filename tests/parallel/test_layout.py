@@ -7,7 +7,18 @@ import re
 import pytest
 import torch
 from cases import slice_of
-from meshstep.parallel import P, ProcessGroupRegistry, Topology, blocks, full_shape, local_shape, shard, unshard
+from meshstep.parallel import (
+    P,
+    ProcessGroupRegistry,
+    Topology,
+    blocks,
+    full_shape,
+    gather_objects,
+    join,
+    local_shape,
+    shard,
+    unshard,
+)
 from meshstep.parallel.layout.shard import local_index
 from world import World
 
@@ -95,6 +106,9 @@ def round_trips(topology: Topology, dtype: torch.dtype) -> None:
                 assert torch.equal(back, full), spec
                 assert back.dtype is dtype
                 assert back.is_contiguous()
+                joined = join(gather_objects(piece if owns else None, registry), spec, topology)
+                assert joined.dtype is dtype
+                assert torch.equal(joined, full), spec
 
 
 @pytest.mark.parametrize("topology", [Topology(data=1, row=2, col=2), Topology(col=2, data=1, row=2)])
@@ -127,6 +141,30 @@ def test_what_does_not_divide_is_cut_as_torch_chunks_it() -> None:
         local_shape((4, 4, 4), spec, topology, at)
     with pytest.raises(ValueError, match="3 entries"):
         local_shape((4, 4), spec, topology, at)
+
+
+def test_pieces_are_joined_without_a_process() -> None:
+    topology = Topology(data=2, row=2)
+    spec, full = P("row"), torch.arange(6.0)
+    first, second = full.chunk(2)
+    assert torch.equal(join([first, second, first, second], spec, topology), full)
+    assert torch.equal(join([None, second, first, None], spec, topology), full), "of replicas one is enough"
+    assert torch.equal(join([first, second, second, first], spec, topology), full), "of replicas the first one is taken"
+    assert torch.equal(join([first] * 4, P(), topology), first)
+    with pytest.raises(ValueError, match=re.escape("there is no piece of row=1; give all that are different")):
+        join([first, None, first, None], spec, topology)
+    with pytest.raises(ValueError, match="there is no piece of any rank that holds it"):
+        join([None] * 4, P(), topology)
+    with pytest.raises(ValueError, match=re.escape("there is no piece of any rank that holds it")):
+        join([first, None, first, None], P(owned={"row": 1}), topology)
+    with pytest.raises(ValueError, match="2 pieces for 4 ranks"):
+        join([first, second], spec, topology)
+    with pytest.raises(ValueError, match=r"makes this rank's piece of \(5,\) \(3,\), but it has \(2,\)"):
+        join([first[:2], second, None, None], spec, topology)
+    with pytest.raises(ValueError, match="names axis 'tensor'"):
+        join([first] * 4, P("tensor"), topology)
+    with pytest.raises(ValueError, match="2 entries"):
+        join([first] * 4, P(None, "row"), topology)
 
 
 def pieces_of_another_tensor() -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -40,7 +40,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def world() -> Iterator[None]:
     """Rank 0 of four; collectives do nothing. All ranks say what it says, but which part of a tensor they have."""
 
-    def with_their_regions(own: Sequence[tuple[Any, ...]], registry: ProcessGroupRegistry) -> list[Any]:
+    def with_their_regions(declare: Callable[[], tuple[None, list[Any]]], registry: ProcessGroupRegistry) -> Any:
+        result, own = declare()
+
         def there(rank: int, name: str, region: Region) -> Region:
             where = TOPOLOGY.coordinate(rank)
             found = Region.of_shard(region.full_shape, region.shape, SPECS[name.partition("@")[0]], TOPOLOGY, where)
@@ -50,15 +52,16 @@ def world() -> Iterator[None]:
             rest = found.numel - region.numel
             return found.run(0, region.numel) if where["data"] == 0 else found.run(region.numel, rest)
 
-        return [
+        of_rank = [
             [(name, dtype, said, there(rank, name, region)) for name, dtype, said, region in own] for rank in range(4)
         ]
+        return result, of_rank
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         with (
             objects_gathered_by(said_by_all),
-            mock.patch.object(of_tensors, "gather_objects", with_their_regions),
+            mock.patch.object(of_tensors, "on_all_ranks_with", with_their_regions),
         ):
             yield
     finally:

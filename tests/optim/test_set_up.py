@@ -1,0 +1,80 @@
+"""What ranks ask each other before the first step: as little as may be, for the more ranks the longer a gather takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from gathered_objects import objects_gathered_by
+from meshstep.optim import Muon, ParallelOptimizer, PerParameter, Sharded, clip_grad_norm_
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from meshstep.parallel.mesh import objects
+from torch import nn
+from world import World
+
+Found = dict[str, Counter[str]]
+
+
+@contextmanager
+def counted(count: Counter[str]) -> Iterator[None]:
+    """Gathers of objects in the block, and the collectives that they took."""
+    gather, message = objects.all_gather_objects, objects._all_gathered
+
+    def gathers(*args: Any) -> list[Any]:
+        count["gathers"] += 1
+        return gather(*args)
+
+    def sends(*args: Any) -> list[bytes]:
+        count["collectives"] += 1
+        return message(*args)
+
+    with pytest.MonkeyPatch.context() as patch, objects_gathered_by(gathers):
+        patch.setattr(objects, "_all_gathered", sends)
+        yield
+
+
+def set_up(layers: int) -> Found:
+    topology = Topology(data=2, tensor=2)
+    found: Found = {}
+
+    def made(name: str, kind: Any = torch.optim.AdamW, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+        model = nn.Sequential(*(nn.Linear(4, 4, dtype=dtype) for _ in range(layers)))
+        for label, param in model.named_parameters():
+            annotate(param, P("tensor") if param.dim() == 2 else P(), label)
+        params = [param for param in model.parameters() if kind is not Muon or param.dim() == 2]
+        with counted(found.setdefault(name, Counter())):
+            ParallelOptimizer(kind(params, lr=1e-3), registry, **options)
+
+    with ProcessGroupRegistry(topology) as registry:
+        made("plain", max_norm=1.0)
+        made("bf16", dtype=torch.bfloat16, precision="bf16")
+        made("by parameter", max_norm=PerParameter(1.0))
+        made("ZeRO-2", states=Sharded("data", gradients=True))
+        made("whole tensors", Muon)
+        params = [nn.Parameter(torch.ones(4)) for _ in range(layers)]
+        for param in params:
+            param.grad = torch.ones(4)
+            annotate(param, P("tensor"))
+        with counted(found.setdefault("clip_grad_norm_", Counter())):
+            clip_grad_norm_(params, 1.0, registry=registry)
+    return found
+
+
+def test_an_optimizer_is_made_with_one_gather_and_few_more_where_it_asks_for_more(world: World) -> None:
+    expected = {"plain": 1, "bf16": 1, "by parameter": 1, "ZeRO-2": 2, "whole tensors": 2, "clip_grad_norm_": 1}
+    for found in world.run(4, set_up, 3):
+        assert {name: count["gathers"] for name, count in found.items()} == expected
+        assert {name: count["collectives"] for name, count in found.items()} == expected, "all that is said is short"
+
+
+def test_of_many_parameters_only_the_names_take_a_second_message(world: World) -> None:
+    found = world.run(4, set_up, 300)[0]
+    assert {name: found[name]["gathers"] for name in ("plain", "clip_grad_norm_")} == {"plain": 1, "clip_grad_norm_": 1}
+    assert {name: found[name]["collectives"] for name in ("plain", "clip_grad_norm_")} == {
+        "plain": 2,
+        "clip_grad_norm_": 1,
+    }

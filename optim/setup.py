@@ -86,7 +86,8 @@ class Setup:
 
         Raises:
             ValueError, TypeError: On every rank.
-        Collectives: an object all-gather; more for names and for rules that need them.
+        Collectives: an object all-gather; more where pieces are uneven, for rules that need names, and as
+        `check_stepped_alike`.
         """
         topology, measure = self.registry.topology, self.measure
 

@@ -1,7 +1,7 @@
 """Make every rank's plan the same plan, or say on every rank where they differ. Once, when a plan is bound.
 
-Ranks exchange a digest of what they declare, a few hundred bytes each; only when digests disagree do they exchange the
-whole views, to name the first parameter that differs.
+Ranks exchange a digest of what they declare, a few hundred bytes each, and where they are asked for the names and logical
+shapes of their parameters; only when digests disagree do they exchange the whole views, to name the first that differs.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class View(NamedTuple):
         return cls(entry.name, f"{spec}, {shape}, {str(entry.dtype)[6:]}, param group {entry.group}{frozen}")
 
 
-class Named(NamedTuple):
+class Called(NamedTuple):
     """Of each parameter of a rank: what tells logical parameters apart, what it is called there, and its logical shape."""
 
     keys: list[tuple[Holders, str | int]]
@@ -72,7 +72,7 @@ class Named(NamedTuple):
     shapes: list[tuple[int, ...] | None]
 
     @classmethod
-    def of(cls, plan: ReductionPlan) -> Named:
+    def of(cls, plan: ReductionPlan) -> Called:
         """Of several parameters that were declared by one name, as where each layer declares its own ``weight``, the second
         is called ``weight (2)``."""
         keys: list[tuple[Holders, str | int]] = []
@@ -98,14 +98,14 @@ class Summary:
     buckets: tuple[Bucket, ...]
     num_groups: int
     weighted: Fraction  # elements, each divided by its number of holders
-    named: Named | None
+    named: Called | None
 
     @classmethod
     def of(cls, plan: ReductionPlan, names: bool) -> Summary:
         """Without ``names`` a few hundred bytes, however many parameters there are."""
         digests = {holders: _digest(holders, found) for holders, found in _views(plan).items()}
         shapes = {holders: _hexdigest(found) for holders, found in _full_shapes(plan).items()}
-        return cls(digests, shapes, plan.buckets, plan.num_groups, _weighted(plan), Named.of(plan) if names else None)
+        return cls(digests, shapes, plan.buckets, plan.num_groups, _weighted(plan), Called.of(plan) if names else None)
 
 
 def agreed(make: Callable[[], ReductionPlan], registry: ProcessGroupRegistry, names: bool = False) -> ReductionPlan:
@@ -159,10 +159,10 @@ def with_names(plan: ReductionPlan, registry: ProcessGroupRegistry) -> Reduction
 
     Collectives: an object all-gather. Host reads: yes.
     """
-    return _with_names(plan, gather_objects(Named.of(plan), registry))
+    return _with_names(plan, gather_objects(Called.of(plan), registry))
 
 
-def _with_names(plan: ReductionPlan, by_rank: Sequence[Named]) -> ReductionPlan:
+def _with_names(plan: ReductionPlan, by_rank: Sequence[Called]) -> ReductionPlan:
     labels: dict[tuple[Holders, str | int], str] = {}
     shapes: dict[tuple[Holders, str | int], tuple[int, ...] | None] = {}
     for of_rank in by_rank:
@@ -175,7 +175,7 @@ def _with_names(plan: ReductionPlan, by_rank: Sequence[Named]) -> ReductionPlan:
     return replace(
         plan,
         parameter_names=tuple(unique),
-        parameter_slots=tuple(slots[key] for key in Named.of(plan).keys),
+        parameter_slots=tuple(slots[key] for key in by_rank[plan.rank].keys),
         parameter_shapes=tuple(shapes[key] for key in labels),
     )
 

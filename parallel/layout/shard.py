@@ -127,17 +127,18 @@ def unshard(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Te
 def join(pieces: Sequence[Tensor | None], spec: P, topology: Topology) -> Tensor:
     """The full tensor, from all pieces; the inverse of `shard` on every rank. Not differentiable.
 
-    Of a small model all pieces may come in one `gather_objects`, where `unshard` takes collectives for each tensor.
+    Of a small model all pieces may come in one `gather_objects`, on the CPU; `unshard` takes collectives for each tensor.
 
     Args:
         pieces: By global rank; None where a rank gives none. Of replicas the first one is taken. May be uneven.
     Raises:
-        ValueError: An owner's piece is missing; the pieces are not of the sizes that the spec makes of a tensor; the spec
-            names an unknown axis or has too many entries.
+        ValueError: A piece is missing; they have several dtypes or numbers of dims; they are not of the sizes that the spec
+            makes of a tensor; the spec names an unknown axis or has too many entries.
     Collectives: none. Host reads: none.
     """
     if len(pieces) != topology.world_size:
         raise ValueError(f"{len(pieces)} pieces for {topology.world_size} ranks; give None for a rank without one")
+    spec.validate(len(spec.entries), topology)
     spec = spec.on(topology)
     axes = tuple(axis for axis in topology.axes if axis in spec.sharded_axes)
     found: dict[tuple[int, ...], tuple[Tensor, dict[str, int]]] = {}
@@ -150,6 +151,9 @@ def join(pieces: Sequence[Tensor | None], spec: P, topology: Topology) -> Tensor
         where = ", ".join(f"{axis}={index}" for axis, index in zip(axes, at, strict=True)) or "any rank that holds it"
         raise ValueError(f"{spec}: there is no piece of {where}; give all that are different")
     some, coordinates = zip(*found.values(), strict=True)
+    kinds = sorted({f"{piece.dim()} dims of {piece.dtype}" for piece in some})
+    if len(kinds) > 1:
+        raise ValueError(f"{spec}: pieces of one tensor have {' and '.join(kinds)}; give them as `shard` makes them")
     spec.validate(some[0].dim(), topology)
     return _join_uneven(some, coordinates, spec, axes, topology)
 

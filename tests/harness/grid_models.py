@@ -98,7 +98,7 @@ def ids_of(step: int) -> Tensor:
 
 
 def full_parameters(model: Lm) -> dict[str, Tensor]:
-    """As the dense model has them, on every rank, whoever holds them."""
+    """As the dense model has them, on every rank, whoever holds them; all copies must be alike."""
     assert model.registry is not None
     topology = model.registry.topology
     held = {name: (spec_of(param), param.detach()) for name, param in model.named_parameters()}
@@ -106,5 +106,7 @@ def full_parameters(model: Lm) -> dict[str, Tensor]:
     full = {}
     for name, spec in {name: spec for of_rank in everybody for name, (spec, _) in of_rank.items()}.items():
         whole = join([of_rank[name][1] if name in of_rank else None for of_rank in everybody], spec, topology)
+        if name in held:
+            assert torch.equal(shard(whole, spec, model.registry, uneven=True), held[name][1]), f"a copy of {name}"
         full[name] = whole.t() if name in ("up.weight", "down.weight") else whole
     return full

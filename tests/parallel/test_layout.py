@@ -165,6 +165,13 @@ def test_pieces_are_joined_without_a_process() -> None:
         join([first] * 4, P("tensor"), topology)
     with pytest.raises(ValueError, match="2 entries"):
         join([first] * 4, P(None, "row"), topology)
+    with pytest.raises(ValueError, match="names axis 'expert'"):
+        join([first] * 4, P(owned={"expert": 0}), topology)
+    with pytest.raises(ValueError, match=re.escape("'row'")):
+        join([first] * 4, P(owned={"row": 5}), topology)
+    for other in (second.double(), second.unsqueeze(0)):
+        with pytest.raises(ValueError, match=r"pieces of one tensor have 1 dims of torch.float32 and [12] dims of"):
+            join([first, other, None, None], spec, topology)
 
 
 def pieces_of_another_tensor() -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import signal
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ from meshstep.parallel import P, ProcessGroupRegistry
 from planted import Layout, Planted, run_step
 from whole_runs import Make, alone, copies_differ, largest_error, muon
 from whole_services import run_to
-from world import PRELOAD, World
+from world import World, forkserver
 
 ROWS = Layout((("tensor", 2),), {"up": P("tensor"), "down": P(None, "tensor"), "bias": P("tensor")})
 COLUMNS = Layout((("row", 2), ("col", 2)), {"up": P("row", "col"), "down": P("col"), "table": P("col")})
@@ -44,9 +43,7 @@ def until_killed(rank: int, kind: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_on_one_mesh_it_goes_on_on_another_one(world: World, tmp_path: Path, kind: str) -> None:
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    ranks = [context.Process(target=until_killed, args=(rank, kind, tmp_path)) for rank in range(2)]
+    ranks = [forkserver().Process(target=until_killed, args=(rank, kind, tmp_path)) for rank in range(2)]
     for process in ranks:
         process.start()
     deadline = time.monotonic() + PATIENCE

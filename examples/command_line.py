@@ -25,7 +25,7 @@ from meshstep.parallel import Launch, ProcessGroupRegistry, Topology, init_distr
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp16_naive", "O0", "O1", "O2", "O3", "fp8")
 WRONG_USE = 2  # the exit code, as argparse has it
-PATIENCE = 10.0  # seconds: many times what a launcher takes to end the others after the first rank
+PATIENCE = 30.0  # seconds: many times what rank 0 comes later on a busy machine, and a launcher takes to end the others
 
 T = TypeVar("T")
 

@@ -279,6 +279,11 @@ class Run:
         optimizer = self.deepspeed.ops.adam.DeepSpeedCPUAdam(list(model.weights), lr=LR)
         return self.contender(model, optimizer.step)
 
+    @property
+    def refuses_fp16(self) -> bool:
+        """Whether DeepSpeed does, as on a processor without instructions for it."""
+        return not self.deepspeed.accelerator.get_accelerator().is_fp16_supported()
+
     def contenders(self) -> Mapping[str, Mapping[str, Callable[[], Contender]]]:
         """By precision. The first of all is what the others are measured by."""
         found: dict[str, dict[str, Callable[[], Contender]]] = {
@@ -302,6 +307,8 @@ class Run:
                 "meshstep": partial(self.meshsteps, dtype, mode()),
                 "meshstep, main_grads=False": partial(self.meshsteps, dtype, mode(main_grads=False)),
             }
+        if self.refuses_fp16:
+            del found["fp16, float32 masters"]["DeepSpeed"]
         if self.registry.topology.world_size > 1:  # its norm is that of one rank
             found = {key: {name: m for name, m in of.items() if name != "plain chain"} for key, of in found.items()}
         return found
@@ -377,6 +384,8 @@ def measure(rank: int, store: str, arguments: argparse.Namespace) -> None:
                 print(f"\n{precision} ({len(times[BARE])} rounds)")
                 for name, ratio in found[precision].items():
                     print(f"  {name:32s} {median(times[name]) * 1e3:9.2f} ms   {ratio:5.2f}x", flush=True)
+        if run.refuses_fp16 and rank == 0:
+            print("DeepSpeed refuses fp16 on this processor: no row")
         if arguments.keep and rank == 0:
             keep(ranks, found)
     dist.destroy_process_group()

@@ -20,8 +20,12 @@ def test_the_table_has_a_row_of_each(flags: str) -> None:
     command = [sys.executable, str(SCRIPT), "--seconds", "0", "--width", "64", *flags.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
+    refused = "DeepSpeed refuses fp16 on this processor: no row" in done.stdout
     for precision in ("fp32", "bf16, float32 masters", "fp16, float32 masters"):
-        rows = done.stdout.split(f"\n{precision} (")[1].split("\n\n")[0].splitlines()[1:]
+        rows = [
+            row for row in done.stdout.split(f"\n{precision} (")[1].split("\n\n")[0].splitlines()[1:] if " ms " in row
+        ]
         names = [row.rsplit(" ms ")[0].rsplit(maxsplit=1)[0].strip() for row in rows]
-        assert {*EVERYBODY} <= {*names}
+        missing = {*EVERYBODY} - {*names}
+        assert missing == ({"DeepSpeed"} if refused and precision.startswith("fp16") else set())
         assert all(float(row.split()[-1].removesuffix("x")) > 0 for row in rows)

@@ -385,7 +385,7 @@ def measure(rank: int, store: str, arguments: argparse.Namespace) -> None:
                 for name, ratio in found[precision].items():
                     print(f"  {name:32s} {median(times[name]) * 1e3:9.2f} ms   {ratio:5.2f}x", flush=True)
         if run.refuses_fp16 and rank == 0:
-            print("DeepSpeed refuses fp16 on this processor: no row")
+            print("\nDeepSpeed refuses fp16 on this processor: no row")
         if arguments.keep and rank == 0:
             keep(ranks, found)
     dist.destroy_process_group()

@@ -22,7 +22,8 @@ def gather_objects(value: T, registry: ProcessGroupRegistry) -> list[T]:
 
     Raises:
         RuntimeError: On every rank: ranks have met that are in different calls of this library.
-    Collectives: those of `all_gather_objects` over the world: one, two of large values, none on one rank. Host reads: yes.
+    Collectives: those of `all_gather_objects` over the world: one round, two of large values, none on one rank. Host reads:
+    yes.
     """
     if registry.topology.world_size == 1:
         return [value]

@@ -21,7 +21,7 @@ Found = dict[str, Counter[str]]
 
 @contextmanager
 def counted(count: Counter[str]) -> Iterator[None]:
-    """Gathers of objects in the block, and the collectives that they took."""
+    """Gathers of objects in the block, and the rounds that they took."""
     gather, message = objects.all_gather_objects, objects._all_gathered
 
     def gathers(*args: Any) -> list[Any]:
@@ -29,7 +29,7 @@ def counted(count: Counter[str]) -> Iterator[None]:
         return gather(*args)
 
     def sends(*args: Any) -> list[bytes]:
-        count["collectives"] += 1
+        count["rounds"] += 1
         return message(*args)
 
     with pytest.MonkeyPatch.context() as patch, objects_gathered_by(gathers):
@@ -68,13 +68,13 @@ def test_an_optimizer_is_made_with_one_gather_and_few_more_where_it_asks_for_mor
     expected = {"plain": 1, "bf16": 1, "by parameter": 1, "ZeRO-2": 2, "whole tensors": 2, "clip_grad_norm_": 1}
     for found in world.run(4, set_up, 3):
         assert {name: count["gathers"] for name, count in found.items()} == expected
-        assert {name: count["collectives"] for name, count in found.items()} == expected, "all that is said is short"
+        assert {name: count["rounds"] for name, count in found.items()} == expected, "all that is said is short"
 
 
 def test_of_many_parameters_only_the_names_take_a_second_message(world: World) -> None:
     found = world.run(4, set_up, 300)[0]
     assert {name: found[name]["gathers"] for name in ("plain", "clip_grad_norm_")} == {"plain": 1, "clip_grad_norm_": 1}
-    assert {name: found[name]["collectives"] for name in ("plain", "clip_grad_norm_")} == {
+    assert {name: found[name]["rounds"] for name in ("plain", "clip_grad_norm_")} == {
         "plain": 2,
         "clip_grad_norm_": 1,
     }

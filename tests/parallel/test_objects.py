@@ -1,4 +1,4 @@
-"""Objects of all ranks: each gets all of them whatever their sizes, in one collective or two."""
+"""Objects of all ranks: each gets all of them whatever their sizes, in one round or two."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from meshstep.parallel.mesh import objects
-from meshstep.parallel.mesh.flat_collectives import ALL_GATHER
 from torch.distributed import distributed_c10d
 from world import World
 
@@ -20,17 +19,21 @@ ROOM = objects.LARGEST
 
 
 def gathered(sizes: list[int]) -> tuple[list[bytes], int]:
-    """All ranks' bytes, and the collectives that it took."""
+    """All ranks' bytes, and the rounds that it took."""
     with ProcessGroupRegistry(Topology(tensor=len(sizes))) as registry:
         own = random.Random(registry.global_rank).randbytes(sizes[registry.global_rank])
-        with mock.patch.object(distributed_c10d, ALL_GATHER, wraps=getattr(distributed_c10d, ALL_GATHER)) as sent:
+        with (
+            mock.patch.object(distributed_c10d, "gather", wraps=distributed_c10d.gather) as brought,
+            mock.patch.object(distributed_c10d, "broadcast", wraps=distributed_c10d.broadcast) as told,
+        ):
             found = objects.all_gather_objects(own, registry.group("tensor"), registry.device)
-        return found, sent.call_count
+        assert brought.call_count == told.call_count
+        return found, told.call_count
 
 
 # Of more than 255 bytes a pickle needs 3 more for the length.
 @pytest.mark.parametrize(
-    ("sizes", "collectives"),
+    ("sizes", "rounds"),
     [
         ([0, 0, 0], 1),
         ([5, 0, 300], 1),
@@ -40,24 +43,44 @@ def gathered(sizes: list[int]) -> tuple[list[bytes], int]:
         ([70_001, 70_000, 65_536], 2),
     ],
 )
-def test_each_rank_has_all_in_order(world: World, sizes: list[int], collectives: int) -> None:
+def test_each_rank_has_all_in_order(world: World, sizes: list[int], rounds: int) -> None:
     expected = [random.Random(rank).randbytes(size) for rank, size in enumerate(sizes)]
-    assert world.run(len(sizes), gathered, sizes) == [(expected, collectives)] * len(sizes)
+    assert world.run(len(sizes), gathered, sizes) == [(expected, rounds)] * len(sizes)
+
+
+def both_ways() -> bool:
+    """Of all of this rank's groups: whether the short way brings what torch's brings."""
+    found = []
+    with ProcessGroupRegistry(Topology(data=2, tensor=3)) as registry:
+        for axes in (("data",), ("tensor",), ("data", "tensor")):
+            group = registry.group(*axes)
+            own = torch.randint(256, (40,), dtype=torch.uint8) + registry.global_rank
+            short, plain = torch.zeros(2, group.size() * 40, dtype=torch.uint8)
+            objects._over_the_first_rank(short, own, group)
+            objects._as_torch_gathers(plain, own, group)
+            found.append(torch.equal(short, plain) and bool(plain.any()))
+    return all(found)
+
+
+def test_over_the_first_rank_come_the_same_as_by_torchs_gather(world: World) -> None:
+    assert world.run(6, both_ways) == [True] * 6
 
 
 def of_a_large_world(size: int) -> int:
     """Bytes of the first message."""
     sent: list[int] = []
 
-    def note(everything: torch.Tensor, own: torch.Tensor, group: object) -> None:
+    def note(own: torch.Tensor, of_each: list[torch.Tensor], **_: object) -> None:
         sent.append(own.numel())
-        everything.view(-1, own.numel()).copy_(own.expand(everything.numel() // own.numel(), -1))
+        assert len(of_each) == size
+        of_each[0].as_strided((size, own.numel()), (own.numel(), 1)).copy_(own)
 
     with (
-        mock.patch.object(distributed_c10d, ALL_GATHER, note),
+        mock.patch.object(distributed_c10d, "gather", note),
+        mock.patch.object(distributed_c10d, "broadcast"),
         mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,cuda:nccl"),
     ):
-        group = mock.Mock(size=lambda: size)
+        group = mock.Mock(size=lambda: size, rank=lambda: 0)
         assert objects.all_gather_objects("said by all", group, torch.device("cuda", 0)) == ["said by all"] * size
     return sent[0]
 

@@ -199,7 +199,7 @@ class Trainer:
     def dense_norm(self, batch: Samples) -> float | None:
         """The norm of the dense model's gradient, computed on rank 0."""
         parameters = full_parameters(self.model, self.registry)
-        if self.registry.global_rank != 0 or self.reference is None:
+        if parameters is None or self.reference is None:
             return None
         return self.reference.gradient_norm(parameters, *batch)
 

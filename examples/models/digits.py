@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
-from meshstep.parallel import Linear2D, Linear3D, ProcessGroupRegistry, gather_objects, join, spec_of
+import torch.distributed as dist
+from meshstep.parallel import Linear2D, Linear3D, ProcessGroupRegistry, join, spec_of
 from torch import Tensor, nn
 
 from .layers import DenseLayers
@@ -49,10 +51,14 @@ class MixtureTransformer(PatchTransformer):
         return torch.stack([torch.stack([m.imbalance, m.dropped.to(m.imbalance)]) for m in mixtures]).mean(0)
 
 
-def full_parameters(model: nn.Module, registry: ProcessGroupRegistry) -> dict[str, Tensor]:
-    """The full parameters on every rank, by name and as the dense model has them; on the CPU. All ranks must call."""
+def full_parameters(model: nn.Module, registry: ProcessGroupRegistry) -> dict[str, Tensor] | None:
+    """The full parameters, by name and as the dense model has them, on rank 0's CPU; else None. All ranks must call."""
     held = {name: (spec_of(param), param.detach().cpu()) for name, param in model.named_parameters()}
-    everybody = gather_objects(held, registry)
+    everybody: list[Any] = [held] * registry.topology.world_size
+    if len(everybody) > 1:
+        dist.gather_object(held, everybody if registry.global_rank == 0 else None)
+    if registry.global_rank != 0:
+        return None
     specs = {name: spec for of_rank in everybody for name, (spec, _) in of_rank.items()}  # a rank may lack some
     full = {
         name: join([of_rank[name][1] if name in of_rank else None for of_rank in everybody], spec, registry.topology)

@@ -32,13 +32,15 @@ from world import World
 C = TypeVar("C")
 Item = TypeVar("Item", bound=pytest.Item)
 WITHOUT_SHRINKING: Sequence[Phase] = (Phase.explicit, Phase.reuse, Phase.generate)
-CASES_OF_A_FILE = 2  # in a sample, of the files below: they start processes or train: seconds of Python's
+CASES_OF_A_FILE = 1  # in a sample, of the files below: they start processes or train: seconds of Python's
 STARTS_PROCESSES = (
     "docs/test_gpu_suite.py",
+    "docs/test_speed_tables.py",
     "docs/test_types.py",
     "examples/",
     "optim/checkpoint/test_checkpoint_kill.py",
     "optim/proof/test_command.py",
+    "optim/telemetry/test_outputs.py",
     "parallel/test_calls.py",
     "parallel/test_launch.py",
     "parallel/test_launched_ranks.py",

@@ -12,6 +12,7 @@ from cases import Case, Param, cases, parameters_on
 from hypothesis import given, settings
 from meshstep.parallel import ModelParallelUnit, P, ProcessGroupRegistry, Topology, mark_model_parallel
 from meshstep.parallel.interop.deepspeed import counts_piece, model_parallel_axes
+from properties import number_of_cases
 from torch import Tensor, nn
 from world import World
 
@@ -105,7 +106,7 @@ def test_one_flag_for_all_ranks_does_not(world: World) -> None:
     assert abs(found[1] / GRIDS[0].dense_norm(2.0) - 1) > 0.01
 
 
-@settings(max_examples=200)
+@settings(max_examples=number_of_cases(200))
 @given(case=cases())
 def test_every_piece_has_one_that_counts_it(case: Case) -> None:
     """Over the ranks of a model-parallel group the flagged pieces make the dense sum; what rank 0 holds is flagged."""

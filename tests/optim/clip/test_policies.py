@@ -39,6 +39,7 @@ from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.testing.strategies import specs, topologies
 from planted import LAYOUTS, Dense, Full, Part, Planted, parts, run_step
 from probes import collectives, no_host_reads
+from properties import number_of_cases
 from torch import Tensor, nn
 from world import World
 from zero_models import small_buckets
@@ -719,7 +720,7 @@ def batches(draw: st.DrawFn) -> list[Random]:
     return found
 
 
-@settings(max_examples=30)
+@settings(max_examples=number_of_cases(30))
 @given(drawn=batches())
 def test_every_rule_clips_as_the_dense_model_on_random_layouts(world: World, drawn: list[Random]) -> None:
     topology = drawn[0].case.topology

@@ -17,7 +17,7 @@ from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare, shard
 from optimizers import momentum_sgd
 from probes import collectives
-from properties import random_cases
+from properties import number_of_cases, random_cases
 from scenarios import VOCAB, Scenario, build, dense_1d, full_tensors
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -163,7 +163,7 @@ def samples(count: int) -> Tensor:
     return torch.randn(count, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=number_of_cases(80))
 @given(
     micro=st.integers(1, 5),
     batches=st.integers(1, 12),

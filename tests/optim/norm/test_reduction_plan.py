@@ -12,6 +12,7 @@ from cases import Case, cases
 from hypothesis import given, settings
 from meshstep.optim import ParallelOptimizer, ParameterEntry, ReductionPlan
 from meshstep.parallel import P, ProcessGroupRegistry, Topology
+from properties import number_of_cases
 from scenarios import SCENARIOS, build
 from world import World
 
@@ -68,7 +69,7 @@ def test_a_plan_of_ten_thousand_parameters_at_a_million_ranks_asks_each_spec_onc
     assert 0 < asked.call_count < 20 * len(specs)
 
 
-@settings(max_examples=200)
+@settings(max_examples=number_of_cases(200))
 @given(case=cases())
 def test_weighted_pieces_of_all_ranks_add_up(case: Case) -> None:
     """Sum over ranks of local elements / holders = elements of the full parameters, of all stages."""

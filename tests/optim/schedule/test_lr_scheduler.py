@@ -20,6 +20,7 @@ from meshstep.optim import (
     WarmupLR,
 )
 from optimizers import BASES, optimizer_of, rates
+from properties import number_of_cases
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR as TorchCosine
 
@@ -45,7 +46,7 @@ def assert_follows(schedule: WarmupLR, formula: Callable[[float, int], float]) -
             assert all(0 <= rate <= base for rate, base in zip(row, BASES, strict=True)), "the warm-up overshoots"
 
 
-@settings(max_examples=40)
+@settings(max_examples=number_of_cases(40))
 @given(total=st.integers(1, 40), warmup=STEPS, floor=st.floats(0, 0.02))
 @example(total=1, warmup=0, floor=0.0)
 @example(total=5, warmup=9, floor=0.01)
@@ -63,7 +64,7 @@ def test_cosine_is_its_formula(total: int, warmup: int, floor: float) -> None:
     assert_follows(CosineAnnealingLR(optimizer_of(BASES), total, warmup, floor), formula)
 
 
-@settings(max_examples=40)
+@settings(max_examples=number_of_cases(40))
 @given(total=st.integers(1, 40), warmup=STEPS, power=st.floats(0.3, 4))
 @example(total=3, warmup=20, power=1.0)
 def test_polynomial_and_linear_are_their_formula(total: int, warmup: int, power: float) -> None:
@@ -83,7 +84,7 @@ def test_polynomial_and_linear_are_their_formula(total: int, warmup: int, power:
     assert_follows(LinearWarmupLR(optimizer_of(BASES), total, warmup), lambda b, t: formula(b, t, 1.0, 0.0))
 
 
-@settings(max_examples=40)
+@settings(max_examples=number_of_cases(40))
 @given(milestones=st.lists(st.integers(0, 50), max_size=4), warmup=STEPS, gamma=st.floats(0.05, 1))
 def test_multi_step_and_constant_are_their_formula(milestones: list[int], warmup: int, gamma: float) -> None:
     def warm(t: int) -> float:

@@ -20,6 +20,7 @@ from meshstep.parallel import P, ProcessGroupRegistry
 from meshstep.parallel.layout.pieces import Region
 from planted import LAYOUTS, Layout, Planted, parts, run_step
 from probes import collectives, no_host_reads
+from properties import number_of_cases, repetitions
 from torch import Tensor, nn
 from whole_runs import STATES, WHOLE_LAYOUTS, alone, copies_differ, largest_error, trained
 from whole_services import random_layouts, run_to
@@ -141,7 +142,7 @@ def test_bare_pieces_fail_the_same_comparison(world: World, kind: str) -> None:
         assert largest_error(by_rank, alone(layout, MAKES[kind])) > 1e-3
 
 
-@settings(max_examples=5)
+@settings(max_examples=number_of_cases(5))
 @given(st.lists(st.tuples(random_layouts(), st.sampled_from(list(MAKES))), min_size=5, max_size=5))
 def test_it_is_the_dense_update_on_random_layouts(world: World, cases: list[tuple[tuple[Layout, str], str]]) -> None:
     run = [(layout, MAKES[kind], STATES[state], 5) for (layout, state), kind in cases]
@@ -177,7 +178,7 @@ def counted(kind: str, layout: Layout, options: dict[str, Any]) -> tuple[Counter
 def test_a_step_takes_two_all_to_alls_for_each_set_of_peers_and_each_state_is_on_one_rank(world: World) -> None:
     cases = [
         (kind, LAYOUTS[name], STATES[state])
-        for kind in MAKES
+        for kind in repetitions(list(MAKES), "steps")
         for name, state in (("tensor", "whole"), ("data", "ZeRO-1"), ("data x tensor", "ZeRO-2"))
     ]
     for (kind, layout, _), by_rank in zip(
@@ -206,7 +207,9 @@ def without_reads(kind: str, layout: Layout, options: dict[str, Any]) -> None:
 
 def test_a_step_reads_nothing_on_the_host_whether_it_renews_bases_or_not(world: World) -> None:
     cases = [
-        (kind, LAYOUTS["data x tensor"], STATES[state]) for kind in ("soap", "shampoo") for state in ("whole", "ZeRO-2")
+        (kind, LAYOUTS["data x tensor"], STATES[state])
+        for kind in repetitions(("soap", "shampoo"), "reads")
+        for state in ("whole", "ZeRO-2")
     ]
     world.run_each(without_reads, [(4, case) for case in cases])
 
@@ -247,7 +250,7 @@ def test_after_an_overflow_a_run_goes_on_as_if_it_had_not_been(world: World) -> 
     """The first step makes the first bases, the fourth and seventh new ones: none of them counts a step that is skipped."""
     cases: list[Any] = [
         (kind, dtype, options, first)
-        for kind in MAKES
+        for kind in repetitions(list(MAKES), "overflow")
         for dtype, options, first in (
             (torch.float32, {"precision": NaiveFp16(init_scale=64.0)}, 0),
             (torch.float64, STATES["ZeRO-2"], 3),
@@ -273,7 +276,7 @@ def in_mode(kind: str, options: dict[str, Any], micros: int) -> Any:
 
 def test_masters_and_accumulation_are_as_for_any_optimizer(world: World) -> None:
     """Gradients are short binary fractions, exact in bfloat16: so masters are the float32 run's."""
-    for kind in MAKES:
+    for kind in repetitions(list(MAKES), "modes"):
         modes: list[dict[str, Any]] = [{}, {"precision": Bf16()}, {"precision": Bf16(), **STATES["ZeRO-2"]}]
         plain, *masters = world.run_each(in_mode, [(4, (kind, options, 1)) for options in modes])
         bits = [torch.cat([part.value for part in own]) for own in plain]
@@ -328,7 +331,7 @@ def from_own_state(kind: str, dtype: torch.dtype, reload: bool) -> list[Any]:
 
 
 def test_a_ranks_own_state_dict_continues_it(world: World) -> None:
-    for kind in MAKES:
+    for kind in repetitions(list(MAKES), "own state"):
         layout = LAYOUTS["data x tensor"]
         assert largest_error(world.run(4, from_own_state, kind, torch.float64, True), alone(layout, MAKES[kind])) == 0
         # Here what is kept in float64 is of parameters in float32.

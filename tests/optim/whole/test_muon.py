@@ -23,6 +23,7 @@ from meshstep.optim import (
 from meshstep.optim.whole import reference
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from planted import LAYOUTS, Layout, Planted, parts, run_step
+from properties import number_of_cases
 from torch import Tensor, nn
 from whole_runs import STATES, WHOLE_LAYOUTS, alone, copies_differ, largest_error, muon, step_both, trained
 from whole_services import beyond_sgd, changed_by_overflow, in_mode, random_layouts, run_to, without_host_reads
@@ -143,7 +144,7 @@ def test_bare_pieces_fail_the_same_comparison(world: World, name: str) -> None:
     assert largest_error(by_rank, alone(layout, muon)) > 1e-3
 
 
-@settings(max_examples=6)
+@settings(max_examples=number_of_cases(6))
 @given(st.lists(random_layouts(), min_size=5, max_size=5))
 def test_it_is_the_dense_update_on_random_layouts(world: World, cases: list[tuple[Layout, str]]) -> None:
     run = [(layout, muon, STATES[state], 4) for layout, state in cases]

@@ -12,6 +12,9 @@ from torch import Tensor
 Bucket = Sequence[list[Tensor]]
 """The parameters of each param group that are in it."""
 
+holders: list[torch.optim.Optimizer] = []
+"""Those whose param groups hold a bucket now, of which nobody should keep anything."""
+
 
 def step_by_bucket(
     optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket], step: Callable[[Bucket], object]
@@ -36,20 +39,12 @@ def holding(optimizer: torch.optim.Optimizer, bucket: Bucket) -> Iterator[None]:
     """With param groups that hold only the bucket."""
     groups = optimizer.param_groups
     whole = [group["params"] for group in groups]
-    _within.append(optimizer)
+    holders.append(optimizer)
     try:
         for group, params in zip(groups, bucket, strict=True):
             group["params"] = params
         yield
     finally:
-        _within.pop()
+        holders.pop()
         for group, params in zip(groups, whole, strict=True):
             group["params"] = params
-
-
-_within: list[torch.optim.Optimizer] = []
-
-
-def in_bucket() -> bool:
-    """Whether param groups hold a bucket now, of which nobody should keep anything."""
-    return bool(_within)

@@ -140,9 +140,10 @@ class MasterWeights:
                     "clears the masters' gradients only; call MasterWeights.zero_grad() instead"
                 )
         gradients = {param: param.grad for param, _ in self.pairs if param.grad is not None}
-        halves = [param for param, grad in gradients.items() if is_half(grad) and grad.layout is torch.strided]
-        halves = halves if self.cast else []
-        cast = dict(zip(halves, float32_of([gradients[param] for param in halves]), strict=True))
+        cast: dict[Tensor, Tensor] = {}
+        if self.cast and not self.main_grads:
+            halves = [param for param, grad in gradients.items() if is_half(grad) and grad.layout is torch.strided]
+            cast = dict(zip(halves, float32_of([gradients[param] for param in halves]), strict=True))
         for param, master in self.pairs:
             grad = gradients.get(param)
             if grad is not None:

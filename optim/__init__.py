@@ -4,9 +4,9 @@ from .checkpoint import AsyncSaver, TorchStates, load_checkpoint, newest_checkpo
 from .clip.adagc import AdaGC
 from .clip.functional import clip_grad_norm_, clip_grad_value_, global_norm
 from .clip.named import ByName
-from .clip.policies import Adaptive, ByGroup, ByNorm, ByValue, PerParameter
+from .clip.policies import Adaptive, ByGroup, ByValue, PerParameter
 from .clip.previous_norm import ByPreviousNorm
-from .clip.rule import Clip, Decision, OfEachParameter
+from .clip.rule import ByNorm, Clip, Decision, OfEachParameter
 from .clip.spikes import SkipSpikes
 from .clip.state import ClipState
 from .clip.warm_up import WarmUp

@@ -7,14 +7,12 @@ settled in the steps before, and what a step reads must be a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import wraps
-from typing import Any, Protocol, TypeVar, cast
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..amp.capture import is_captured
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .clip.decide import Clipping
 from .norm.measure import Fingerprints
@@ -26,11 +24,9 @@ from .step.several import kind_of, parts_of
 from .step.skips import OnNonfinite
 from .step.update import steps_on_device
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 
 class Parts(Protocol):
-    """What is asked of an optimizer."""
+    """What a call of an optimizer works with."""
 
     optimizer: torch.optim.Optimizer
     registry: ProcessGroupRegistry
@@ -43,16 +39,10 @@ class Parts(Protocol):
     _switch: Switch | None
 
 
-def checked_where_captured(method: F) -> F:
-    """A method of an optimizer that raises RuntimeError, with all reasons, where it is captured and can't be."""
-
-    @wraps(method)
-    def call(self: Parts, *args: Any, **kwargs: Any) -> Any:
-        if is_captured() and (reasons := [*_reasons(self)]):
-            raise RuntimeError(f"{method.__name__} can't be captured in a CUDA graph here: {'; '.join(reasons)}")
-        return method(self, *args, **kwargs)
-
-    return cast(F, call)
+def check_captured(parts: Parts, call: str) -> None:
+    """Raise RuntimeError, with all reasons, where a call of an optimizer is captured and can't be."""
+    if reasons := [*_reasons(parts)]:
+        raise RuntimeError(f"{call} can't be captured in a CUDA graph here: {'; '.join(reasons)}")
 
 
 def _reasons(parts: Parts) -> Iterator[str]:

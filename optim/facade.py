@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +15,11 @@ from torch import Tensor
 from ..amp.loss_scale import LossScale
 from ..amp.precision import Precision
 from ..parallel.mesh.agreement import on_all_ranks
-from ..parallel.mesh.calls import in_call, public_call, public_constructor
+from ..parallel.mesh.calls import public_call, public_constructor
 from ..parallel.mesh.registry import ProcessGroupRegistry
-from .capture import checked_where_captured
 from .clip.decide import Clipping
 from .clip.given import Given, in_use
-from .clip.policies import ByNorm
-from .clip.rule import Clip
+from .clip.rule import ByNorm, Clip
 from .clip.state import ClipState
 from .clip.thresholds import AgreedThresholds
 from .clip.verdict import Verdict
@@ -73,16 +72,15 @@ class OptimizerFacade(Copied, torch.optim.Optimizer):
     _states: Chain
     _completion: Completion
     _switch: Switch | None
-    _around_backward: Sequence[Callable[[Window[Clip, Verdict]], AbstractContextManager[None]]]
+    _micro_batch: Callable[..., AbstractContextManager[None]]
     _skips: SkipMonitor
     _model_params: Sequence[Tensor]
 
     def __init_subclass__(cls) -> None:
-        """A call in which ranks wait for each other says which it is where they wait in vain, and what a CUDA graph of it
-        would not do."""
+        """A call in which ranks wait for each other says which it is where they wait in vain."""
         super().__init_subclass__()  # of `Generic`: without it ParallelOptimizer[GradStats] is an error
         for name in cls.__dict__.keys() & {"step", "clip_grad_by_norm", "clip_grad_by_value"}:
-            setattr(cls, name, public_call(checked_where_captured(cls.__dict__[name])))
+            setattr(cls, name, public_call(cls.__dict__[name]))
         cls.__init__ = public_constructor(cls.__init__)  # type: ignore[method-assign]
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -129,13 +127,11 @@ class OptimizerFacade(Copied, torch.optim.Optimizer):
         self._clipping = self._setup.clipping(self._plan, self._states, thresholds)
         self._switch = self._setup.switch(self._completion, getattr(self, "_switch", None))
         registry = self.registry
-        self._around_backward = [
-            lambda window: in_call(registry, "window" if window.several else "backward"),
-            *self._states.around_backward,
-        ]
+        around = self._states.around_backward
         if self._switch is not None:
-            self._around_backward = [*self._around_backward, self._switch.micro_batch]
+            around.append(self._switch.micro_batch)
             self._switch.expect(self._window)
+        self._micro_batch = partial(self._window.micro_batch, params=self._model_params, around=around)
         if registry.device.type == "cuda":  # or NCCL connects ranks in the first step, when memory is nearly full
             registry.meet(*self._clipping.plan.groups(self._setup.measure.reduction))
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Generic, overload
 
 import torch
 from torch import Tensor, nn
 
 from ..amp.by_name import Mode, precision_of
+from ..amp.capture import is_captured
 from ..amp.precision import Precision
 from ..parallel.interop.transformers import registry_of
+from ..parallel.mesh.calls import in_call
 from ..parallel.mesh.registry import ProcessGroupRegistry
+from .capture import check_captured
 from .clip.ballot import Commit
 from .clip.given import Given, in_use
-from .clip.policies import ByNorm, ByValue
-from .clip.rule import Clip
+from .clip.policies import ByValue
+from .clip.rule import ByNorm, Clip
 from .clip.verdict import Verdict
+from .clip_now import clip_now, clip_or_ask
 from .facade import OptimizerFacade
 from .norm.measure import Measure
 from .norm.stats import GradStats
@@ -26,11 +30,11 @@ from .setup import Setup
 from .states.link import Placement
 from .states.pieces import named_params_of
 from .step.data_parallel import Reduce
-from .step.decided import Update
 from .step.first_look import check_window_is_used
 from .step.several import unchanged
 from .step.skips import OnNonfinite, SkipMonitor
 from .step.stopped import stopped
+from .step.update import Update
 from .step.window import Window
 
 if TYPE_CHECKING:
@@ -174,12 +178,13 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         Collectives: those of the model's and data_parallel's backward, of `Sharded` and `Reduce`. Host reads: none.
         """
         empty = loss is None and weight is None
-        with self._window.micro_batch(weight, self._model_params, self._around_backward, empty):
+        with in_call(self.registry, "backward"), self._micro_batch(weight, empty=empty):
             if loss is not None:
                 loss = loss if self.loss_scale is None else self.scale_loss(loss)
                 loss.backward(**kwargs)
 
-    def window(self, *, weight: float | Tensor | None = None) -> AbstractContextManager[None]:
+    @contextmanager
+    def window(self, *, weight: float | Tensor | None = None) -> Iterator[None]:
         """Around backward calls that others make; all of them are one micro-batch. `Pipeline` is it for a schedule.
 
             with optimizer.window():
@@ -188,7 +193,8 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
 
         Args, raises, collectives, host reads: as `backward`. On every rank, whatever it computes.
         """
-        return self._window.micro_batch(weight, self._model_params, self._around_backward, several=True)
+        with in_call(self.registry, "window"), self._micro_batch(weight, several=True):
+            yield
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Nothing is reduced in backward: for all micro-batches but the last, where you decide when to step. Forward and
@@ -239,31 +245,37 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         """
         if closure is not None:
             raise ValueError("step takes no closure: a skipped step can't be evaluated again; call backward, then step")
-        scale = self._scale if not hasattr(self, "found_inf") else self._scale_of_scaler()
-        if not self._window.ends(last):
-            if self._window.is_unused:
-                check_window_is_used(self._window, self._model_params, self.registry)
+        self._ask_whether_captured("step")
+        window, scale = self._window, self._scale if not hasattr(self, "found_inf") else self._scale_of_scaler()
+        if not window.ends(last):
+            if window.is_unused:
+                check_window_is_used(window, self._model_params, self.registry)
             return None  # type: ignore[return-value]
-        if self._window.asked is not None and self._window.verdict is None:
-            self._clip_now(self._window.asked)
-        problem = self._completion(self._window, self._switch)
-        divisor = self._window.divisor(self.registry, scale, self._device)
-        verdict = self._window.verdict or self._clipping(self._clip, divisor)
+        if window.asked is not None and window.verdict is None:
+            clip_now(self, window.asked)
+        problem = self._completion(window, self._switch)
+        divisor = window.divisor(self.registry, scale, self._device)
+        verdict = window.verdict or self._clipping(self._clip, divisor, captured=window.captured)
         stats = verdict.stats
-        reason = self._skips.count(verdict, self.on_nonfinite)
+        reason = self._skips.count(verdict, self.on_nonfinite, window.captured)
         if reason is None:
-            self._states.update(Update(self.optimizer, stats.skipped, verdict.factor))
+            Update(self.optimizer, verdict.skipped, verdict.factor).within(self._states.around_update)
         if self.loss_scale is not None:
             self.loss_scale.update(stats.found_inf)  # only now: gradients were divided by the scale that backward used
         self.last_stats = stats
-        self._window.close(self._model_params)
+        window.close(self._model_params)
         if self._switch is not None:
-            self._switch.expect(self._window)
+            self._switch.expect(window)
         if reason is not None:
             raise stopped(reason, self._clipping)  # whoever catches it goes on with a lower loss scale
         if problem := problem or verdict.problem:
             raise problem
         return stats  # type: ignore[return-value]
+
+    def _ask_whether_captured(self, call: str) -> None:
+        self._window.captured = is_captured()
+        if self._window.captured:
+            check_captured(self, call)
 
     # Explicit clipping -----------------------------------------------------------------------------------------------
 
@@ -275,26 +287,14 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         Args: as for `ByNorm`. Returns: GradStats with the norm before clipping; None in the middle of a window.
         Raises ValueError, nothing changed, where one is out of range. Collectives: those of a step. Host reads: none.
         """
-        return self._clip_or_ask(ByNorm(max_norm, norm_type))
+        return self._clip_or_ask("clip_grad_by_norm", ByNorm(max_norm, norm_type))
 
     @torch.no_grad()
     def clip_grad_by_value(self, clip_value: float) -> Stats_co:
         """The same with `ByValue`: clamp every element to [-clip_value, clip_value], after measuring."""
-        return self._clip_or_ask(ByValue(clip_value))
+        return self._clip_or_ask("clip_grad_by_value", ByValue(clip_value))
 
-    def _clip_or_ask(self, clip: Clip) -> Stats_co:
-        in_use(clip)  # is checked
-        if self._window.is_full:
-            return self._clip_now(clip).stats  # type: ignore[return-value]
-        self._window.asked = clip
-        return None  # type: ignore[return-value]
-
-    def _clip_now(self, clip: Clip | None) -> Verdict:
-        problem = self._completion(self._window, self._switch)
-        divisor = self._window.divisor(self.registry, self._scale, self._device)
-        rule = self._clip if clip is self.clip else in_use(clip)
-        verdict = self._clipping(rule, divisor, now=True, earlier=self._window.verdict)
-        self._window.clipped(verdict)
-        if problem is not None:
-            raise problem  # only now: `step` must do on this rank what it does on the others
-        return verdict
+    def _clip_or_ask(self, call: str, clip: Clip) -> Stats_co:
+        self._ask_whether_captured(call)
+        verdict = clip_or_ask(self, clip)
+        return None if verdict is None else verdict.stats  # type: ignore[return-value]

@@ -45,15 +45,16 @@ class KeptWeight:
 
     def get(self, how: Hashable) -> Rounded | None:
         """What `put` was given, if it still holds."""
-        seen, rounded = _KEPT[self._weight].get(how, (None, None))
+        seen, rounded = KEPT[self._weight].get(how, (None, None))
         return rounded if seen == self._seen else None
 
     def put(self, how: Hashable, rounded: Rounded) -> None:
         """Keep it until the next step."""
-        _KEPT[self._weight][how] = self._seen, rounded
+        KEPT[self._weight][how] = self._seen, rounded
 
 
-_KEPT: Any = WeakTensorKeyDictionary()
+KEPT: Any = WeakTensorKeyDictionary()
+"""Of each weight that is kept what it was rounded to, by how."""
 _hooked = False
 
 
@@ -61,7 +62,7 @@ def keep_rounded(weight: Tensor) -> None:
     """From now on, round this weight once a step."""
     global _hooked
     if isinstance(weight, nn.Parameter) and not has_dtensors([weight]):  # a DTensor's memory is others'
-        _KEPT[weight] = {}
+        KEPT[weight] = {}
     if not _hooked:
         register_optimizer_step_post_hook(_stepped)
         _hooked = True
@@ -71,10 +72,10 @@ def kept(weight: Tensor) -> KeptWeight | None:
     """Where to look for, and to keep, what this weight is rounded to; None where it is to be rounded every time: it is not
     to be kept, no gradients are computed, or what runs is recorded and will run again with other weights.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or weight not in _KEPT:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or weight not in KEPT:
         return None
     if is_captured():
-        del _KEPT[weight]  # for good: the graph's replays step it without a word to anybody
+        del KEPT[weight]  # for good: the graph's replays step it without a word to anybody
         return None
     return KeptWeight(weight)
 
@@ -107,7 +108,7 @@ def round_both(
 
 def forget_rounded() -> None:
     """Weights have been stepped."""
-    for by_how in _KEPT.values():
+    for by_how in KEPT.values():
         by_how.clear()
 
 

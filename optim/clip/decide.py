@@ -29,7 +29,7 @@ from ..norm.units import UnitDim, Units
 from .ballot import Ballot
 from .multiply import multiply_
 from .policies import ByGroup
-from .rule import Clip, Decision
+from .rule import NOTHING, Clip, Decision
 from .state import ClipState
 from .thresholds import AgreedThresholds
 from .verdict import Divisor, Verdict
@@ -92,6 +92,7 @@ class Clipping:
         self._measurers: dict[Needs, GlobalNorm] = {}
         self._named: dict[tuple[str, ...], Named] = {}
         self._constants = Constants()
+        self._one: Tensor | None = None
 
     def replan(self, plan: ReductionPlan) -> None:
         """The same plan, of which more is known now."""
@@ -105,7 +106,13 @@ class Clipping:
             self.ballot.watch.start_over()
 
     def __call__(
-        self, clip: ClipState | None, divisor: Divisor, *, now: bool = False, earlier: Verdict | None = None
+        self,
+        clip: ClipState | None,
+        divisor: Divisor,
+        *,
+        now: bool = False,
+        earlier: Verdict | None = None,
+        captured: bool = False,
     ) -> Verdict:
         """What is done with the gradients; it has been done where it is not one factor for all.
 
@@ -114,6 +121,7 @@ class Clipping:
             divisor: What is still in the gradients.
             now: Unscale and clip in place, even where the factor could be folded into the update.
             earlier: Of the same window, in which ranks have had their say.
+            captured: A CUDA graph is made of it.
         Raises:
             ValueError: A group's threshold was changed, of which other ranks would not know.
             ReplicaMismatchError: On every rank, if copies are compared and differ.
@@ -128,7 +136,11 @@ class Clipping:
         inverse = divisor.inverse(norms.extra)
         if inverse is not None:
             inverse = inverse.to(norms.total)
-            norms = norms.times(inverse)
+            total = norms.total * inverse
+            groups = total.view(1) if norms.groups.numel() == 1 else norms.groups * inverse
+            norms = norms._replace(total=total, groups=groups)
+            if needs.level != "total" or self.measure.per_parameter:
+                norms = _more_times(norms, inverse)
         finite, past = norms.total < inf, None  # not where it is NaN
         if divisor.is_missing is not None:
             past = divisor.is_missing(norms.extra) & (norms.total != 0)  # states are also made by gradients of zeros
@@ -137,11 +149,13 @@ class Clipping:
         decision = Decision(None)
         if rule is not None:
             state = ClipState(rule) if clip is None else clip
-            decision = state.decide(norms, rule)
+            decision = state.decide(norms, rule) if captured or state.initial else rule.decide(norms, NOTHING)
             if decision.state:
                 state.remember(decision, _is_taken(finite, vetoed, parted))
-        factors = decision.factors
-        factor, level, one = inverse, Needs.level, self._one(norms.total)
+        factors, one = decision.factors, self._one
+        if one is None or one.device != norms.total.device:  # in the first step: a graph must not make it
+            one = self._one = torch.ones_like(norms.total)
+        factor, level = inverse, Needs.level
         if rule is None or factors is None:
             coef = torch.ones_like(norms.total)
         else:
@@ -155,28 +169,22 @@ class Clipping:
             factor = None
         if rule is not None and rule.in_place:
             rule.finish_(self.params)
-        spiked = decision.spiked(finite)
-        stats = self._stats(norms, coef, finite, divisor, needs, vetoed=vetoed, parted=parted, spiked=spiked)
-        return Verdict(stats, factor, past, None if ballot is None else ballot.problem).after(earlier)
-
-    def _stats(
-        self, norms: Norms, coef: Tensor, finite: Tensor, divisor: Divisor, needs: Needs, **flags: Tensor | None
-    ) -> GradStats:
-        names = self.plan.parameter_names if self.measure.per_parameter else ()
-        return GradStats(
+        spiked, names = decision.spiked(finite), self.plan.parameter_names if self.measure.per_parameter else ()
+        stats = GradStats(
             total_norm=norms.total,
             clip_coef=coef,
             found_inf=torch.logical_not(finite, out=torch.empty((), dtype=torch.float32, device=finite.device)),
             group_norms=norms.groups,
             loss_scale=None if divisor.loss_scale is None else divisor.loss_scale.clone(),
             parameter_norms=dict(zip(names, norms.parameters.unbind(), strict=True)) if names else {},
+            vetoed=vetoed,
+            parted=parted,
+            spiked=spiked,
             named_norms=dict(zip(needs.patterns, norms.named.unbind(), strict=False)) if needs.patterns else {},
-            **flags,
         )
-
-    def _one(self, like: Tensor) -> Tensor:
-        """Asked for in every step: one that is captured in a CUDA graph, and clips for the first time, finds it made."""
-        return self._constants("one", lambda: [1.0], like.dtype, like.device)[0]
+        skipped = stats.found_inf if vetoed is parted is spiked is None else stats.skipped
+        verdict = Verdict(stats, skipped, factor, past, None if ballot is None else ballot.problem)
+        return verdict if earlier is None else verdict.after(earlier)
 
     def _with_thresholds(
         self, clip: Clip | None, norm_type: float, slots: Tensor, ballot: Ballot | None
@@ -204,9 +212,12 @@ class Clipping:
         weights = self.params if needs.weights else ()
         slots = [check.slots(None if index else gradients) for index, check in enumerate(self.checks)]
         cast = [] if ballot is None else ballot.slots(gradients)
+        more = torch.cat([extra, *slots, *cast]) if slots or cast else extra
+        norms = self._measurers[needs](gradients, more, weights)
+        if needs.level == "named":
+            norms = self._with_named(needs, norms)
         if not slots and not cast:
-            return self._with_named(needs, self._measurers[needs](gradients, extra, weights)), ()
-        norms = self._with_named(needs, self._measurers[needs](gradients, torch.cat([extra, *slots, *cast]), weights))
+            return norms, ()
         extra, *totals = norms.extra.split([len(extra), *map(len, slots), *map(len, cast)])
         if slots:
             self._compare(norms.total, totals[: len(slots)])
@@ -236,9 +247,7 @@ class Clipping:
         )
 
     def _with_named(self, needs: Needs, norms: Norms) -> Norms:
-        """The norms, of named groups too where they are needed."""
-        if needs.level != "named":
-            return norms
+        """The norms, of named groups too."""
         if needs.patterns not in self._named:
             self._named[needs.patterns] = Named.of(self.plan.parameter_names, needs.patterns)
         named, p = self._named[needs.patterns], needs.norm_type
@@ -256,6 +265,12 @@ class Clipping:
         )
         for param in complete:
             mark_complete(param)
+
+
+def _more_times(norms: Norms, inverse: Tensor) -> Norms:
+    """With what is measured of the gradients besides total and groups times ``inverse``, 0-dim."""
+    more = {name: getattr(norms, name) for name in ("parameters", "units", "named")}
+    return norms._replace(**{name: values * inverse for name, values in more.items() if values.numel()})
 
 
 def _is_taken(finite: Tensor, vetoed: Tensor | None, parted: Tensor | None) -> Tensor:

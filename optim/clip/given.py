@@ -11,8 +11,7 @@ from ..norm.named import Named
 from ..norm.plan import ReductionPlan
 from ..norm.units import Units
 from .named import ByName, OfGroup
-from .policies import ByNorm
-from .rule import Clip, Threshold
+from .rule import ByNorm, Clip, Threshold
 from .state import ClipState
 
 Given = Threshold | Clip | Mapping[str, OfGroup] | None

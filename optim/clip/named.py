@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..norm.global_norm import Norms
-from .policies import ByNorm
-from .rule import Clip, Decision, Initial, Threshold
+from .rule import ByNorm, Clip, Decision, Initial, Threshold
 
 OfGroup = Threshold | Clip | None
 """What is done with a named group: a threshold of its norm, or a rule for it; None or ``math.inf``: nothing."""

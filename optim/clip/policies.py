@@ -25,29 +25,6 @@ from .rule import (
 
 
 @dataclass(frozen=True)
-class ByNorm(Clip):
-    """coef = min(1, max_norm / (total_norm + 1e-6))       Pascanu et al. 2013, arXiv:1211.5063
-
-    Args:
-        max_norm: In units of the unscaled gradient; finite, > 0. Or a function of the number of steps that were not
-            skipped: `WarmUp`, or your own.
-        norm_type: p >= 1, or inf; None: what `Measure` says.
-    """
-
-    max_norm: Threshold
-    norm_type: float | None = None
-
-    def check(self) -> None:
-        checked_threshold(self.max_norm, "max_norm")
-
-    def initial(self) -> Mapping[str, Initial]:
-        return counting(self.max_norm)
-
-    def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> Decision:
-        return Decision(clip_coefficient(norms.total, at(self.max_norm, state.get("steps"))), counted(state))
-
-
-@dataclass(frozen=True)
 class ByValue(Clip):
     """Clamp every element to [-clip_value, clip_value], after measuring.
 

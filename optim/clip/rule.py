@@ -1,4 +1,4 @@
-"""What a clip rule is: from norms, and what the rule remembers of earlier steps, to factors on gradients.
+"""What a clip rule is: from norms, and what it remembers of earlier steps, to factors on gradients. And the usual one.
 
 A rule says at which level it works, and gets the norms that were measured there, of the gradients as they will be stepped
 with (unscaled, averaged), in device tensors of the same bits on every rank:
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import isfinite
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -115,6 +116,29 @@ class Clip(ABC):  # noqa: B024 (one of two methods is to be written)
 
     def finish_(self, gradients_of: Sequence[Tensor]) -> None:  # noqa: B027 (most rules have nothing to do here)
         """Change the ``.grad`` of these tensors, in place, after the factors."""
+
+
+@dataclass(frozen=True)
+class ByNorm(Clip):
+    """coef = min(1, max_norm / (total_norm + 1e-6))       Pascanu et al. 2013, arXiv:1211.5063
+
+    Args:
+        max_norm: In units of the unscaled gradient; finite, > 0. Or a function of the number of steps that were not
+            skipped: `WarmUp`, or your own.
+        norm_type: p >= 1, or inf; None: what `Measure` says.
+    """
+
+    max_norm: Threshold
+    norm_type: float | None = None
+
+    def check(self) -> None:
+        checked_threshold(self.max_norm, "max_norm")
+
+    def initial(self) -> Mapping[str, Initial]:
+        return counting(self.max_norm)
+
+    def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> Decision:
+        return Decision(clip_coefficient(norms.total, at(self.max_norm, state.get("steps"))), counted(state))
 
 
 # Thresholds -----------------------------------------------------------------------------------------------------------

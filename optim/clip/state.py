@@ -31,12 +31,13 @@ class ClipState:
         rule: Which may be another one's too: what is remembered is here.
 
     Attributes:
+        initial: What the rule remembers, and begins with; nothing for most.
         names: Of the logical parameters, the same on every rank; none before they are known, or where nobody asks.
         tensors: By name; they are made in the first step, on the device of the norms, and from there on changed in place.
     """
 
     def __init__(self, rule: Clip) -> None:
-        self.rule = rule
+        self.rule, self.initial = rule, rule.initial()
         self.names: tuple[str, ...] = ()
         self.tensors: dict[str, Tensor] = {}
         self._numbers: dict[str, Numbers] = {}  # loaded; what is not among them begins as the rule says
@@ -44,7 +45,7 @@ class ClipState:
     @property
     def needs_names(self) -> bool:
         """Whether the rule speaks of single parameters."""
-        of_each = any(isinstance(value, OfEachParameter) for value in self.rule.initial().values())
+        of_each = any(isinstance(value, OfEachParameter) for value in self.initial.values())
         return of_each or self.rule.level in ("parameters", "named", "units")
 
     def bind(self, names: Sequence[str]) -> None:
@@ -79,7 +80,7 @@ class ClipState:
             kept.copy_(torch.where(taken, value, kept))
 
     def _make(self, like: Tensor) -> None:
-        initial = self.rule.initial()
+        initial = self.initial
         if self.tensors.keys() == initial.keys():
             if all(tensor.device == like.device for tensor in self.tensors.values()):
                 return
@@ -110,7 +111,7 @@ class ClipState:
         return {"rule": type(self.rule).__name__, "state": self._read()}
 
     def _read(self) -> dict[str, Numbers]:
-        initial, found = self.rule.initial(), dict(self._numbers)
+        initial, found = self.initial, dict(self._numbers)
         for name, tensor in self.tensors.items():
             values = tensor.tolist()
             found[name] = dict(zip(self.names, values, strict=True)) if _of_each(initial[name]) else values
@@ -122,7 +123,7 @@ class ClipState:
         What was saved without a state of this rule (None), or with that of another one, is no error, so that a run may
         change its rule: what the rule remembers then begins anew, with a warning that says so.
         """
-        initial, self.tensors, self._numbers = self.rule.initial(), {}, {}
+        initial, self.tensors, self._numbers = self.initial, {}, {}
         if not initial:
             return
         kind, saved = type(self.rule).__name__, saved or {}

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from .policies import ByGroup, ByNorm, ByValue
-from .rule import Clip, checked_threshold
+from .policies import ByGroup, ByValue
+from .rule import ByNorm, Clip, checked_threshold
 
 
 @dataclass(frozen=True)

@@ -13,27 +13,27 @@ from ..norm.stats import GradStats
 
 
 class Verdict(NamedTuple):
-    """What a step does: it skips where ``stats.skipped`` is 1, else multiplies all gradients by ``factor`` (None: by 1,
-    or it has been done).
+    """What a step does: it skips where ``skipped`` is 1, else multiplies all gradients by ``factor`` (None: by 1, or it
+    has been done).
 
     Args:
+        skipped: ``stats.skipped``.
         past: 0-dim bool: it skips because gradients came past `backward`. None: they may come as they like.
         problem: What ``commit=`` raised on this rank.
     """
 
     stats: GradStats
+    skipped: Tensor
     factor: Tensor | None
     past: Tensor | None = None
     problem: Exception | None = None
 
-    def after(self, earlier: Verdict | None) -> Verdict:
+    def after(self, earlier: Verdict) -> Verdict:
         """Of a second clip in one window, which must not hide what the first one found."""
-        if earlier is None:
-            return self
         found_inf = torch.maximum(self.stats.found_inf, earlier.stats.found_inf)
         said = {name: getattr(earlier.stats, name) for name in ("vetoed", "parted", "spiked")}
         stats = replace(self.stats, found_inf=found_inf, **said)
-        return self._replace(stats=stats, factor=None, problem=earlier.problem)
+        return self._replace(stats=stats, skipped=stats.skipped, factor=None, problem=earlier.problem)
 
 
 class Divisor(NamedTuple):

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...amp.capture import is_captured
 from ...amp.copies import copy_each_
 from ...parallel.mesh.flat_collectives import reduce_scatter_flat
 from .flat import FlatBucket
@@ -62,7 +61,14 @@ class Exact(Exchange):
 
 
 class Reducible(Protocol):
-    """Gradients that are completed together, when all of them are there."""
+    """Gradients that are completed together, when all of them are there.
+
+    Attributes:
+        adopt: Gradients may become views of a buffer. Set to False where a CUDA graph is made: from then on they stay where
+            they lie, and graphs of other micro-batches add to them there.
+    """
+
+    adopt: bool
 
     @property
     def params(self) -> Sequence[Tensor]: ...
@@ -84,6 +90,7 @@ class LocalGradients:
     """
 
     group = None
+    adopt = False
 
     def __init__(self, params: Sequence[Tensor], scale: float) -> None:
         self.params, self.scale = list(params), scale
@@ -113,7 +120,8 @@ class GradientBucket:
         dtype: Of the buffer.
         scale: What gradients are multiplied by before they are summed: half-precision sums then overflow no earlier than
             one rank's gradient would.
-        adopt: Let gradients become views of the flat buffer after an all-reduce, which saves a copy. Not where a gradient
+        adopt: Let gradients become views of the flat buffer after an all-reduce, which saves a copy (for the attribute see
+            `Reducible`). Not where a gradient
             has another owner who would not see that.
         pending: Those that must not be summed twice, and are marked: their gradients are never views.
     """
@@ -131,9 +139,7 @@ class GradientBucket:
     ) -> None:
         self.params, self.layout, self.dtype, self.scale = list(params), layout, dtype, scale
         self.group, self._exchange, self._pending = group, exchange, list(pending)
-        self._adopt = (
-            adopt and not self._pending
-        )  # a mark knows a gradient by its version, which views of a buffer share
+        self.adopt = adopt and not pending  # a mark knows a gradient by its version, which views of a buffer share
         self._memory: Memory = {}
         self._padded = layout.padded_numel
         self._spans = [(at, at + numel) for at, numel in zip(layout.offsets, layout.numels, strict=True)]
@@ -193,27 +199,27 @@ class GradientBucket:
             else:
                 views.append(view)
                 gradients.append(gradient)
-        copy_each_(views, gradients)
-        if views and self.scale != 1.0:
-            torch._foreach_mul_(views, self.scale)
+        if views:
+            copy_each_(views, gradients)
+            if self.scale != 1.0:
+                torch._foreach_mul_(views, self.scale)
         return flat
 
     def _unpack(self, flat: Tensor) -> None:
-        if is_captured():
-            self._adopt = False  # a graph of another micro-batch adds to the gradients where they lie, from now on
         targets, sources = [], []
         for view, param in zip(self.views(flat), self.params, strict=True):
             if param.grad is None and not param.requires_grad:
                 continue  # frozen since the bucket was made: what is no gradient must not be stepped with
             narrow = param.grad is not None and param.grad.dtype != self.dtype  # the sum would be rounded into it
-            if (self._adopt or narrow) and param.is_contiguous():
+            if (self.adopt or narrow) and param.is_contiguous():
                 param.grad = view
                 continue
             if param.grad is None or narrow:
                 param.grad = torch.empty_like(param, dtype=self.dtype)
             targets.append(param.grad)
             sources.append(view)
-        copy_each_(targets, sources)
+        if targets:
+            copy_each_(targets, sources)
 
     def fits_exactly(self, tensor: Tensor) -> bool:
         """Whether the flattened tensor is the whole buffer: a large parameter that needs no copy to travel."""

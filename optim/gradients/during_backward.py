@@ -121,16 +121,6 @@ class BackwardReducer:
         """Reduce all buckets, where backward has not. Collectives: those of the buckets."""
         run_all([bucket.start for bucket in (*self._eager, *self._late)], self._in_flight)
 
-    def check_nothing_came(self) -> None:
-        """Raise RuntimeError if a parameter whose gradients have been reduced, and taken, has one again."""
-        for bucket in (*self._eager, *self._late):
-            for param in bucket.params:
-                if param.grad is not None:
-                    raise RuntimeError(
-                        f"{self._name_of(param)} got a gradient outside of optimizer.backward, in a window that used it: "
-                        "with Sharded(gradients=True) all micro-batches of a window go through optimizer.backward, or none"
-                    )
-
     def check_no_stray(self) -> None:
         """Raise RuntimeError if gradients have come since they were reduced, which would count on this rank alone."""
         if self.stray is not None:
@@ -138,6 +128,11 @@ class BackwardReducer:
                 f"{self._name_of(self.stray)} got a gradient outside of optimizer.backward after those of the window had "
                 "been reduced: with Reduce(overlap=True) call optimizer.backward for the last micro-batch of a window"
             )
+
+    def keep_in_place(self) -> None:
+        """From now on gradients stay where they lie: graphs of other micro-batches add to them there."""
+        for bucket in (*self._eager, *self._late):
+            bucket.adopt = False
 
     def remove_hooks(self) -> None:
         """Leave the parameters' gradients alone from now on."""

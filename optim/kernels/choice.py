@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -22,7 +22,24 @@ if TYPE_CHECKING:  # triton is not everywhere where torch is, and takes a second
 Kernels = Literal["auto", "torch", "triton"]
 VARIABLE = "MESHSTEP_KERNELS"
 
-_chosen: list[Kernels] = []
+_said: list[Kernels] = []
+
+
+class Chosen:
+    """The kernels of this process, looked up once and not in each step; anew after `use_kernels`."""
+
+    @cached_property
+    def native(self) -> Native | None:
+        """The compiled loops, if they are to be used and are there."""
+        return None if kernels_chosen() == "torch" or _is_interpreted() else _found()
+
+    @cached_property
+    def triton(self) -> Triton | None:
+        """The kernels in Triton, if they are to be used; `triton_on` says on which device."""
+        return _loaded() if kernels_chosen() == "triton" else None
+
+
+chosen = Chosen()
 
 
 def use_kernels(kernels: Kernels) -> None:
@@ -42,24 +59,20 @@ def use_kernels(kernels: Kernels) -> None:
         ImportError: "triton", and the package triton can't be imported.
     Collectives: none.
     """
-    _chosen[:] = [_checked(kernels, "kernels")]
+    _said[:] = [_checked(kernels, "kernels")]
+    vars(chosen).clear()
 
 
 def kernels_chosen() -> Kernels:
     """What `use_kernels`, or the environment, has said."""
-    if not _chosen:
-        _chosen.append(_checked(os.environ.get(VARIABLE, "auto"), VARIABLE))
-    return _chosen[0]
-
-
-def native() -> Native | None:
-    """The compiled loops, if they are to be used and are there."""
-    return None if kernels_chosen() == "torch" or _is_interpreted() else _found()
+    if not _said:
+        _said.append(_checked(os.environ.get(VARIABLE, "auto"), VARIABLE))
+    return _said[0]
 
 
 def triton_on(device: torch.device) -> Triton | None:
     """The kernels in Triton, if they are to be used and run on this device."""
-    kernels = _loaded() if kernels_chosen() == "triton" else None
+    kernels = chosen.triton
     return kernels if kernels is not None and kernels.runs_on(device) else None
 
 
@@ -67,7 +80,7 @@ def kernels_here() -> str:
     """What computes, for the ranks' agreement: on a CPU "native" or "torch", and what else there is on a GPU."""
     if _is_interpreted():
         return "triton, interpreted"
-    on_cpu = "torch" if native() is None else "native"
+    on_cpu = "torch" if chosen.native is None else "native"
     return f"triton, on a CPU {on_cpu}" if kernels_chosen() == "triton" else on_cpu
 
 

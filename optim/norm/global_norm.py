@@ -52,14 +52,6 @@ class Norms(NamedTuple):
     weights: Tensor
     named: Tensor
 
-    def times(self, factor: Tensor) -> Norms:
-        """Of the gradients times ``factor``, 0-dim. The weights' stay, and so does what travelled along."""
-        total = self.total * factor
-        groups = total.view(1) if self.groups.numel() == 1 else self.groups * factor
-        # An empty tensor is multiplied by a kernel too.
-        parameters, units, named = (x * factor if x.numel() else x for x in (self.parameters, self.units, self.named))
-        return self._replace(total=total, groups=groups, parameters=parameters, units=units, named=named)
-
 
 class GlobalNorm:
     """Measures the gradients of one plan.
@@ -103,6 +95,8 @@ class GlobalNorm:
         self._by_norms = self.norm_type >= HIGH  # what travels is norms, not powers
         self._has_copies = any(weight != 1 for weight in plan.weights)
         self._constants = Constants()
+        self._weights_of_all: Tensor | None = None
+        self._wire = registry.device
         alone = registry.topology.world_size == 1
         self._world = None if alone else registry.group(*registry.topology.axes)
 
@@ -122,7 +116,7 @@ class GlobalNorm:
         here = [gradient for gradient in gradients if gradient is not None]
         all_here = len(here) == len(gradients)
         present = list(range(len(here))) if all_here else [i for i, g in enumerate(gradients) if g is not None]
-        device = self.registry.device if extra is None else extra.device
+        device = self._wire if extra is None else extra.device
         powers = self._local_powers(here, device)
         extra = powers.new_zeros(0) if extra is None else extra.to(powers)
         if self.reduction == "packed":
@@ -168,7 +162,11 @@ class GlobalNorm:
         """Each piece divided by its number of holders; for p = inf copies do no harm."""
         if self.norm_type == inf or not self._has_copies:
             return powers
-        weights = self._constant("weights", present, powers)
+        weights = self._weights_of_all if len(present) == len(self.plan.weights) else None
+        if weights is None or weights.device != powers.device:
+            weights = self._constant("weights", present, powers)
+            if len(present) == len(self.plan.weights):
+                self._weights_of_all = weights
         return powers * (weights.pow(1 / self.norm_type) if self._by_norms else weights)
 
     def _local_powers(self, gradients: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -255,13 +253,13 @@ class GlobalNorm:
     # Collectives: on their own device, where that is another than the gradients' ----------------------------------------
 
     def _sum(self, vector: Tensor, group: dist.ProcessGroup) -> Tensor:
-        wire = vector.to(self.registry.device)
+        wire = vector.to(self._wire)
         dist.all_reduce(wire, group=group)
         return wire.to(vector.device)
 
     def _rows(self, vector: Tensor, group: dist.ProcessGroup) -> Tensor:
         """[ranks of the group, len(vector)]: of all of them."""
-        wire = vector.to(self.registry.device)
+        wire = vector.to(self._wire)
         gathered = wire.new_empty(group.size() * wire.numel())
         all_gather_flat(gathered, wire, group)
         return gathered.to(vector.device).view(group.size(), -1)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from ...amp.capture import is_captured
-from ..kernels.choice import native, triton_on
+from ..kernels.choice import chosen, triton_on
 from ..kernels.native import in_memory_order
 
 SMALL = 1024  # elements
@@ -68,12 +68,12 @@ def local_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     dtype = accumulation_dtype(gradients[0].device)
     if inf > norm_type >= HIGH:
         return torch.stack([_high_norm(g, norm_type).to(dtype) for g in gradients])
-    kernels = triton_on(gradients[0].device)
-    if kernels is not None and not is_captured() and (powers := kernels.powers(gradients, norm_type)) is not None:
+    kernels = None if chosen.triton is None or is_captured() else triton_on(gradients[0].device)
+    if kernels is not None and (powers := kernels.powers(gradients, norm_type)) is not None:
         return powers
     if not gradients[0].is_cpu:
         return _powers_at_once(gradients, norm_type, dtype)
-    if (loops := native()) is not None and (powers := loops.powers(gradients, norm_type)) is not None:
+    if (loops := chosen.native) is not None and (powers := loops.powers(gradients, norm_type)) is not None:
         return powers
     if norm_type == inf:
         return torch.stack([_largest(g) for g in gradients]).to(dtype)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...parallel.interop.accelerate import innermost, taken_over
 from ...parallel.mesh.agreement import on_all_ranks
+from ..clip_now import clip_now
 from ..parallel_optimizer import ParallelOptimizer
 
 
@@ -77,7 +78,8 @@ def _clip_norm(
 ) -> Tensor:
     _look_at_call(accelerator, optimizer, parameters)
     if isinf(max_norm):
-        stats = optimizer._clip_now(optimizer.clip).stats
+        optimizer._ask_whether_captured("clip_grad_norm_")
+        stats = clip_now(optimizer, optimizer.clip).stats
     else:
         stats = optimizer.clip_grad_by_norm(float(max_norm), norm_type)
     norm: Tensor = stats.total_norm

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,8 +32,9 @@ class Chain:
         given: The model's parameters, some of which this rank may have no piece of: name, parameter, whether it was
             trained.
         bringing: The links that have gradients to `bring`, from the model's side on.
-        stepping: The links that do something around an update, `step`, the one next to the optimizer first.
-        watchers: Who looks on.
+        catching_up: Those that `catch_up`.
+        watchers: Who looks on; `watch` says who.
+        around_update: What is around an update: the links' `step`, of the one next to the optimizer first, and watchers.
     Collectives: those of the links.
     """
 
@@ -64,10 +64,17 @@ class Chain:
         for link in self.links:
             held = self._install(link, groups, held)
         self.held += held
-        self.bringing = self._those_with("bring")
-        self.stepping = self._those_with("step", "publish")[::-1]
-        for index, link in enumerate(self.stepping):
-            link.in_parts = all(inner.divisible for inner in self.stepping[:index])
+        self.bringing, self.catching_up = self._those_with("bring"), self._those_with("catch_up")
+        stepping = self._those_with("step", "publish")[::-1]
+        for index, link in enumerate(stepping):
+            link.in_parts = all(inner.divisible for inner in stepping[:index])
+        self._stepping = [link.step for link in stepping]
+        self.watch(self.watchers)
+
+    def watch(self, watchers: Sequence[Watcher]) -> None:
+        """These look on from now on, and no others."""
+        self.watchers = list(watchers)
+        self.around_update = [*self._stepping, *(watcher.update for watcher in self.watchers)]
 
     def _those_with(self, *methods: str) -> list[Link]:
         """The links that do something there: a step should not pass through the others."""
@@ -172,14 +179,6 @@ class Chain:
         ]
 
     # The step --------------------------------------------------------------------------------------------------------
-
-    def update(self, update: Callable[[], object]) -> None:
-        """Call ``update``, which steps the optimizer or skips, within what the links do around it."""
-        for link in self.stepping:
-            update = partial(link.step, update)
-        for watcher in self.watchers:
-            update = partial(watcher.update, update)
-        update()
 
     @property
     def around_backward(self) -> list[Callable[[AnyWindow], AbstractContextManager[None]]]:

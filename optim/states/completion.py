@@ -66,6 +66,9 @@ class Completion:
             return None
         for watcher in self.chain.watchers:
             watcher.local(window)
+        if window.captured:
+            for bucket in (*self._buckets, *(self.early or ())):
+                bucket.adopt = False
         averaged = switch is None or switch.averages(window)
         if switch is not None:
             switch.hand_over([param for _, param, _ in self.chain.given])
@@ -77,7 +80,7 @@ class Completion:
         # collectives whether it ran a backward or not.
         if self.early is not None and not window.reduced:
             reduce_all(self.early)
-        for link in self.chain.bringing:
+        for link in self.chain.catching_up:
             link.catch_up(window)
         if seen is not None:
             self._look(seen, window)

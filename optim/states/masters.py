@@ -113,10 +113,14 @@ class Masters(Link):
                 master.grad = tensor.grad.float()
                 late.append(master)
         copies = HalfCopies(masters.param_of)
-        with offered.of(copies):
+        before = offered.set(copies)
+        try:
             update()
+        finally:
+            offered.reset(before)
         masters.publish(copies.written)
-        clear_gradients(late, set_to_none=True)  # the copy's memory gets another before the next step
+        if late:
+            clear_gradients(late, set_to_none=True)  # the copy's memory gets another before the next step
 
     def publish(self) -> None:
         self._made.publish()

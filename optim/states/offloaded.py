@@ -30,7 +30,7 @@ from ...parallel.layout.annotation import copy_annotation
 from ..gradients.bucket import BUCKET_BYTES
 from ..gradients.flat import flat_buckets
 from ..gradients.in_place import clear_gradients, gradient_dtype
-from ..step.decided import only, steps_in_parts
+from ..step.update import only, steps_in_parts
 from .host_bucket import HostBucket
 from .link import AnyWindow, Binding, Link, Placement, Position
 from .pieces import Held, StandIns

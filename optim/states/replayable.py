@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ..step.decided import Update
+from ..step.update import Update
 from .chain import Chain
 from .half_states import HalfStates
 from .link import Binding, Link, Placement, Position

@@ -119,10 +119,7 @@ class Shards(Link):
         named: list[Tensor | tuple[str, Tensor]] = [(h.name, tensor) for h, tensor in zip(held, tensors, strict=True)]
         entries = entries_of([named], topology)
         cuts = [cut_of(entry, self.how.axis, topology, self._averages_data, self.how.gradients) for entry in entries]
-        planned, over = (
-            self._layouts(tensors, entries, cuts),
-            {index: cut for index, cut in enumerate(cuts) if cut.axes},
-        )
+        planned, over = self._layouts(tensors, entries, cuts), {i: cut for i, cut in enumerate(cuts) if cut.axes}
         self._agree(entries, over)
         self._cut_over |= {tensors[index]: cut.axes for index, cut in over.items()}
         self._names |= {tensors[index]: entries[index].name for index in over}
@@ -213,8 +210,7 @@ class Shards(Link):
         """With sharded gradients every bucket is reduced into this rank's slice, where micro-batches add up, and the
         parameters have no gradients afterwards.
 
-        Raises:
-            RuntimeError: The gradients of the window before have not been cleared.
+        Raises RuntimeError where the gradients of the window before have not been cleared.
         """
         if self._reducer is None:
             yield
@@ -237,13 +233,11 @@ class Shards(Link):
 
     @torch.no_grad()
     def bring(self, window: AnyWindow, averaged: bool) -> None:
-        """Reduce the gradients, as far as backward has not, and give each piece its part.
-
-        Raises:
-            RuntimeError: With sharded gradients, a micro-batch went past `micro_batch`, in a window in which another did
-                not.
-        """
+        """Reduce the gradients, as far as backward has not, and give each piece its part. Raises RuntimeError with sharded
+        gradients, where one micro-batch of a window went past `micro_batch` and another did not."""
         buckets = self.buckets
+        if self._reducer is not None and window.micro_batches:
+            self._check_nothing_came()
         for bucket in buckets:  # see what was written to the model's parameters since the last step
             bucket.refresh()
         if self._reducer is None:
@@ -251,11 +245,18 @@ class Shards(Link):
                 bucket.gradients = [None] * len(bucket.pieces)  # the parameters' gradients hold all of the window
             summed = not averaged and self.registry.topology.role(self.how.axis) == "data"
             run_all([partial(bucket.reduce, summed=summed) for bucket in buckets])
-        elif window.micro_batches:
-            self._reducer.check_nothing_came()
         for bucket in buckets:
             for piece, gradient in zip(bucket.pieces, bucket.gradients, strict=True):
                 piece.grad = gradient
+
+    def _check_nothing_came(self) -> None:
+        """Raise RuntimeError if a parameter whose gradients have been reduced, and taken, has one again."""
+        for param, name in self._names.items():
+            if param.grad is not None:
+                raise RuntimeError(
+                    f"{name} got a gradient outside of optimizer.backward, in a window that used it: with "
+                    "Sharded(gradients=True) all micro-batches of a window go through optimizer.backward, or none"
+                )
 
     def step(self, update: Callable[[], object]) -> None:
         update()

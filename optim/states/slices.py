@@ -37,6 +37,8 @@ class Slices:
         gradients: For each segment the gradient that has come so far, or None.
     """
 
+    adopt = False
+
     def __init__(
         self,
         params: Sequence[Tensor],
@@ -50,14 +52,15 @@ class Slices:
     ) -> None:
         self.params, self.layout, self.summed, self.grad_dtype = list(params), layout, summed, grad_dtype
         self.release = release
-        self._rank, self.group, self._numel = registry.rank(*axes), registry.group(*axes), layout.slice_numel
+        rank, self.group, self._numel = registry.rank(*axes), registry.group(*axes), layout.slice_numel
+        self._own = slice(rank * self._numel, (rank + 1) * self._numel)
         average = 1 / registry.size(*axes) if {*axes} <= {*registry.topology.data_axes} else 1.0
         # Divided before the sum, float16 gradients overflow no earlier than one rank's would; else the slice is less work.
         early = average if grad_dtype == torch.float16 else 1.0
         self._late = 1.0 if grad_dtype == torch.float16 else average
         self._travels_as_it_is = len(self.params) == 1 and self.params[0].numel() == layout.padded_numel
         self._bucket = GradientBucket(self.params, layout, self.group, exchange, grad_dtype, early)
-        self.segments = layout.segments(self._rank)
+        self.segments = layout.segments(rank)
         self.pieces: list[Tensor] = [nn.Parameter(self._piece(segment)) for segment in self.segments]
         self.gradients: list[Tensor | None] = [None] * len(self.segments)
         self._seen = self._look()
@@ -93,9 +96,9 @@ class Slices:
             flat = self.params[0].data.view(-1)
         else:
             flat = self.params[0].new_empty(self._numel * self.layout.slices)
-            own = self._own(flat)
+            own = flat[self._own]
             copy_each_([own[s.offset : s.offset + s.numel] for s in self.segments], self.pieces)
-        work: Any = all_gather_flat(flat, self._own(flat), self.group, async_op=True)
+        work: Any = all_gather_flat(flat, flat[self._own], self.group, async_op=True)
 
         @torch.no_grad()
         def finish() -> None:
@@ -108,9 +111,6 @@ class Slices:
             self._seen = self._look()
 
         return finish
-
-    def _own(self, flat: Tensor) -> Tensor:
-        return flat[self._rank * self._numel : (self._rank + 1) * self._numel]
 
     # Gradients -------------------------------------------------------------------------------------------------------
 

@@ -67,8 +67,11 @@ class SplitMasters(Link):
         return {}
 
     def step(self, update: Callable[[], object]) -> None:
-        with offered.of(SplitWeights(self.remainders)):
+        before = offered.set(SplitWeights(self.remainders))
+        try:
             update()
+        finally:
+            offered.reset(before)
 
     def kept(self, tensor: Tensor) -> Mapping[str, Tensor]:
         remainder = self.remainders.get(tensor)

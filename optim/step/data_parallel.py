@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ...amp.capture import is_captured
 from ...parallel.mesh.topology import Topology
 from ..gradients.bucket import Exchange
 from ..gradients.during_backward import BackwardReducer
@@ -120,6 +121,8 @@ class Overlap(Switch):
                 "last micro-batch: call the others within optimizer.no_sync(), or give accumulation_steps"
             )
         reduces = self.on
+        if reduces and is_captured():
+            self._reducer.keep_in_place()
         with super().micro_batch(window), self._reducer.micro_batch(window.several) if reduces else nullcontext():
             yield
         window.reduced |= reduces

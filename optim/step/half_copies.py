@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from .offer import Offer
 
-
+@dataclass(eq=False)
 class HalfCopies:
     """Copies that an update may write along with what it steps, instead of a pass of their own.
 
@@ -19,8 +20,9 @@ class HalfCopies:
         written: Those of them that have been written.
     """
 
-    def __init__(self, halves: Mapping[Tensor, Tensor]) -> None:
-        self.halves, self.written = halves, list[Tensor]()
+    halves: Mapping[Tensor, Tensor]
+    written: list[Tensor] = field(default_factory=list)
 
 
-offered = Offer[HalfCopies]()
+offered: ContextVar[HalfCopies | None] = ContextVar("half copies", default=None)
+"""Else it would be an argument of all calls between, torch's among them."""

@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ...amp.by_bucket import in_bucket
-from ..kernels.choice import native
+from ...amp import by_bucket
+from ..kernels.choice import chosen
 from ..kernels.native import PLAIN, Kind, Native
 from . import half_copies, split_weights
 from .rows import Rows
@@ -26,40 +26,46 @@ Hyper = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Known:
-    """An optimizer of torch: its formula, the names of its states in the order of the loops, and its hyper-parameters."""
+    """An optimizer of torch, in the order of the loops.
+
+    Args:
+        kind: Its formula.
+        hyper: The keys of its numbers in a param group; the betas are two.
+        states: Their names.
+        last: The key in a param group without which there is no last state.
+    """
 
     kind: Kind
-    states: Callable[[Hyper], tuple[str, ...]]
-    hyper: Callable[[Hyper], list[float]]
+    hyper: tuple[str, ...]
+    states: tuple[str, ...]
+    last: str | None = None
+
+    def states_in(self, group: Hyper) -> tuple[str, ...]:
+        """The names of the states that a param group has."""
+        return self.states if self.last is None or group[self.last] else self.states[:-1]
+
+    def numbers_in(self, group: Hyper) -> list[float]:
+        """The numbers of a param group."""
+        found = list[float]()
+        for key in self.hyper:
+            value = group[key]
+            found += map(number, value) if isinstance(value, (tuple, list)) else (number(value),)
+        return found
 
 
-def _adam_states(group: Hyper) -> tuple[str, ...]:
-    return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
-
-
-def _adam_hyper(group: Hyper) -> list[float]:
-    beta1, beta2 = group["betas"]
-    flags = float(group["decoupled_weight_decay"]), float(group["amsgrad"])
-    return [*map(number, (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])), *flags]
-
-
-ADAM = Known(Kind.ADAM, _adam_states, _adam_hyper)
+ADAM = Known(
+    Kind.ADAM,
+    ("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay", "amsgrad"),
+    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    last="amsgrad",
+)
 KNOWN: Mapping[type, Known] = {
     torch.optim.Adam: ADAM,
     torch.optim.AdamW: ADAM,
     torch.optim.SGD: Known(
-        Kind.SGD,
-        lambda group: ("momentum_buffer",) if group["momentum"] else (),
-        lambda group: [
-            *map(number, (group["lr"], group["momentum"], group["dampening"], group["weight_decay"])),
-            float(group["nesterov"]),
-        ],
+        Kind.SGD, ("lr", "momentum", "dampening", "weight_decay", "nesterov"), ("momentum_buffer",), last="momentum"
     ),
-    torch.optim.Adagrad: Known(
-        Kind.ADAGRAD,
-        lambda group: ("sum",),
-        lambda group: [*map(number, (group["lr"], group["lr_decay"], group["eps"], group["weight_decay"]))],
-    ),
+    torch.optim.Adagrad: Known(Kind.ADAGRAD, ("lr", "lr_decay", "eps", "weight_decay"), ("sum",)),
 }
 
 
@@ -80,7 +86,7 @@ def loops_for(optimizer: torch.optim.Optimizer, *numbers: Tensor | None) -> Nati
     """
     if not all(value is None or _is_read_here(value) for value in numbers):
         return None
-    loops = native()
+    loops = chosen.native
     return loops if loops is not None and is_known(optimizer, _is_read_here) else None
 
 
@@ -110,49 +116,77 @@ _kept: WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[int, torch.device], R
 
 
 def rows_of(optimizer: torch.optim.Optimizer, device: torch.device, remainders: Mapping[Tensor, Tensor]) -> list[Rows]:
-    """Of each param group what kernels on this device step of it; those of the last step, where they are still so.
+    """Of each param group what kernels on this device step of it; that of the last step, where it is still so.
 
     Args:
         remainders: Of split weights, as `Rows` has them.
     """
-    known = KNOWN[type(optimizer)]
-    # Buckets hold copies that are thrown away after it.
-    kept: dict[tuple[int, torch.device], Rows] = {} if in_bucket() else _kept.setdefault(optimizer, {})
-    found = []
-    for index, group in enumerate(optimizer.param_groups):
-        names, key = known.states(group), (index, device)
-        rows = kept.get(key)
-        if rows is None or not rows.are_still(group["params"], optimizer.state, names, remainders):
-            counted = known.kind != Kind.SGD
-            rows = kept[key] = Rows(group["params"], optimizer.state, names, counted, device, remainders)
+    known, found = KNOWN[type(optimizer)], list[Rows]()
+    before = rows_as_before(optimizer, device, remainders)
+    for index, (group, rows) in enumerate(zip(optimizer.param_groups, before, strict=True)):
+        if rows is None:
+            states, counted = known.states_in(group), known.kind != Kind.SGD
+            rows = Rows(group["params"], optimizer.state, states, counted, device, remainders)
+            if not by_bucket.holders:  # buckets hold copies that are thrown away after it
+                _kept.setdefault(optimizer, {})[index, device] = rows
         found.append(rows)
     return found
 
 
+def rows_as_before(
+    optimizer: torch.optim.Optimizer, device: torch.device, remainders: Mapping[Tensor, Tensor]
+) -> list[Rows | None]:
+    """Of each param group that of the last step; None where there is none, or something has changed."""
+    known, kept = KNOWN[type(optimizer)], {} if by_bucket.holders else _kept.get(optimizer, {})
+    states = [known.states_in(group) for group in optimizer.param_groups]
+    found = list[Rows | None]()
+    for index, (group, names) in enumerate(zip(optimizer.param_groups, states, strict=True)):
+        rows = kept.get((index, device))
+        still = rows is not None and rows.are_still(group["params"], optimizer.state, names, remainders)
+        found.append(rows if still else None)
+    return found
+
+
 def step_by_loops(
-    loops: Native, optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None
-) -> list[list[Tensor]]:
+    loops: Native,
+    optimizer: torch.optim.Optimizer,
+    found_inf: Tensor,
+    factor: Tensor | None,
+    *,
+    as_before: bool = False,
+) -> list[list[Tensor]] | None:
     """Step what the loops step; nothing changes where ``found_inf`` is 1, but that states are made.
 
     Args:
         loops: `loops_for` the optimizer.
         found_inf: 0-dim float32, on the CPU.
         factor: Of the gradients, 0-dim; None for 1.
+        as_before: Do nothing and return None unless they step all of it, and did so in the last step: then nobody else is
+            to be asked how.
     Returns:
         Of each param group the parameters with gradients that are left for torch.
     Collectives, host reads: none.
     """
-    known, copies, left = KNOWN[type(optimizer)], half_copies.offered(), list[list[Tensor]]()
-    weights, written = split_weights.offered(), list[Tensor]()
-    times = 1.0 if factor is None else number(factor)
+    known, groups, device = KNOWN[type(optimizer)], optimizer.param_groups, found_inf.device
+    copies, weights = half_copies.offered.get(), split_weights.offered.get()
     remainders = {} if weights is None else weights.remainders
-    for group, rows in zip(optimizer.param_groups, rows_of(optimizer, found_inf.device, remainders), strict=True):
-        hyper, signed = known.hyper(group), -times if group["maximize"] else times
-        calls, others = rows.taken(copies)
+    hypers, times = [known.numbers_in(group) for group in groups], 1.0 if factor is None else number(factor)
+    before = rows_as_before(optimizer, device, remainders) if as_before else rows_of(optimizer, device, remainders)
+    rows = list[Rows]()
+    for of_group in before:
+        if of_group is None or (as_before and of_group.others):
+            return None
+        rows.append(of_group)
+    left, written = list[list[Tensor]](), list[Tensor]()
+    for group, hyper, of_group in zip(groups, hypers, rows, strict=True):
+        calls, others = of_group.taken(copies)
+        signed = -times if group["maximize"] else times
         for call in calls:
             loops.update(known.kind, call.columns, hyper, signed, found_inf, call.grad_dtype, call.half_dtype)
         left.append(others)
-        written += [weight for weight in rows.split if weight.grad is not None]
+        for weight in of_group.split:
+            if weight.grad is not None:
+                written.append(weight)
     if copies is not None:
         written += copies.written
     if written:

@@ -45,6 +45,7 @@ class Rows:
 
     Attributes:
         split: The split weights among the rows.
+        others: The parameters that have had a gradient and are no rows.
     """
 
     def __init__(
@@ -59,20 +60,20 @@ class Rows:
         self._all, self._names = list(params), (*names, "step") if counted else tuple(names)
         self._params: list[Tensor] = []
         self._states: list[dict[str, Any]] = []
-        self._others: list[Tensor] = []
+        self.others: list[Tensor] = []
         self._waiting: list[Tensor] = []
         for param in params:
             if param.grad is None and param not in state:
                 self._waiting.append(param)  # for its first gradient
             elif not _is_stepped(param, device, remainders.get(param)):
-                self._others.append(param)
+                self.others.append(param)
             elif not self._names:
                 self._params.append(param)
             elif _has_states(param, state[param], names, counted):
                 self._params.append(param)
                 self._states.append(state[param])
             else:
-                self._others.append(param)
+                self.others.append(param)
         self._contiguous = [param.is_contiguous() for param in self._params]
         self._values = self._values_now()
         self._addresses = self._addresses_now()
@@ -129,7 +130,7 @@ class Rows:
             for param, grad, here in zip(self._params, grads, chosen, strict=True)
             if not here and grad is not None
         ]
-        return calls, [param for param in self._others if param.grad is not None] + strange
+        return calls, [param for param in self.others if param.grad is not None] + strange
 
     def _call(
         self,

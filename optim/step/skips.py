@@ -8,11 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
-from ...amp.capture import is_captured
 from ..clip.verdict import Verdict
-from ..norm.stats import GradStats
 from .first_look import SAY_SO
 
 LAG = 16
@@ -72,9 +69,11 @@ class SkipMonitor:
         self._arrived: list[torch.cuda.Event | None] = [None] * LAG
         self._step = 0
 
-    def count(self, verdict: Verdict, on_nonfinite: OnNonfinite) -> str | None:
-        """Count one step, which is skipped where ``stats.skipped`` is 1, before it is made.
+    def count(self, verdict: Verdict, on_nonfinite: OnNonfinite, captured: bool = False) -> str | None:
+        """Count one step, which is skipped where ``verdict.skipped`` is 1, before it is made.
 
+        Args:
+            captured: A CUDA graph is made of it: the counts go on in its replays, and `poll` looks at them.
         Returns:
             Why training should end here, if it should, `PARTED` say; the same on every rank.
         Raises:
@@ -82,8 +81,10 @@ class SkipMonitor:
         Host reads: one or two with ``"raise"``, else none.
         """
         stats = verdict.stats
-        in_a_row, past, parted = self._before()
-        self._add(stats, verdict.past)
+        in_a_row, past, parted = (0, 0, 0) if captured else self._before()
+        self._add(verdict)
+        if not captured:
+            self._send()
         if past or (on_nonfinite == "raise" and verdict.past is not None and bool(verdict.past)):
             raise self._came_past(f", the first one {LAG} steps ago" if past else ", this one")
         if parted or (on_nonfinite == "raise" and stats.parted is not None and bool(stats.parted)):
@@ -114,19 +115,21 @@ class SkipMonitor:
             f"them were skipped{since}: {SAY_SO}"
         )
 
-    def _add(self, stats: GradStats, past: Tensor | None) -> None:
+    def _add(self, verdict: Verdict) -> None:
+        stats, past = verdict.stats, verdict.past
         self.counts[:2].add_(stats.found_inf)
         self.counts[1].mul_(stats.found_inf)
         if past is not None:
             self.counts[2].add_(past)
         if stats.vetoed is not None or stats.parted is not None or stats.spiked is not None:
-            self.counts[0].add_(stats.skipped - stats.found_inf)
+            self.counts[0].add_(verdict.skipped - stats.found_inf)
         if stats.vetoed is not None:
             self.counts[3].add_(stats.vetoed)
         if stats.parted is not None:
             self.counts[4].copy_(stats.parted)
-        if is_captured():
-            return  # the counts go on in the replays, and `poll` looks at them
+
+    def _send(self) -> None:
+        """To the host, without waiting."""
         slot = self._step % LAG
         self._copies[slot].copy_(self.counts, non_blocking=True)
         if self.counts.is_cuda:
@@ -137,7 +140,7 @@ class SkipMonitor:
     def _before(self) -> tuple[int, int, int]:
         """Steps skipped in a row, and because gradients came past, and whether copies had parted, as of `LAG` steps before
         this one; 0 at first."""
-        if self._step < LAG or is_captured():
+        if self._step < LAG:
             return 0, 0, 0
         slot = self._step % LAG
         event = self._arrived[slot]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from itertools import accumulate
 
 import torch
@@ -15,7 +16,6 @@ from ...amp.optimizer_state import is_half_kept
 from ...amp.split_masters import join, split
 from ...amp.stochastic_rounding import BUCKET_NUMEL
 from ...parallel.layout.annotation import copy_annotation
-from .offer import Offer
 from .rows import lies_densely
 
 
@@ -114,4 +114,5 @@ def _lend(optimizer: torch.optim.Optimizer, weight: Tensor, master: Tensor) -> N
         optimizer.state[master] = state
 
 
-offered = Offer[SplitWeights]()
+offered: ContextVar[SplitWeights | None] = ContextVar("split weights", default=None)
+"""Else they would be an argument of all calls between."""

@@ -58,11 +58,11 @@ def step_by_triton(
     """
     from ..kernels.triton import Part
 
-    known, copies, left = KNOWN[type(optimizer)], offered(), list[list[Tensor]]()
+    known, copies, left = KNOWN[type(optimizer)], offered.get(), list[list[Tensor]]()
     parts, alive = list[Part](), list[Tensor]()
     for group, rows in zip(optimizer.param_groups, rows_of(optimizer, found_inf.device, {}), strict=True):
         rate = _rate_on(found_inf.device, group)
-        hyper = known.hyper(group if rate is None else {**group, "lr": 0.0})
+        hyper = known.numbers_in(group if rate is None else {**group, "lr": 0.0})
         calls, others = rows.taken(copies)
         for call in calls:
             parts.append(Part(call.columns, hyper, rate, group["maximize"], call.grad_dtype, call.half_dtype))

@@ -107,11 +107,29 @@ def weight_slots(
 
 
 def inverse_weight(totals: Tensor, registry: ProcessGroupRegistry) -> Tensor:
-    """0-dim: D / W; 1 where nobody gave a weight (or all gave 0), NaN where W is negative or NaN. Host reads: none."""
-    place, total = _place_of(registry), totals.amax() if len(totals) > 1 else totals[0]
-    one, nan = place.constants("one and NaN", lambda: [1.0, torch.nan], total.dtype, total.device)
-    inverse = torch.where(total > 0, place.data_ranks / total, nan)
-    return torch.where(total == 0, one, inverse)
+    """0-dim: D / W; 1 where nobody gave a weight (or all gave 0), NaN where W is negative or NaN. Host reads: none.
+
+    Args:
+        totals: The sum over ranks of `weight_slots`, without a vote.
+    """
+    total = totals.amax() if len(totals) > 1 else totals[0]
+    inverse = _place_of(registry).data_ranks / total
+    return inverse.masked_fill_(total < 0, torch.nan).masked_fill_(total == 0, 1.0)
+
+
+def inverse_of(registry: ProcessGroupRegistry, scale: Tensor | None, weightless: bool, totals: Tensor) -> Tensor | None:
+    """0-dim: what a window's gradients are multiplied by, D / W / loss scale; None for 1. Host reads: none.
+
+    Args:
+        scale: The loss scale.
+        weightless: Nobody gave a weight.
+        totals: The sum over ranks of `weight_slots`.
+    """
+    inverse = None if scale is None else scale.to(totals).reciprocal()
+    if weightless:
+        return inverse
+    weight = inverse_weight(totals[: _place_of(registry).stages], registry)
+    return weight if inverse is None else weight * inverse
 
 
 def reference_inverse_weight(weights: Sequence[Sequence[float]]) -> float:

@@ -18,10 +18,9 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ from torch import Tensor
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..clip.verdict import Divisor
 from .divided import watching_stages
-from .weights import Weight, inverse_weight, weight_slots
+from .weights import Weight, inverse_of, weight_slots
 
 Phase = Literal["open", "accumulating", "complete", "clipped", "broken"]
 Asked = TypeVar("Asked")
@@ -53,6 +52,7 @@ class Window(Generic[Asked, Verdict]):
         calls: Backward calls, and losses scaled for those of others, since the last step.
         strays: At the end of a window with a loss scale, `has_strays`.
         several: The micro-batch may have more backward calls than one.
+        captured: A CUDA graph is being made of the step, or explicit clip, that was called last.
         left_out: torch's data parallelism was told to leave the last micro-batch out.
         reduced: A backward has reduced the gradients while it ran.
         asked: What an explicit call in the middle of the window wants done at its end.
@@ -66,9 +66,10 @@ class Window(Generic[Asked, Verdict]):
         if steps is not None and (not isinstance(steps, int) or steps < 1):
             raise ValueError(f"accumulation_steps={steps!r}: give a whole number >= 1, or None to decide yourself")
         self.steps, self.scaled = steps, scaled
-        self.holds_old = self.left_out = self.several = self.came = self.divided_again = False
+        self.holds_old = self.left_out = self.several = self.captured = self.came = self.divided_again = False
         self._stepped_with: _Gradient | None = None
         self._weight = Weight()
+        self._slots: tuple[tuple[object, ...], Tensor] | None = None
         self.close()
 
     def close(self, params: Sequence[Tensor] = ()) -> None:
@@ -83,7 +84,8 @@ class Window(Generic[Asked, Verdict]):
         self.micro_batches = 0
         self.calls = 0
         self.strays = False
-        self._weight.clear()
+        if self.has_weight:
+            self._weight.clear()
         self.reduced = False
         self.asked: Asked | None = None
         self.verdict: Verdict | None = None
@@ -103,7 +105,7 @@ class Window(Generic[Asked, Verdict]):
         if self.calls:
             return False
         found = _Gradient.last_of(params)
-        return found is not None and found != self._stepped_with
+        return found is not None and not found.is_still(self._stepped_with)
 
     @property
     def weight(self) -> float | Tensor:
@@ -150,22 +152,24 @@ class Window(Generic[Asked, Verdict]):
     def divisor(self, registry: ProcessGroupRegistry, scale: Tensor | None, device: torch.device) -> Divisor:
         """What gradients, on ``device``, are to be divided by: the loss scale, if there is one, and the weight of the
         window."""
-        inverse = partial(self._inverse, scale=scale, registry=registry)
-        alone = registry.topology.world_size == 1
-        if not self.scaled or (alone and self.calls):  # this rank knows that there was one; nobody else is to be told
-            return Divisor(weight_slots(self.weight, registry, device), inverse, scale)
-        vote = _SCALED if self.calls else -1.0 if self.strays else 0.0
-        slots = weight_slots(self.weight, registry, device, vote)
-        return Divisor(slots, lambda totals: inverse(totals[:-1]), scale, lambda totals: totals[-1] < 0)
+        alone, vote = registry.topology.world_size == 1, None
+        if self.scaled and not (alone and self.calls):  # or this rank knows that there was one, and has nobody to tell
+            vote = _SCALED if self.calls else -1.0 if self.strays else 0.0
+        done = self.verdict is not None  # they were clipped in place in this window, and have it in them already
+        inverse = partial(inverse_of, registry, None if done else scale, done or (alone and not self.has_weight))
+        missing = None if vote is None else lambda totals: totals[-1] < 0
+        return Divisor(self._slots_of(self.weight, vote, registry, device), inverse, scale, missing)
 
-    def _inverse(self, totals: Tensor, scale: Tensor | None, registry: ProcessGroupRegistry) -> Tensor | None:
-        if self.verdict is not None:
-            return None  # the gradients were clipped in place in this window, and have it in them already
-        inverse = None if scale is None else scale.to(totals).reciprocal()
-        if registry.topology.world_size == 1 and not self.has_weight:
-            return inverse
-        weight = inverse_weight(totals, registry)
-        return weight if inverse is None else weight * inverse
+    def _slots_of(
+        self, weight: float | Tensor, vote: float | None, registry: ProcessGroupRegistry, device: torch.device
+    ) -> Tensor:
+        """`weight_slots`, kept where they are of a number; a graph would read them there for ever."""
+        if self.captured or isinstance(weight, Tensor):
+            return weight_slots(weight, registry, device, vote)
+        key = weight, vote, registry, device
+        if self._slots is None or self._slots[0] != key:
+            self._slots = key, weight_slots(weight, registry, device, vote)
+        return self._slots[1]
 
     # Micro-batches ---------------------------------------------------------------------------------------------------
 
@@ -198,7 +202,7 @@ class Window(Generic[Asked, Verdict]):
         except BaseException:
             self.phase = "broken"
             raise
-        if self.steps != 1:
+        if self.steps != 1 and not self.reduced:
             self._with_gradient = [index for index, param in enumerate(params) if param.grad is not None]
 
     def begin(self, weight: float | Tensor | None, params: Sequence[Tensor], empty: bool = False) -> None:
@@ -241,7 +245,8 @@ class Window(Generic[Asked, Verdict]):
             self._weighted = weight is not None
             if weight is None:
                 weight = 0.0 if self.steps is None else 1.0
-            self._weight.add(weight)
+            if isinstance(weight, Tensor) or weight:
+                self._weight.add(weight)
         self.micro_batches += 1
 
     def complete(self) -> None:
@@ -272,11 +277,10 @@ class Window(Generic[Asked, Verdict]):
 _SCALED = 2.0**30  # more than there are ranks: one that knows of a scaled loss speaks for all
 
 
-@dataclass(frozen=True, eq=False)
-class _Gradient:
+class _Gradient(NamedTuple):
     """A gradient as it was at a time, which it does not keep alive."""
 
-    index: int
+    position: int
     tensor: weakref.ref[Tensor]
     version: int
 
@@ -289,10 +293,8 @@ class _Gradient:
                 return cls(index, weakref.ref(gradient), gradient._version)
         return None
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Gradient):
+    def is_still(self, before: _Gradient | None) -> bool:
+        """Whether it is the same, and has not been written to."""
+        if before is None or (self.position, self.version) != (before.position, before.version):
             return False
-        same = self.index == other.index and self.version == other.version
-        return same and self.tensor() is other.tensor() is not None
-
-    __hash__ = None  # type: ignore[assignment]
+        return self.tensor() is before.tensor() is not None

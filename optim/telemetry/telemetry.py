@@ -89,7 +89,7 @@ class Telemetry(Watcher):
         self._due = False
         self._gradients, self._window, self._local = Tensor(), Tensor(), Tensor()
         self._scale: Tensor | None = None
-        optimizer._states.watchers.append(self)
+        optimizer._states.watch([*optimizer._states.watchers, self])
 
     def _check(self) -> None:
         check_every(self.every, f"every={self.every!r}")
@@ -114,8 +114,8 @@ class Telemetry(Watcher):
 
     def close(self) -> None:
         """Measure no more. A second call does nothing."""
-        watchers = self.optimizer._states.watchers
-        watchers[:] = [watcher for watcher in watchers if watcher is not self]
+        states = self.optimizer._states
+        states.watch([watcher for watcher in states.watchers if watcher is not self])
 
     # What it is told of a step ---------------------------------------------------------------------------------------
 

@@ -16,7 +16,8 @@ from ...parallel.layout.pieces import Box, Shape
 from ...parallel.layout.spec import P
 from ..states.elementwise import check_each_alone
 from ..step.several import asks_other_ranks
-from ..step.update import check_steps_without_closure, step_within
+from ..step.torch_update import step_within
+from ..step.update import check_steps_without_closure
 from .at_home import HomeOptimizer
 from .layout import LogicalTensor
 from .nested import PLAN, flattened, is_plain, nested

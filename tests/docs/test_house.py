@@ -43,7 +43,7 @@ FLOORS: Mapping[str, tuple[frozenset[str], ...]] = {
         frozenset({"states"}),
         frozenset({"whole"}),
         frozenset({"setup", "options", "capture"}),
-        frozenset({"facade"}),
+        frozenset({"facade", "clip_now"}),
         frozenset({"parallel_optimizer"}),
         frozenset({"schedule", "telemetry", "checkpoint"}),
         frozenset({"recipe"}),

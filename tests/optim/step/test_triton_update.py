@@ -215,7 +215,7 @@ def test_without_the_interpreter_tensors_of_a_cpu_are_not_theirs() -> None:
         on_cpu = choice.kernels_here()
     with using("triton"), mock.patch.object(choice, "_loaded", return_value=mock.Mock(interpreted=False)):
         assert choice.kernels_here() == f"triton, on a CPU {on_cpu}"
-        assert (choice.native() is None) == (on_cpu == "torch")
+        assert (choice.chosen.native is None) == (on_cpu == "torch")
 
 
 def test_without_the_package_the_choice_is_an_error_that_says_so() -> None:

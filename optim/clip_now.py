@@ -1,0 +1,46 @@
+"""Explicit clipping, between the last backward of a window and its step: the stages that come before the update, now."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from .capture import Parts
+from .clip.given import in_use
+from .clip.rule import Clip
+from .clip.state import ClipState
+from .clip.verdict import Verdict
+
+
+class ClippingParts(Parts, Protocol):
+    """What is asked of an optimizer."""
+
+    _clip: ClipState | None
+    _scale: Tensor | None
+
+    @property
+    def clip(self) -> Clip | None:
+        """Its own rule."""
+
+
+def clip_or_ask(parts: ClippingParts, clip: Clip) -> Verdict | None:
+    """`clip_now` where the window is full; else None, and the step at its end does it."""
+    in_use(clip)  # is checked
+    if parts._window.is_full:
+        return clip_now(parts, clip)
+    parts._window.asked = clip
+    return None
+
+
+def clip_now(parts: ClippingParts, clip: Clip | None) -> Verdict:
+    """Complete, measure, unscale and clip the gradients, in place. Collectives: those of a step. Host reads: none."""
+    window = parts._window
+    problem = parts._completion(window, parts._switch)
+    divisor = window.divisor(parts.registry, parts._scale, parts._device)
+    rule = parts._clip if clip is parts.clip else in_use(clip)
+    verdict = parts._clipping(rule, divisor, now=True, earlier=window.verdict, captured=window.captured)
+    window.clipped(verdict)
+    if problem is not None:
+        raise problem  # only now: `step` must do on this rank what it does on the others
+    return verdict

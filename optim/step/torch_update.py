@@ -1,0 +1,142 @@
+"""torch's optimizers, stepped by torch: with factor and skip on the device, and around what is wrong in some kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
+
+from ...amp.casting import is_half
+from ..gradients.in_place import scale_gradients, widen_gradients
+from .captured_update import capturable
+from .counted_once import CountedOnce
+from .rows import laid_out, lies_densely
+
+
+def update_by_torch(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
+    params = params_of(optimizer)
+    widen_gradients(params)
+    if factor is not None and torch.float64 in {param.dtype for param in params}:
+        scale_gradients(params, torch.where(found_inf > 0, torch.ones_like(factor), factor))
+        factor = None
+    _start_momentum(optimizer)
+    lay_out_gradients(params)
+    fused: Any = optimizer
+    fused.found_inf = found_inf
+    fused.grad_scale = None if factor is None else torch.reciprocal(factor, out=torch.empty_like(found_inf))
+    try:
+        with capturable(optimizer), CountedOnce(optimizer, found_inf) if found_inf.is_cuda else nullcontext():
+            step_within(optimizer)
+    finally:
+        del fused.found_inf, fused.grad_scale
+
+
+def lay_out_gradients(params: Sequence[Tensor]) -> None:
+    """Give gradients on a CPU the order of memory of their parameters: torch's fused kernels there walk through both as
+    they lie, and would step elements by gradients of others."""
+    for param in params:
+        grad = param.grad
+        if grad is not None and param.is_cpu and (ordered := laid_out(grad, param)) is not grad:
+            param.grad = ordered
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """All that its param groups hold."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def without_momentum(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[Tensor]:
+    return [
+        param
+        for param in group["params"]
+        if param.grad is not None and optimizer.state.get(param, {}).get("momentum_buffer") is None
+    ]
+
+
+def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Give a fused SGD zeros to start from: torch would keep uninitialised memory when its first step is skipped.
+
+    Without dampening the first update from zeros is the same as from nothing.
+    """
+    if isinstance(optimizer, torch.optim.SGD):
+        for group in optimizer.param_groups:
+            for param in without_momentum(optimizer, group) if group["momentum"] else ():
+                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+
+
+def step_rightly(optimizer: torch.optim.Optimizer) -> None:
+    """Step, without fused kernels where those are wrong."""
+    groups = optimizer.param_groups if is_miscomputed(optimizer) or _starts_late(optimizer) else []
+    fused = [group["fused"] for group in groups]
+    try:
+        for group in groups:
+            group["fused"] = False
+        step_within(optimizer)
+    finally:
+        for group, value in zip(groups, fused, strict=True):
+            group["fused"] = value
+
+
+def _starts_late(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether some parameters of a fused SGD have momentum and others get theirs only now, which its kernel can't do."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return False
+    for group in optimizer.param_groups:
+        if group.get("fused") and group["momentum"] and group["dampening"]:
+            with_gradient = sum(param.grad is not None for param in group["params"])
+            if 0 < len(without_momentum(optimizer, group)) < with_gradient:
+                return True
+    return False
+
+
+def is_miscomputed(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether torch's fused kernels would step a parameter on a CPU wrongly: one whose elements do not lie densely, where
+    they write between them; a half-precision one of SGD's."""
+    sgd = isinstance(optimizer, torch.optim.SGD)
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            params = [param for param in group["params"] if param.is_cpu]
+            if not all(map(lies_densely, params)):
+                return True
+            if sgd and any(map(is_half, params)) and _fused_sgd_is_wrong():
+                return True
+    return False
+
+
+@cache
+def _fused_sgd_is_wrong() -> bool:
+    """Whether fused SGD on a CPU leaves most of a half-precision parameter as it was (pytorch issue 191763)."""
+    weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16, device="cpu"))
+    weight.grad = torch.ones_like(weight)
+    torch.optim.SGD([weight], lr=0.5, fused=True).step()
+    return bool((weight != 0.5).any())
+
+
+# torch's global step hooks are to run once a step: around that of the optimizer that the user calls -------------------
+
+
+def step_within(optimizer: torch.optim.Optimizer) -> None:
+    """``optimizer.step()``, around which only its own hooks run: it is a part of another optimizer's step."""
+    with _no_global_hooks():
+        optimizer.step()
+
+
+@contextmanager
+def _no_global_hooks() -> Iterator[None]:
+    """Without the hooks of `register_optimizer_step_pre_hook` and ``..._post_hook``."""
+    registries: list[Any] = [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
+    kept = [dict(hooks) for hooks in registries]
+    for hooks in registries:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in zip(registries, kept, strict=True):
+            new = dict(hooks)
+            hooks.clear()
+            hooks.update({**before, **new})

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from common import Figures, main
 from meshstep.optim import ParallelOptimizer, Sharded
+from meshstep.optim.step.update import Update
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from meshstep.parallel.mesh.svg import COLOURS, box, line, page, text
 from meshstep.testing import run_ranks
@@ -65,11 +66,14 @@ def watch(optimizer: ParallelOptimizer, timed: Callable[..., Any], stack: ExitSt
     """Time the stages of `ParallelOptimizer.step`, and what is sent within them."""
     for name, stage in (("_completion", "reduce-scatter"), ("_clipping", "measure, decide")):
         stack.enter_context(mock.patch.object(optimizer, name, partial(timed, stage, getattr(optimizer, name))))
-    update = optimizer._states.update
-    within = mock.patch.object(
-        optimizer._states, "update", lambda given: timed("all-gather", update, partial(timed, "update", given))
+    within: Callable[..., None] = Update.within
+    stack.enter_context(
+        mock.patch.object(
+            Update,
+            "within",
+            lambda update, around: timed("all-gather", within, partial(timed, "update", update), around),
+        )
     )
-    stack.enter_context(within)
 
 
 def measure() -> Figures:

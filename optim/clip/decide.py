@@ -132,15 +132,7 @@ class Clipping:
         ballot = self.ballot if earlier is None else None
         rule = self._with_thresholds(given, norm_type, divisor.slots, ballot)
         needs = Needs.of(rule, norm_type)
-        norms, cast = self._measured(needs, divisor.slots, ballot)
-        inverse = divisor.inverse(norms.extra)
-        if inverse is not None:
-            inverse = inverse.to(norms.total)
-            total = norms.total * inverse
-            groups = total.view(1) if norms.groups.numel() == 1 else norms.groups * inverse
-            norms = norms._replace(total=total, groups=groups)
-            if needs.level != "total" or self.measure.per_parameter:
-                norms = _more_times(norms, inverse)
+        norms, inverse, cast = self._unscaled(needs, divisor, ballot)
         finite, past = norms.total < inf, None  # not where it is NaN
         if divisor.is_missing is not None:
             past = divisor.is_missing(norms.extra) & (norms.total != 0)  # states are also made by gradients of zeros
@@ -202,6 +194,23 @@ class Clipping:
             raise
 
     # Measuring -------------------------------------------------------------------------------------------------------
+
+    def _unscaled(
+        self, needs: Needs, divisor: Divisor, ballot: Ballot | None
+    ) -> tuple[Norms, Tensor | None, Sequence[Tensor]]:
+        """The norms of the gradients as they will be stepped with; ``inverse``; and what ranks said, summed."""
+        norms, cast = self._measured(needs, divisor.slots, ballot)
+        inverse = divisor.inverse(norms.extra)
+        if inverse is None:
+            return norms, None, cast
+        inverse = inverse.to(norms.total)
+        total = norms.total * inverse
+        groups = total.view(1) if norms.groups.numel() == 1 else norms.groups * inverse
+        norms = norms._replace(total=total, groups=groups)
+        if needs.level != "total" or self.measure.per_parameter:
+            more = {name: getattr(norms, name) for name in ("parameters", "units", "named")}
+            norms = norms._replace(**{name: values * inverse for name, values in more.items() if values.numel()})
+        return norms, inverse, cast
 
     def _measured(self, needs: Needs, extra: Tensor, ballot: Ballot | None) -> tuple[Norms, Sequence[Tensor]]:
         """The norms of the gradients as they are, and the sums of what the ``ballot`` says; ``Norms.extra`` is the sum of
@@ -265,12 +274,6 @@ class Clipping:
         )
         for param in complete:
             mark_complete(param)
-
-
-def _more_times(norms: Norms, inverse: Tensor) -> Norms:
-    """With what is measured of the gradients besides total and groups times ``inverse``, 0-dim."""
-    more = {name: getattr(norms, name) for name in ("parameters", "units", "named")}
-    return norms._replace(**{name: values * inverse for name, values in more.items() if values.numel()})
 
 
 def _is_taken(finite: Tensor, vetoed: Tensor | None, parted: Tensor | None) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...amp.capture import is_captured
 from ...parallel.interop.local import local_parameters
 from ...parallel.layout.pieces import Region
 from ...parallel.mesh.registry import ProcessGroupRegistry
@@ -75,7 +76,7 @@ class OnList:
         slots = torch.full((1,), float(wrong), dtype=torch.float64, device=self.registry.device)
         self.clipping.params = params
         divisor = Divisor(slots, lambda _: None, is_missing=lambda totals: totals[0] > 0)
-        return self.clipping(clip, divisor, now=True).stats
+        return self.clipping(clip, divisor, now=True, captured=is_captured()).stats
 
 
 def _key(listed: Listed) -> tuple[object, ...]:

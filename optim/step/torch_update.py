@@ -19,6 +19,8 @@ from .rows import laid_out, lies_densely
 
 
 def update_by_torch(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
+    """Step a fused optimizer by torch's kernels; arguments as for `meshstep.optim.step.update.apply_update`. Host reads:
+    none."""
     params = params_of(optimizer)
     widen_gradients(params)
     if factor is not None and torch.float64 in {param.dtype for param in params}:
@@ -51,6 +53,7 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def without_momentum(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[Tensor]:
+    """The parameters of a group that have a gradient and no momentum buffer."""
     return [
         param
         for param in group["params"]

@@ -113,6 +113,8 @@ def test_where_some_pieces_are_uneven_the_others_gradients_do_not_wait(world: Wo
 class Noted:
     """A bucket of nothing, which writes down what becomes of it."""
 
+    adopt = False
+
     def __init__(self, name: str, group: Any, log: list[str]) -> None:
         self.name, self.group, self.log = name, group, log
         self.params: list[torch.Tensor] = []

@@ -61,6 +61,11 @@ CHANGES: dict[str, Callable[[nn.ParameterList, ParallelOptimizer], object]] = {
     ),
     "another rate": lambda model, optimizer: optimizer.param_groups[0].update(lr=0.3),
     "a group more": lambda model, optimizer: optimizer.add_param_group({"params": [one_more(model)]}),
+    "betas in a list, the other way": lambda model, optimizer: optimizer.param_groups[0].update(
+        betas=[0.7, 0.95], maximize=True
+    ),
+    "fused no longer": lambda model, optimizer: optimizer.param_groups[0].update(fused=False),
+    "somebody's hook": lambda model, optimizer: optimizer.optimizer.register_step_pre_hook(lambda *args: None),
     "a parameter replaced": lambda model, optimizer: optimizer.param_groups[0]["params"].reverse(),
 }
 

@@ -301,7 +301,7 @@ def test_offloaded_states_wait_for_the_gradients_and_for_the_decision() -> None:
     for log in steps(Topology(), "fp32", {"states": Offloaded(0.5), "max_norm": 1.0}, CPU):
         gradients, decision, weights = log.waits
         assert "host_bucket.py" in gradients
-        assert "optim/step/decided.py" in decision
+        assert "optim/step/update.py" in decision
         assert "host_bucket.py" in weights
 
 

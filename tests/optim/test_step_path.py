@@ -78,7 +78,7 @@ def path_of(precision: Any, states: str) -> Way:
             optimizer.backward(loss)
             optimizer.step()
             sys.setprofile(None)
-    files = [os.path.relpath(file, ROOT).removesuffix(".py") for file in dict.fromkeys(entered)]
+    files = [os.path.relpath(file, ROOT) for file in dict.fromkeys(entered)]
     return Way(files, len(entered) - len(files))
 
 

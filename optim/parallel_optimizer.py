@@ -245,7 +245,7 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         """
         if closure is not None:
             raise ValueError("step takes no closure: a skipped step can't be evaluated again; call backward, then step")
-        self._ask_whether_captured("step")
+        self._check_captured("step")
         window, scale = self._window, self._scale if not hasattr(self, "found_inf") else self._scale_of_scaler()
         if not window.ends(last):
             if window.is_unused:
@@ -272,7 +272,7 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
             raise problem
         return stats  # type: ignore[return-value]
 
-    def _ask_whether_captured(self, call: str) -> None:
+    def _check_captured(self, call: str) -> None:
         self._window.captured = is_captured()
         if self._window.captured:
             check_captured(self, call)
@@ -295,6 +295,6 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         return self._clip_or_ask("clip_grad_by_value", ByValue(clip_value))
 
     def _clip_or_ask(self, call: str, clip: Clip) -> Stats_co:
-        self._ask_whether_captured(call)
+        self._check_captured(call)
         verdict = clip_or_ask(self, clip)
         return None if verdict is None else verdict.stats  # type: ignore[return-value]

@@ -112,7 +112,7 @@ class Clipping:
         *,
         now: bool = False,
         earlier: Verdict | None = None,
-        captured: bool = False,
+        captured: bool,
     ) -> Verdict:
         """What is done with the gradients; it has been done where it is not one factor for all.
 
@@ -146,7 +146,7 @@ class Clipping:
                 state.remember(decision, _is_taken(finite, vetoed, parted))
         factors, one = decision.factors, self._one
         if one is None or one.device != norms.total.device:  # in the first step: a graph must not make it
-            one = self._one = torch.ones_like(norms.total)
+            one = self._one = self._constants("one", lambda: [1.0], norms.total.dtype, norms.total.device)[0]
         factor, level = inverse, Needs.level
         if rule is None or factors is None:
             coef = torch.ones_like(norms.total)

@@ -97,7 +97,7 @@ class Clip(ABC):  # noqa: B024 (one of two methods is to be written)
         )
 
     def initial(self) -> Mapping[str, Initial]:
-        """What is remembered from step to step, by name, as it is before the first one."""
+        """What is remembered from step to step, by name, as it is before the first one. Asked once."""
         return NOTHING
 
     def decide(self, norms: Norms, state: Mapping[str, Tensor]) -> Decision:

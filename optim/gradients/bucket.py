@@ -120,9 +120,8 @@ class GradientBucket:
         dtype: Of the buffer.
         scale: What gradients are multiplied by before they are summed: half-precision sums then overflow no earlier than
             one rank's gradient would.
-        adopt: Let gradients become views of the flat buffer after an all-reduce, which saves a copy (for the attribute see
-            `Reducible`). Not where a gradient
-            has another owner who would not see that.
+        adopt: Let gradients become views of the flat buffer after an all-reduce, which saves a copy (see also `Reducible`).
+            Not where a gradient has another owner who would not see that.
         pending: Those that must not be summed twice, and are marked: their gradients are never views.
     """
 
@@ -139,7 +138,9 @@ class GradientBucket:
     ) -> None:
         self.params, self.layout, self.dtype, self.scale = list(params), layout, dtype, scale
         self.group, self._exchange, self._pending = group, exchange, list(pending)
-        self.adopt = adopt and not pending  # a mark knows a gradient by its version, which views of a buffer share
+        self.adopt = (
+            adopt and not self._pending
+        )  # a mark knows a gradient by its version, which views of a buffer share
         self._memory: Memory = {}
         self._padded = layout.padded_numel
         self._spans = [(at, at + numel) for at, numel in zip(layout.offsets, layout.numels, strict=True)]

@@ -78,7 +78,7 @@ def _clip_norm(
 ) -> Tensor:
     _look_at_call(accelerator, optimizer, parameters)
     if isinf(max_norm):
-        optimizer._ask_whether_captured("clip_grad_norm_")
+        optimizer._check_captured("clip_grad_norm_")
         stats = clip_now(optimizer, optimizer.clip).stats
     else:
         stats = optimizer.clip_grad_by_norm(float(max_norm), norm_type)

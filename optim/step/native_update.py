@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,7 +30,7 @@ class Known:
 
     Args:
         kind: Its formula.
-        hyper: The keys of its numbers in a param group; the betas are two.
+        hyper: The keys of its numbers in a param group; ``"betas"`` are two.
         states: Their names.
         last: The key in a param group without which there is no last state.
     """
@@ -48,8 +48,11 @@ class Known:
         """The numbers of a param group."""
         found = list[float]()
         for key in self.hyper:
-            value = group[key]
-            found += map(number, value) if isinstance(value, (tuple, list)) else (number(value),)
+            if key == "betas":
+                first, second = group[key]
+                found += (number(first), number(second))
+            else:
+                found.append(number(group[key]))
         return found
 
 
@@ -147,6 +150,19 @@ def rows_as_before(
     return found
 
 
+@overload
+def step_by_loops(
+    loops: Native, optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None
+) -> list[list[Tensor]]: ...
+@overload
+def step_by_loops(
+    loops: Native,
+    optimizer: torch.optim.Optimizer,
+    found_inf: Tensor,
+    factor: Tensor | None,
+    *,
+    as_before: bool,
+) -> list[list[Tensor]] | None: ...
 def step_by_loops(
     loops: Native,
     optimizer: torch.optim.Optimizer,

@@ -88,16 +88,17 @@ class Rows:
         self.split = [param for param, rest in zip(self._params, rests, strict=True) if rest is not None]
         self._rests, self._rest_addresses = rests, _addresses_of(rests)
 
-    def _values_now(self) -> list[list[Tensor]]:
-        return [[state[name] for state in self._states] for name in self._names]
+    def _values_now(self) -> list[list[Any]]:
+        return [[state.get(name) for state in self._states] for name in self._names]
 
     def _addresses_now(self) -> list[list[int]]:
-        return [[tensor.data_ptr() for tensor in column] for column in (self._params, *self._values)]
+        return [list(map(Tensor.data_ptr, column)) for column in (self._params, *self._values)]
 
     def are_still(
         self, params: Sequence[Tensor], state: State, names: Sequence[str], remainders: Mapping[Tensor, Tensor]
     ) -> bool:
-        """Whether all is where it was: parameters, states and remainders, at their addresses, and no first gradient."""
+        """Whether all is where it was: parameters, states and remainders, at their addresses, of as many elements that lie
+        as they lay, and no first gradient."""
         return (
             len(params) == len(self._all)
             and all(map(is_, params, self._all))
@@ -106,6 +107,8 @@ class Rows:
             and list(map(id, state.values())) == self._known
             and all(all(map(is_, new, old)) for new, old in zip(self._values_now(), self._values, strict=True))
             and self._addresses_now() == self._addresses
+            and list(map(Tensor.numel, self._params)) == self._numels
+            and list(map(Tensor.is_contiguous, self._params)) == self._contiguous
             and all(param.grad is None for param in self._waiting)
         )
 
@@ -150,7 +153,7 @@ class Rows:
             grad if plain and grad.is_contiguous() else laid_out(grad, param)
             for grad, param, plain in zip(rows, params, contiguous, strict=True)
         ]
-        addresses = array("Q", [grad.data_ptr() for grad in rows])
+        addresses = array("Q", map(Tensor.data_ptr, rows))
         every = len(params) == len(self._params)
         table = self._table if every else _flat(compress(column, chosen) for column in self._fixed)
         lengths = self._lengths if every else array("q", compress(self._numels, chosen))

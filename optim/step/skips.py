@@ -69,7 +69,7 @@ class SkipMonitor:
         self._arrived: list[torch.cuda.Event | None] = [None] * LAG
         self._step = 0
 
-    def count(self, verdict: Verdict, on_nonfinite: OnNonfinite, captured: bool = False) -> str | None:
+    def count(self, verdict: Verdict, on_nonfinite: OnNonfinite, captured: bool) -> str | None:
         """Count one step, which is skipped where ``verdict.skipped`` is 1, before it is made.
 
         Args:

@@ -49,7 +49,7 @@ class Update:
         return any(param.is_cpu for group in self.optimizer.param_groups for param in group["params"])
 
     def within(self, around: Iterable[Callable[[Callable[[], object]], object]]) -> None:
-        """Make it, called by the last of ``around``, which the one before calls, and so on."""
+        """Make it: the first of ``around`` calls it, the second the first, and so on."""
         update: Callable[[], object] = self
         for enter in around:
             update = partial(enter, update)
@@ -113,7 +113,7 @@ def _update_split(
     if loops is None:
         weights.step(optimizer, update)
         return
-    if any(left := step_by_loops(loops, optimizer, found_inf, factor) or []):
+    if any(left := step_by_loops(loops, optimizer, found_inf, factor)):
         with holding(optimizer, left):
             weights.step(optimizer, update)
 
@@ -149,7 +149,7 @@ def _update_on_device(optimizer: torch.optim.Optimizer, found_inf: Tensor, facto
     if (kernels := triton_for(optimizer, found_inf, factor)) is not None:
         left = step_by_triton(kernels, optimizer, found_inf, factor)
     elif (loops := loops_for(optimizer, found_inf, factor)) is not None:
-        left = step_by_loops(loops, optimizer, found_inf, factor) or []
+        left = step_by_loops(loops, optimizer, found_inf, factor)
     else:
         update_by_torch(optimizer, found_inf, factor)
     if any(left):

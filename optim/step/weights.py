@@ -21,25 +21,26 @@ class Weight:
     Attributes:
         value: A number; where any micro-batch's weight is a tensor a 0-dim tensor, the same one for life: CUDA graphs of
             micro-batches add to it in every replay.
+        sum: That tensor, from when there was one on; replays add to it while ``value`` is 0.
     """
 
     def __init__(self) -> None:
         self.value: float | Tensor = 0.0
-        self._sum: Tensor | None = None
+        self.sum: Tensor | None = None
 
     def clear(self) -> None:
         """Nothing has come."""
         self.value = 0.0
-        if self._sum is not None:
-            self._sum.zero_()
+        if self.sum is not None:
+            self.sum.zero_()
 
     @torch.no_grad()
     def add(self, weight: float | Tensor) -> None:
         """Of one more micro-batch; 0-dim."""
         if isinstance(weight, Tensor) and not isinstance(self.value, Tensor):
-            if self._sum is None or self._sum.device != weight.device:
-                self._sum = torch.zeros((), dtype=accumulation_dtype(weight.device), device=weight.device)
-            self.value = self._sum.add_(self.value) if self.value else self._sum
+            if self.sum is None or self.sum.device != weight.device:
+                self.sum = torch.zeros((), dtype=accumulation_dtype(weight.device), device=weight.device)
+            self.value = self.sum.add_(self.value) if self.value else self.sum
         if isinstance(self.value, Tensor):
             self.value.add_(weight)
         else:
@@ -47,7 +48,7 @@ class Weight:
 
     def check_captured(self, weight: float | Tensor) -> None:
         """Raise RuntimeError for a weight that the replays of a CUDA graph would not add, where one is made."""
-        if is_captured() and (self._sum is None or not isinstance(weight, Tensor)):
+        if is_captured() and (self.sum is None or not isinstance(weight, Tensor)):
             raise RuntimeError(
                 f"weight={weight!r} in a micro-batch that is captured in a CUDA graph, of which every replay would add the "
                 "same: give a 0-dim tensor on the GPU, which you write to, in the windows before that are not captured too"

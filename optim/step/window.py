@@ -52,7 +52,7 @@ class Window(Generic[Asked, Verdict]):
         calls: Backward calls, and losses scaled for those of others, since the last step.
         strays: At the end of a window with a loss scale, `has_strays`.
         several: The micro-batch may have more backward calls than one.
-        captured: A CUDA graph is being made of the step, or explicit clip, that was called last.
+        captured: The step, or explicit clip, that was called last is one that a CUDA graph is made of.
         left_out: torch's data parallelism was told to leave the last micro-batch out.
         reduced: A backward has reduced the gradients while it ran.
         asked: What an explicit call in the middle of the window wants done at its end.
@@ -84,7 +84,7 @@ class Window(Generic[Asked, Verdict]):
         self.micro_batches = 0
         self.calls = 0
         self.strays = False
-        if self.has_weight:
+        if self.has_weight or self._weight.sum is not None:
             self._weight.clear()
         self.reduced = False
         self.asked: Asked | None = None
@@ -202,7 +202,7 @@ class Window(Generic[Asked, Verdict]):
         except BaseException:
             self.phase = "broken"
             raise
-        if self.steps != 1 and not self.reduced:
+        if self.steps != 1:
             self._with_gradient = [index for index, param in enumerate(params) if param.grad is not None]
 
     def begin(self, weight: float | Tensor | None, params: Sequence[Tensor], empty: bool = False) -> None:

@@ -146,3 +146,23 @@ def test_the_recipe_of_windows_trains_as_steps_do() -> None:
             graph.replay()
         replays.note(stats)
     assert differences(steps.left(), replays.left()) == []
+
+
+@pytest.mark.parametrize("given_up", ["zero_grad", "load_state_dict"])
+def test_a_window_of_replays_that_is_given_up_weighs_nothing(given_up: str) -> None:
+    """Replays add to its weight on the device, where Python has counted none."""
+    steps, replays = (Run(SETTINGS["fp16_naive"], CPU) for _ in range(2))
+    for run in (steps, replays):
+        run.windows(range(12, 14), 3)
+    static, weight = torch.zeros(6, 6), torch.ones(())
+    inner, _, _ = recipes()["windows_by_graph"](
+        lambda batch: replays.loss(batch) * weight, replays.optimizer, static, weight
+    )
+    static.copy_(replays.batch(14, 0))
+    inner.replay()
+    if given_up == "load_state_dict":
+        replays.optimizer.load_state_dict(replays.optimizer.state_dict())
+    replays.optimizer.zero_grad(set_to_none=False)
+    for run in (steps, replays):
+        run.windows(range(14, 16), 3)
+    assert differences(steps.left(), replays.left()) == []

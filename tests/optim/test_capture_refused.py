@@ -13,6 +13,7 @@ from meshstep.amp import Bf16, Fp32, GradScaler, NaiveFp16
 from meshstep.optim import (
     SOAP,
     Clip,
+    ClipState,
     Fingerprints,
     GradStats,
     HalfStates,
@@ -20,12 +21,14 @@ from meshstep.optim import (
     Monitor,
     Norms,
     Offloaded,
+    PerParameter,
     Replayable,
     Skip,
     Telemetry,
+    clip_grad_norm_,
 )
 from meshstep.optim.whole import whole
-from meshstep.parallel import ProcessGroupRegistry, Topology
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from precision_modes import differences, snapshot
 from torch import Tensor
 from world import World
@@ -145,6 +148,19 @@ def test_a_rule_with_a_state_of_python_is_refused() -> None:
     run.optimizer.backward(run.loss(run.batch(5)))
     with capturing(), pytest.raises(RuntimeError, match=r"ByLast gives last another value.*changed in place"):
         run.optimizer.step()
+
+
+def test_a_first_clip_alone_is_refused() -> None:
+    """It brings numbers from the host."""
+    param = torch.nn.Parameter(torch.ones(3))
+    declare(torch.nn.ParameterList([param]), {"*": P()})
+    param.grad = torch.ones(3)
+    clip, registry = ClipState(PerParameter(1.0)), ProcessGroupRegistry(Topology())
+    with capturing(), pytest.raises(RuntimeError, match="make a step before"):
+        clip_grad_norm_([param], clip, registry)
+    clip_grad_norm_([param], clip, registry)
+    with capturing():
+        clip_grad_norm_([param], clip, registry)
 
 
 def test_a_monitor_is_called_between_replays() -> None:

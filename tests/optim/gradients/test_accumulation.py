@@ -13,7 +13,7 @@ from arguments import arguments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshstep.amp import precision_of
-from meshstep.optim import ParallelOptimizer
+from meshstep.optim import ParallelOptimizer, Sharded
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare, shard
 from optimizers import momentum_sgd
 from probes import collectives
@@ -237,6 +237,29 @@ def test_who_may_clear_gradients_in_a_window() -> None:
     model.zero_grad()  # does not: an error at the next micro-batch
     with pytest.raises(RuntimeError, match="gradients were cleared"):
         optimizer.backward(model(samples(1)).sum())
+
+
+def cleared_under_zero_2() -> str:
+    """What is said where somebody clears what ZeRO-2 leaves whole, between two micro-batches."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        model = nn.ParameterDict({"same": nn.Parameter(torch.ones(4)), "split": nn.Parameter(torch.ones(4))})
+        declare(model, {"same": P(), "split": P("data")})
+        sgd = torch.optim.SGD(model.parameters())
+        states = Sharded(gradients=True)
+        optimizer = ParallelOptimizer(sgd, registry, states=states, accumulation_steps=2)
+        optimizer.backward((model["same"] * model["split"]).sum())
+        assert model["same"].grad is None
+        model["split"].grad = None
+        try:
+            optimizer.backward((model["same"] * model["split"]).sum())
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+
+def test_what_zero_2_leaves_whole_is_looked_after_too(world: World) -> None:
+    for said in world.run(2, cleared_under_zero_2):
+        assert "after 1 micro-batches of this window gradients were cleared" in said
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from loops import using
 from meshstep.optim import ParallelOptimizer
 from meshstep.optim.kernels.choice import Kernels
 from meshstep.optim.kernels.native import Native
-from meshstep.optim.step.native_update import loops_for
+from meshstep.optim.step.native_update import ADAM, loops_for
 from meshstep.optim.step.update import steps_on_device
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn
@@ -133,6 +133,46 @@ def test_elements_in_another_order_of_memory_are_stepped_as_they_are(calls: Call
 def test_what_is_changed_between_steps_is_seen(change: str) -> None:
     """By the addresses that are kept from step to step: nothing is written to memory that is nobody's any more."""
     found = changed(change, KERNELS)
+    close(found[0], found[1])
+
+
+@pytest.mark.parametrize("betas", [(0.7, 0.95), [0.7, 0.95], torch.tensor([0.7, 0.95], dtype=torch.float64)])
+def test_betas_are_two_numbers_in_whatever_holds_them(betas: Any) -> None:
+    model = model_of()
+    optimizer = of(model, MAKE["AdamW"])
+    optimizer.param_groups[0]["betas"] = betas
+    assert ADAM.numbers_in(optimizer.param_groups[0]) == [0.01, 0.7, 0.95, 1e-8, 0.1, 1.0, 0.0]
+
+
+def test_a_view_of_fewer_elements_at_the_same_address_is_seen(calls: Calls) -> None:
+    """Rows are of the memory that a parameter had; torch's kernels step what it has now."""
+    whole = torch.ones(4, 6)
+    param = nn.Parameter(whole)
+    declare(nn.ParameterList([param]), {"*": P()})
+    optimizer = ParallelOptimizer(MAKE["SGD"]([param]), ProcessGroupRegistry(Topology()))
+    for view in (whole, whole, whole[:, :4], whole[:2]):
+        param.data = view
+        before = whole.clone()
+        param.grad = torch.ones(view.shape)
+        optimizer.step()
+        param.data.add_(0.1)  # by the rate
+        close(whole, before)
+    assert calls.rows == 3  # what does not lie densely is torch's
+
+
+def test_a_state_that_somebody_takes_away_begins_anew() -> None:
+    found = []
+    for kernels in KERNELS:
+        with using(kernels):
+            model = model_of()
+            optimizer = of(model, MAKE["SGD, dampening"])
+            for step in range(5):
+                if step == 3:
+                    for state in optimizer.state.values():
+                        del state["momentum_buffer"]
+                gradients(model, step)
+                optimizer.step()
+            found.append([param.detach() for param in model])
     close(found[0], found[1])
 
 

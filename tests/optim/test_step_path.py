@@ -6,6 +6,7 @@ and 57 returns of a float32 step), by what a step asks again each time: whether 
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -47,12 +48,18 @@ class Way(NamedTuple):
 
 @contextmanager
 def as_in_a_new_process() -> Iterator[None]:
-    """Without what other tests have left in this one: FP8's hook at each step of any optimizer, and its weights."""
+    """Without what other tests have left in this one: FP8's hook at each step of any optimizer, its weights, and objects
+    that would be finalized meanwhile."""
     none_kept: dict[object, object] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_optimizer, "_global_optimizer_post_hooks", OrderedDict())
         patch.setattr(weights, "KEPT", none_kept)
-        yield
+        gc.collect()
+        gc.disable()
+        try:
+            yield
+        finally:
+            gc.enable()
 
 
 def path_of(precision: Any, states: str) -> Way:

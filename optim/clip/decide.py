@@ -207,9 +207,9 @@ class Clipping:
         total = norms.total * inverse
         groups = total.view(1) if norms.groups.numel() == 1 else norms.groups * inverse
         norms = norms._replace(total=total, groups=groups)
-        if needs.level != "total" or self.measure.per_parameter:
-            more = {name: getattr(norms, name) for name in ("parameters", "units", "named")}
-            norms = norms._replace(**{name: values * inverse for name, values in more.items() if values.numel()})
+        for level in ("parameters", "units", "named"):
+            if (values := getattr(norms, level)).numel():  # a kernel would multiply nothing too
+                norms = norms._replace(**{level: values * inverse})
         return norms, inverse, cast
 
     def _measured(self, needs: Needs, extra: Tensor, ballot: Ballot | None) -> tuple[Norms, Sequence[Tensor]]:

@@ -138,9 +138,8 @@ class GradientBucket:
     ) -> None:
         self.params, self.layout, self.dtype, self.scale = list(params), layout, dtype, scale
         self.group, self._exchange, self._pending = group, exchange, list(pending)
-        self.adopt = (
-            adopt and not self._pending
-        )  # a mark knows a gradient by its version, which views of a buffer share
+        # A mark knows a gradient by its version, which views of a buffer share.
+        self.adopt = adopt and not self._pending
         self._memory: Memory = {}
         self._padded = layout.padded_numel
         self._spans = [(at, at + numel) for at, numel in zip(layout.offsets, layout.numels, strict=True)]
@@ -242,6 +241,12 @@ def reduce_all(buckets: Iterable[Reducible]) -> None:
     for _, of_group in groupby(buckets, key=lambda bucket: id(bucket.group)):
         for finish in [bucket.start() for bucket in of_group]:
             finish()
+
+
+def keep_in_place(buckets: Iterable[Reducible]) -> None:
+    """From now on their gradients stay where they lie, for a CUDA graph; see `Reducible`."""
+    for bucket in buckets:
+        bucket.adopt = False
 
 
 def dense(gradient: Tensor | None) -> Tensor | None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 from torch import Tensor
 
-from .bucket import Finish, Reducible
+from .bucket import Finish, Reducible, keep_in_place
 
 
 class InFlight:
@@ -130,9 +130,8 @@ class BackwardReducer:
             )
 
     def keep_in_place(self) -> None:
-        """From now on gradients stay where they lie: graphs of other micro-batches add to them there."""
-        for bucket in (*self._eager, *self._late):
-            bucket.adopt = False
+        """Of all of its buckets."""
+        keep_in_place((*self._eager, *self._late))
 
     def remove_hooks(self) -> None:
         """Leave the parameters' gradients alone from now on."""

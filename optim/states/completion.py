@@ -10,7 +10,7 @@ import torch
 from ...parallel.interop.local import settle_sums
 from ...parallel.layout.annotation import annotation_of
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
-from ..gradients.bucket import Reducible, reduce_all
+from ..gradients.bucket import Reducible, keep_in_place, reduce_all
 from ..gradients.in_place import clear_gradients
 from ..gradients.kinds import check_kinds, poison_bad_kinds
 from ..gradients.sync import gradient_buckets
@@ -67,8 +67,7 @@ class Completion:
         for watcher in self.chain.watchers:
             watcher.local(window)
         if window.captured:
-            for bucket in (*self._buckets, *(self.early or ())):
-                bucket.adopt = False
+            keep_in_place((*self._buckets, *(self.early or ())))
         averaged = switch is None or switch.averages(window)
         if switch is not None:
             switch.hand_over([param for _, param, _ in self.chain.given])

@@ -183,6 +183,8 @@ def step_by_loops(
         Of each param group the parameters with gradients that are left for torch.
     Collectives, host reads: none.
     """
+    if as_before and any(rows.others for rows in _kept.get(optimizer, {}).values()):
+        return None
     known, groups, device = KNOWN[type(optimizer)], optimizer.param_groups, found_inf.device
     copies, weights = half_copies.offered.get(), split_weights.offered.get()
     remainders = {} if weights is None else weights.remainders
@@ -190,7 +192,7 @@ def step_by_loops(
     before = rows_as_before(optimizer, device, remainders) if as_before else rows_of(optimizer, device, remainders)
     rows = list[Rows]()
     for of_group in before:
-        if of_group is None or (as_before and of_group.others):
+        if of_group is None:
             return None
         rows.append(of_group)
     left, written = list[list[Tensor]](), list[Tensor]()

@@ -62,7 +62,7 @@ def _reasons(parts: Parts) -> Iterator[str]:
     if parts.on_nonfinite == "raise":
         yield "on_nonfinite='raise' reads the norm: leave it out, and call poll() between replays"
     if parts._clipping.ballot is not None and parts._clipping.ballot.commit is not None:
-        yield "commit= is asked in Python: leave it out, and decide before a replay"
+        yield "Measure(commit=...) is asked in Python: leave it out, and decide before a replay"
     if isinstance(parts._clipping.measure.check_replicas, Fingerprints):
         yield "Measure(check_replicas=Fingerprints(...)) counts steps in Python: leave it out"
     elif parts._clipping.measure.check_replicas is True:

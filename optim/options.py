@@ -13,7 +13,6 @@ from ..amp.by_name import Mode
 from ..amp.precision import Precision
 from ..parallel.mesh.agreement import on_all_ranks
 from ..parallel.mesh.registry import ProcessGroupRegistry
-from .clip.ballot import Commit
 from .clip.given import Given
 from .norm.measure import Measure
 from .norm.stats import GradStats
@@ -37,7 +36,6 @@ class StepOptions(TypedDict, total=False):
     states: Placement | Sequence[Placement]
     measure: Measure
     on_nonfinite: OnNonfinite
-    commit: Commit | None
 
 
 class AllOptions(StepOptions, total=False):
@@ -64,8 +62,9 @@ _NOW = {
     "max_skips_in_a_row": "on_nonfinite=Skip(most_in_a_row=...)",
 }
 
-# What the same thing is called in other libraries.
+# What the same thing is called in other libraries, and where to write what stands in an argument.
 _ELSEWHERE = {
+    "commit": "measure=Measure(commit=...)",
     "max_grad_norm": "max_norm=...",
     "clip_grad_norm": "max_norm=...",
     "clip_grad": "max_norm=...",

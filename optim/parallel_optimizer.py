@@ -16,7 +16,6 @@ from ..parallel.interop.transformers import registry_of
 from ..parallel.mesh.calls import in_call
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .capture import check_captured
-from .clip.ballot import Commit
 from .clip.given import Given, in_use
 from .clip.policies import ByValue
 from .clip.rule import ByNorm, Clip
@@ -76,12 +75,9 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
             in a few collectives, also what `fully_shard` left. `Reduce` says how, or that others do.
         states: Where optimizer states and masters are kept: `Sharded`, `Offloaded`, both, or a `Placement` of your own.
             The param groups then hold what is stepped; see `pieces`.
-        measure: What is measured, and how; see `Measure`.
+        measure: What ranks find out together in each step, and who may refuse it; see `Measure`.
         on_nonfinite: ``"skip"`` the step on every rank (`Skip` says how many in a row are an error), or ``"raise"``
             FloatingPointError on every rank with the parameters' names (one host read a step).
-        commit: Asked on each rank, once before each update, when gradients are complete: "did all come through?" It returns
-            a bool, or a 0-dim bool tensor that the host does not read. Where any rank says False all skip; no overflow, the
-            loss scale stays. What it raises is a False to the others, and is raised on its rank when the step is over.
 
     Raises:
         ValueError, TypeError: On every rank, when an argument is out of range or when, on any rank, a parameter is
@@ -121,14 +117,13 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         states: Placement | Sequence[Placement] = (),
         measure: Measure = Measure(),  # noqa: B008 (frozen)
         on_nonfinite: OnNonfinite = "skip",
-        commit: Commit | None = None,
         **removed: object,
     ) -> None:
         optimizer = as_one(optimizer, registry)
         super().__init__(optimizer)
         self.registry, self.on_nonfinite = registry, on_nonfinite
         given = (registry, max_norm, precision, accumulation_steps, data_parallel, states, measure, on_nonfinite)
-        self._setup = Setup(optimizer, *given, commit, wrong_arguments(removed, optimizer, ParallelOptimizer))
+        self._setup = Setup(optimizer, *given, wrong_arguments(removed, optimizer, ParallelOptimizer))
         self._groups = [named_params_of([group]) for group in self.param_groups]
         with unchanged(optimizer):
             self._plan, thresholds = self._setup.agreed_plan(self._groups)

@@ -16,7 +16,7 @@ from ..amp.stochastic_rounding import check_named
 from ..parallel.interop.divided_once import divide_once
 from ..parallel.mesh.agreement import check_all_say_the_same, described, on_all_ranks_with
 from ..parallel.mesh.registry import ProcessGroupRegistry
-from .clip.ballot import Ballot, Commit
+from .clip.ballot import Ballot
 from .clip.decide import Clipping
 from .clip.given import Given, check_packed, clip_of, planned_for
 from .clip.rule import Clip
@@ -70,7 +70,6 @@ class Setup:
     states: Placement | Sequence[Placement]
     measure: Measure
     on_nonfinite: OnNonfinite
-    commit: Commit | None = None
     wrong_call: TypeError | None = None
 
     @property
@@ -143,7 +142,7 @@ class Setup:
             "reduction": measure.reduction,
             "per_parameter": measure.per_parameter,
             "check_replicas": measure.check_replicas,
-            "commit": "given" if self.commit is not None else None,
+            "commit": None if measure.commit is None else "given",
             "kernels (use_kernels or MESHSTEP_KERNELS)": kernels_here(),
         }
         whole = [type(part).__name__ for part in parts_of(self.optimizer) if asks_other_ranks(part)]
@@ -179,8 +178,6 @@ class Setup:
             check_in_buckets(self.optimizer, "stochastic rounding steps bucket by bucket")
         self.measure.check()
         checked_nonfinite(self.on_nonfinite)
-        if self.commit is not None and not callable(self.commit):
-            raise TypeError(f"commit={self.commit!r}: give a function without arguments that returns True or False")
         Window[Any, Any](self.accumulation_steps)
         self._check_clip()
         self.reduce.check()
@@ -245,7 +242,7 @@ class Setup:
         """What measures the gradients of what the chain steps, and applies rules to them."""
         regions = [piece.region for piece in chain.pieces(plan.entries)]
         device = self.device_of([[(None, param) for _, param, _ in chain.given]])
-        masters = precision_of(self.precision).masters
+        masters, commit = precision_of(self.precision).masters, self.measure.commit
         watch = watch_of(plan, chain, self.measure, device, masters, bool(self.placements))
         return Clipping(
             chain.measured(),
@@ -256,7 +253,7 @@ class Setup:
             thresholds,
             self.optimizer,
             checks_of(plan, chain, self.measure, device),
-            Ballot(self.commit, watch, device) if self.commit is not None or watch is not None else None,
+            Ballot(commit, watch, device) if commit is not None or watch is not None else None,
         )
 
     def completion(self, plan: ReductionPlan, chain: Chain) -> Completion:

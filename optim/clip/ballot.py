@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ..norm.measure import Commit
 from ..norm.watch import Watch
-
-Commit = Callable[[], "bool | Tensor"]
 
 
 class Ballot:

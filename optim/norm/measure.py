@@ -1,11 +1,16 @@
-"""What is measured, as the caller says it."""
+"""What is measured, and asked, in the one collective of a step, as the caller says it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
 from .global_norm import Reduction, checked_norm_type, checked_reduction
+
+Commit = Callable[[], bool | Tensor]
 
 
 def check_every(every: object, said: str) -> None:
@@ -44,7 +49,7 @@ class Fingerprints:
 
 @dataclass(frozen=True)
 class Measure:
-    """What is measured of the gradients in every step, and how.
+    """What ranks find out together in every step, in one collective: norms of the gradients, and what else is asked.
 
     Args:
         norm_type: p >= 1, or inf.
@@ -57,15 +62,19 @@ class Measure:
             everything once more and costs one host read. False: never, where copies may differ by rounding (which
             `align_copies` undoes from time to time). `Fingerprints`: as "first", and every so many steps from there on,
             optimizer states too, without a host read.
+        commit: Asked on each rank, once before each update, when gradients are complete: "did all come through?" It returns
+            a bool, or a 0-dim bool tensor that the host does not read. Where any rank says False all skip; no overflow, the
+            loss scale stays. What it raises is a False to the others, and is raised on its rank when the step is over.
     """
 
     norm_type: float = 2.0
     reduction: Reduction = "packed"
     per_parameter: bool = False
     check_replicas: bool | Literal["first"] | Fingerprints = "first"
+    commit: Commit | None = None
 
     def check(self) -> None:
-        """Raise ValueError for arguments that are out of range."""
+        """Raise ValueError for arguments that are out of range, TypeError for a ``commit`` that can't be called."""
         checked_norm_type(self.norm_type)
         checked_reduction(self.reduction)
         if isinstance(self.check_replicas, Fingerprints):
@@ -74,3 +83,5 @@ class Measure:
             raise ValueError(
                 f"check_replicas={self.check_replicas!r}: give 'first', True, False or Fingerprints(every=100)"
             )
+        if self.commit is not None and not callable(self.commit):
+            raise TypeError(f"commit={self.commit!r}: give a function without arguments that returns True or False")

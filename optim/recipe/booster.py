@@ -82,7 +82,7 @@ class Booster(Saving, Generic[Stats_co]):
         max_norm: Clip the global norm in every step, or another rule; see also the optimizer's ``clip_grad_by_norm``.
         accumulation_steps: K: windows of K micro-batches; `ParallelOptimizer` says what `step` and the tail of an epoch do
             then. 1: gradients add up until you call `step`, which may be after several micro-batches (see `no_sync`).
-        **options: Other arguments of `ParallelOptimizer`, such as ``measure``, ``states`` or ``commit``.
+        **options: Other arguments of `ParallelOptimizer`, such as ``measure``, ``states`` or ``on_nonfinite``.
     Raises:
         ValueError: No such mode; the mesh has no data axis for ``data_parallel``; an argument is out of range.
         TypeError: An option is none of `ParallelOptimizer`'s, or is decided here.

@@ -110,7 +110,8 @@ class Copied:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """As torch's: of copies of the parameters, without hooks and gradients. Raises, collectives: as the constructor."""
-        memo[id(self._setup.commit)] = self._setup.commit  # its owner is no part of the optimizer
+        commit = self._setup.measure.commit
+        memo[id(commit)] = commit  # its owner is no part of the optimizer
         return rebuilt(type(self), copy.deepcopy(self._recipe(), memo))
 
     def __reduce__(self) -> tuple[Any, ...]:

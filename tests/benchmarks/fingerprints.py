@@ -40,7 +40,7 @@ def contenders(registry: ProcessGroupRegistry, width: int) -> dict[str, Callable
         "no watch": {"measure": Measure()},
         "a step that compares": {"measure": Measure(check_replicas=Fingerprints(every=1))},
         "a step between": {"measure": Measure(check_replicas=Fingerprints(every=10**6))},
-        "commit=": {"commit": lambda: True},
+        "commit=": {"measure": Measure(commit=lambda: True)},
         "Replayable": {"states": Replayable()},
     }
     steps: dict[str, Callable[[], object]] = {}

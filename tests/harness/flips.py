@@ -130,6 +130,7 @@ class Run:
         registry: ProcessGroupRegistry,
         make: Callable[[Any], torch.optim.Optimizer] | None = None,
         every: int | None = EVERY,
+        commit: Callable[[], Any] | None = None,
         **options: Any,
     ) -> None:
         layout = LAYOUTS[name]
@@ -137,7 +138,8 @@ class Run:
         mode = precision_of(layout.precision)
         mode.prepare(self.model)
         make = make or (lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4, fused=True))
-        measure = Measure(check_replicas="first" if every is None else Fingerprints(every=every), **layout.measure)
+        compared: Any = "first" if every is None else Fingerprints(every=every)
+        measure = Measure(check_replicas=compared, commit=commit, **layout.measure)
         options = {"max_norm": 0.5, "precision": mode, "measure": measure, **layout.options, **options}
         if layout.dtensors == "fully sharded":
             options["data_parallel"] = fully_shard(self.model, mesh=registry.device_mesh("replica", "data"))

@@ -85,7 +85,10 @@ REFUSED: dict[str, tuple[Callable[[], Run], str]] = {
         lambda: run_of(measure=Measure(check_replicas=Fingerprints())),
         r"Measure\(check_replicas=Fingerprints\(\.\.\.\)\) counts steps in Python",
     ),
-    "veto": (lambda: run_of(commit=lambda: True), "commit= is asked in Python: leave it out"),
+    "veto": (
+        lambda: run_of(measure=Measure(commit=lambda: True)),
+        r"Measure\(commit=\.\.\.\) is asked in Python: leave it out",
+    ),
     "replay": (lambda: run_of(states=Replayable()), "Replayable asks on the host whether an update is made"),
     "telemetry": (with_telemetry, r"Telemetry counts steps and measures some of them, in Python: close\(\) it"),
     "raise": (lambda: run_of(on_nonfinite="raise"), "on_nonfinite='raise' reads the norm.*call poll"),

@@ -7,6 +7,7 @@ and 57 returns of a float32 step), by what a step asks again each time: whether 
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import re
 import sys
@@ -104,3 +105,8 @@ def test_it_is_the_one_that_is_told(world: World) -> None:
     told = re.findall(r"^    (.*)$", text.partition("The gradients of")[0], re.MULTILINE)
     for found in world.run(2, path_of, "fp32", "whole"):
         assert " ".join(told).split() == found.files
+
+
+def test_what_makes_an_optimizer_has_nine_arguments() -> None:
+    parameters = inspect.signature(ParallelOptimizer.__init__).parameters.values()
+    assert len([of for of in parameters if of.kind is not of.VAR_KEYWORD]) <= 1 + 9, "itself, and nine"

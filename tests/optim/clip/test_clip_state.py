@@ -87,7 +87,7 @@ def values(optimizer: ParallelOptimizer) -> dict[str, Any]:
 def test_steps_that_are_skipped_by_others_leave_it(label: str) -> None:
     """A norm that is not finite; a veto."""
     answers = iter([True, True, True, True, False, True])
-    model, optimizer = alone(STATEFUL[label], commit=lambda: next(answers))
+    model, optimizer = alone(STATEFUL[label], measure=Measure(commit=lambda: next(answers)))
     for _ in range(3):
         step(model, optimizer)
     before = values(optimizer)

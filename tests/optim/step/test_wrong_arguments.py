@@ -30,10 +30,11 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
         ("clip_grad", "write max_norm="),
         ("gradient_accumulation_steps", "write accumulation_steps="),
         ("mixed_precision", "write precision="),
+        ("commit", r"write measure=Measure\(commit=\.\.\.\)"),
         ("max_nrom", "write max_norm="),
         (
             "colour",
-            "there are accumulation_steps, commit, data_parallel, max_norm, measure, on_nonfinite, precision, states",
+            "there are accumulation_steps, data_parallel, max_norm, measure, on_nonfinite, precision, states",
         ),
     ],
 )

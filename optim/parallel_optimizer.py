@@ -1,4 +1,4 @@
-"""The order of a step's stages: complete the gradients -> measure -> decide -> update -> count."""
+"""The order of a step's stages: complete the gradients -> measure -> decide -> count -> update."""
 
 from __future__ import annotations
 

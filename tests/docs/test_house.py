@@ -33,7 +33,13 @@ FLOORS: Mapping[str, tuple[frozenset[str], ...]] = {
         frozenset({"interop", "layers"}),
         frozenset({"__main__"}),
     ),
-    "amp": (frozenset({"*"}), frozenset({"fp8"}), frozenset({"by_name"})),
+    "amp": (
+        frozenset({"capture", "casting", "loss_scale", "copies", "by_bucket", "split_masters", "grad_scaler"}),
+        frozenset({"precision", "optimizer_state", "master_weights", "rounding"}),
+        frozenset({"modes", "apex", "stochastic_rounding"}),
+        frozenset({"fp8"}),
+        frozenset({"by_name"}),
+    ),
     "optim": (
         frozenset({"kernels"}),
         frozenset({"norm"}),
@@ -183,6 +189,16 @@ def test_every_floor_is_there() -> None:
             assert place.is_dir() or place.with_suffix(".py").is_file(), f"{package}/{room}"
 
 
+@pytest.mark.parametrize("package", ["parallel", "amp", "optim"])
+def test_the_page_of_a_package_has_its_floors(package: str) -> None:
+    rows = re.findall(r"^\| (\d+) \| (`[^|]*`) \|", (ROOT / package / "README.md").read_text(), re.MULTILINE)
+    told: list[set[str]] = [set() for _ in FLOORS[package]]
+    for floor, names in rows:
+        told[int(floor)] |= set(re.findall(r"`(\w+)(?:\.py|/)`", names))
+    assert told == [set(floor) for floor in FLOORS[package]]
+    assert [int(floor) for floor, _ in rows] == sorted(int(floor) for floor, _ in rows)
+
+
 def test_the_library_imports_itself_relatively() -> None:
     for name in library(ROOT):
         for level, module, _ in imported(ast.parse(text_of(ROOT, name))):
@@ -286,6 +302,7 @@ def test_a_circle_is_found(tmp_path: Path, closing: str) -> None:
         ("optim/norm/plan.py", "from ..gradients.sync import x\n", "optim/gradients/sync.py"),
         ("optim/checkpoint/save.py", "def f():\n    from ..schedule import follow\n", "optim/schedule/follow.py"),
         ("amp/casting.py", "from .fp8.mode import Fp8\n", "amp/fp8/mode.py"),
+        ("amp/rounding.py", "from .master_weights import MasterWeights\n", "amp/master_weights.py"),
         ("amp/fp8/linear.py", "from ...optim.norm import plan\n", "optim/norm/plan.py"),
         ("parallel/launch/start.py", "from ..mesh.topology import Topology\n", "parallel/mesh/topology.py"),
         ("parallel/layers/tensor_1d.py", "from .. import P\n", "parallel/__init__.py"),

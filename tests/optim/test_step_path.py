@@ -101,10 +101,15 @@ def test_the_way_of_a_step_grows_no_longer(world: World, precision: str, states:
 
 
 def test_it_is_the_one_that_is_told(world: World) -> None:
-    text = Path(ROOT, "optim", "README.md").read_text().partition("comes through these files")[2]
-    told = re.findall(r"^    (.*)$", text.partition("The gradients of")[0], re.MULTILINE)
-    for found in world.run(2, path_of, "fp32", "whole"):
-        assert " ".join(told).split() == found.files
+    """By the page: the files of a float32 step in their order, and those that ZeRO-2 adds, in theirs."""
+    _, text = Path(ROOT, "optim", "README.md").read_text().split("comes through these files")
+    plain, zero = text.partition("The gradients of")[0].split("lead through these as well")
+    told, more = (re.findall(r"^    .{11}(\S+\.py)\b", part, re.MULTILINE) for part in (plain, zero))
+    for found, others in zip(
+        world.run(2, path_of, "fp32", "whole"), world.run(2, path_of, "bf16", "ZeRO-2"), strict=True
+    ):
+        assert told == found.files
+        assert more == [file for file in others.files if file not in told]
 
 
 def test_what_makes_an_optimizer_has_nine_arguments() -> None:

@@ -23,6 +23,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
+from .at_exit import let_threads_finish
 from .calls import answer_questions, in_call
 from .default_group import agreed_name, default_group, is_fake
 from .local_group import cuda_device, end_local_group, new_local_group
@@ -82,6 +83,7 @@ class ProcessGroupRegistry:
         _alive.add(self)
         if self._world is not None and topology.world_size > 1 and not is_fake():
             answer_questions(self._world)
+            let_threads_finish()
 
     @property
     def device(self) -> torch.device:

@@ -1,0 +1,45 @@
+"""Threads that wait for the interpreter when the process ends get it, as gloo's do that let go of their tensors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from meshstep.parallel import ProcessGroupRegistry, Topology
+from meshstep.parallel.mesh import at_exit
+from meshstep.parallel.mesh.at_exit import let_threads_finish
+from world import World
+
+# The thread has work left when the last line is reached, and nobody gives the interpreter away before the end.
+SCRIPT = """
+import runpy, sys, threading
+library = runpy.run_path(sys.argv[1])
+sys.setswitchinterval(100)
+go = threading.Lock()
+go.acquire()
+
+def work():
+    go.acquire()
+    print("done", flush=True)
+
+threading.Thread(target=work, daemon=True).start()
+if sys.argv[2] == "waits":
+    library["let_threads_finish"]()
+go.release()
+"""
+
+
+@pytest.mark.parametrize(("way", "said"), [("waits", "done\n"), ("does not wait", "")])
+def test_a_thread_finishes_its_work(way: str, said: str) -> None:
+    command = [sys.executable, "-c", SCRIPT, at_exit.__file__, way]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == said
+
+
+def registered() -> int:
+    with ProcessGroupRegistry(Topology(data=2)), ProcessGroupRegistry(Topology(data=2)):
+        return let_threads_finish.cache_info().currsize
+
+
+def test_a_registry_of_several_ranks_asks_for_it_once(world: World) -> None:
+    assert world.run(2, registered) == [1, 1]

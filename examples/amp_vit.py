@@ -198,6 +198,8 @@ def read_options(processes: int, arguments: Sequence[str] | None = None) -> argp
     add_model_size(parser, width=64)
     options = parser.read(processes, arguments)
     check_training(options)
+    if options.image_size < 1 or options.image_size % PATCH:
+        raise ValueError(f"--image-size {options.image_size} must be a multiple of {PATCH}")
     return options
 
 

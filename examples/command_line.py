@@ -64,6 +64,10 @@ class CommandLine(argparse.ArgumentParser):
         options = self.parse_args(arguments)
         if options.topology is None:
             options.topology = Topology(data=processes)
+        if options.topology.world_size != processes and dist.is_initialized():
+            ProcessGroupRegistry(options.topology)  # says what would fit, before other flags are found not to
+        if "heads" in options and options.width % options.heads:
+            raise ValueError(f"--width {options.width} must be a multiple of --heads {options.heads}")
         return options
 
     def error(self, message: str) -> NoReturn:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -139,8 +139,18 @@ class Trainer:
         self.history: list[Tensor] = []  # of each step: loss, accuracy, gradient norm, clip coefficient
         self.differences: list[float] = []
         if options.resume is not None and newest_checkpoint(options.resume) is not None:
+            of_this_run = self.schedule.state_dict()
             saved = self.booster.load(options.resume, self.model, self.optimizer, self.schedule)
             self.history = list(saved["history"].to(registry.device))
+            self.keep_length(of_this_run)
+
+    def keep_length(self, of_this_run: dict[str, Any]) -> None:
+        """torch's schedule has loaded the length of the run that was saved, too: it goes on from there as one of this run,
+        which may be longer. (The first step still has the rate that was saved.)"""
+        loaded = self.schedule.state_dict()
+        if loaded["total_steps"] != of_this_run["total_steps"]:
+            place = {key: loaded[key] for key in ("last_epoch", "_step_count", "_last_lr")}
+            self.schedule.load_state_dict({**of_this_run, **place})
 
     def make_model(self) -> nn.Module:
         """This rank's part of the model."""

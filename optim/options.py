@@ -46,6 +46,9 @@ class AllOptions(StepOptions, total=False):
     precision: Mode | Precision
 
 
+KNOWN = sorted({*AllOptions.__annotations__, *StepOptions.__annotations__, "accumulation_steps"})
+
+
 # Errors ---------------------------------------------------------------------------------------------------------------
 
 # What arguments of version 0.1 are called now.
@@ -84,12 +87,12 @@ def wrong_arguments(given: Iterable[str], optimizer: torch.optim.Optimizer, kind
     if isinstance(optimizer, kind):
         return TypeError(f"the optimizer is a {kind.__name__} already; wrap a plain torch optimizer")
     for name in given:
-        return renamed(name) or TypeError(f"ParallelOptimizer has no argument {name}=: {_instead(name)}")
+        return renamed(name) or TypeError(f"ParallelOptimizer has no argument {name}=: {what_instead(name, KNOWN)}")
     return None
 
 
-def _instead(name: str) -> str:
-    known = sorted({*AllOptions.__annotations__, *StepOptions.__annotations__, "accumulation_steps"})
+def what_instead(name: str, known: Sequence[str]) -> str:
+    """What to write in the place of an argument that there is not, of those that there are."""
     if name in _ELSEWHERE:
         return f"write {_ELSEWHERE[name]}"
     if near := get_close_matches(name, known, n=1):

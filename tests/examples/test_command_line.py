@@ -17,7 +17,7 @@ from meshstep.amp import ApexFp16
 from meshstep.parallel import Topology
 from run_example import EXAMPLES, example, torchrun_example
 
-TRAINING = ["train_digits", "train_moe", "accumulate_lm", "amp_vit", "clip_resnet34"]
+TRAINING = ["train_digits", "train_moe", "accumulate_lm", "pipeline_lm", "amp_vit", "clip_resnet34"]
 SCRIPTS = [*TRAINING, "accumulate_norms", "compare_norms"]
 SHARED = ["--steps", "--topology", "--precision", "--accumulate", "--zero", "--resume", "--plot", "--help"]
 NEED_TORCHVISION = ("amp_vit", "clip_resnet34")
@@ -58,7 +58,8 @@ def test_help_is_printed_and_nothing_is_run(name: str, capsys: pytest.CaptureFix
 def test_without_a_topology_all_processes_are_on_data(name: str) -> None:
     assert read(name, [], processes=4).topology.data_axes == ("data",)
     assert read(name, [], processes=4).topology.size("data") == 4
-    assert read(name, ["--topology", "data=2,tensor=2"]).topology == Topology(data=2, tensor=2)
+    given = read(name, ["--topology", "data=2,tensor=2"]).topology
+    assert (given.size("data"), given.size("tensor"), given.world_size) == (2, 2, 4)  # a script may add axes of size 1
 
 
 @pytest.mark.parametrize("name", TRAINING)
@@ -79,6 +80,13 @@ def test_shared_flags_are_read_alike(name: str) -> None:
     [
         ("train_digits", "--topology tensor", "'tensor' doesn't say axis=size"),
         ("train_digits", "--topology tensor=2", "has 2 ranks but the world has 1"),
+        ("train_digits", "--topology data=3", "has 3 ranks but the world has 1"),  # nor is 64 a multiple of 3
+        ("pipeline_lm", "--topology data=3", "has 3 ranks but the world has 1"),
+        ("pipeline_lm", "--width 30", "--width 30 must be a multiple of --heads 4"),
+        ("accumulate_lm", "--width 30", "--width 30 must be a multiple of --heads 4"),
+        ("train_moe", "--width 30", "--width 30 must be a multiple of --heads 4"),
+        ("amp_vit", "--sample --image-size 30", "--image-size 30 must be a multiple of 8"),
+        ("amp_vit", "--sample --image-size 0", "--image-size 0 must be a multiple of 8"),
         (
             "train_digits",
             "--topology expert=1",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from meshstep.parallel import Topology
+from meshstep.parallel import ProcessGroupRegistry, Topology
 from run_example import example, read_curve, train_example
 from world import World
 
@@ -64,6 +64,32 @@ def test_a_run_is_resumed_on_another_topology(
     assert expected[-1, 0] == 5
     # The loss of a report is a mean over five steps in all but one script, of which the resumed run knows the last one.
     torch.testing.assert_close(found[:, ::2], expected[:, ::2], rtol=2e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", ["train_digits", "train_moe", "accumulate_lm", "pipeline_lm"])
+def test_a_run_that_has_ended_is_resumed_for_more_steps(world: World, tmp_path: Path, name: str) -> None:
+    flags = ["--width", "16", "--resume", str(tmp_path / "checkpoints"), "--save-every", "2"]
+    flags += ["--paragraphs", "164", "--batch-size", "16"] if name.endswith("lm") else []
+    assert len(world.run(1, rates_of, name, [*flags, "--steps", "4"])[0]) == 4
+    (found,) = world.run(1, rates_of, name, [*flags, "--steps", "40"])
+    assert len(found) == 36
+    assert min(found[1:]) > 0, "none is after the end of the schedule"
+    assert max(found) > found[0] < found[1], "the rate of a short run's end is left"
+
+
+def rates_of(name: str, flags: list[str]) -> list[float]:
+    """The learning rate of each step."""
+    rates, script = list[float](), example(name)
+    options = script.read_options(1, flags)
+    with ProcessGroupRegistry(options.topology) as registry:
+        trainer = script.Trainer(options, registry)
+
+        def note(*_: object) -> None:
+            rates.append(float(trainer.optimizer.param_groups[0]["lr"]))
+
+        trainer.optimizer.register_step_pre_hook(note)
+        (trainer.train if name.endswith("lm") else trainer.run)()
+    return rates
 
 
 @pytest.mark.parametrize("precision", example("command_line").PRECISIONS)

@@ -18,7 +18,7 @@ from torch import Tensor
 from world import World
 
 
-@random_cases(CASES, 60)
+@random_cases(CASES, 120)
 def test_any_configuration(world: World, drawn: list[Case]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         paths = [Path(directory, str(index)) for index in range(len(drawn))]

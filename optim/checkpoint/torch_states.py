@@ -14,7 +14,6 @@ from ...parallel.interop.local import local_parameter
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ..parallel_optimizer import ParallelOptimizer
 from ..states.pieces import Piece
-from ..states.sharded import Shards
 from ..states.split_masters import SplitMasters
 from .contents import masters_in, portable_in
 from .torch_layout import LaidOut
@@ -84,7 +83,7 @@ class TorchStates(torch.optim.Optimizer):
 
     def _parameters_by_group(self) -> Iterator[Iterator[LaidOut]]:
         optimizer = self._optimizer
-        shards = [link for link in optimizer._states.links if isinstance(link, Shards)]
+        links = optimizer._states.links
         held: dict[int, list[tuple[int, Piece]]] = {}
         for position, piece in enumerate(optimizer.pieces()):
             held.setdefault(id(piece.param), []).append((position, piece))
@@ -92,7 +91,7 @@ class TorchStates(torch.optim.Optimizer):
 
         def one(param: Tensor) -> LaidOut:
             local = local_parameter(param)
-            cut = next((axes for link in shards if (axes := link.cut_over(local))), None)
+            cut = next((axes for link in links if (axes := link.cut_over(local))), None)
             return LaidOut(self.registry, param, local, next(entries), held.get(id(local), []), cut)
 
         return ((one(param) for _, param in group) for group in optimizer._groups)

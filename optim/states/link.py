@@ -160,6 +160,10 @@ class Link:
     def clear(self, set_to_none: bool) -> None:
         """Clear the gradients of what it replaced."""
 
+    def cut_over(self, tensor: Tensor) -> tuple[str, ...] | None:
+        """The axes over whose ranks ``tensor``, which it was given, is cut into pieces; None: it is not."""
+        return None
+
     def kept(self, tensor: Tensor) -> Mapping[str, Tensor]:
         """What belongs to a tensor that the optimizer steps, besides its state, by name: it has copies where that has."""
         return {}

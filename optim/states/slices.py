@@ -185,3 +185,24 @@ def reference_slice(
     totals = [torch.stack(list(of_all)).double().sum(0).flatten() for of_all in zip(*gradients, strict=True)]
     parts = [totals[s.position][s.start : s.start + s.numel] for s in layout.segments(rank)]
     return [part / len(gradients) if average else part for part in parts]
+
+
+def reference_sharded_step(
+    params: Sequence[Tensor],
+    gradients: Sequence[Sequence[Tensor]],
+    layout: FlatBucket,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> None:
+    """A step of a bucket whose states are sharded, plain: each rank steps its slice, and all slices make up the parameters.
+
+    Args:
+        params, gradients: As for `reference_slice`; the ranks are of a data axis.
+        optimizers: Of each rank one over copies of its segments.
+    """
+    for rank, optimizer in enumerate(optimizers):
+        copies = [copy for group in optimizer.param_groups for copy in group["params"]]
+        for copy, gradient in zip(copies, reference_slice(gradients, layout, rank, average=True), strict=True):
+            copy.grad = gradient.to(copy.dtype)
+        optimizer.step()
+        for copy, s in zip(copies, layout.segments(rank), strict=True):
+            params[s.position].data.view(-1)[s.start : s.start + s.numel] = copy.detach()

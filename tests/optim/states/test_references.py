@@ -13,12 +13,12 @@ from meshstep.amp import Bf16, Mode, NaiveFp16, Precision
 from meshstep.optim import Offloaded, ParallelOptimizer, Sharded
 from meshstep.optim.states.offloaded import reference_offloaded_step
 from meshstep.optim.states.sharded import Shards
-from meshstep.optim.states.slices import reference_slice
+from meshstep.optim.states.slices import Slices, reference_sharded_step, reference_slice
 from meshstep.optim.step.weights import inverse_weight, reference_inverse_weight, weight_slots
-from meshstep.parallel import ProcessGroupRegistry, Topology
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from meshstep.parallel.layout.annotation import annotation_of
 from planted import LAYOUTS, Planted, run_step
-from torch import Tensor
+from torch import Tensor, nn
 from world import World
 from zero_models import small_buckets
 
@@ -85,6 +85,48 @@ def test_slices_of_gradients_are_what_the_reference_cuts(
 def test_a_slice_of_another_scale_is_found(world: World, layout: str, how: Sharded) -> None:
     for found in world.run(LAYOUTS[layout].topology.world_size, slices_off, layout, how, "fp32", 1, True):
         assert min(found) > 0.4
+
+
+def stepped_off(how: Sharded, kind: str, wrong: float) -> float:
+    """How far float64 parameters are from the reference after three steps, whose gradients are multiplied by ``wrong``."""
+    make: dict[str, Any] = {
+        "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
+        "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    }
+    shapes, off = [(5, 3), (7,), (2, 9)], 0.0
+    with ProcessGroupRegistry(Topology(data=2)) as registry, small_buckets(128):
+        draw = torch.Generator().manual_seed(0)
+        model = nn.ParameterList([torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes])
+        declare(model, {"*": P()})
+        whole = {param: param.detach().clone() for param in model}
+        optimizer = ParallelOptimizer(make[kind](model.parameters()), registry, states=how)
+        buckets, ranks = link_of(optimizer, Shards).buckets, range(registry.size("data"))
+
+        def alone(bucket: Slices, rank: int) -> torch.optim.Optimizer:
+            segments = bucket.layout.segments(rank)  # none, where a slice is nothing but padding
+            parts = [whole[bucket.params[s.position]].view(-1)[s.start : s.start + s.numel] for s in segments]
+            optimizer: torch.optim.Optimizer = make[kind]([{"params": [part.clone() for part in parts]}])
+            return optimizer
+
+        by_rank = {bucket: [alone(bucket, rank) for rank in ranks] for bucket in buckets}
+        for _ in range(3):
+            given = {p: torch.randn(len(ranks), *p.shape, generator=draw, dtype=torch.float64) for p in model}
+            optimizer.zero_grad()
+            optimizer.backward(torch.stack([(p * g[registry.global_rank]).sum() for p, g in given.items()]).sum())
+            optimizer.step()
+            for bucket in buckets:
+                gradients = [[given[p][rank] * wrong for p in bucket.params] for rank in ranks]
+                reference_sharded_step([whole[p] for p in bucket.params], gradients, bucket.layout, by_rank[bucket])
+        off = max(float((param.detach() - whole[param]).abs().max()) for param in model)
+        assert len(buckets) > 1
+    return off
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("how", [Sharded("data"), Sharded("data", gradients=True)])
+def test_a_sharded_step_is_the_reference(world: World, how: Sharded, kind: str) -> None:
+    assert max(world.run(2, stepped_off, how, kind, 1.0)) < 1e-14
+    assert min(world.run(2, stepped_off, how, kind, 1.001)) > 1e-14, "gradients of another scale are found"
 
 
 # Offloaded --------------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ FOLDER = ROOT / "tests" / "benchmarks"
 
 # What each is started with, and how the rows begin that a page has its figures from.
 SMALL: dict[str, list[tuple[str, list[str]]]] = {
+    "bits": [("--only overlap", ["overlap: "])],
     "checkpoint": [("--rounds 2 --mib 0.1", ["save", "load"])],
     "fingerprints": [("--seconds 0.01 --width 16 --clean 0", ["no watch"])],
     "gram": [

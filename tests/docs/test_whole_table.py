@@ -20,9 +20,9 @@ EXACT = 1e-12
 
 def table() -> dict[tuple[str, str], str]:
     """(optimizer, layout) -> the cell."""
-    lines = [line for line in PAGE.splitlines() if line[:1] == "|"]
-    start = next(index for index, line in enumerate(lines) if "`tensor=2`" in line)
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start:]]
+    tables = [text.splitlines() for text in PAGE.split("\n\n") if text[:1] == "|"]
+    lines = next(lines for lines in tables if "`tensor=2`" in lines[0])
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     layouts = [cell.replace("`", "") for cell in rows[0][1:]]
     return {
         (row[0].strip("`"), layout): cell for row in rows[2:] for layout, cell in zip(layouts, row[1:], strict=True)

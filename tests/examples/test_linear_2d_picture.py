@@ -25,7 +25,7 @@ def test_the_file_is_what_the_script_draws() -> None:
 
 
 def test_the_page_shows_it() -> None:
-    assert "(linear_2d.svg)" in (ROOT / "parallel" / "README.md").read_text()
+    assert "(../linear_2d.svg)" in (ROOT / "parallel" / "layout" / "README.md").read_text()
 
 
 def test_everything_is_inside_the_frame() -> None:

@@ -63,8 +63,8 @@ class Measure:
             `align_copies` undoes from time to time). `Fingerprints`: as "first", and every so many steps from there on,
             optimizer states too, without a host read.
         commit: Asked on each rank, once before each update, when gradients are complete: "did all come through?" It returns
-            a bool, or a 0-dim bool tensor that the host does not read. Where any rank says False all skip; no overflow, the
-            loss scale stays. What it raises is a False to the others, and is raised on its rank when the step is over.
+            a bool, or a 0-dim bool tensor that the host does not read. Where any rank says False all skip, which is no
+            overflow to the loss scale. What it raises is a False to the others, and is raised on its rank after the step.
     """
 
     norm_type: float = 2.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
@@ -46,9 +46,6 @@ class AllOptions(StepOptions, total=False):
     precision: Mode | Precision
 
 
-KNOWN = sorted({*AllOptions.__annotations__, *StepOptions.__annotations__, "accumulation_steps"})
-
-
 # Errors ---------------------------------------------------------------------------------------------------------------
 
 # What arguments of version 0.1 are called now.
@@ -66,7 +63,7 @@ _NOW = {
 }
 
 # What the same thing is called in other libraries, and where to write what stands in an argument.
-_ELSEWHERE = {
+ELSEWHERE = {
     "commit": "measure=Measure(commit=...)",
     "max_grad_norm": "max_norm=...",
     "clip_grad_norm": "max_norm=...",
@@ -87,14 +84,15 @@ def wrong_arguments(given: Iterable[str], optimizer: torch.optim.Optimizer, kind
     if isinstance(optimizer, kind):
         return TypeError(f"the optimizer is a {kind.__name__} already; wrap a plain torch optimizer")
     for name in given:
-        return renamed(name) or TypeError(f"ParallelOptimizer has no argument {name}=: {what_instead(name, KNOWN)}")
+        known = sorted({*AllOptions.__annotations__, "accumulation_steps"})
+        return renamed(name) or TypeError(f"ParallelOptimizer has no argument {name}=: {what_instead(name, known)}")
     return None
 
 
-def what_instead(name: str, known: Sequence[str]) -> str:
+def what_instead(name: str, known: Sequence[str], elsewhere: Mapping[str, str] = ELSEWHERE) -> str:
     """What to write in the place of an argument that there is not, of those that there are."""
-    if name in _ELSEWHERE:
-        return f"write {_ELSEWHERE[name]}"
+    if name in elsewhere:
+        return f"write {elsewhere[name]}"
     if near := get_close_matches(name, known, n=1):
         return f"write {near[0]}=..."
     return f"there are {', '.join(known)}"

@@ -33,7 +33,7 @@ from ...parallel.layout.spec import P
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from ..norm.entries import entries_of
-from ..options import renamed, what_instead
+from ..options import ELSEWHERE, renamed, what_instead
 from ..parallel_optimizer import ParallelOptimizer
 
 
@@ -62,7 +62,7 @@ def check_options(options: dict[str, Any]) -> None:
         if name in here:
             raise TypeError(f"{name}= is ParallelOptimizer's; here it is {here[name]}")
         if name not in known:
-            instead = what_instead(name, sorted(known)).replace("write precision=", "write mixed_precision=")
+            instead = what_instead(name, sorted(known), {**ELSEWHERE, "dtype": "mixed_precision=..."})
             raise renamed(name) or TypeError(
                 f"{name}= is no argument of Booster, and none of ParallelOptimizer: {instead}"
             )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,8 +40,9 @@ from meshstep.optim import (
     WarmUp,
     ZClip,
 )
-from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 from world import World
 
@@ -162,8 +163,7 @@ def bits_of(name: str) -> tuple[str, str, str, int]:
         if run.strided:
             model["c"] = nn.Parameter(model["c"].detach().t().contiguous().t())
         precision_of(run.precision).prepare(model, registry)
-        for key, (_, spec) in LAYOUT.items():
-            annotate(model[key], spec, key)
+        declare(model, {key: spec for key, (_, spec) in LAYOUT.items()})
         inner = run.make(list(model.parameters()))
         optimizer: Any = ParallelOptimizer(inner, registry, precision=run.precision, **run.options)
         reported: list[Any] = []
@@ -182,28 +182,14 @@ def bits_of(name: str) -> tuple[str, str, str, int]:
 
 
 def hashed(value: object) -> str:
-    """Of all tensors and numbers in it, in an order that their names give."""
+    """Of all tensors and numbers in it."""
     digest = hashlib.sha256()
-    for tensor in _tensors_in(value):
-        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(bytes(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).tolist()))
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, (Tensor, int, float)):
+            tensor = torch.as_tensor(leaf).detach().cpu()
+            digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:12]
-
-
-def _tensors_in(value: object) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (int, float)):
-        yield torch.tensor(float(value), dtype=torch.float64)
-    elif isinstance(value, dict):
-        yield from _in_all(value[key] for key in sorted(value, key=str))
-    elif isinstance(value, (list, tuple)):
-        yield from _in_all(value)
-
-
-def _in_all(values: Iterable[object]) -> Iterator[Tensor]:
-    for value in values:
-        yield from _tensors_in(value)
 
 
 def main() -> None:
@@ -214,8 +200,9 @@ def main() -> None:
     for name in tqdm([name for name in configurations() if options.only in name]):
         by_rank = world.run(4, bits_of, name)
         *hashes, skipped = zip(*by_rank, strict=True)
-        together = [hashlib.sha256("".join(map(str, of_ranks)).encode()).hexdigest()[:12] for of_ranks in hashes]
+        together = [hashlib.sha256("".join(of_ranks).encode()).hexdigest()[:12] for of_ranks in hashes]
         tqdm.write(f"{name}: {' '.join(together)}, {skipped[0]} skipped")
+    world.close()
 
 
 if __name__ == "__main__":

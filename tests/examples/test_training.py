@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from meshstep.parallel import ProcessGroupRegistry, Topology
-from run_example import example, read_curve, train_example
+from meshstep.parallel import Topology
+from run_example import example, made_trainer, read_curve, train_example
 from world import World
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -79,10 +79,8 @@ def test_a_run_that_has_ended_is_resumed_for_more_steps(world: World, tmp_path: 
 
 def rates_of(name: str, flags: list[str]) -> list[float]:
     """The learning rate of each step."""
-    rates, script = list[float](), example(name)
-    options = script.read_options(1, flags)
-    with ProcessGroupRegistry(options.topology) as registry:
-        trainer = script.Trainer(options, registry)
+    rates = list[float]()
+    with made_trainer(name, flags) as trainer:
 
         def note(*_: object) -> None:
             rates.append(float(trainer.optimizer.param_groups[0]["lr"]))

@@ -9,7 +9,7 @@ import io
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,15 @@ def torchrun_example(name: str, *flags: str, processes: int) -> subprocess.Compl
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
+@contextlib.contextmanager
+def made_trainer(name: str, flags: Sequence[str], topology: str = "data=1") -> Iterator[Any]:
+    """A script's trainer on the ranks of a `World`."""
+    script = example(name)
+    options = script.read_options(Topology.parse(topology).world_size, ["--topology", topology, *flags])
+    with ProcessGroupRegistry(options.topology) as registry:
+        yield script.Trainer(options, registry)
+
+
 def train_example(name: str, flags: Sequence[str], topology: str = "data=1", stop_after: int | None = None) -> int:
     """Train with a script on the ranks of a `World`, without its tests before and after; no torch has to be imported.
 
@@ -54,10 +63,7 @@ def train_example(name: str, flags: Sequence[str], topology: str = "data=1", sto
     Returns:
         The step it began with.
     """
-    script = example(name)
-    options = script.read_options(Topology.parse(topology).world_size, ["--topology", topology, *flags])
-    with ProcessGroupRegistry(options.topology) as registry:
-        trainer = script.Trainer(options, registry)
+    with made_trainer(name, flags, topology) as trainer:
         began: int = trainer.run.done
         if stop_after is not None:
             trainer.run.steps = stop_after
@@ -68,10 +74,9 @@ def train_example(name: str, flags: Sequence[str], topology: str = "data=1", sto
 
 def printed_by_example(name: str, flags: Sequence[str], topology: str) -> str:
     """What a script prints to stdout on this rank of a `World`."""
-    script, printed = example(name), io.StringIO()
-    options = script.read_options(Topology.parse(topology).world_size, ["--topology", topology, *flags])
-    with ProcessGroupRegistry(options.topology) as registry, contextlib.redirect_stdout(printed):
-        script.run(script.Trainer(options, registry))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), made_trainer(name, flags, topology) as trainer:
+        example(name).run(trainer)
     return printed.getvalue()
 
 

@@ -17,6 +17,7 @@ from meshstep.optim.states.slices import Slices, reference_sharded_step, referen
 from meshstep.optim.step.weights import inverse_weight, reference_inverse_weight, weight_slots
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from meshstep.parallel.layout.annotation import annotation_of
+from optimizers import OPTIMIZERS
 from planted import LAYOUTS, Planted, run_step
 from torch import Tensor, nn
 from world import World
@@ -89,24 +90,20 @@ def test_a_slice_of_another_scale_is_found(world: World, layout: str, how: Shard
 
 def stepped_off(how: Sharded, kind: str, wrong: float) -> float:
     """How far float64 parameters are from the reference after three steps, whose gradients are multiplied by ``wrong``."""
-    make: dict[str, Any] = {
-        "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
-        "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-    }
-    shapes, off = [(5, 3), (7,), (2, 9)], 0.0
     with ProcessGroupRegistry(Topology(data=2)) as registry, small_buckets(128):
         draw = torch.Generator().manual_seed(0)
+        shapes = [(5, 3), (7,), (2, 9)]
         model = nn.ParameterList([torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes])
         declare(model, {"*": P()})
         whole = {param: param.detach().clone() for param in model}
-        optimizer = ParallelOptimizer(make[kind](model.parameters()), registry, states=how)
+        optimizer = ParallelOptimizer(OPTIMIZERS[kind](model.parameters(), False), registry, states=how)
         buckets, ranks = link_of(optimizer, Shards).buckets, range(registry.size("data"))
+        assert len(buckets) > 1
 
         def alone(bucket: Slices, rank: int) -> torch.optim.Optimizer:
             segments = bucket.layout.segments(rank)  # none, where a slice is nothing but padding
             parts = [whole[bucket.params[s.position]].view(-1)[s.start : s.start + s.numel] for s in segments]
-            optimizer: torch.optim.Optimizer = make[kind]([{"params": [part.clone() for part in parts]}])
-            return optimizer
+            return OPTIMIZERS[kind]([{"params": [part.clone() for part in parts]}], False)
 
         by_rank = {bucket: [alone(bucket, rank) for rank in ranks] for bucket in buckets}
         for _ in range(3):
@@ -117,9 +114,7 @@ def stepped_off(how: Sharded, kind: str, wrong: float) -> float:
             for bucket in buckets:
                 gradients = [[given[p][rank] * wrong for p in bucket.params] for rank in ranks]
                 reference_sharded_step([whole[p] for p in bucket.params], gradients, bucket.layout, by_rank[bucket])
-        off = max(float((param.detach() - whole[param]).abs().max()) for param in model)
-        assert len(buckets) > 1
-    return off
+        return max(float((param.detach() - whole[param]).abs().max()) for param in model)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])

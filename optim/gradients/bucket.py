@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...amp.copies import copy_each_
-from ...parallel.mesh.flat_collectives import reduce_scatter_flat
+from ...parallel.mesh.flat_collectives import REDUCE_SCATTER
 from .flat import FlatBucket
 from .in_place import mark_complete, widen_gradients
 
@@ -56,7 +56,7 @@ class Exact(Exchange):
         return work.wait  # type: ignore[no-any-return]
 
     def reduce_scatter(self, own: Tensor, flat: Tensor, group: dist.ProcessGroup, memory: Memory) -> Finish:
-        work: Any = reduce_scatter_flat(own, flat, group, async_op=True)
+        work: Any = getattr(dist, REDUCE_SCATTER)(own, flat, group=group, async_op=True)
         return work.wait  # type: ignore[no-any-return]
 
 
@@ -189,16 +189,19 @@ class GradientBucket:
         flat = self.params[0].new_empty(self._padded, dtype=self.dtype)
         flat[self._first_gap :].zero_()
         views, gradients = [], []
-        at_once = self.scale != 1.0 and flat.is_cpu  # one pass over memory; on a GPU it would be a kernel a gradient
         for view, param in zip(self.views(flat), self.params, strict=True):
             gradient = dense(param.grad)
             if gradient is None:
                 view.zero_()
-            elif at_once and gradient.dtype == self.dtype:
-                torch.mul(gradient, self.scale, out=view)
-            else:
+            elif not flat.is_cpu:  # all together: one by one it would be a kernel each
                 views.append(view)
                 gradients.append(gradient)
+            elif self.scale == 1.0:
+                view.copy_(gradient)
+            elif gradient.dtype == self.dtype:  # in one pass over memory
+                torch.mul(gradient, self.scale, out=view)
+            else:
+                view.copy_(gradient).mul_(self.scale)
         if views:
             copy_each_(views, gradients)
             if self.scale != 1.0:

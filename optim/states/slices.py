@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...amp.copies import copy_each_
-from ...parallel.mesh.flat_collectives import all_gather_flat
+from ...parallel.mesh.flat_collectives import ALL_GATHER
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..gradients.bucket import Exchange, Finish, GradientBucket, dense
 from ..gradients.flat import FlatBucket, Segment
@@ -97,8 +98,9 @@ class Slices:
         else:
             flat = self.params[0].new_empty(self._numel * self.layout.slices)
             own = flat[self._own]
-            copy_each_([own[s.offset : s.offset + s.numel] for s in self.segments], self.pieces)
-        work: Any = all_gather_flat(flat, flat[self._own], self.group, async_op=True)
+            if self.pieces:  # a slice may be nothing but padding
+                torch._foreach_copy_([own[s.offset : s.offset + s.numel] for s in self.segments], self.pieces)
+        work: Any = getattr(dist, ALL_GATHER)(flat, flat[self._own], group=self.group, async_op=True)
 
         @torch.no_grad()
         def finish() -> None:
@@ -107,7 +109,11 @@ class Slices:
                 torch.autograd.graph.increment_version(self.params)
             else:
                 places = zip(self.layout.offsets, self.params, strict=True)
-                copy_each_(self.params, [flat[at : at + p.numel()].view(p.shape) for at, p in places])
+                arrived = [flat[at : at + p.numel()].view(p.shape) for at, p in places]
+                if flat.is_cpu:
+                    torch._foreach_copy_(self.params, arrived)
+                else:  # where one lies in another order it would be a kernel each
+                    copy_each_(self.params, arrived)
             self._seen = self._look()
 
         return finish

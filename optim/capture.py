@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..amp.capture import is_captured
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .clip.decide import Clipping
 from .norm.measure import Fingerprints
@@ -39,10 +40,13 @@ class Parts(Protocol):
     _switch: Switch | None
 
 
-def check_captured(parts: Parts, call: str) -> None:
-    """Raise RuntimeError, with all reasons, where a call of an optimizer is captured and can't be."""
+def is_to_be_captured(parts: Parts, call: str) -> bool:
+    """Whether a CUDA graph is made of a call of an optimizer. Raises RuntimeError, with all reasons, where it can't be."""
+    if not is_captured():
+        return False
     if reasons := [*_reasons(parts)]:
         raise RuntimeError(f"{call} can't be captured in a CUDA graph here: {'; '.join(reasons)}")
+    return True
 
 
 def _reasons(parts: Parts) -> Iterator[str]:

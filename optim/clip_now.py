@@ -6,11 +6,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from .capture import Parts
+from .capture import Parts, is_to_be_captured
 from .clip.given import in_use
 from .clip.rule import Clip
 from .clip.state import ClipState
 from .clip.verdict import Verdict
+from .norm.stats import GradStats
 
 
 class ClippingParts(Parts, Protocol):
@@ -24,11 +25,12 @@ class ClippingParts(Parts, Protocol):
         """Its own rule."""
 
 
-def clip_or_ask(parts: ClippingParts, clip: Clip) -> Verdict | None:
-    """`clip_now` where the window is full; else None, and the step at its end does it."""
+def clip_or_ask(parts: ClippingParts, call: str, clip: Clip) -> GradStats | None:
+    """`clip_now`, by the public call of that name, where the window is full; else None, and the step at its end does it."""
+    parts._window.captured = is_to_be_captured(parts, call)
     in_use(clip)  # is checked
     if parts._window.is_full:
-        return clip_now(parts, clip)
+        return clip_now(parts, clip).stats
     parts._window.asked = clip
     return None
 

@@ -79,8 +79,6 @@ class OptimizerFacade(Copied, torch.optim.Optimizer):
     def __init_subclass__(cls) -> None:
         """A call in which ranks wait for each other says which it is where they wait in vain."""
         super().__init_subclass__()  # of `Generic`: without it ParallelOptimizer[GradStats] is an error
-        for name in cls.__dict__.keys() & {"step", "clip_grad_by_norm", "clip_grad_by_value"}:
-            setattr(cls, name, public_call(cls.__dict__[name]))
         cls.__init__ = public_constructor(cls.__init__)  # type: ignore[method-assign]
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

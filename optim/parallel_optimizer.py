@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ..amp.by_name import Mode, precision_of
-from ..amp.capture import is_captured
 from ..amp.precision import Precision
 from ..parallel.interop.transformers import registry_of
-from ..parallel.mesh.calls import in_call
+from ..parallel.mesh.calls import begun, explain, in_call, public_call, seen_on_the_stack
 from ..parallel.mesh.registry import ProcessGroupRegistry
-from .capture import check_captured
+from .capture import is_to_be_captured
 from .clip.given import Given, in_use
 from .clip.policies import ByValue
 from .clip.rule import ByNorm, Clip
@@ -158,6 +157,7 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
             return loss
         return (loss if loss.dtype == torch.float64 else loss.float()) * self.loss_scale.scale
 
+    @seen_on_the_stack
     def backward(self, loss: Tensor | None, *, weight: float | Tensor | None = None, **kwargs: Any) -> None:
         """Scale the loss and call backward, with ``kwargs``: one micro-batch. Gradients add up.
 
@@ -172,11 +172,15 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
                 already; an earlier backward of the window raised (`zero_grad` then gives the window up).
         Collectives: those of the model's and data_parallel's backward, of `Sharded` and `Reduce`. Host reads: none.
         """
-        empty = loss is None and weight is None
-        with in_call(self.registry, "backward"), self._micro_batch(weight, empty=empty):
-            if loss is not None:
-                loss = loss if self.loss_scale is None else self.scale_loss(loss)
-                loss.backward(**kwargs)
+        begun["backward"] = begun.pop("backward", 0) + 1
+        try:
+            with self._micro_batch(weight, empty=loss is None and weight is None):
+                if loss is not None:
+                    loss = loss if self.loss_scale is None else self.scale_loss(loss)
+                    loss.backward(**kwargs)
+        except Exception as error:
+            explain(error, self.registry, "backward")
+            raise
 
     @contextmanager
     def window(self, *, weight: float | Tensor | None = None) -> Iterator[None]:
@@ -219,14 +223,14 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
     # The step --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    @seen_on_the_stack
     def step(self, closure: Callable[[], object] | None = None, *, last: bool = False) -> Stats_co:  # type: ignore[override]
         """Complete, measure and clip the gradients, and step; or skip on every rank. Then update the loss scale.
 
         Args:
             last: Step now though fewer than ``accumulation_steps`` micro-batches have come: the tail of an epoch. Its
                 gradient is the mean over those that have.
-        Returns:
-            GradStats, device tensors; None in the middle of a managed window, where nothing is done.
+        Returns: GradStats, device tensors; None in the middle of a managed window, where nothing is done.
         Raises:
             FloatingPointError: On every rank: with ``on_nonfinite="raise"``; or too many steps in a row were skipped.
             ReplicaMismatchError: On every rank, with ``Measure(check_replicas=True)``, or `Fingerprints` (16 steps late).
@@ -240,8 +244,17 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         """
         if closure is not None:
             raise ValueError("step takes no closure: a skipped step can't be evaluated again; call backward, then step")
-        self._check_captured("step")
-        window, scale = self._window, self._scale if not hasattr(self, "found_inf") else self._scale_of_scaler()
+        begun["step"] = begun.pop("step", 0) + 1
+        try:
+            return self._stages(last)
+        except Exception as error:
+            explain(error, self.registry, "step")
+            raise
+
+    def _stages(self, last: bool) -> Stats_co:
+        window = self._window
+        window.captured = torch.cuda.is_initialized() and is_to_be_captured(self, "step")
+        scale = self._scale if not hasattr(self, "found_inf") else self._scale_of_scaler()
         if not window.ends(last):
             if window.is_unused:
                 check_window_is_used(window, self._model_params, self.registry)
@@ -267,13 +280,9 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
             raise problem
         return stats  # type: ignore[return-value]
 
-    def _check_captured(self, call: str) -> None:
-        self._window.captured = is_captured()
-        if self._window.captured:
-            check_captured(self, call)
-
     # Explicit clipping -----------------------------------------------------------------------------------------------
 
+    @public_call
     @torch.no_grad()
     def clip_grad_by_norm(self, max_norm: float, norm_type: float | None = None) -> Stats_co:
         """Complete, measure, unscale and clip the gradients now, in place, by this rule in the place of the constructor's;
@@ -282,14 +291,10 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         Args: as for `ByNorm`. Returns: GradStats with the norm before clipping; None in the middle of a window.
         Raises ValueError, nothing changed, where one is out of range. Collectives: those of a step. Host reads: none.
         """
-        return self._clip_or_ask("clip_grad_by_norm", ByNorm(max_norm, norm_type))
+        return clip_or_ask(self, "clip_grad_by_norm", ByNorm(max_norm, norm_type))  # type: ignore[return-value]
 
+    @public_call
     @torch.no_grad()
     def clip_grad_by_value(self, clip_value: float) -> Stats_co:
         """The same with `ByValue`: clamp every element to [-clip_value, clip_value], after measuring."""
-        return self._clip_or_ask("clip_grad_by_value", ByValue(clip_value))
-
-    def _clip_or_ask(self, call: str, clip: Clip) -> Stats_co:
-        self._check_captured(call)
-        verdict = clip_or_ask(self, clip)
-        return None if verdict is None else verdict.stats  # type: ignore[return-value]
+        return clip_or_ask(self, "clip_grad_by_value", ByValue(clip_value))  # type: ignore[return-value]

@@ -3,36 +3,28 @@
     with in_call(registry, "step"):
         ...                                # a collective fails: RuntimeError, which says where all ranks are
 
-Within a call nothing is told to anybody: its name and number stay in this process. A rank whose collective failed asks, in
-the store of the default process group; a thread of every process looks there once a second, and answers. So also ranks
-answer that are in no collective, or in code that is not ours. One that is stopped, or gone, does not.
+Within a call nothing is told to anybody: its name and number stay in this process. A rank whose collective failed asks the
+others (`answers`), and those answer too that are in no collective, or in code that is not ours. One that is stopped, or
+gone, does not.
 """
 
 from __future__ import annotations
 
-import atexit
-import json
 import sys
 import threading
-import time
-import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import wraps
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
+from .answers import answers_of_others, start_answering
 from .text import named_ranks
 from .topology import Topology
 
-LOOKS_EVERY = 1.0  # seconds
-PATIENCE = 4.0  # with answers, in seconds
-_QUESTIONS, _ANSWER = "meshstep/calls/questions", "meshstep/calls/answer"  # a count, and what a rank says
 _IN_VAIN = "waited in vain"
 _GLOO_SAYS = ("gloo/transport", "Application timeout caused pair closure")  # the latter after a timeout before
 _SAME_CALLS = "Every rank must make the same calls in the same order"
@@ -41,7 +33,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Call(NamedTuple):
-    """A call of the public interface: its name, and which one of that name it is on this rank, from 1."""
+    """A call of the public interface: its name, and which one of that name it is in this process, from 1."""
 
     name: str
     number: int
@@ -51,50 +43,89 @@ class Call(NamedTuple):
 
 
 class Caller(Protocol):
-    """A registry: what calls are counted by."""
+    """A registry: among which ranks a call is made."""
 
     topology: Topology
     global_rank: int
-    calls: Counter[str]
 
 
+begun: dict[str, int] = {}
+"""How often calls of each name have begun in this process; that which began last stands last."""
 _running: dict[int, Call] = {}  # by thread; a call within another one is a part of it
-_last: dict[int, tuple[Call, type[BaseException] | None]] = {}  # by thread: the one that ended last, and its error
+_seen_on_the_stack: dict[CodeType, str] = {}  # the functions that are calls, and don't say that they run
+_raised: tuple[Call, str] | None = None  # the last one that ended with an error, and its type
 
 
 class in_call:
     """Around what a public call does: a failure of the transport in it becomes an error that says where all ranks are.
 
     Raises:
-        RuntimeError: From the transport's own error: a timeout, or a lost connection. It takes up to `PATIENCE` seconds.
+        RuntimeError: From the transport's own error: a timeout, or a lost connection. It takes seconds.
     Collectives: none. Host reads: none.
     """
 
-    __slots__ = ("_call", "_registry", "_thread")
+    __slots__ = ("_call", "_registry")
 
     def __init__(self, registry: Caller, name: str) -> None:
-        self._registry, self._thread = registry, threading.get_ident()
+        self._registry = registry
         self._call: Call | None = None
-        if registry.topology.world_size > 1 and self._thread not in _running:
-            registry.calls[name] += 1
-            self._call = Call(name, registry.calls[name])
+        if registry.topology.world_size > 1 and _call_of(threading.get_ident(), sys._getframe()) is None:
+            begun[name] = begun.pop(name, 0) + 1
+            self._call = Call(name, begun[name])
 
     def __enter__(self) -> None:
         if self._call is not None:
-            _running[self._thread] = self._call
+            _running[threading.get_ident()] = self._call
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._call is None:
-            return
-        try:
-            if error is not None and is_transport_error(error):
-                rank, world_size = self._registry.global_rank, self._registry.topology.world_size
-                raise RuntimeError(_explained(self._call, rank, world_size, error)) from error
-        finally:
-            _last[self._thread] = self._call, kind
-            del _running[self._thread]
+        if self._call is not None:
+            try:
+                if error is not None:
+                    _explain(error, self._registry, self._call)
+            finally:
+                del _running[threading.get_ident()]
+
+
+def seen_on_the_stack(method: F) -> F:
+    """A method of an object with a ``registry`` as a call of its name, for what is called in each step: nothing stands
+    around it, and whoever asks where this rank is finds it on the stack. It counts itself:
+
+        @seen_on_the_stack
+        def step(self):
+            begun["step"] = begun.pop("step", 0) + 1
+            try:
+                ...
+            except Exception as error:
+                explain(error, self.registry, "step")
+                raise
+    """
+    _seen_on_the_stack[method.__code__] = method.__name__
+    return method
+
+
+def explain(error: Exception, registry: Caller, name: str) -> None:
+    """Of such a method, where it is no part of another call: as `in_call`. Raises RuntimeError: as there."""
+    if threading.get_ident() not in _running:
+        _explain(error, registry, Call(name, begun[name]))
+
+
+def _explain(error: BaseException, registry: Caller, call: Call) -> None:
+    global _raised
+    _raised = call, type(error).__name__
+    if registry.topology.world_size > 1 and is_transport_error(error):
+        raise RuntimeError(_explained(call, registry.global_rank, registry.topology.world_size, error)) from error
+
+
+def _call_of(thread: int, frame: FrameType | None) -> Call | None:
+    """The outermost call that a thread is in, which runs this frame."""
+    if thread in _running:
+        return _running[thread]
+    name = None
+    while frame is not None:
+        name, frame = _seen_on_the_stack.get(frame.f_code, name), frame.f_back
+    return None if name is None else Call(name, begun.get(name, 1))
 
 
 def public_call(method: F) -> F:
@@ -114,7 +145,7 @@ def public_constructor(init: F) -> F:
     @wraps(init)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         registry: Any = kwargs.get("registry", args[1] if len(args) > 1 else None)
-        with in_call(registry, type(self).__name__) if hasattr(registry, "calls") else nullcontext():
+        with in_call(registry, type(self).__name__) if hasattr(registry, "global_rank") else nullcontext():
             return init(self, *args, **kwargs)
 
     return cast(F, call)
@@ -122,7 +153,7 @@ def public_constructor(init: F) -> F:
 
 def current_call() -> str | None:
     """The name of the call that this thread is in."""
-    call = _running.get(threading.get_ident())
+    call = _call_of(threading.get_ident(), sys._getframe())
     return None if call is None else call.name
 
 
@@ -151,7 +182,7 @@ def _explained(call: Call, rank: int, world_size: int, error: BaseException) -> 
     waited = f"rank {rank} {_IN_VAIN} in {call}"
     first_line, _, _ = str(error).partition("\n")
     said = f"torch says: {first_line}"
-    answers = _ask(rank)
+    answers = answers_of_others(rank)
     if answers is None:
         return f"{waited}, and where the others are is not known: the job's store does not answer either. {said}"
     others: dict[str, list[int]] = {}
@@ -168,36 +199,19 @@ def _explained(call: Call, rank: int, world_size: int, error: BaseException) -> 
     return f"{waited}; {told}. {why}. {said}"
 
 
-def _ask(rank: int) -> dict[int, str] | None:
-    """What the other ranks say that they do, of those that answer; None: nobody can be asked."""
-    answering = _answering
-    if answering is None or not answering.is_of_now():
-        return None
-    found: list[dict[int, str]] = []
-
-    def ask() -> None:
-        with suppress(RuntimeError):  # the store's server has ended
-            found.append(answering.ask(rank))
-
-    # In a thread, because a store whose process is stopped would keep us for ever.
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(PATIENCE + LOOKS_EVERY)
-    return found[0] if found else None
-
-
 def _doing() -> str:
     """What this process does now."""
-    main = threading.main_thread().ident or 0
-    calls = _running.copy()
+    main, frames = threading.main_thread().ident or 0, sys._current_frames()
+    calls = {thread: call for thread, frame in frames.items() if (call := _call_of(thread, frame)) is not None}
     call = calls.pop(main, None)
     if call is not None:
         doing = f"in {call}"
     else:
-        last, error = _last.get(main, (None, None))
-        ended = "returned" if error is None else f"raised {error.__name__}"
+        in_threads = {other.name for other in calls.values()}
+        last = next((Call(name, begun[name]) for name in reversed([*begun]) if name not in in_threads), None)
+        ended = f"raised {_raised[1]}" if _raised is not None and _raised[0] == last else "returned"
         before = "" if last is None else f" (its last, {last}, {ended})"
-        doing = f"in no call of meshstep{before}, but {_place(sys._current_frames().get(main))}"
+        doing = f"in no call of meshstep{before}, but {_place(frames.get(main))}"
     return ", and in a thread ".join([doing, *(f"in {other}" for other in calls.values())])
 
 
@@ -220,65 +234,6 @@ def _ordinal(number: int) -> str:
     return f"{number}{ending}"
 
 
-# The answers ----------------------------------------------------------------------------------------------------------
-
-
-class _Answering:
-    """The thread of this process that answers the questions of other ranks, as long as the default group is this one."""
-
-    def __init__(self, world: dist.ProcessGroup) -> None:
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        # A connection of its own: others may wait on theirs.
-        self._store = distributed_c10d._get_default_store().clone()
-        self._world, self._stop = weakref.ref(world), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="meshstep-calls", daemon=True)
-        self._thread.start()
-
-    def is_of_now(self) -> bool:
-        """Whether the default group is still the same."""
-        return dist.is_initialized() and self._world() is dist.group.WORLD
-
-    def stop(self) -> None:
-        """End the thread, which must not be in the middle of something when the interpreter ends."""
-        self._stop.set()
-        self._thread.join(2 * LOOKS_EVERY)
-
-    def _run(self) -> None:
-        answered = 0
-        with suppress(RuntimeError):  # the store's server has ended
-            while not self._stop.wait(LOOKS_EVERY) and self.is_of_now():
-                if self._store.check([_QUESTIONS]):
-                    question = self._store.add(_QUESTIONS, 0)
-                    if question > answered:
-                        self._store.set(f"{_ANSWER}/{self.rank}", json.dumps((question, _doing())))
-                        answered = question
-
-    def ask(self, rank: int) -> dict[int, str]:
-        """What other ranks do, of those that answer. Raises RuntimeError where the store's server has ended."""
-        waiting, found = set(range(self.world_size)) - {rank}, dict[int, str]()
-        question, until = self._store.add(_QUESTIONS, 1), time.monotonic() + PATIENCE
-        while waiting and time.monotonic() < until:
-            for other in sorted(waiting):
-                if self._store.check([f"{_ANSWER}/{other}"]):
-                    answered, doing = json.loads(self._store.get(f"{_ANSWER}/{other}"))
-                    if answered >= question:
-                        found[other] = doing
-            waiting -= found.keys()
-            time.sleep(LOOKS_EVERY / 20 if waiting else 0)
-        return found
-
-
-_answering: _Answering | None = None
-
-
 def answer_questions(world: dist.ProcessGroup) -> None:
     """From now on, answer other ranks that ask what this one does; once for each default group."""
-    global _answering
-    if _answering is None or not _answering.is_of_now():
-        _answering = _Answering(world)
-
-
-@atexit.register
-def _end() -> None:
-    if _answering is not None:
-        _answering.stop()
+    start_answering(world, _doing)

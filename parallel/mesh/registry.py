@@ -13,7 +13,6 @@ nothing waits. The members of a group meet in its first collective, or before th
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Mapping
 from datetime import timedelta
 from types import TracebackType
@@ -73,7 +72,6 @@ class ProcessGroupRegistry:
         self._by_axes: dict[tuple[str, ...], dist.ProcessGroup] = {}  # the same, without listing the members again
         self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}  # those that are destroyed here
         self._met: set[tuple[int, ...]] = set()
-        self.calls: Counter[str] = Counter()  # made with it on this rank, by name
         self._world = default_group(topology)
         self.global_rank = 0 if self._world is None else dist.get_rank()
         self.coordinate = topology.coordinate(self.global_rank)

@@ -1,0 +1,105 @@
+"""What each rank does, asked by one that the others did not meet: in the store of the default process group.
+
+A thread of every process looks there once a second, and answers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+LOOKS_EVERY = 1.0  # seconds
+PATIENCE = 4.0  # with answers, in seconds
+_QUESTIONS, _ANSWER = "meshstep/calls/questions", "meshstep/calls/answer"  # a count, and what a rank says
+
+
+class Answering:
+    """The thread of this process that answers the questions of other ranks, as long as the default group is this one.
+
+    Args:
+        world: The group.
+        doing: The answer.
+    """
+
+    def __init__(self, world: dist.ProcessGroup, doing: Callable[[], str]) -> None:
+        self._doing, self.rank, self.world_size = doing, dist.get_rank(), dist.get_world_size()
+        # A connection of its own: others may wait on theirs.
+        self._store = distributed_c10d._get_default_store().clone()
+        self._world, self._stop = weakref.ref(world), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="meshstep-calls", daemon=True)
+        self._thread.start()
+
+    def is_of_now(self) -> bool:
+        """Whether the default group is still the same."""
+        return dist.is_initialized() and self._world() is dist.group.WORLD
+
+    def stop(self) -> None:
+        """End the thread, which must not be in the middle of something when the interpreter ends."""
+        self._stop.set()
+        self._thread.join(2 * LOOKS_EVERY)
+
+    def _run(self) -> None:
+        answered = 0
+        with suppress(RuntimeError):  # the store's server has ended
+            while not self._stop.wait(LOOKS_EVERY) and self.is_of_now():
+                if self._store.check([_QUESTIONS]):
+                    question = self._store.add(_QUESTIONS, 0)
+                    if question > answered:
+                        self._store.set(f"{_ANSWER}/{self.rank}", json.dumps((question, self._doing())))
+                        answered = question
+
+    def ask(self, rank: int) -> dict[int, str]:
+        """What other ranks do, of those that answer. Raises RuntimeError where the store's server has ended."""
+        waiting, found = set(range(self.world_size)) - {rank}, dict[int, str]()
+        question, until = self._store.add(_QUESTIONS, 1), time.monotonic() + PATIENCE
+        while waiting and time.monotonic() < until:
+            for other in sorted(waiting):
+                if self._store.check([f"{_ANSWER}/{other}"]):
+                    answered, doing = json.loads(self._store.get(f"{_ANSWER}/{other}"))
+                    if answered >= question:
+                        found[other] = doing
+            waiting -= found.keys()
+            time.sleep(LOOKS_EVERY / 20 if waiting else 0)
+        return found
+
+
+_answering: Answering | None = None
+
+
+def start_answering(world: dist.ProcessGroup, doing: Callable[[], str]) -> None:
+    """From now on; once for each default group."""
+    global _answering
+    if _answering is None or not _answering.is_of_now():
+        _answering = Answering(world, doing)
+
+
+def answers_of_others(rank: int) -> dict[int, str] | None:
+    """What the other ranks say that they do, of those that answer; None: nobody can be asked."""
+    answering = _answering
+    if answering is None or not answering.is_of_now():
+        return None
+    found: list[dict[int, str]] = []
+
+    def ask() -> None:
+        with suppress(RuntimeError):  # the store's server has ended
+            found.append(answering.ask(rank))
+
+    # In a thread, because a store whose process is stopped would keep us for ever.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(PATIENCE + LOOKS_EVERY)
+    return found[0] if found else None
+
+
+@atexit.register
+def _end() -> None:
+    if _answering is not None:
+        _answering.stop()

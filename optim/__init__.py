@@ -16,8 +16,9 @@ from .gradients.compressed import Bf16Wire
 from .gradients.sync import sync_gradients
 from .kernels.choice import use_kernels
 from .norm.entries import ParameterEntry
-from .norm.global_norm import GlobalNorm, Norms
+from .norm.global_norm import GlobalNorm
 from .norm.measure import Fingerprints, Measure
+from .norm.norms import Norms
 from .norm.plan import Bucket, ReductionPlan
 from .norm.replicas import ReplicaMismatchError
 from .norm.stats import GradStats

@@ -9,7 +9,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from ..norm.global_norm import Norms
+from ..norm.norms import Norms
 from .rule import (
     Clip,
     Decision,

@@ -1,9 +1,10 @@
 """From the measured norms to what is done with the gradients.
 
     gradient to step with = gradient as it is * inverse * factor,      factor = rule(norms * inverse, what it remembers)
+    inverse = D / W / loss scale
 
-``inverse`` undoes what backward's gradients were multiplied by (the loss scale), and divides by the window's weight. A rule
-sees the norms of the gradients as they will be stepped with, and so does whoever reads the report.
+Gradients were multiplied by the loss scale, and divided by the number D of data ranks in place of the window's weight W. A
+rule sees the norms of the gradients as they will be stepped with, and so does whoever reads the report.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from ...parallel.layout.pieces import Region
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..gradients.in_place import is_complete, mark_complete, widen_gradients
 from ..norm.constants import Constants
-from ..norm.global_norm import GlobalNorm, Level, Norms
+from ..norm.global_norm import GlobalNorm
 from ..norm.measure import Measure
 from ..norm.named import Named
+from ..norm.norms import Level, Norms
 from ..norm.plan import ReductionPlan
 from ..norm.replicas import ReplicaCheck, ReplicaMismatchError
 from ..norm.stats import GradStats
@@ -200,7 +202,10 @@ class Clipping:
     ) -> tuple[Norms, Tensor | None, Sequence[Tensor]]:
         """The norms of the gradients as they will be stepped with; ``inverse``; and what ranks said, summed."""
         norms, cast = self._measured(needs, divisor.slots, ballot)
-        inverse = divisor.inverse(norms.extra)
+        inverse = None if divisor.scale is None else divisor.scale.to(norms.extra).reciprocal()
+        if divisor.stages:
+            weight = inverse_weight(norms.extra[: divisor.stages], divisor.data_ranks)
+            inverse = weight if inverse is None else weight * inverse
         if inverse is None:
             return norms, None, cast
         inverse = inverse.to(norms.total)
@@ -274,6 +279,17 @@ class Clipping:
         )
         for param in complete:
             mark_complete(param)
+
+
+def inverse_weight(totals: Tensor, data_ranks: int) -> Tensor:
+    """0-dim: D / W; 1 where nobody gave a weight (or all gave 0), NaN where W is negative or NaN. Host reads: none.
+
+    Args:
+        totals: The sum over ranks of `weight_slots`, without a vote.
+        data_ranks: D.
+    """
+    total = totals.amax() if len(totals) > 1 else totals[0]
+    return (data_ranks / total).masked_fill_(total < 0, torch.nan).masked_fill_(total == 0, 1.0)
 
 
 def _is_taken(finite: Tensor, vetoed: Tensor | None, parted: Tensor | None) -> Tensor:

@@ -15,7 +15,8 @@ from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..gradients.in_place import clamp_each, scale_each
 from ..norm.agreement import agreed
 from ..norm.entries import entries_of
-from ..norm.global_norm import GlobalNorm, Norms, Reduction, checked_norm_type, checked_reduction
+from ..norm.global_norm import GlobalNorm
+from ..norm.norms import Norms, Reduction, checked_norm_type, checked_reduction
 from ..norm.plan import ReductionPlan
 from ..norm.stats import GradStats
 from .given import Given, check_packed, clip_of

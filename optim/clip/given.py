@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..norm.agreement import with_names
-from ..norm.global_norm import checked_norm_type
 from ..norm.named import Named
+from ..norm.norms import checked_norm_type
 from ..norm.plan import ReductionPlan
 from ..norm.units import Units
 from .named import ByName, OfGroup

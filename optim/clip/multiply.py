@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..gradients.in_place import scale_each
-from ..norm.global_norm import Level
 from ..norm.named import Named
+from ..norm.norms import Level
 from ..norm.plan import ReductionPlan
 from ..norm.units import Units
 

@@ -9,7 +9,7 @@ from math import isinf
 import torch
 from torch import Tensor
 
-from ..norm.global_norm import Norms
+from ..norm.norms import Norms
 from .rule import ByNorm, Clip, Decision, Initial, Threshold
 
 OfGroup = Threshold | Clip | None

@@ -13,8 +13,8 @@ from ...parallel.interop.local import local_parameters
 from ...parallel.layout.pieces import Region
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..norm.agreement import agreed
-from ..norm.global_norm import Reduction
 from ..norm.measure import Measure
+from ..norm.norms import Reduction
 from ..norm.plan import ReductionPlan
 from ..norm.stats import GradStats
 from .decide import Clipping
@@ -75,7 +75,7 @@ class OnList:
     def _clip(self, clip: ClipState, params: list[Tensor], wrong: bool) -> GradStats:
         slots = torch.full((1,), float(wrong), dtype=torch.float64, device=self.registry.device)
         self.clipping.params = params
-        divisor = Divisor(slots, lambda _: None, is_missing=lambda totals: totals[0] > 0)
+        divisor = Divisor(slots, is_missing=lambda totals: totals[0] > 0)
         return self.clipping(clip, divisor, now=True, captured=is_captured()).stats
 
 

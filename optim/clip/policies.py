@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..gradients.in_place import clamp_gradients
-from ..norm.global_norm import Norms
+from ..norm.norms import Norms
 from ..norm.units import UnitDim
 from .rule import (
     Clip,

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..norm.global_norm import Level, Norms
+from ..norm.norms import Level, Norms
 from ..norm.units import UnitDim
 
 Threshold = float | Callable[[Tensor], Tensor]

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..norm.global_norm import Norms
+from ..norm.norms import Norms
 from .given import Given, clip_of
 from .rule import Clip, Decision, Initial, checked_count, checked_positive
 

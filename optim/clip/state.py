@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...amp.capture import is_captured, keeps_state_in_place
 from ...parallel.mesh.text import some
-from ..norm.global_norm import Norms
+from ..norm.norms import Norms
 from .rule import Clip, Decision, Initial, OfEachParameter
 
 Numbers = float | list[float] | dict[str, float]

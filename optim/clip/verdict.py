@@ -40,13 +40,17 @@ class Divisor(NamedTuple):
     """What gradients are to be divided by, which only the sum over all ranks tells.
 
     Args:
-        slots: 1-dim; summed over all ranks in the collective that measures.
-        inverse: From that sum what gradients and norms are multiplied by; 0-dim, None for 1.
-        loss_scale: The part of it that backward put in, for the report.
-        is_missing: From that sum a 0-dim bool: nobody put it in, though there are gradients.
+        slots: 1-dim; summed over all ranks in the collective that measures. First those of the window's weight.
+        scale: The loss scale that is still in them; None: there is none, or it has been undone.
+        stages: So many slots hold the weight, see `weight_slots`; 0: nobody gave any.
+        data_ranks: Over so many gradients have been averaged.
+        loss_scale: What backward put in, for the report.
+        is_missing: From the sum of the slots a 0-dim bool: nobody put it in, though there are gradients.
     """
 
     slots: Tensor
-    inverse: Callable[[Tensor], Tensor | None]
+    scale: Tensor | None = None
+    stages: int = 0
+    data_ranks: int = 1
     loss_scale: Tensor | None = None
     is_missing: Callable[[Tensor], Tensor] | None = None

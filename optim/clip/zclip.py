@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..norm.global_norm import Norms
+from ..norm.norms import Norms
 from .rule import (
     Clip,
     Decision,

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import logging
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from math import inf
@@ -21,10 +20,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 
 INTERFACE = 3  # as `meshstep_interface` in csrc/native.c
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 NORM_TYPES = {1.0: 1, 2.0: 2, inf: 0}
+NO_MEMORY = "the kernels got no memory for their tables"
 PLAIN = frozenset({Tensor, nn.Parameter})
 """Whose memory is what they say: no subclass of them."""
 
@@ -58,26 +59,28 @@ class Columns:
 
 
 class Native:
-    """The loops of one compiled library.
+    """The loops of one compiled library: C functions of addresses, which return 0, or else had no memory for their tables.
 
     Args:
         path: Of the library.
 
     Attributes:
+        powers: Of (number of tensors, their addresses, numels, dtype, the norm's type, the result's address, threads): in
+            float64 the sum of |x|^p of each tensor, p 1 or 2, or the largest |x|.
+        update: Of (kind, number of rows, `Columns`: fixed, grads, halves, rests, numels, dtypes of gradients and halves,
+            numbers, factor, found_inf, threads): step rows, or nothing where ``found_inf`` is not 0. Numbers are float64:
+            of Adam lr, beta1, beta2, eps, weight decay, whether that is decoupled, amsgrad; of SGD lr, momentum,
+            dampening, weight decay, nesterov; of Adagrad lr, lr decay, eps, weight decay. A negative factor maximizes.
         instructions: The instruction set in use: "plain", "avx2", "avx512".
     """
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
         at, whole, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-        self._take, self._powers, self._update = (
-            library.meshstep_take,
-            library.meshstep_powers,
-            library.meshstep_update,
-        )
+        self._take, self.powers, self.update = library.meshstep_take, library.meshstep_powers, library.meshstep_update
         self._take.argtypes, self._take.restype = [ctypes.c_char_p], ctypes.c_char_p
-        self._powers.argtypes = [whole, at, at, number, number, at, number]
-        self._update.argtypes = [number, whole, at, at, at, at, at, number, number, at, ctypes.c_double, at, number]
+        self.powers.argtypes = [whole, at, at, number, number, at, number]
+        self.update.argtypes = [number, whole, at, at, at, at, at, number, number, at, ctypes.c_double, at, number]
         self.instructions = self.take(None)
         self._borrow = library.meshstep_borrow
         self._borrow.argtypes, self._borrow.restype = [at], None
@@ -98,64 +101,6 @@ class Native:
     def borrow(self, parallel: int | None) -> None:
         """Work on the threads of an OpenMP runtime, whose ``GOMP_parallel`` is at this address; None: on own ones."""
         self._borrow(parallel)
-
-    def powers(self, tensors: Sequence[Tensor], norm_type: float) -> Tensor | None:
-        """[n] float64: the sum of |x|^p of each tensor, p 1 or 2, or the largest |x|; None where it is not for these.
-
-        Args:
-            tensors: Dense, on the CPU, all of one dtype.
-        """
-        kind, dtype = NORM_TYPES.get(norm_type), DTYPES.get(tensors[0].dtype)
-        if kind is None or dtype is None or not {*map(type, tensors)} <= PLAIN:
-            return None
-        tensors = [tensor if tensor.is_contiguous() else in_memory_order(tensor) for tensor in tensors]
-        addresses = array("Q", [tensor.data_ptr() for tensor in tensors])
-        numels = array("q", [tensor.numel() for tensor in tensors])
-        found = torch.empty(len(tensors), dtype=torch.float64)
-        threads = torch.get_num_threads()
-        _check(
-            self._powers(len(tensors), _address(addresses), _address(numels), dtype, kind, found.data_ptr(), threads)
-        )
-        return found
-
-    def update(
-        self,
-        kind: Kind,
-        columns: Columns,
-        hyper: Sequence[float],
-        factor: float,
-        found_inf: Tensor,
-        grad_dtype: torch.dtype,
-        half_dtype: torch.dtype = torch.bfloat16,
-    ) -> None:
-        """Step float32 tensors, and split ones, or change nothing where ``found_inf``, which the loops look at, is not 0.
-
-        Args:
-            columns: What is stepped; steps are float32.
-            hyper: Adam: lr, beta1, beta2, eps, weight decay, whether that is decoupled, amsgrad. SGD: lr, momentum,
-                dampening, weight decay, nesterov. Adagrad: lr, lr decay, eps, weight decay.
-            factor: The gradients are multiplied by it; negative to maximize.
-            found_inf: 0-dim float32, on the CPU.
-            grad_dtype: Of the gradients: float32, bfloat16 or float16.
-            half_dtype: Of the half-precision copies.
-        """
-        count, numbers = len(columns.numels), array("d", hyper)
-        _check(
-            self._update(
-                kind,
-                count,
-                _address(columns.fixed),
-                _address(columns.grads),
-                *(None if column is None else _address(column) for column in (columns.halves, columns.rests)),
-                _address(columns.numels),
-                DTYPES[grad_dtype],
-                DTYPES[half_dtype],
-                _address(numbers),
-                factor,
-                found_inf.data_ptr(),
-                torch.get_num_threads(),
-            )
-        )
 
 
 def torchs_threads() -> int | None:
@@ -185,10 +130,18 @@ def in_memory_order(tensor: Tensor) -> Tensor:
     return tensor.permute(by_stride).reshape(-1).contiguous()
 
 
-def _address(values: array[int] | array[float]) -> int:
-    return values.buffer_info()[0]
+def lies_densely(tensor: Tensor) -> bool:
+    """Whether its elements fill a stretch of memory, in whatever order."""
+    return tensor.is_contiguous() or is_dense(tensor)
 
 
-def _check(status: int) -> None:
-    if status:
-        raise MemoryError("the kernels got no memory for their tables")
+def alike(tensor: Tensor, param: Tensor) -> bool:
+    """Whether their elements lie in memory in one order; ``param`` is dense."""
+    return tensor.shape == param.shape and (
+        (tensor.is_contiguous() and param.is_contiguous()) or tensor.stride() == param.stride()
+    )
+
+
+def laid_out(grad: Tensor, param: Tensor) -> Tensor:
+    """The gradient, or a copy of it, with its elements in the parameter's order."""
+    return grad if alike(grad, param) else torch.empty_like(param, dtype=grad.dtype).copy_(grad)

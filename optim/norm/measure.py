@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from .global_norm import Reduction, checked_norm_type, checked_reduction
+from .norms import Reduction, checked_norm_type, checked_reduction
 
 Commit = Callable[[], bool | Tensor]
 

@@ -1,6 +1,6 @@
-"""The sums of |g|^p that one rank computes by itself, in one read of the gradients.
+"""The sums of |g|^p that one rank computes by itself, in one read of the gradients, by torch's kernels.
 
-The plain reference is `reference_powers`, in float64 throughout; `local_powers` is as far as its result tells: no finite
+The plain reference is `reference_powers`, in float64 throughout; `powers_by_torch` is as far as its result tells: no finite
 gradient overflows or vanishes, however it is cut. (One float32 accumulator over a whole gradient, which is what a plain
 ``vector_norm`` on a CPU amounts to, is 1e-5 off at a million elements and 3e-4 at ten million.) From p = `HIGH` on p-th
 powers leave the range of float64 too: there p-norms stand in for them, which are put together with their maximum taken out.
@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from ...amp.capture import is_captured
-from ..kernels.choice import chosen, triton_on
 from ..kernels.native import in_memory_order
 
 SMALL = 1024  # elements
@@ -50,31 +48,13 @@ def reference_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     return torch.stack(powers) if powers else torch.zeros(0, dtype=torch.float64)
 
 
-def local_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-    """[n] float64: the sum of |g|^p of each gradient, its largest |g| for p = inf, its p-norm for `HIGH` <= p < inf.
-
-    A NaN or inf in a gradient makes its entry NaN or inf, and finite values don't. Within 1e-14 by the compiled loops, for
-    p = 1, 2 and inf on a CPU (`meshstep.optim.kernels`); else within 1e-12, but for squares of float32 gradients on a CPU:
-    1e-7. On a GPU every element is cast to float64 as it is read, and its power is taken and summed there: with the range
-    of the CPU path; by Triton's kernels, if they were chosen, for whole p and inf, within 1e-14.
-
-    Args:
-        gradients: Dense real tensors of any float dtype, all on one device.
-        norm_type: p >= 1, or inf.
-    Collectives: none. Host reads: none.
-    """
-    if not gradients:
-        return torch.zeros(0, dtype=torch.float64)
+def powers_by_torch(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
+    """[n] float64: what `local_powers` returns, by torch's kernels; arguments as there."""
     dtype = accumulation_dtype(gradients[0].device)
     if inf > norm_type >= HIGH:
         return torch.stack([_high_norm(g, norm_type).to(dtype) for g in gradients])
-    kernels = None if chosen.triton is None or is_captured() else triton_on(gradients[0].device)
-    if kernels is not None and (powers := kernels.powers(gradients, norm_type)) is not None:
-        return powers
     if not gradients[0].is_cpu:
         return _powers_at_once(gradients, norm_type, dtype)
-    if (loops := chosen.native) is not None and (powers := loops.powers(gradients, norm_type)) is not None:
-        return powers
     if norm_type == inf:
         return torch.stack([_largest(g) for g in gradients]).to(dtype)
     return _powers_on_cpu(gradients, norm_type)

@@ -13,13 +13,13 @@ from torch.optim import optimizer as torch_optimizer
 
 from ...amp.casting import is_half
 from ..gradients.in_place import scale_gradients, widen_gradients
+from ..kernels.native import laid_out, lies_densely
 from .captured_update import capturable
 from .counted_once import CountedOnce
-from .rows import laid_out, lies_densely
 
 
 def update_by_torch(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
-    """Step a fused optimizer by torch's kernels; arguments as for `meshstep.optim.step.update.apply_update`. Host reads:
+    """Step a fused optimizer by torch's kernels; arguments as for `meshstep.optim.step.update.Update`. Host reads:
     none."""
     params = params_of(optimizer)
     widen_gradients(params)

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from ...amp.capture import is_captured
 from ..kernels.choice import triton_on
+from .again import is_known, is_number, numbers_in
 from .half_copies import offered
-from .native_update import KNOWN, is_known, is_number, rows_of
+from .known import KNOWN
+from .native_update import rows_of, taken_of
 
 if TYPE_CHECKING:
     from ..kernels.triton import Triton
@@ -62,8 +64,8 @@ def step_by_triton(
     parts, alive = list[Part](), list[Tensor]()
     for group, rows in zip(optimizer.param_groups, rows_of(optimizer, found_inf.device, {}), strict=True):
         rate = _rate_on(found_inf.device, group)
-        hyper = known.numbers_in(group if rate is None else {**group, "lr": 0.0})
-        calls, others = rows.taken(copies)
+        hyper = numbers_in(group if rate is None else {**group, "lr": 0.0}, known)
+        calls, others = taken_of(rows, copies)
         for call in calls:
             parts.append(Part(call.columns, hyper, rate, group["maximize"], call.grad_dtype, call.half_dtype))
             alive += call.alive

@@ -3,7 +3,7 @@ loops, its kernels in Triton, or torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from inspect import Parameter, signature
@@ -12,54 +12,50 @@ import torch
 from torch import Tensor
 
 from ...amp.by_bucket import holding
-from ...amp.fp8 import weights as rounded_weights
 from ..gradients.in_place import scale_gradients, widen_gradients
-from .native_update import loops_for, step_by_loops
+from .again import Again, loops_for
+from .native_update import step_by_loops
 from .several import asks_other_ranks, parts_of
 from .split_weights import SplitWeights, offered
 from .torch_update import is_miscomputed, lay_out_gradients, params_of, step_rightly, update_by_torch, without_momentum
 from .triton_update import step_by_triton, triton_for
 
 
-class Update:
-    """One step's update; to be called for all that the param groups hold, or for one part after another.
+class Update(Again):
+    """One step's update, by the library's loops, its kernels in Triton, or torch.
+
+    Where it is decided on a CUDA device and some parameters are not there, that is sent to the CPU at once: a fused
+    optimizer would send it too, but read what has not arrived.
 
     Args:
-        optimizer, found_inf, factor: As for `apply_update`. Where these are on a CUDA device and some parameters are not,
-            they are sent to the CPU at once: a fused optimizer would send them too, but read what has not arrived.
+        factor: On a CPU the compiled loops multiply by it as they step (`again`), and leave gradients as they are; so do
+            Triton's kernels on a GPU, if they were chosen (`triton_update`). torch's fused kernels divide by its inverse in
+            float32 (and leave the scaled gradient in ``.grad``); float64 parameters and other optimizers are multiplied in
+            a pass of their own.
+    Split weights that are offered (`split_weights`) are stepped as float32 masters, of each optimizer by itself.
 
-    Attributes:
-        skipped: 0-dim float32: ``found_inf``.
-    Collectives: none. Host reads: those of `apply_update`; and one wait, for these two numbers, before parameters on the
-    CPU are stepped.
+    Collectives: none. Host reads: one, unless `steps_on_device`, of several optimizers one for all; and one wait, for these
+    two numbers, before parameters on the CPU are stepped by what a GPU decided.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
-        self.optimizer, self.skipped, self._decided = optimizer, found_inf, (found_inf, factor)
-        self._sent: tuple[Tensor, torch.cuda.Event] | None = None
-        self._here: tuple[Tensor, Tensor | None] | None = None
-        if found_inf.is_cuda and self._some_are_on_the_cpu():
-            both = torch.stack([found_inf.double(), found_inf.double() if factor is None else factor.double()])
+    _sent: tuple[Tensor, torch.cuda.Event] | None = None
+    _here: tuple[Tensor, Tensor | None] | None = None
+
+    def send(self) -> None:
+        """To the CPU, what is on a CUDA device, where some parameters are there."""
+        if any(param.is_cpu for group in self.optimizer.param_groups for param in group["params"]):
+            both = torch.stack(
+                [self.skipped.double(), self.skipped.double() if self.factor is None else self.factor.double()]
+            )
             host = torch.empty(2, dtype=torch.float64, pin_memory=True)
             host.copy_(both, non_blocking=True)
             self._sent = host, torch.cuda.Event()
-            self._sent[1].record(torch.cuda.current_stream(found_inf.device))
+            self._sent[1].record(torch.cuda.current_stream(self.skipped.device))
 
-    def _some_are_on_the_cpu(self) -> bool:
-        return any(param.is_cpu for group in self.optimizer.param_groups for param in group["params"])
-
-    def within(self, around: Iterable[Callable[[Callable[[], object]], object]]) -> None:
-        """Make it: the first of ``around`` calls it, the second the first, and so on."""
-        update: Callable[[], object] = self
-        for enter in around:
-            update = partial(enter, update)
-        update()
-
-    def __call__(self) -> None:
-        if rounded_weights.KEPT:
-            rounded_weights.forget_rounded()
+    def anew(self) -> None:
+        """Ask by whom it is made."""
         if self._sent is None:
-            apply_update(self.optimizer, *self._decided)
+            _apply(self.optimizer, self.skipped, self.factor)
             return
         groups = enumerate(self.optimizer.param_groups)
         places = [(index, at, param.is_cpu) for index, group in groups for at, param in enumerate(group["params"])]
@@ -67,38 +63,25 @@ class Update:
         if len(sides) == 2 and steps_in_parts(self.optimizer):
             for on_cpu, of_side in sorted(sides.items()):  # the device first: nobody waits for it
                 with only(self.optimizer, of_side):
-                    self._apply(on_cpu)
+                    self._apply_on(on_cpu)
         else:
-            self._apply(True in sides)
+            self._apply_on(True in sides)
 
-    def _apply(self, on_cpu: bool) -> None:
-        apply_update(self.optimizer, *(self._arrived() if on_cpu else self._decided))
+    def _apply_on(self, on_cpu: bool) -> None:
+        _apply(self.optimizer, *(self._arrived() if on_cpu else (self.skipped, self.factor)))
 
     def _arrived(self) -> tuple[Tensor, Tensor | None]:
         if self._here is None:
             assert self._sent is not None, "they were sent where some parameters are on the CPU"
-            (host, event), (found_inf, factor) = self._sent, self._decided
+            (host, event), factor = self._sent, self.factor
             event.synchronize()
-            self._here = host[0].to(found_inf.dtype), None if factor is None else host[1].to(factor.dtype)
+            self._here = host[0].to(self.skipped.dtype), None if factor is None else host[1].to(factor.dtype)
         return self._here
 
 
-def apply_update(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
-    """Multiply all gradients by ``factor`` and step, unless ``found_inf`` is 1: then change nothing.
-
-    Args:
-        optimizer: The wrapped optimizer.
-        found_inf: 0-dim float32, 0 or 1.
-        factor: 0-dim, or None for 1. On a CPU the compiled loops multiply by it as they step (`native_update`), and leave
-            gradients as they are; so do Triton's kernels on a GPU, if they were chosen (`triton_update`). torch's fused
-            kernels divide by its inverse in float32 (and leave the scaled gradient in ``.grad``); float64 parameters and
-            other optimizers are multiplied in a pass of their own.
-    Split weights that are offered (`split_weights`) are stepped as float32 masters, of each optimizer by itself.
-
-    Collectives: none. Host reads: one, unless `steps_on_device`; of several optimizers one for all.
-    """
+def _apply(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
     if (weights := offered.get()) is None:
-        _apply(optimizer, found_inf, factor)
+        _apply_anew(optimizer, found_inf, factor)
         return
     for part in parts_of(optimizer):
         _update_split(part, weights, found_inf, factor)
@@ -108,7 +91,7 @@ def _update_split(
     optimizer: torch.optim.Optimizer, weights: SplitWeights, found_inf: Tensor, factor: Tensor | None
 ) -> None:
     """By the loops in one pass, which join, step and split; what they leave by float32 copies, bucket by bucket."""
-    update = partial(_apply, optimizer, found_inf, factor)
+    update = partial(_apply_anew, optimizer, found_inf, factor)
     loops = loops_for(optimizer, found_inf, factor) if steps_on_device(optimizer) else None
     if loops is None:
         weights.step(optimizer, update)
@@ -116,15 +99,6 @@ def _update_split(
     if any(left := step_by_loops(loops, optimizer, found_inf, factor)):
         with holding(optimizer, left):
             weights.step(optimizer, update)
-
-
-def _apply(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
-    loops = loops_for(optimizer, found_inf, factor)
-    left = None if loops is None else step_by_loops(loops, optimizer, found_inf, factor, as_before=True)
-    if left is None:
-        _apply_anew(optimizer, found_inf, factor)
-    elif any(left):
-        _leave_to_torch(left, optimizer, found_inf, factor)
 
 
 def _apply_anew(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:

@@ -56,7 +56,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """Where a rank is, as far as weights ask."""
 
     stages: int
@@ -66,34 +66,35 @@ class _Place:
     constants: Constants = field(default_factory=Constants)
 
     @classmethod
-    def of(cls, registry: ProcessGroupRegistry) -> _Place:
+    def of(cls, registry: ProcessGroupRegistry) -> Place:
         topology = registry.topology
         stage = registry.rank(*topology.pipe_axes) if topology.pipe_axes else 0
         stages, sharers = topology.size(*topology.pipe_axes), topology.size(*topology.model_axes)
         return cls(stages, stage, sharers, topology.size(*topology.data_axes))
 
 
-_PLACES: WeakKeyDictionary[ProcessGroupRegistry, _Place] = WeakKeyDictionary()
+_PLACES: WeakKeyDictionary[ProcessGroupRegistry, Place] = WeakKeyDictionary()
 
 
-def _place_of(registry: ProcessGroupRegistry) -> _Place:
+def place_of(registry: ProcessGroupRegistry) -> Place:
+    """Of this rank."""
     place = _PLACES.get(registry)
     if place is None:
-        place = _PLACES[registry] = _Place.of(registry)
+        place = _PLACES[registry] = Place.of(registry)
     return place
 
 
 def weight_slots(
     weight: float | Tensor, registry: ProcessGroupRegistry, device: torch.device, vote: float | None = None
 ) -> Tensor:
-    """[pipeline stages] float64, on ``device``: this rank's part of W, in its stage's slot; `inverse_weight` reads the sum
-    over ranks.
+    """[pipeline stages] float64, on ``device``: this rank's part of W, in its stage's slot; `clip.decide.inverse_weight`
+    reads the sum over ranks.
 
     All ranks of a stage that share a data coordinate know the same weight, so each adds its part of it. Stages that know
     none (only the last one computes a loss) add 0. A ``vote`` travels in a slot after those. Not to be written to: those
     of a number are made once.
     """
-    place = _place_of(registry)
+    place = place_of(registry)
     if not isinstance(weight, Tensor) and not is_captured():  # a graph would copy from the host in every replay
         own = [0.0] * place.stages
         own[place.stage] = weight / place.sharers
@@ -105,32 +106,6 @@ def weight_slots(
     if vote:
         slots[-1].fill_(vote)
     return slots
-
-
-def inverse_weight(totals: Tensor, registry: ProcessGroupRegistry) -> Tensor:
-    """0-dim: D / W; 1 where nobody gave a weight (or all gave 0), NaN where W is negative or NaN. Host reads: none.
-
-    Args:
-        totals: The sum over ranks of `weight_slots`, without a vote.
-    """
-    total = totals.amax() if len(totals) > 1 else totals[0]
-    inverse = _place_of(registry).data_ranks / total
-    return inverse.masked_fill_(total < 0, torch.nan).masked_fill_(total == 0, 1.0)
-
-
-def inverse_of(registry: ProcessGroupRegistry, scale: Tensor | None, weightless: bool, totals: Tensor) -> Tensor | None:
-    """0-dim: what a window's gradients are multiplied by, D / W / loss scale; None for 1. Host reads: none.
-
-    Args:
-        scale: The loss scale.
-        weightless: Nobody gave a weight.
-        totals: The sum over ranks of `weight_slots`.
-    """
-    inverse = None if scale is None else scale.to(totals).reciprocal()
-    if weightless:
-        return inverse
-    weight = inverse_weight(totals[: _place_of(registry).stages], registry)
-    return weight if inverse is None else weight * inverse
 
 
 def reference_inverse_weight(weights: Sequence[Sequence[float]]) -> float:

@@ -18,7 +18,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from math import inf
 from typing import Generic, Literal, NamedTuple, TypeVar
 
@@ -28,7 +27,7 @@ from torch import Tensor
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..clip.verdict import Divisor
 from .divided import watching_stages
-from .weights import Weight, inverse_of, weight_slots
+from .weights import Place, Weight, place_of, weight_slots
 
 Phase = Literal["open", "accumulating", "complete", "clipped", "broken"]
 Asked = TypeVar("Asked")
@@ -69,7 +68,7 @@ class Window(Generic[Asked, Verdict]):
         self.holds_old = self.left_out = self.several = self.captured = self.came = self.divided_again = False
         self._stepped_with: _Gradient | None = None
         self._weight = Weight()
-        self._slots: tuple[tuple[object, ...], Tensor] | None = None
+        self._slots: tuple[tuple[object, ...], Tensor, Place] | None = None
         self.close()
 
     def close(self, params: Sequence[Tensor] = ()) -> None:
@@ -156,20 +155,21 @@ class Window(Generic[Asked, Verdict]):
         if self.scaled and not (alone and self.calls):  # or this rank knows that there was one, and has nobody to tell
             vote = _SCALED if self.calls else -1.0 if self.strays else 0.0
         done = self.verdict is not None  # they were clipped in place in this window, and have it in them already
-        inverse = partial(inverse_of, registry, None if done else scale, done or (alone and not self.has_weight))
+        slots, place = self._slots_of(self.weight, vote, registry, device)
+        stages = 0 if done or (alone and not self.has_weight) else place.stages
         missing = None if vote is None else lambda totals: totals[-1] < 0
-        return Divisor(self._slots_of(self.weight, vote, registry, device), inverse, scale, missing)
+        return Divisor(slots, None if done else scale, stages, place.data_ranks, scale, missing)
 
     def _slots_of(
         self, weight: float | Tensor, vote: float | None, registry: ProcessGroupRegistry, device: torch.device
-    ) -> Tensor:
+    ) -> tuple[Tensor, Place]:
         """`weight_slots`, kept where they are of a number; a graph would read them there for ever."""
         if self.captured or isinstance(weight, Tensor):
-            return weight_slots(weight, registry, device, vote)
+            return weight_slots(weight, registry, device, vote), place_of(registry)
         key = weight, vote, registry, device
         if self._slots is None or self._slots[0] != key:
-            self._slots = key, weight_slots(weight, registry, device, vote)
-        return self._slots[1]
+            self._slots = key, weight_slots(weight, registry, device, vote), place_of(registry)
+        return self._slots[1:]
 
     # Micro-batches ---------------------------------------------------------------------------------------------------
 

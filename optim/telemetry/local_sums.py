@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ...amp.casting import is_half
 from ..norm.constants import Constants
-from ..norm.powers import SCRATCH, accumulation_dtype, flattened, local_powers
+from ..norm.global_norm import local_powers
+from ..norm.powers import SCRATCH, accumulation_dtype, flattened
 
 SMALLEST_NORMAL = 2.0**-14
 """Of float16; what is smaller is subnormal there, with fewer than its 11 bits, or 0."""

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from ...parallel.mesh.agreement import check_same, on_all_ranks
 from ...parallel.mesh.calls import in_call
+from ..clip.decide import inverse_weight
 from ..norm.measure import check_every
 from ..parallel_optimizer import ParallelOptimizer
 from ..states.link import AnyWindow
 from ..states.watcher import Watcher
-from ..step.weights import inverse_weight, weight_slots
+from ..step.weights import place_of, weight_slots
 from .labels import By, checked_by
 from .local_gradients import check_are_local
 from .local_sums import changes_, counts, kept, squares
@@ -182,8 +183,8 @@ class Telemetry(Watcher):
     def _figures(self, rows: Tensor, window: Tensor, sigmas: Tensor | None) -> Measurement:
         """From the sums over all ranks."""
         planned = self._planned
-        stages = planned.registry.topology.size(*planned.registry.topology.pipe_axes)
-        inverse = inverse_weight(window[:stages], planned.registry)
+        place = place_of(planned.registry)
+        inverse = inverse_weight(window[: place.stages], place.data_ranks)
         if self._scale is not None:
             inverse = inverse / self._scale.to(inverse)
         rows = torch.cat([rows[:1], rows[1:2] * inverse.square(), rows[2:]])
@@ -198,7 +199,7 @@ class Telemetry(Watcher):
             flat.append(sigmas.to(flat[0]))
         if self._running is not None:
             names += ["noise_scale", "noise_signal", "noise_trace"]
-            flat.append(self._noise(planned.of_local(rows[1]), window[stages:], stages, self._running))
+            flat.append(self._noise(planned.of_local(rows[1]), window[place.stages :], place.stages, self._running))
         return Measurement(self.step, tuple(names), torch.cat(flat))
 
     def _noise(self, big: Tensor, local: Tensor, stages: int, running: RunningScale) -> Tensor:

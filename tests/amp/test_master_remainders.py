@@ -11,6 +11,7 @@ from loops import instructions_here, loops, with_instructions
 from meshstep.amp import Bf16
 from meshstep.amp.split_masters import join, split
 from meshstep.optim.kernels.native import Columns, Kind
+from meshstep.optim.step.again import update_by_loops
 from torch import Tensor
 
 QUIET = 0x400000
@@ -119,7 +120,7 @@ def test_the_loops_join_and_split_as_the_reference_does(instructions: str) -> No
     columns = Columns(array("Q", row), array("Q", [grad.data_ptr()]), numels, rests=rests)
     hyper = [0.0, 0.9, 0.999, 1e-8, 0.0, 1.0, 0.0]
     with with_instructions(instructions):
-        loops().update(Kind.ADAM, columns, hyper, 1.0, torch.tensor(0.0), torch.float32)
+        update_by_loops(loops(), Kind.ADAM, columns, hyper, 1.0, torch.tensor(0.0), torch.float32)
     wanted = split(of(torch.where(is_signalling(bits), bits | QUIET, bits)))
     assert torch.equal(bits_of(weight), bits_of(wanted[0]))
     assert torch.equal(remainder, wanted[1])

@@ -31,6 +31,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
 import torch
 import torch.distributed as dist
 from meshstep.optim.kernels.native import Columns, Kind, Native, built
+from meshstep.optim.norm.global_norm import powers_by_loops
+from meshstep.optim.step.again import update_by_loops
 from torch import Tensor
 from world import World, printed_by
 
@@ -93,7 +95,7 @@ class State:
         return ((at, min(at + self.piece, self.numel)) for at in range(0, self.numel, self.piece))
 
     def power(self) -> Tensor:
-        found = self.loops.powers([self.grad], 2.0)
+        found = powers_by_loops(self.loops, [self.grad], 2.0)
         assert found is not None
         return found
 
@@ -109,7 +111,7 @@ class State:
         half = array("Q", [self.half.data_ptr() + begin * 2]) if halves else None
         fixed, grads = array("Q", [*where, 0, self._count.data_ptr()]), array("Q", [self.grad.data_ptr() + offset])
         columns = Columns(fixed, grads, array("q", [numel]), half)
-        self.loops.update(Kind.ADAM, columns, HYPER, factor, NO_INF, torch.float32)
+        update_by_loops(self.loops, Kind.ADAM, columns, HYPER, factor, NO_INF, torch.float32)
 
     def apply(self, begin: int, end: int, verdict: Verdict) -> None:
         """Step these by the verdict; where it skips, half-precision weights are the masters again."""

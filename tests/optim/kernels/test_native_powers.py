@@ -18,7 +18,8 @@ from loops import instructions_here, loops, using, with_instructions, with_threa
 from meshstep.optim import use_kernels
 from meshstep.optim.kernels.choice import Kernels
 from meshstep.optim.kernels.native import torchs_threads
-from meshstep.optim.norm.powers import local_powers, reference_powers
+from meshstep.optim.norm.global_norm import local_powers, powers_by_loops
+from meshstep.optim.norm.powers import reference_powers
 from properties import number_of_cases
 from torch import Tensor
 
@@ -54,7 +55,7 @@ def test_powers_are_the_references_to_1e14(
     strided = values.new_zeros((*shape, 2))[..., 0].copy_(values)
     turned = shifted.t() if len(shape) == 2 else shifted
     with with_instructions(instructions):
-        found = loops().powers([shifted, turned, strided], p)
+        found = powers_by_loops(loops(), [shifted, turned, strided], p)
     assert found is not None
     torch.testing.assert_close(found, reference_powers([values] * 3, p), rtol=1e-14, atol=0.0)
 
@@ -68,7 +69,9 @@ def test_one_value_that_is_not_finite_makes_its_power_so_and_no_other(dtype: tor
                 values = torch.ones(numel, dtype=dtype)
                 values[at] = bad
                 with with_instructions(instructions):
-                    found = loops().powers([torch.ones(5, dtype=dtype), values, torch.ones(3, dtype=dtype)], p)
+                    found = powers_by_loops(
+                        loops(), [torch.ones(5, dtype=dtype), values, torch.ones(3, dtype=dtype)], p
+                    )
                 assert found is not None
                 assert found.isfinite().tolist() == [True, False, True]
                 assert bool(found[1].isnan()) == (bad != bad)
@@ -81,7 +84,7 @@ def test_all_instruction_sets_and_numbers_of_threads_give_the_same_bits(dtype: t
     found = set[tuple[float, ...]]()
     for instructions, threads, torchs in product(INSTRUCTIONS, (1, 2, 5), (True, False)):
         with with_threads(threads, torchs), with_instructions(instructions):
-            powers = loops().powers(tensors, p)
+            powers = powers_by_loops(loops(), tensors, p)
         assert powers is not None
         found.add(tuple(powers.tolist()))
     assert len(found) == 1
@@ -92,10 +95,10 @@ def test_a_forked_process_has_threads() -> None:
     """Those of torch's stay in the parent, and who called for them would wait for ever."""
     values = torch.ones(1_000_003)
     with with_threads(2, True):
-        loops().powers([values], 2.0)
+        powers_by_loops(loops(), [values], 2.0)
         child = os.fork()
         if child == 0:
-            found = loops().powers([values], 2.0)
+            found = powers_by_loops(loops(), [values], 2.0)
             os._exit(0 if found is not None and found.item() == 1_000_003 else 1)
         deadline = time.monotonic() + 60
         while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
@@ -108,7 +111,7 @@ def test_a_forked_process_has_threads() -> None:
 
 def test_a_hundred_million_elements_are_summed_to_1e14() -> None:
     values = torch.arange(1.0, 129.0, dtype=torch.bfloat16).repeat(10**8 // 128)  # exact in bfloat16, and so are sums
-    found = loops().powers([values], 2.0)
+    found = powers_by_loops(loops(), [values], 2.0)
     assert found is not None
     exact = sum(k * k for k in range(1, 129)) * (10**8 // 128)
     assert found.item() == pytest.approx(exact, rel=1e-14)
@@ -120,8 +123,8 @@ def test_what_is_no_plain_tensor_is_left_to_torch() -> None:
         pass
 
     plain = torch.ones(4)
-    assert loops().powers([plain, plain.as_subclass(Other)], 2.0) is None
-    assert loops().powers([plain], 3.0) is None
+    assert powers_by_loops(loops(), [plain, plain.as_subclass(Other)], 2.0) is None
+    assert powers_by_loops(loops(), [plain], 3.0) is None
     assert local_powers([plain.as_subclass(Other)], 2.0).tolist() == [4.0]
 
 

@@ -15,6 +15,7 @@ from kernel_cases import HALVES, INF, KINDS, RULES, Case, Rule, states_of, steps
 from loops import instructions_here, loops, with_instructions, with_threads
 from meshstep.optim.kernels import native as native_module
 from meshstep.optim.kernels.reference import SGD, Adagrad, Adam
+from meshstep.optim.step.again import update_by_loops
 from properties import number_of_cases
 from torch import Tensor
 
@@ -33,7 +34,9 @@ class ByLoops(Case):
     def step(self, factor: float, found_inf: float = 0.0) -> None:
         """By the loops."""
         flag, half = torch.tensor(found_inf), self.half_dtype or torch.bfloat16
-        loops().update(KINDS[type(self.rule)], self.columns(), self.hyper, factor, flag, self.grad_dtype, half)
+        update_by_loops(
+            loops(), KINDS[type(self.rule)], self.columns(), self.hyper, factor, flag, self.grad_dtype, half
+        )
 
 
 @settings(max_examples=number_of_cases(120))

@@ -11,10 +11,11 @@ from arguments import link_of
 from loops import using
 from meshstep.amp import Bf16, Mode, NaiveFp16, Precision
 from meshstep.optim import Offloaded, ParallelOptimizer, Sharded
+from meshstep.optim.clip.decide import inverse_weight
 from meshstep.optim.states.offloaded import reference_offloaded_step
 from meshstep.optim.states.sharded import Shards
 from meshstep.optim.states.slices import Slices, reference_sharded_step, reference_slice
-from meshstep.optim.step.weights import inverse_weight, reference_inverse_weight, weight_slots
+from meshstep.optim.step.weights import place_of, reference_inverse_weight, weight_slots
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from meshstep.parallel.layout.annotation import annotation_of
 from optimizers import OPTIMIZERS
@@ -179,7 +180,7 @@ def inverse_on(axes: tuple[tuple[str, int], ...], weights: list[list[float]], as
         weight: float | Tensor = torch.tensor(own, dtype=torch.float64) if as_tensor else own
         slots = weight_slots(weight, registry, torch.device("cpu"))
         dist.all_reduce(slots)
-        return float(inverse_weight(slots, registry))
+        return float(inverse_weight(slots, place_of(registry).data_ranks))
 
 
 MESHES = [(("data", 2),), (("data", 2), ("tensor", 2)), (("pipe", 2), ("data", 2)), (("row", 2), ("data", 2))]

@@ -36,9 +36,8 @@ from meshstep.optim import (
     save_checkpoint,
 )
 from meshstep.optim.kernels.choice import Kernels
-from meshstep.optim.kernels.native import Native
 from meshstep.optim.states.split_masters import SplitMasters
-from meshstep.optim.step import split_weights
+from meshstep.optim.step import again, split_weights
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from planted import LAYOUTS, Planted, run_skipped_step, run_step
 from torch import Tensor, nn
@@ -230,13 +229,13 @@ def test_a_step_tells_autograd_that_weights_were_written() -> None:
 
 def test_the_loops_step_it_in_one_call() -> None:
     calls: list[int] = []
-    update = Native.update
+    update = again.update_by_loops
 
-    def counted(self: Native, kind: Any, columns: Any, *rest: Any) -> None:
+    def counted(loops: Any, kind: Any, columns: Any, *rest: Any) -> None:
         calls.append(sum(address != 0 for address in columns.rests or ()))
-        update(self, kind, columns, *rest)
+        update(loops, kind, columns, *rest)
 
-    with using("auto"), mock.patch.object(Native, "update", counted):  # whatever the environment says
+    with using("auto"), mock.patch.object(again, "update_by_loops", counted):  # whatever the environment says
         learned(True, 3)
     assert calls == [6, 6, 6]
 

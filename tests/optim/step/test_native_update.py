@@ -11,8 +11,9 @@ from kernel_steps import CHANGES, MAKE, SHAPES, changed, close, gradients, model
 from loops import using
 from meshstep.optim import ParallelOptimizer
 from meshstep.optim.kernels.choice import Kernels
-from meshstep.optim.kernels.native import Native
-from meshstep.optim.step.native_update import ADAM, loops_for
+from meshstep.optim.step import again
+from meshstep.optim.step.again import loops_for, numbers_in
+from meshstep.optim.step.known import ADAM
 from meshstep.optim.step.update import steps_on_device
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn
@@ -32,13 +33,13 @@ class Calls:
     """Counts how many tensors the loops step."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.rows, update = 0, Native.update
+        self.rows, update = 0, again.update_by_loops
 
-        def counted(native: Native, kind: Any, columns: Any, *args: Any) -> None:
+        def counted(loops: Any, kind: Any, columns: Any, *args: Any) -> None:
             self.rows += len(columns.numels)
-            update(native, kind, columns, *args)
+            update(loops, kind, columns, *args)
 
-        monkeypatch.setattr(Native, "update", counted)
+        monkeypatch.setattr(again, "update_by_loops", counted)
 
 
 @pytest.fixture
@@ -141,7 +142,7 @@ def test_betas_are_two_numbers_in_whatever_holds_them(betas: Any) -> None:
     model = model_of()
     optimizer = of(model, MAKE["AdamW"])
     optimizer.param_groups[0]["betas"] = betas
-    assert ADAM.numbers_in(optimizer.param_groups[0]) == [0.01, 0.7, 0.95, 1e-8, 0.1, 1.0, 0.0]
+    assert numbers_in(optimizer.param_groups[0], ADAM) == [0.01, 0.7, 0.95, 1e-8, 0.1, 1.0, 0.0]
 
 
 def test_a_view_of_fewer_elements_at_the_same_address_is_seen(calls: Calls) -> None:

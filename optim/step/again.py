@@ -1,0 +1,296 @@
+"""The update of the last step again, where nothing but numbers has changed: by the compiled loops, in one pass over memory.
+
+    weight, states = formula(weight, states, gradient * factor, numbers)        each row, unless the step is skipped
+
+A row is what the loops step: a parameter with its states, as addresses, which are kept as long as they are right. Whether a
+parameter is one depends on it alone, not on others or on gradients: ranks that hold copies of it choose alike. Whatever
+else there is, and what has changed, `update` asks anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from operator import is_
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ...amp import by_bucket
+from ...amp.fp8 import weights as rounded_weights
+from ..kernels.choice import chosen
+from ..kernels.native import DTYPES, NO_MEMORY, PLAIN, Columns, Kind, Native, laid_out
+from . import half_copies, split_weights
+from .known import KNOWN, Known
+
+GRADIENTS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+STRIDED = frozenset({torch.strided})
+State = Mapping[Tensor, dict[str, Any]]
+Remainders = Mapping[Tensor, Tensor]
+"""Of split weights, which are stepped as the float32 masters that both are."""
+
+
+class Call(NamedTuple):
+    """One call of the loops. Args: halves: Copies that it writes. alive: What its addresses belong to."""
+
+    columns: Columns
+    grad_dtype: torch.dtype
+    half_dtype: torch.dtype
+    halves: list[Tensor]
+    alive: list[Tensor]
+
+
+class Table:
+    """Tensors to be stepped, a row each.
+
+    Args:
+        params: The tensors.
+        fixed: Their addresses, those of three states each, and of their step counts, a column after another; 0: none.
+        rests: The addresses of remainders; None: nowhere are any.
+    """
+
+    def __init__(self, params: Sequence[Tensor], fixed: Sequence[Sequence[int]], rests: Sequence[int] | None) -> None:
+        self.params, self.fixed, self.rests = list(params), fixed, rests
+        self.contiguous, self.numels = list(map(Tensor.is_contiguous, params)), list(map(Tensor.numel, params))
+        self._flat, self._lengths = array("Q", (at for column in fixed for at in column)), array("q", self.numels)
+        self._rests = None if rests is None else array("Q", rests)
+
+    def call(self, grads: Sequence[Tensor], copies: half_copies.HalfCopies | None) -> Call:
+        """What steps all rows, by gradients of one dtype; and writes their half-precision copies, where there are some."""
+        rows = [
+            grad if plain and grad.is_contiguous() else laid_out(grad, param)
+            for grad, param, plain in zip(grads, self.params, self.contiguous, strict=True)
+        ]
+        halves = [] if copies is None else [copies.halves.get(param) for param in self.params]
+        dtype = next((half.dtype for half in halves if half is not None), torch.bfloat16)
+        for index, (half, param) in enumerate(zip(halves, self.params, strict=False)):
+            lies = half is not None and (half.dtype, half.shape, half.stride()) == (dtype, param.shape, param.stride())
+            halves[index] = half if lies and type(half) in PLAIN else None
+        written = [half for half in halves if half is not None]
+        at = array("Q", (0 if half is None else half.data_ptr() for half in halves)) if written else None
+        columns = Columns(self._flat, array("Q", map(Tensor.data_ptr, rows)), self._lengths, at, self._rests)
+        return Call(columns, grads[0].dtype, dtype, written, rows)
+
+
+class Rows:
+    """What the loops step of one param group.
+
+    Args:
+        whole, state: All parameters of the group; the optimizer's state.
+        names: As `states_in` says.
+        table, remainders: The rows, and theirs.
+        waiting, others: Those that have had no gradient; those that have had one, and are no rows.
+    """
+
+    def __init__(
+        self,
+        whole: Sequence[Tensor],
+        state: State,
+        names: Sequence[str],
+        table: Table,
+        remainders: Remainders,
+        waiting: Sequence[Tensor],
+        others: Sequence[Tensor],
+    ) -> None:
+        self.table, self.others, self._waiting = table, list(others), list(waiting)
+        self._whole, self._names, self._known = list(whole), tuple(names), list(map(id, state.values()))
+        self._states = [state[param] for param in table.params] if names else []
+        self._rests = [remainders.get(param) for param in table.params]
+        self._values = self._values_now()
+        self._addresses = [value.data_ptr() for value in self._values if value is not None]
+
+    def _values_now(self) -> list[Any]:
+        return [*self.table.params, *(held.get(name) for name in self._names for held in self._states), *self._rests]
+
+    def are_still(self, params: Sequence[Tensor], state: State, names: Sequence[str], remainders: Remainders) -> bool:
+        """Whether all is where it was: parameters, states and remainders, at their addresses, of as many elements that lie
+        as they lay, and no first gradient."""
+        table, now = self.table, self._values_now()
+        return (
+            list(map(id, params)) == list(map(id, self._whole))
+            and self._names == tuple(names)
+            and list(map(id, state.values())) == self._known
+            and list(map(id, now)) == list(map(id, self._values))
+            and self._have_still(remainders)
+            and [value.data_ptr() for value in now if value is not None] == self._addresses
+            and list(map(Tensor.numel, table.params)) == table.numels
+            and list(map(Tensor.is_contiguous, table.params)) == table.contiguous
+            and all(param.grad is None for param in self._waiting)
+        )
+
+    def _have_still(self, remainders: Remainders) -> bool:
+        none = not remainders and self.table.rests is None
+        return none or all(map(is_, map(remainders.get, self.table.params), self._rests))
+
+    def calls(self, copies: half_copies.HalfCopies | None) -> list[Call] | None:
+        """What steps all rows; None where not all have gradients that the loops read, of one dtype, or there are others."""
+        grads = [param.grad for param in self.table.params if param.grad is not None]
+        dtypes, layouts = {grad.dtype for grad in grads}, {grad.layout for grad in grads}
+        if self.others or len(grads) < len(self.table.params) or len(dtypes) > 1:
+            return None
+        if {*map(type, grads)} - PLAIN or dtypes - GRADIENTS or layouts - STRIDED:
+            return None
+        return [self.table.call(grads, copies)] if grads else []
+
+
+# Of each optimizer, for as long as it lives: what was stepped of each param group in its last step.
+kept: WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[int, torch.device], Rows]] = WeakKeyDictionary()
+
+
+def rows_as_before(optimizer: torch.optim.Optimizer, device: torch.device, remainders: Remainders) -> list[Rows | None]:
+    """Of each param group what kernels on this device stepped of it in the last step; None where that has changed."""
+    known, of_groups = KNOWN[type(optimizer)], {} if by_bucket.holders else kept.get(optimizer, {})
+    found = list[Rows | None]()
+    for index, group in enumerate(optimizer.param_groups):
+        rows, names = of_groups.get((index, device)), states_in(group, known)
+        still = rows is not None and rows.are_still(group["params"], optimizer.state, names, remainders)
+        found.append(rows if still else None)
+    return found
+
+
+def step_rows(
+    loops: Native,
+    optimizer: torch.optim.Optimizer,
+    calls: Sequence[Sequence[Call]],
+    found_inf: Tensor,
+    factor: Tensor | None,
+) -> None:
+    """Make the calls of each param group; ``found_inf`` and ``factor`` as for `Again`, both on the CPU."""
+    known, times = KNOWN[type(optimizer)], 1.0 if factor is None else number(factor)
+    hypers = [numbers_in(group, known) for group in optimizer.param_groups]
+    for group, of_group, hyper in zip(optimizer.param_groups, calls, hypers, strict=True):
+        signed = -times if group["maximize"] else times
+        for call in of_group:
+            update_by_loops(loops, known.kind, call.columns, hyper, signed, found_inf, call.grad_dtype, call.half_dtype)
+            if call.halves:
+                torch.autograd.graph.increment_version(call.halves)
+
+
+def update_by_loops(
+    loops: Native,
+    kind: Kind,
+    columns: Columns,
+    hyper: Sequence[float],
+    factor: float,
+    found_inf: Tensor,
+    grad_dtype: torch.dtype,
+    half_dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """`Native.update`, of arrays. Args: factor: Of gradients of ``grad_dtype``; negative to maximize. found_inf: 0-dim
+    float32, on the CPU. half_dtype: Of the half-precision copies."""
+    arrays = columns.fixed, columns.grads, columns.halves, columns.rests, columns.numels, array("d", hyper)
+    *tables, numbers = (None if values is None else values.buffer_info()[0] for values in arrays)
+    dtypes, flag, threads = (DTYPES[grad_dtype], DTYPES[half_dtype]), found_inf.data_ptr(), torch.get_num_threads()
+    if loops.update(kind, len(columns.numels), *tables, *dtypes, numbers, factor, flag, threads):
+        raise MemoryError(NO_MEMORY)
+
+
+def number(value: float | Tensor) -> float:
+    """A hyper-parameter as a number; of a tensor on the CPU it is read where it lies, and nobody waits."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    types = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
+    return float(types[value.dtype].from_address(value.data_ptr()).value)
+
+
+def numbers_in(group: Mapping[str, Any], known: Known) -> list[float]:
+    """The numbers of a param group, in the order of the kernels."""
+    values = [group[key] if key == "betas" else (group[key],) for key in known.hyper]
+    return [number(value) for pair in values for value in pair]
+
+
+def states_in(group: Mapping[str, Any], known: Known) -> tuple[str, ...]:
+    """The names of the states that a param group has, in the order of the kernels, and of its step counts."""
+    states = known.states if known.last is None or group[known.last] else known.states[:-1]
+    return (*states, "step") if known.counted else states
+
+
+def loops_for(optimizer: torch.optim.Optimizer, *numbers: Tensor | None) -> Native | None:
+    """The loops, if they step what this optimizer steps: one of torch's own classes, fused, without anybody's hooks in
+    its step.
+
+    Args:
+        numbers: What they would read of a step: None, or plain tensors on the CPU, or it is nothing for them.
+    """
+    if not all(value is None or _is_read_here(value) for value in numbers):
+        return None
+    loops = chosen.native
+    return loops if loops is not None and is_known(optimizer, _is_read_here) else None
+
+
+def is_known(optimizer: torch.optim.Optimizer, is_read: Callable[[Tensor], bool]) -> bool:
+    """Whether it is one of torch's own classes, fused, without anybody's hooks in its step, and all tensors in its param
+    groups are such as kernels read."""
+    if type(optimizer) not in KNOWN or "step" in vars(optimizer):
+        return False
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return False
+    groups = optimizer.param_groups
+    numbers = (value for group in groups for value in group.values() if isinstance(value, Tensor))
+    return all(group.get("fused") and not group["differentiable"] for group in groups) and all(map(is_read, numbers))
+
+
+def _is_read_here(value: Tensor) -> bool:
+    return is_number(value) and value.is_cpu
+
+
+def is_number(value: Tensor) -> bool:
+    """Whether kernels know what its memory holds."""
+    return type(value) in PLAIN and value.dtype in (torch.float32, torch.float64)
+
+
+class Again(ABC):
+    """One step's update; to be called for all that the param groups hold, or for one part after another.
+
+    Args:
+        optimizer: The wrapped optimizer.
+        found_inf: 0-dim float32; where it is 1 nothing changes.
+        factor: Of all gradients, 0-dim; None for 1.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
+        self.optimizer, self.skipped, self.factor = optimizer, found_inf, factor
+        if found_inf.is_cuda:
+            self.send()
+
+    def within(self, around: Iterable[Callable[[Callable[[], object]], object]]) -> None:
+        """Make it: the first of ``around`` calls it, the second the first, and so on."""
+        update: Callable[[], object] = self
+        for enter in around:
+            update = partial(enter, update)
+        update()
+
+    def __call__(self) -> None:
+        if rounded_weights.KEPT:
+            rounded_weights.forget_rounded()
+        if split_weights.offered.get() is not None or not self._again():
+            self.anew()
+
+    def _again(self) -> bool:
+        """Make it by the loops, if they made all of the last one, and nothing but numbers has changed."""
+        optimizer, copies = self.optimizer, half_copies.offered.get()
+        loops = loops_for(optimizer, self.skipped, self.factor)
+        if loops is None:
+            return False
+        calls = list[list[Call]]()
+        for rows in rows_as_before(optimizer, self.skipped.device, {}):
+            if rows is None or (of_group := rows.calls(copies)) is None:
+                return False
+            calls.append(of_group)
+        step_rows(loops, optimizer, calls, self.skipped, self.factor)
+        if copies is not None:
+            copies.written += [half for of_group in calls for call in of_group for half in call.halves]
+        return True
+
+    @abstractmethod
+    def anew(self) -> None:
+        """Ask by whom it is made."""
+
+    @abstractmethod
+    def send(self) -> None:
+        """To the CPU, what is on a CUDA device, where some parameters are there."""

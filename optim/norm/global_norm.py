@@ -153,9 +153,9 @@ class GlobalNorm:
         """On the gradients' device; on ``device`` where there are none."""
         if not gradients:
             return torch.zeros(0, dtype=accumulation_dtype(device), device=device)
-        device, kinds = gradients[0].device, {(gradient.device, gradient.dtype) for gradient in gradients}
-        if len(kinds) == 1:
+        if len({gradient.dtype for gradient in gradients}) == len({gradient.device for gradient in gradients}) == 1:
             return local_powers(gradients, self.norm_type)
+        device, kinds = gradients[0].device, {(gradient.device, gradient.dtype) for gradient in gradients}
         found, order = list[Tensor](), list[int]()
         for kind in sorted(kinds, key=str):
             indices = [i for i, gradient in enumerate(gradients) if (gradient.device, gradient.dtype) == kind]

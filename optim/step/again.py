@@ -24,7 +24,7 @@ from torch import Tensor
 from ...amp import by_bucket
 from ...amp.fp8 import weights as rounded_weights
 from ..kernels.choice import chosen
-from ..kernels.native import DTYPES, NO_MEMORY, PLAIN, Columns, Kind, Native, laid_out
+from ..kernels.native import DTYPES, NO_MEMORY, PLAIN, Columns, Kind, Native, alike, laid_out
 from . import half_copies, split_weights
 from .known import KNOWN, Known
 
@@ -68,11 +68,13 @@ class Table:
         ]
         halves = [] if copies is None else [copies.halves.get(param) for param in self.params]
         dtype = next((half.dtype for half in halves if half is not None), torch.bfloat16)
-        for index, (half, param) in enumerate(zip(halves, self.params, strict=False)):
-            lies = half is not None and (half.dtype, half.shape, half.stride()) == (dtype, param.shape, param.stride())
-            halves[index] = half if lies and type(half) in PLAIN else None
+        for index, half in enumerate(halves):
+            if half is not None:
+                plain = self.contiguous[index] and half.is_contiguous() and half.numel() == self.numels[index]
+                if half.dtype != dtype or type(half) not in PLAIN or not (plain or alike(half, self.params[index])):
+                    halves[index] = None
         written = [half for half in halves if half is not None]
-        at = array("Q", (0 if half is None else half.data_ptr() for half in halves)) if written else None
+        at = array("Q", [0 if half is None else half.data_ptr() for half in halves]) if written else None
         columns = Columns(self._flat, array("Q", map(Tensor.data_ptr, rows)), self._lengths, at, self._rests)
         return Call(columns, grads[0].dtype, dtype, written, rows)
 
@@ -101,23 +103,25 @@ class Rows:
         self._whole, self._names, self._known = list(whole), tuple(names), list(map(id, state.values()))
         self._states = [state[param] for param in table.params] if names else []
         self._rests = [remainders.get(param) for param in table.params]
+        self._there = [*table.params, *(rest for rest in self._rests if rest is not None)]
         self._values = self._values_now()
-        self._addresses = [value.data_ptr() for value in self._values if value is not None]
+        self._addresses = list(map(Tensor.data_ptr, self._values))
 
     def _values_now(self) -> list[Any]:
-        return [*self.table.params, *(held.get(name) for name in self._names for held in self._states), *self._rests]
+        return [*self._there, *(held.get(name) for name in self._names for held in self._states)]
 
     def are_still(self, params: Sequence[Tensor], state: State, names: Sequence[str], remainders: Remainders) -> bool:
         """Whether all is where it was: parameters, states and remainders, at their addresses, of as many elements that lie
         as they lay, and no first gradient."""
         table, now = self.table, self._values_now()
         return (
-            list(map(id, params)) == list(map(id, self._whole))
+            len(params) == len(self._whole)
+            and all(map(is_, params, self._whole))
             and self._names == tuple(names)
             and list(map(id, state.values())) == self._known
-            and list(map(id, now)) == list(map(id, self._values))
             and self._have_still(remainders)
-            and [value.data_ptr() for value in now if value is not None] == self._addresses
+            and all(map(is_, now, self._values))
+            and list(map(Tensor.data_ptr, now)) == self._addresses
             and list(map(Tensor.numel, table.params)) == table.numels
             and list(map(Tensor.is_contiguous, table.params)) == table.contiguous
             and all(param.grad is None for param in self._waiting)
@@ -129,11 +133,11 @@ class Rows:
 
     def calls(self, copies: half_copies.HalfCopies | None) -> list[Call] | None:
         """What steps all rows; None where not all have gradients that the loops read, of one dtype, or there are others."""
-        grads = [param.grad for param in self.table.params if param.grad is not None]
-        dtypes, layouts = {grad.dtype for grad in grads}, {grad.layout for grad in grads}
-        if self.others or len(grads) < len(self.table.params) or len(dtypes) > 1:
+        grads: list[Any] = [param.grad for param in self.table.params]
+        if self.others or {*map(type, grads)} - PLAIN:
             return None
-        if {*map(type, grads)} - PLAIN or dtypes - GRADIENTS or layouts - STRIDED:
+        dtypes, layouts = {grad.dtype for grad in grads}, {grad.layout for grad in grads}
+        if len(dtypes) > 1 or dtypes - GRADIENTS or layouts - STRIDED:
             return None
         return [self.table.call(grads, copies)] if grads else []
 

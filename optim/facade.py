@@ -77,7 +77,7 @@ class OptimizerFacade(Copied, torch.optim.Optimizer):
     _model_params: Sequence[Tensor]
 
     def __init_subclass__(cls) -> None:
-        """A call in which ranks wait for each other says which it is where they wait in vain."""
+        """To make one is a call of its class's name: an error of ranks that wait in vain there says so."""
         super().__init_subclass__()  # of `Generic`: without it ParallelOptimizer[GradStats] is an error
         cls.__init__ = public_constructor(cls.__init__)  # type: ignore[method-assign]
 

@@ -77,8 +77,12 @@ class OptimizerFacade(Copied, torch.optim.Optimizer):
     _model_params: Sequence[Tensor]
 
     def __init_subclass__(cls) -> None:
-        """To make one is a call of its class's name: an error of ranks that wait in vain there says so."""
+        """To make one is a call of its class's name, and so are methods that a class of one's own writes anew: an error
+        of ranks that wait in vain there says so."""
         super().__init_subclass__()  # of `Generic`: without it ParallelOptimizer[GradStats] is an error
+        if OptimizerFacade not in cls.__bases__:
+            for name in cls.__dict__.keys() & {"step", "backward", "clip_grad_by_norm", "clip_grad_by_value"}:
+                setattr(cls, name, public_call(cls.__dict__[name]))
         cls.__init__ = public_constructor(cls.__init__)  # type: ignore[method-assign]
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

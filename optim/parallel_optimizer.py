@@ -172,14 +172,14 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
                 already; an earlier backward of the window raised (`zero_grad` then gives the window up).
         Collectives: those of the model's and data_parallel's backward, of `Sharded` and `Reduce`. Host reads: none.
         """
-        begun["backward"] = begun.pop("backward", 0) + 1
+        number = begun["backward"] = begun.pop("backward", 0) + 1
         try:
             with self._micro_batch(weight, empty=loss is None and weight is None):
                 if loss is not None:
                     loss = loss if self.loss_scale is None else self.scale_loss(loss)
                     loss.backward(**kwargs)
-        except Exception as error:
-            explain(error, self.registry, "backward")
+        except BaseException as error:
+            explain(error, self.registry, "backward", number)
             raise
 
     @contextmanager
@@ -244,11 +244,11 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         """
         if closure is not None:
             raise ValueError("step takes no closure: a skipped step can't be evaluated again; call backward, then step")
-        begun["step"] = begun.pop("step", 0) + 1
+        number = begun["step"] = begun.pop("step", 0) + 1
         try:
             return self._stages(last)
-        except Exception as error:
-            explain(error, self.registry, "step")
+        except BaseException as error:
+            explain(error, self.registry, "step", number)
             raise
 
     def _stages(self, last: bool) -> Stats_co:

@@ -33,12 +33,12 @@ def step_by_loops(
     """
     copies, weights = half_copies.offered.get(), split_weights.offered.get()
     remainders = {} if weights is None else weights.remainders
-    taken = [taken_of(rows, copies) for rows in rows_of(optimizer, found_inf.device, remainders)]
+    groups = rows_of(optimizer, found_inf.device, remainders)
+    taken = [taken_of(rows, copies) for rows in groups]
     step_rows(loops, optimizer, [calls for calls, _ in taken], found_inf, factor)
-    split = [param for group in optimizer.param_groups for param in group["params"] if param in remainders]
-    written = [weight for weight in split if weight.grad is not None]
-    if written:
-        torch.autograd.graph.increment_version(written)
+    rows = [param for of_group in groups if of_group.table.rests is not None for param in of_group.table.params]
+    if split := [param for param in rows if param.grad is not None and param in remainders]:
+        torch.autograd.graph.increment_version(split)
     return [left for _, left in taken]
 
 

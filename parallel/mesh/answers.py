@@ -74,11 +74,13 @@ class Answering:
 _answering: Answering | None = None
 
 
-def start_answering(world: dist.ProcessGroup, doing: Callable[[], str]) -> None:
-    """From now on; once for each default group."""
+def start_answering(world: dist.ProcessGroup, doing: Callable[[], str]) -> bool:
+    """Answer others from now on. Returns False where the answers in this default group have begun before."""
     global _answering
-    if _answering is None or not _answering.is_of_now():
-        _answering = Answering(world, doing)
+    if _answering is not None and _answering.is_of_now():
+        return False
+    _answering = Answering(world, doing)
+    return True
 
 
 def answers_of_others(rank: int) -> dict[int, str] | None:

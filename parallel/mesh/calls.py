@@ -1,6 +1,6 @@
 """Which call of this library each rank is in, for the error of a rank that waited for others in vain.
 
-    with in_call(registry, "step"):
+    with in_call(registry, "save_checkpoint"):
         ...                                # a collective fails: RuntimeError, which says where all ranks are
 
 Within a call nothing is told to anybody: its name and number stay in this process. A rank whose collective failed asks the
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import wraps
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch.distributed as dist
@@ -50,82 +50,95 @@ class Caller(Protocol):
 
 
 begun: dict[str, int] = {}
-"""How often calls of each name have begun in this process; that which began last stands last."""
-_running: dict[int, Call] = {}  # by thread; a call within another one is a part of it
-_seen_on_the_stack: dict[CodeType, str] = {}  # the functions that are calls, and don't say that they run
-_raised: tuple[Call, str] | None = None  # the last one that ended with an error, and its type
+"""How often calls of each name have begun since the default group is there; which stands last ended, or began, last."""
+_begun_in_threads: dict[str, int] = {}  # others than the main one, which nobody asks for its last call
+_running: dict[int, Call] = {}  # by thread: the outermost call, if it says that it runs
+_seen_on_the_stack: dict[int, str] = {}  # by id of their code: the functions that don't
+_raised: tuple[Call, str] | None = None  # the main thread's last one that ended with an error, and its type
 
 
 class in_call:
     """Around what a public call does: a failure of the transport in it becomes an error that says where all ranks are.
+    Within another call it is a part of that.
 
     Raises:
         RuntimeError: From the transport's own error: a timeout, or a lost connection. It takes seconds.
     Collectives: none. Host reads: none.
     """
 
-    __slots__ = ("_call", "_registry")
+    __slots__ = ("_call", "_registry", "_thread")
 
     def __init__(self, registry: Caller, name: str) -> None:
-        self._registry = registry
+        self._registry, self._thread = registry, threading.get_ident()
         self._call: Call | None = None
-        if registry.topology.world_size > 1 and _call_of(threading.get_ident(), sys._getframe()) is None:
-            begun[name] = begun.pop(name, 0) + 1
-            self._call = Call(name, begun[name])
+        if registry.topology.world_size > 1 and _call_of(self._thread, sys._getframe()) is None:
+            counts = _counts_of(self._thread)
+            counts[name] = counts.pop(name, 0) + 1
+            self._call = Call(name, counts[name])
 
     def __enter__(self) -> None:
         if self._call is not None:
-            _running[threading.get_ident()] = self._call
+            _running[self._thread] = self._call
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._call is not None:
             try:
-                if error is not None:
-                    _explain(error, self._registry, self._call)
+                _end_with(error, self._registry, self._call, self._thread)
             finally:
-                del _running[threading.get_ident()]
+                del _running[self._thread]
 
 
 def seen_on_the_stack(method: F) -> F:
     """A method of an object with a ``registry`` as a call of its name, for what is called in each step: nothing stands
-    around it, and whoever asks where this rank is finds it on the stack. It counts itself:
+    around it, and whoever asks where this rank is finds it on the stack, with its ``number``:
 
         @seen_on_the_stack
         def step(self):
-            begun["step"] = begun.pop("step", 0) + 1
+            number = begun["step"] = begun.pop("step", 0) + 1
             try:
                 ...
-            except Exception as error:
-                explain(error, self.registry, "step")
+            except BaseException as error:
+                explain(error, self.registry, "step", number)
                 raise
     """
-    _seen_on_the_stack[method.__code__] = method.__name__
+    _seen_on_the_stack[id(method.__code__)] = method.__name__
     return method
 
 
-def explain(error: Exception, registry: Caller, name: str) -> None:
-    """Of such a method, where it is no part of another call: as `in_call`. Raises RuntimeError: as there."""
-    if threading.get_ident() not in _running:
-        _explain(error, registry, Call(name, begun[name]))
+def explain(error: BaseException, registry: Caller, name: str, number: int) -> None:
+    """The end of such a call, with an error, unless it is a part of another one. Raises RuntimeError: as `in_call`."""
+    thread = threading.get_ident()
+    if _call_of(thread, sys._getframe()) == (name, number):
+        _end_with(error, registry, Call(name, number), thread)
 
 
-def _explain(error: BaseException, registry: Caller, call: Call) -> None:
+def _end_with(error: BaseException | None, registry: Caller, call: Call, thread: int) -> None:
+    """Note how a call has ended; if with the transport's error, raise one that says where all ranks are."""
     global _raised
-    _raised = call, type(error).__name__
-    if registry.topology.world_size > 1 and is_transport_error(error):
+    counts, given_up = _counts_of(thread), registry.topology.world_size > 1 and is_transport_error(error)
+    counts[call.name] = counts.pop(call.name, call.number)  # what it called has begun after it
+    if error is not None and counts is begun:
+        _raised = call, (RuntimeError if given_up else type(error)).__name__
+    if given_up:
         raise RuntimeError(_explained(call, registry.global_rank, registry.topology.world_size, error)) from error
+
+
+def _counts_of(thread: int) -> dict[str, int]:
+    return begun if thread == threading.main_thread().ident else _begun_in_threads
 
 
 def _call_of(thread: int, frame: FrameType | None) -> Call | None:
     """The outermost call that a thread is in, which runs this frame."""
-    if thread in _running:
-        return _running[thread]
-    name = None
+    if (found := _running.get(thread)) is not None:
+        return found
     while frame is not None:
-        name, frame = _seen_on_the_stack.get(frame.f_code, name), frame.f_back
-    return None if name is None else Call(name, begun.get(name, 1))
+        name = _seen_on_the_stack.get(id(frame.f_code))
+        if name is not None and "number" in frame.f_locals:  # else it has not begun
+            found = Call(name, frame.f_locals["number"])
+        frame = frame.f_back
+    return found
 
 
 def public_call(method: F) -> F:
@@ -178,7 +191,7 @@ def is_transport_error(error: BaseException | None) -> bool:
 # The error ------------------------------------------------------------------------------------------------------------
 
 
-def _explained(call: Call, rank: int, world_size: int, error: BaseException) -> str:
+def _explained(call: Call, rank: int, world_size: int, error: BaseException | None) -> str:
     waited = f"rank {rank} {_IN_VAIN} in {call}"
     first_line, _, _ = str(error).partition("\n")
     said = f"torch says: {first_line}"
@@ -201,14 +214,14 @@ def _explained(call: Call, rank: int, world_size: int, error: BaseException) -> 
 
 def _doing() -> str:
     """What this process does now."""
-    main, frames = threading.main_thread().ident or 0, sys._current_frames()
+    main, frames, counts = threading.main_thread().ident or 0, sys._current_frames(), begun.copy()
+    del frames[threading.get_ident()]  # it has this frame, which has it
     calls = {thread: call for thread, frame in frames.items() if (call := _call_of(thread, frame)) is not None}
     call = calls.pop(main, None)
     if call is not None:
         doing = f"in {call}"
     else:
-        in_threads = {other.name for other in calls.values()}
-        last = next((Call(name, begun[name]) for name in reversed([*begun]) if name not in in_threads), None)
+        last = next((Call(name, counts[name]) for name in reversed(counts)), None)
         ended = f"raised {_raised[1]}" if _raised is not None and _raised[0] == last else "returned"
         before = "" if last is None else f" (its last, {last}, {ended})"
         doing = f"in no call of meshstep{before}, but {_place(frames.get(main))}"
@@ -235,5 +248,8 @@ def _ordinal(number: int) -> str:
 
 
 def answer_questions(world: dist.ProcessGroup) -> None:
-    """From now on, answer other ranks that ask what this one does; once for each default group."""
-    start_answering(world, _doing)
+    """From now on, answer other ranks that ask what this one does; once for each default group, which counts anew."""
+    global _raised
+    if start_answering(world, _doing):
+        begun.clear()
+        _raised = None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -17,8 +19,10 @@ import torch
 import torch.distributed as dist
 from forked_python import Forked
 from free_ports import free_port
-from meshstep.parallel import ProcessGroupRegistry, Topology, gather_objects
-from meshstep.parallel.mesh.calls import in_call
+from meshstep.optim import ParallelOptimizer
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare, gather_objects
+from meshstep.parallel.mesh import calls as calls_module
+from meshstep.parallel.mesh.calls import begun, explain, in_call, seen_on_the_stack
 from meshstep.parallel.mesh.flat_collectives import all_gather_flat
 from out_of_step import Run, set_timeout
 from world import World
@@ -239,6 +243,146 @@ def test_calls_in_threads_are_named_too(waited: Ended) -> None:
     (error, *_), _ = waited["in a thread"].result()
     assert "(its last, step (its 2nd), returned), but at test_calls.py:" in error
     assert " in in_code_of_its_own, and in a thread in writing (its 1st). " in error
+
+
+# What a process says of itself ----------------------------------------------------------------------------------------
+
+
+class Calling:
+    """An object with calls that nothing stands around, on one of two ranks that are none."""
+
+    class Registry:
+        topology, global_rank = Topology(data=2), 0
+
+    def __init__(self) -> None:
+        self.registry = self.Registry()
+
+    @seen_on_the_stack
+    def backward(self, then: Call) -> object:
+        number = begun["backward"] = begun.pop("backward", 0) + 1
+        try:
+            return then()
+        except BaseException as error:
+            explain(error, self.registry, "backward", number)
+            raise
+
+    @seen_on_the_stack
+    def step(self, then: Call) -> object:
+        number = begun["step"] = begun.pop("step", 0) + 1
+        try:
+            return then()
+        except BaseException as error:
+            explain(error, self.registry, "step", number)
+            raise
+
+    def window(self, then: Call) -> object:
+        with in_call(self.registry, "window"):
+            return then()
+
+
+@pytest.fixture
+def calling(monkeypatch: pytest.MonkeyPatch) -> Calling:
+    """In a process that has made no calls."""
+    monkeypatch.setattr(calls_module, "start_answering", lambda *_: True)
+    calls_module.answer_questions(None)  # type: ignore[arg-type]
+    assert begun == {}
+    return Calling()
+
+
+def said() -> str:
+    """By the thread that answers."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(calls_module._doing).result()
+
+
+def raising(error: BaseException) -> Call:
+    def call() -> None:
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize("outer", ["window", "backward"])
+@pytest.mark.parametrize("inner", ["step", "window"])
+def test_a_call_within_another_one_is_a_part_of_it(calling: Calling, outer: str, inner: str) -> None:
+    """A window with a backward in it; an optimizer that steps in a hook of backward."""
+    if outer == inner:
+        outer = "step"
+    first, second = getattr(calling, outer), getattr(calling, inner)
+    assert first(lambda: second(said)) == f"in {outer} (its 1st)"
+    last = "step" if (outer, inner) == ("backward", "step") else outer  # these two don't say that they end
+    assert f"(its last, {last} (its 1st), returned), but at test_calls.py:" in said()
+    with pytest.raises(RuntimeError, match=rf"^rank 0 waited in vain in {outer} \(its 2nd\), and where"):
+        first(lambda: second(raising(dist.DistError("timed out"))))
+    assert f"(its last, {outer} (its 2nd), raised RuntimeError)" in said()
+
+
+@pytest.mark.parametrize("error", [ValueError("of its own"), KeyboardInterrupt(), SystemExit(1)])
+@pytest.mark.parametrize("name", ["step", "window"])
+def test_how_the_last_call_ended_is_said(calling: Calling, name: str, error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught:
+        getattr(calling, name)(raising(error))
+    assert caught.value is error
+    assert error.__cause__ is error.__context__ is None
+    assert f"(its last, {name} (its 1st), raised {type(error).__name__})" in said()
+    calling.step(said)
+    assert "(its last, step" in said()
+    assert "returned)" in said()
+
+
+def test_a_call_that_has_ended_in_a_thread_is_not_the_last_one(calling: Calling) -> None:
+    calling.step(said)
+    thread = threading.Thread(target=calling.window, args=(said,))
+    thread.start()
+    thread.join()
+    assert "(its last, step (its 1st), returned)" in said()
+
+
+def test_a_call_may_end_in_another_thread(calling: Calling) -> None:
+    call = in_call(calling.registry, "window")
+    call.__enter__()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(call.__exit__, None, None, None).result()
+    assert "(its last, window (its 1st), returned)" in said()
+
+
+def test_an_answer_keeps_nothing_of_what_it_has_looked_at(calling: Calling) -> None:
+    class Held:
+        pass
+
+    def looked_at() -> weakref.ref[Held]:
+        held = Held()
+        calling.step(said)
+        return weakref.ref(held)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert looked_at()() is None
+    finally:
+        gc.enable()
+
+
+class Own(ParallelOptimizer[Any]):
+    """Somebody's, with a collective before the step, in which ranks wait in vain."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("Application timeout caused pair closure")
+
+
+def with_an_own_step() -> str:
+    with ProcessGroupRegistry(Topology(data=2), apart=True) as registry:
+        weight = torch.nn.Parameter(torch.ones(2))
+        declare(torch.nn.ParameterList([weight]), {"*": P()})
+        optimizer = Own(torch.optim.SGD([weight], lr=0.1), registry)
+        found = error_of(optimizer.step)[0]
+        gather_objects(None, registry)  # nobody would answer once the group is gone
+        return found
+
+
+def test_a_step_that_somebody_writes_anew_is_a_call_too(world: World) -> None:
+    for rank, error in enumerate(world.run(2, with_an_own_step)):
+        assert error.startswith(f"rank {rank} waited in vain in step (its ")
 
 
 # Processes that end, or are stopped ----------------------------------------------------------------------------------

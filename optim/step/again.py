@@ -14,12 +14,14 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ...amp import by_bucket
 from ...amp.fp8 import weights as rounded_weights
@@ -57,21 +59,21 @@ class Table:
     def __init__(self, params: Sequence[Tensor], fixed: Sequence[Sequence[int]], rests: Sequence[int] | None) -> None:
         self.params, self.fixed, self.rests = list(params), fixed, rests
         self.contiguous, self.numels = list(map(Tensor.is_contiguous, params)), list(map(Tensor.numel, params))
-        self._flat, self._lengths = array("Q", (at for column in fixed for at in column)), array("q", self.numels)
+        self._flat, self._lengths = array("Q", chain.from_iterable(fixed)), array("q", self.numels)
         self._rests = None if rests is None else array("Q", rests)
 
     def call(self, grads: Sequence[Tensor], copies: half_copies.HalfCopies | None) -> Call:
-        """What steps all rows, by gradients of one dtype; and writes their half-precision copies, where there are some."""
+        """What steps all rows, one at least, by gradients of one dtype; and writes their half-precision copies."""
         rows = [
-            grad if plain and grad.is_contiguous() else laid_out(grad, param)
-            for grad, param, plain in zip(grads, self.params, self.contiguous, strict=True)
+            grad if contiguous and grad.is_contiguous() else laid_out(grad, param)
+            for grad, param, contiguous in zip(grads, self.params, self.contiguous, strict=True)
         ]
         halves = [] if copies is None else [copies.halves.get(param) for param in self.params]
         dtype = next((half.dtype for half in halves if half is not None), torch.bfloat16)
         for index, half in enumerate(halves):
             if half is not None:
-                plain = self.contiguous[index] and half.is_contiguous() and half.numel() == self.numels[index]
-                if half.dtype != dtype or type(half) not in PLAIN or not (plain or alike(half, self.params[index])):
+                lies = self.contiguous[index] and half.is_contiguous() and half.numel() == self.numels[index]
+                if half.dtype != dtype or type(half) not in PLAIN or not (lies or alike(half, self.params[index])):
                     halves[index] = None
         written = [half for half in halves if half is not None]
         at = array("Q", [0 if half is None else half.data_ptr() for half in halves]) if written else None
@@ -84,7 +86,7 @@ class Rows:
 
     Args:
         whole, state: All parameters of the group; the optimizer's state.
-        names: As `states_in` says.
+        names: As `states_in` says, the step counts' last.
         table, remainders: The rows, and theirs.
         waiting, others: Those that have had no gradient; those that have had one, and are no rows.
     """
@@ -132,9 +134,9 @@ class Rows:
         return none or all(map(is_, map(remainders.get, self.table.params), self._rests))
 
     def calls(self, copies: half_copies.HalfCopies | None) -> list[Call] | None:
-        """What steps all rows; None where not all have gradients that the loops read, of one dtype, or there are others."""
+        """What steps all rows; None where not all have gradients that the loops read, of one dtype."""
         grads: list[Any] = [param.grad for param in self.table.params]
-        if self.others or {*map(type, grads)} - PLAIN:
+        if {*map(type, grads)} - PLAIN:
             return None
         dtypes, layouts = {grad.dtype for grad in grads}, {grad.layout for grad in grads}
         if len(dtypes) > 1 or dtypes - GRADIENTS or layouts - STRIDED:
@@ -143,10 +145,10 @@ class Rows:
 
 
 # Of each optimizer, for as long as it lives: what was stepped of each param group in its last step.
-kept: WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[int, torch.device], Rows]] = WeakKeyDictionary()
+kept: WeakKeyDictionary[Optimizer, dict[tuple[int, torch.device], Rows]] = WeakKeyDictionary()
 
 
-def rows_as_before(optimizer: torch.optim.Optimizer, device: torch.device, remainders: Remainders) -> list[Rows | None]:
+def rows_as_before(optimizer: Optimizer, device: torch.device, remainders: Remainders) -> list[Rows | None]:
     """Of each param group what kernels on this device stepped of it in the last step; None where that has changed."""
     known, of_groups = KNOWN[type(optimizer)], {} if by_bucket.holders else kept.get(optimizer, {})
     found = list[Rows | None]()
@@ -158,20 +160,17 @@ def rows_as_before(optimizer: torch.optim.Optimizer, device: torch.device, remai
 
 
 def step_rows(
-    loops: Native,
-    optimizer: torch.optim.Optimizer,
-    calls: Sequence[Sequence[Call]],
-    found_inf: Tensor,
-    factor: Tensor | None,
+    loops: Native, optimizer: Optimizer, calls: Sequence[Sequence[Call]], found_inf: Tensor, factor: Tensor | None
 ) -> None:
     """Make the calls of each param group; ``found_inf`` and ``factor`` as for `Again`, both on the CPU."""
-    known, times = KNOWN[type(optimizer)], 1.0 if factor is None else number(factor)
+    known, times, copies = KNOWN[type(optimizer)], 1.0 if factor is None else number(factor), half_copies.offered.get()
     hypers = [numbers_in(group, known) for group in optimizer.param_groups]
     for group, of_group, hyper in zip(optimizer.param_groups, calls, hypers, strict=True):
         signed = -times if group["maximize"] else times
         for call in of_group:
             update_by_loops(loops, known.kind, call.columns, hyper, signed, found_inf, call.grad_dtype, call.half_dtype)
-            if call.halves:
+            if copies is not None and call.halves:
+                copies.written += call.halves
                 torch.autograd.graph.increment_version(call.halves)
 
 
@@ -214,20 +213,20 @@ def states_in(group: Mapping[str, Any], known: Known) -> tuple[str, ...]:
     return (*states, "step") if known.counted else states
 
 
-def loops_for(optimizer: torch.optim.Optimizer, *numbers: Tensor | None) -> Native | None:
-    """The loops, if they step what this optimizer steps: one of torch's own classes, fused, without anybody's hooks in
-    its step.
+def loops_for(optimizer: Optimizer, *numbers: Tensor | None) -> Native | None:
+    """The loops, if they step what this optimizer steps, see `is_known`; and if what they would read of a step are None,
+    or plain ``numbers`` on the CPU."""
 
-    Args:
-        numbers: What they would read of a step: None, or plain tensors on the CPU, or it is nothing for them.
-    """
-    if not all(value is None or _is_read_here(value) for value in numbers):
+    def is_read(value: Tensor) -> bool:
+        return is_number(value) and value.is_cpu
+
+    if not all(value is None or is_read(value) for value in numbers):
         return None
     loops = chosen.native
-    return loops if loops is not None and is_known(optimizer, _is_read_here) else None
+    return loops if loops is not None and is_known(optimizer, is_read) else None
 
 
-def is_known(optimizer: torch.optim.Optimizer, is_read: Callable[[Tensor], bool]) -> bool:
+def is_known(optimizer: Optimizer, is_read: Callable[[Tensor], bool]) -> bool:
     """Whether it is one of torch's own classes, fused, without anybody's hooks in its step, and all tensors in its param
     groups are such as kernels read."""
     if type(optimizer) not in KNOWN or "step" in vars(optimizer):
@@ -237,10 +236,6 @@ def is_known(optimizer: torch.optim.Optimizer, is_read: Callable[[Tensor], bool]
     groups = optimizer.param_groups
     numbers = (value for group in groups for value in group.values() if isinstance(value, Tensor))
     return all(group.get("fused") and not group["differentiable"] for group in groups) and all(map(is_read, numbers))
-
-
-def _is_read_here(value: Tensor) -> bool:
-    return is_number(value) and value.is_cpu
 
 
 def is_number(value: Tensor) -> bool:
@@ -257,7 +252,7 @@ class Again(ABC):
         factor: Of all gradients, 0-dim; None for 1.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
+    def __init__(self, optimizer: Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
         self.optimizer, self.skipped, self.factor = optimizer, found_inf, factor
         if found_inf.is_cuda:
             self.send()
@@ -279,17 +274,21 @@ class Again(ABC):
         """Make it by the loops, if they made all of the last one, and nothing but numbers has changed."""
         optimizer, copies = self.optimizer, half_copies.offered.get()
         loops = loops_for(optimizer, self.skipped, self.factor)
-        if loops is None:
+        if loops is None or any(rows.others for rows in kept.get(optimizer, {}).values()):
             return False
         calls = list[list[Call]]()
         for rows in rows_as_before(optimizer, self.skipped.device, {}):
-            if rows is None or (of_group := rows.calls(copies)) is None:
+            if rows is None:
+                return False
+            if (of_group := rows.calls(copies)) is None and (of_group := self.some(rows, copies)) is None:
                 return False
             calls.append(of_group)
         step_rows(loops, optimizer, calls, self.skipped, self.factor)
-        if copies is not None:
-            copies.written += [half for of_group in calls for call in of_group for half in call.halves]
         return True
+
+    @abstractmethod
+    def some(self, rows: Rows, copies: half_copies.HalfCopies | None) -> list[Call] | None:
+        """What steps the rows that have gradients; None where some of these are nothing for the loops."""
 
     @abstractmethod
     def anew(self) -> None:

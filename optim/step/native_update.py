@@ -109,24 +109,28 @@ def taken_of(rows: Rows, copies: HalfCopies | None) -> tuple[list[Call], list[Te
     that are left, because they or their gradients are nothing for the loops.
 
     Args:
-        copies: Half-precision copies that are to be written, which is noted there.
+        copies: Half-precision copies that are to be written.
     """
-    calls, left = list[Call](), [param for param in rows.others if param.grad is not None]
-    by_dtype: dict[torch.dtype, list[bool]] = {}
-    for index, param in enumerate(rows.table.params):
-        grad = param.grad
-        if grad is None:
-            continue
-        if type(grad) in PLAIN and grad.dtype in GRADIENTS and grad.layout in STRIDED:
-            by_dtype.setdefault(grad.dtype, [False] * len(rows.table.params))[index] = True
-        else:
-            left.append(param)
-    for chosen in by_dtype.values():
-        table = rows.table if all(chosen) else _only(rows.table, chosen)
-        calls.append(table.call([param.grad for param in table.params if param.grad is not None], copies))
-    if copies is not None:
-        copies.written += [half for call in calls for half in call.halves]
-    return calls, left
+    table, grads = rows.table, [param.grad for param in rows.table.params]
+    there = [grad for grad in grads if grad is not None]
+    dtypes = dict.fromkeys(grad.dtype for grad in there)
+    if {*map(type, there)} <= PLAIN and dtypes.keys() <= GRADIENTS and {grad.layout for grad in there} <= STRIDED:
+        read, strange = [grad is not None for grad in grads], list[Tensor]()
+    else:
+        read = [
+            grad is not None and type(grad) in PLAIN and grad.dtype in GRADIENTS and grad.layout in STRIDED
+            for grad in grads
+        ]
+        strange = [param for param, here in zip(table.params, read, strict=True) if not here and param.grad is not None]
+    calls = list[Call]()
+    for dtype in dtypes:
+        chosen = read
+        if len(dtypes) > 1:
+            chosen = [here and grad is not None and grad.dtype == dtype for here, grad in zip(read, grads, strict=True)]
+        if any(chosen):
+            of_dtype = table if all(chosen) else _only(table, chosen)
+            calls.append(of_dtype.call([grad for grad in compress(grads, chosen) if grad is not None], copies))
+    return calls, [param for param in rows.others if param.grad is not None] + strange
 
 
 def _only(table: Table, chosen: Sequence[bool]) -> Table:

@@ -61,7 +61,7 @@ def step_by_triton(
     from ..kernels.triton import Part
 
     known, copies, left = KNOWN[type(optimizer)], offered.get(), list[list[Tensor]]()
-    parts, alive = list[Part](), list[Tensor]()
+    parts, alive, halves = list[Part](), list[Tensor](), list[Tensor]()
     for group, rows in zip(optimizer.param_groups, rows_of(optimizer, found_inf.device, {}), strict=True):
         rate = _rate_on(found_inf.device, group)
         hyper = numbers_in(group if rate is None else {**group, "lr": 0.0}, known)
@@ -69,10 +69,12 @@ def step_by_triton(
         for call in calls:
             parts.append(Part(call.columns, hyper, rate, group["maximize"], call.grad_dtype, call.half_dtype))
             alive += call.alive
+            halves += call.halves
         left.append(others)
     kernels.update(known.kind, parts, found_inf, factor)
-    if copies is not None and copies.written:
-        torch.autograd.graph.increment_version(copies.written)
+    if copies is not None and halves:
+        copies.written += halves
+        torch.autograd.graph.increment_version(halves)
     return left
 
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ...amp.by_bucket import holding
 from ..gradients.in_place import scale_gradients, widen_gradients
-from .again import Again, loops_for
-from .native_update import step_by_loops
+from .again import Again, Call, Rows, loops_for
+from .half_copies import HalfCopies
+from .native_update import step_by_loops, taken_of
 from .several import asks_other_ranks, parts_of
 from .split_weights import SplitWeights, offered
 from .torch_update import is_miscomputed, lay_out_gradients, params_of, step_rightly, update_by_torch, without_momentum
@@ -51,6 +52,11 @@ class Update(Again):
             host.copy_(both, non_blocking=True)
             self._sent = host, torch.cuda.Event()
             self._sent[1].record(torch.cuda.current_stream(self.skipped.device))
+
+    def some(self, rows: Rows, copies: HalfCopies | None) -> list[Call] | None:
+        """What steps the rows that have gradients; None where some of these are nothing for the loops."""
+        calls, left = taken_of(rows, copies)
+        return None if left else calls
 
     def anew(self) -> None:
         """Ask by whom it is made."""

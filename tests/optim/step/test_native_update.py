@@ -145,6 +145,22 @@ def test_betas_are_two_numbers_in_whatever_holds_them(betas: Any) -> None:
     assert numbers_in(optimizer.param_groups[0], ADAM) == [0.01, 0.7, 0.95, 1e-8, 0.1, 1.0, 0.0]
 
 
+def test_a_momentum_that_is_set_to_0_later_leaves_the_buffers_alone() -> None:
+    """As torch does it: they are no states any more, and dampening is of nothing."""
+    found = []
+    for kernels in KERNELS:
+        with using(kernels):
+            model = model_of()
+            optimizer = of(model, MAKE["SGD, dampening"])
+            for step in range(6):
+                optimizer.param_groups[0]["momentum"] = 0.9 if step < 3 else 0
+                gradients(model, step)
+                optimizer.step()
+            buffers = [optimizer.state[param]["momentum_buffer"] for param in model]
+            found.append([*(param.detach() for param in model), *buffers])
+    close(found[0], found[1])
+
+
 def test_a_view_of_fewer_elements_at_the_same_address_is_seen(calls: Calls) -> None:
     """Rows are of the memory that a parameter had; torch's kernels step what it has now."""
     whole = torch.ones(4, 6)

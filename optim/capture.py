@@ -40,7 +40,7 @@ class Parts(Protocol):
     _switch: Switch | None
 
 
-def is_to_be_captured(parts: Parts, call: str) -> bool:
+def check_captured(parts: Parts, call: str) -> bool:
     """Whether a CUDA graph is made of a call of an optimizer. Raises RuntimeError, with all reasons, where it can't be."""
     if not is_captured():
         return False

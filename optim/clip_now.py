@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from .capture import Parts, is_to_be_captured
+from .capture import Parts, check_captured
 from .clip.given import in_use
 from .clip.rule import Clip
 from .clip.state import ClipState
@@ -27,7 +27,7 @@ class ClippingParts(Parts, Protocol):
 
 def clip_or_ask(parts: ClippingParts, call: str, clip: Clip) -> GradStats | None:
     """`clip_now`, by the public call of that name, where the window is full; else None, and the step at its end does it."""
-    parts._window.captured = is_to_be_captured(parts, call)
+    parts._window.captured = check_captured(parts, call)
     in_use(clip)  # is checked
     if parts._window.is_full:
         return clip_now(parts, clip).stats

@@ -14,7 +14,7 @@ from ..amp.precision import Precision
 from ..parallel.interop.transformers import registry_of
 from ..parallel.mesh.calls import begun, explain, in_call, public_call, seen_on_the_stack
 from ..parallel.mesh.registry import ProcessGroupRegistry
-from .capture import is_to_be_captured
+from .capture import check_captured
 from .clip.given import Given, in_use
 from .clip.policies import ByValue
 from .clip.rule import ByNorm, Clip
@@ -253,7 +253,7 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
 
     def _stages(self, last: bool) -> Stats_co:
         window = self._window
-        window.captured = torch.cuda.is_initialized() and is_to_be_captured(self, "step")
+        window.captured = torch.cuda.is_initialized() and check_captured(self, "step")
         scale = self._scale if not hasattr(self, "found_inf") else self._scale_of_scaler()
         if not window.ends(last):
             if window.is_unused:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...parallel.interop.accelerate import innermost, taken_over
 from ...parallel.mesh.agreement import on_all_ranks
-from ..capture import is_to_be_captured
+from ..capture import check_captured
 from ..clip_now import clip_now
 from ..parallel_optimizer import ParallelOptimizer
 
@@ -79,7 +79,7 @@ def _clip_norm(
 ) -> Tensor:
     _look_at_call(accelerator, optimizer, parameters)
     if isinf(max_norm):
-        optimizer._window.captured = is_to_be_captured(optimizer, "clip_grad_norm_")
+        optimizer._window.captured = check_captured(optimizer, "clip_grad_norm_")
         stats = clip_now(optimizer, optimizer.clip).stats
     else:
         stats = optimizer.clip_grad_by_norm(float(max_norm), norm_type)

@@ -41,6 +41,7 @@ class HalfStates(Placement):
     """
 
     position: ClassVar[Position] = Position.STATE
+    draws: ClassVar[bool] = True
     dtype: torch.dtype = torch.bfloat16
     seed: int = 0
 

@@ -81,6 +81,8 @@ class Placement(ABC):
     """Where optimizer states and what they belong to are kept; an argument, frozen."""
 
     position: ClassVar[Position]
+    draws: ClassVar[bool] = False
+    """Its link rounds by draws of the step's own."""
 
     @abstractmethod
     def check(self, binding: Binding) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..step.update import Update
 from .chain import Chain
-from .half_states import HalfStates
 from .link import Binding, Link, Placement, Position
 from .pieces import Held, StandIns
 
@@ -29,7 +28,7 @@ class Replayable(Placement):
     position: ClassVar[Position] = Position.UPDATE
 
     def check(self, binding: Binding) -> None:
-        drawn = [type(other).__name__ for other in binding.placements if isinstance(other, HalfStates)]
+        drawn = [type(other).__name__ for other in binding.placements if other.draws]
         drawn += [f"precision={binding.precision.name!r}"] * binding.precision.stochastic_rounding
         if drawn:
             raise ValueError(f"Replayable with {drawn[0]}, which rounds by the step's own draws: leave one of them out")

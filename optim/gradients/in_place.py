@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...amp.casting import is_half
-from ..norm.powers import are_alike
+from ..norm.global_norm import are_alike
 
 _COMPLETE = "_meshstep_complete"
 

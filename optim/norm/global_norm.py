@@ -153,7 +153,7 @@ class GlobalNorm:
         """On the gradients' device; on ``device`` where there are none."""
         if not gradients:
             return torch.zeros(0, dtype=accumulation_dtype(device), device=device)
-        if len({gradient.dtype for gradient in gradients}) == len({gradient.device for gradient in gradients}) == 1:
+        if are_alike(gradients):
             return local_powers(gradients, self.norm_type)
         device, kinds = gradients[0].device, {(gradient.device, gradient.dtype) for gradient in gradients}
         found, order = list[Tensor](), list[int]()
@@ -247,6 +247,11 @@ class GlobalNorm:
 
 def _inverse(order: list[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
+
+
+def are_alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether all have one dtype and device."""
+    return len({tensor.dtype for tensor in tensors}) == 1 and len({tensor.device for tensor in tensors}) == 1
 
 
 def local_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:

@@ -30,11 +30,6 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def are_alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether all have one dtype and device."""
-    return len({tensor.dtype for tensor in tensors}) == 1 and len({tensor.device for tensor in tensors}) == 1
-
-
 def reference_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     """[n] float64: what `local_powers` returns. Slow and plain."""
     if norm_type >= HIGH and norm_type != inf:

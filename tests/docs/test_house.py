@@ -64,7 +64,6 @@ PUBLIC = {f"meshstep.{package}" for package in PACKAGES} | {
     "meshstep.parallel.launch",
     "meshstep.testing.strategies",
 }
-LINES = 300
 
 Arrow = tuple[str, str]
 
@@ -203,11 +202,6 @@ def test_the_library_imports_itself_relatively() -> None:
     for name in library(ROOT):
         for level, module, _ in imported(ast.parse(text_of(ROOT, name))):
             assert level or module.partition(".")[0] != "meshstep", f"{name} imports {module}"
-
-
-def test_no_file_is_long() -> None:
-    lengths = {name: text_of(ROOT, name).count("\n") for name in library(ROOT)}
-    assert {name: length for name, length in lengths.items() if length > LINES} == {}
 
 
 @pytest.mark.parametrize("package", PACKAGES)

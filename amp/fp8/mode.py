@@ -47,7 +47,7 @@ class Fp8(Precision):
     (`nn.MultiheadAttention`) stay as they are. A layer falls back to the base's dtype where the dims of its weight, of
     this rank's piece, aren't multiples of 16: see `Fp8Matmul`; for `Linear2D` see `fp8_summa`.
 
-    Of `Linear2D` and `Linear2p5D` also where ranks have unequal pieces. `Linear3D`, and classifiers on grids and cubes,
+    Of `Linear2D` also where ranks have unequal pieces. `Linear3D`, and classifiers on grids and cubes,
     always do.
 
     `prepare` logs a warning that names these layers, and `fp8_layers` lists what became of every one.

@@ -18,14 +18,13 @@ from collections.abc import Mapping
 
 import torch.nn.functional as F
 from meshstep.parallel import (
+    BiasLayout,
     Classifier3D,
     ColumnParallelLinear,
     LayerNorm1D,
     LayerNorm2D,
-    LayerNorm2p5D,
     LayerNorm3D,
     Linear2D,
-    Linear2p5D,
     Linear3D,
     P,
     ProcessGroupRegistry,
@@ -114,7 +113,7 @@ class Layers2D(DenseLayers):
     batch_axes: tuple[str, ...] = ("row",)
     feature_axes = ("col",)
     rules: Mapping[str, P] = {}
-    linear_kind, norm_kind = Linear2D, LayerNorm2D
+    depth: str | None = None  # the axis of several grids
     classes: int | None = None  # which may not divide over `col`
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
@@ -124,20 +123,21 @@ class Layers2D(DenseLayers):
         check_divides(heads, "col", self.registry)
 
     def linear(self, in_features: int, out_features: int) -> nn.Module:
-        return self.linear_kind(in_features, out_features, self.registry)
+        return Linear2D(in_features, out_features, self.registry, depth=self.depth)
 
     def classifier(self, in_features: int, classes: int) -> nn.Module:
         self.classes = classes
         return self.linear(in_features, classes)
 
     def first_linear(self, in_features: int, out_features: int, bias: bool = True) -> nn.Module:
-        return self.linear_kind(in_features, out_features, self.registry, bias="column" if bias else None)
+        layout: BiasLayout | None = "column" if bias else None
+        return Linear2D(in_features, out_features, self.registry, bias=layout, depth=self.depth)
 
     def second_linear(self, in_features: int, out_features: int) -> nn.Module:
         return self.linear(in_features, out_features)
 
     def norm(self, features: int) -> nn.Module:
-        return self.norm_kind(features, self.registry)
+        return LayerNorm2D(features, self.registry, depth=self.depth)
 
     def positions(self, full: Tensor) -> nn.Parameter:
         return summed_positions(full, self)
@@ -153,7 +153,7 @@ class Layers2p5D(Layers2D):
     """`Layers2D` on several grids, which lie along `depth` and split the batch as well."""
 
     batch_axes = ("depth", "row")
-    linear_kind, norm_kind = Linear2p5D, LayerNorm2p5D
+    depth = "depth"
 
 
 class Layers3D(DenseLayers):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..layout.spec import P
 from ..mesh.collectives import copy_to
 from ..mesh.registry import ProcessGroupRegistry
-from .initialization import draw_linear, kept_piece, sizes_of
+from .initialization import depth_axes, draw_linear, kept_piece, sizes_of
 from .summa import Grid, autocast, summa_transposed
 
 
@@ -26,6 +26,7 @@ class Classifier2D(nn.Module):
             have something; give `cross_entropy_2d` the number of classes then.
         bias: Whether there is one.
         row, col: The mesh axes of the grid.
+        depth: The mesh axis along which several grids lie (2.5-D), as in `Linear2D`. None: one grid.
         generator, device, dtype: For the initial weights, which are those of `nn.Linear` for the same seed.
 
     Shapes:
@@ -47,6 +48,7 @@ class Classifier2D(nn.Module):
         bias: bool = False,
         row: str = "row",
         col: str = "col",
+        depth: str | None = None,
         generator: torch.Generator | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -58,8 +60,9 @@ class Classifier2D(nn.Module):
         weight, full_bias = draw_linear(
             in_features, classes, bias=bias, generator=generator, device=device, dtype=dtype
         )
-        self.weight = kept_piece(weight, P(row, col), registry)
-        self.bias = None if full_bias is None else kept_piece(full_bias, P(col), registry)
+        partial = depth_axes(depth, registry)
+        self.weight = kept_piece(weight, P(row, col, partial=partial), registry)
+        self.bias = None if full_bias is None else kept_piece(full_bias, P(col, partial=partial), registry)
 
     def forward(self, input: Tensor) -> Tensor:
         if input.shape[-1:] != self.weight.shape[1:]:

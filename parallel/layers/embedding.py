@@ -16,7 +16,7 @@ from ..layout.spec import P
 from ..mesh.collectives import reduce_from, reduce_scatter_to
 from ..mesh.linear_maps import Over, all_gather
 from ..mesh.registry import ProcessGroupRegistry
-from .initialization import draw_embedding, kept_piece, sizes_of
+from .initialization import depth_axes, draw_embedding, kept_piece, sizes_of
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -81,6 +81,7 @@ class Embedding2D(nn.Module):
         num_embeddings, embedding_dim: Sizes of the full table. What doesn't divide is cut as `torch.chunk` does, but every
             rank must have something.
         row, col: The mesh axes of the grid.
+        depth: The mesh axis along which several grids lie (2.5-D), as in `Linear2D`. None: one grid.
         generator, device, dtype: For the initial weights, which are those of `nn.Embedding` for the same seed.
 
     Shapes:
@@ -100,6 +101,7 @@ class Embedding2D(nn.Module):
         *,
         row: str = "row",
         col: str = "col",
+        depth: str | None = None,
         generator: torch.Generator | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -108,7 +110,7 @@ class Embedding2D(nn.Module):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.registry, self.row, self.col = registry, row, col
         table = draw_embedding(num_embeddings, embedding_dim, generator=generator, device=device, dtype=dtype)
-        self.weight = kept_piece(table, P(row, col), registry)
+        self.weight = kept_piece(table, P(row, col, partial=depth_axes(depth, registry)), registry)
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.registry.size(self.row) > 1:

@@ -82,6 +82,15 @@ def held_or_placeholder(param: Tensor | None, *shape: int, like: Tensor) -> Tens
     return param if param.requires_grad else param.detach().requires_grad_()
 
 
+def depth_axes(depth: str | None, registry: ProcessGroupRegistry) -> tuple[str, ...]:
+    """Return the axes over which the gradients of a 2.5-D layer's parameters must still be summed; () if depth is None.
+
+    Raises:
+        ValueError: The topology has no such axis.
+    """
+    return () if depth is None else registry.topology.atoms(depth)
+
+
 def sizes_of(registry: ProcessGroupRegistry, *axes: str) -> str:
     """What a layer's repr says of its axes: ``row=2, col=2``."""
     return ", ".join(f"{axis}={registry.size(axis)}" for axis in axes)

@@ -19,16 +19,17 @@ from torch.autograd.function import once_differentiable
 from ..layout.spec import P
 from ..mesh.linear_maps import Over, all_gather, all_reduce
 from ..mesh.registry import ProcessGroupRegistry
-from .initialization import kept_piece
+from .initialization import depth_axes, kept_piece
 
 
 class SplitLayerNorm(nn.Module):
-    """What `LayerNorm2D`, `LayerNorm2p5D` and `LayerNorm3D` have in common.
+    """Common base of `LayerNorm2D` and `LayerNorm3D`.
 
     Args:
         features: Size of the full last dim.
         feature_axis: Splits it.
         batch_axes: Over these the gradients of weight and bias are summed in backward.
+        partial: Over these the optimizer sums them.
         eps, bias, device, dtype: As in `LayerNorm2D`.
     """
 
@@ -42,11 +43,12 @@ class SplitLayerNorm(nn.Module):
         bias: bool,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
+        partial: tuple[str, ...] = (),
     ) -> None:
         super().__init__()
         self.features, self.eps, self.registry = features, eps, registry
         self._over_features, self._over_batch = Over(registry, (feature_axis,)), Over(registry, batch_axes)
-        spec = P(feature_axis)
+        spec = P(feature_axis, partial=partial)
         self.weight = kept_piece(torch.ones(features, device=device, dtype=dtype), spec, registry)
         zeros = torch.zeros(features, device=device, dtype=dtype)
         self.bias = kept_piece(zeros, spec, registry) if bias else None
@@ -78,6 +80,7 @@ class LayerNorm2D(SplitLayerNorm):
         eps: Added to the variance.
         bias: Whether there is one.
         row, col: The mesh axes of the grid.
+        depth: The mesh axis along which several grids lie (2.5-D), as in `Linear2D`. None: one grid.
         device, dtype: Of the parameters, which start at one and zero.
 
     Shapes:
@@ -99,10 +102,11 @@ class LayerNorm2D(SplitLayerNorm):
         bias: bool = True,
         row: str = "row",
         col: str = "col",
+        depth: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(features, registry, col, (row,), eps, bias, device, dtype)
+        super().__init__(features, registry, col, (row,), eps, bias, device, dtype, partial=depth_axes(depth, registry))
 
 
 class _SplitLayerNorm(torch.autograd.Function):

@@ -14,7 +14,18 @@ completes its gradient: every row of the grid holds another part of the batch.
     positions = nn.Parameter(shard(full, P(None, "col"), registry))       # [seq, features/cols]
     hidden = hidden + copy_to(positions, registry, "row")
 
-Reference: Xu et al. 2021 (Optimus), arXiv:2104.05343.
+2.5-D tensor parallelism (Tesseract) is the same on each of several grids, which lie along the axis ``depth``. The batch
+is split over ``depth``, the slower axis, and ``row``: activations are [batch/(depth*rows), ..., features/cols]. Each grid
+holds all weights and multiplies its part of the batch by itself, so a layer issues no collective over ``depth``. The
+gradient that a grid computes is one term of a sum over the grids. The specs say so (``partial="depth"``), and the
+optimizer makes the sums of all parameters together, once per window of micro-batches. ``depth`` is a model axis and not
+a data axis, because the loss is already a mean over the samples of all grids.
+
+    layer = Linear2D(256, 1024, registry, depth="depth")
+    local = shard(full, P(("depth", "row"), None, "col"), registry)
+    loss = cross_entropy_2d(head(local), targets, registry, row=("depth", "row"))
+
+References: Xu et al. 2021 (Optimus), arXiv:2104.05343; Wang et al. 2021 (Tesseract), arXiv:2105.14500.
 """
 
 from __future__ import annotations
@@ -30,7 +41,7 @@ from ..layout.shard import local_shape
 from ..layout.spec import P
 from ..mesh.collectives import all_gather_to, broadcast_from, copy_to
 from ..mesh.registry import ProcessGroupRegistry
-from .initialization import draw_linear, held_or_placeholder, kept_piece, owned_piece, sizes_of
+from .initialization import depth_axes, draw_linear, held_or_placeholder, kept_piece, owned_piece, sizes_of
 from .summa import Grid, autocast, summa
 
 BiasLayout = Literal["column", "all", "row0"]
@@ -61,11 +72,13 @@ class Linear2D(nn.Module):
         blocks: Several layers in one, each of which is split over col: a number of equal ones, or the ratio of their
             sizes. The output then has this column's features of each, one after the other.
         row, col: The mesh axes of the grid.
+        depth: The mesh axis along which several grids lie (2.5-D). The parameters are then replicated over it, with
+            gradients that the optimizer sums over it: the specs below with ``partial=depth``. None: one grid.
         generator, device, dtype: For the initial weights, which are those of `nn.Linear` for the same seed (the weight
             transposed).
 
     Shapes:
-        input [batch/rows, ..., in/cols] -> output [batch/rows, ..., out/cols].
+        input [batch/rows, ..., in/cols] -> output [batch/rows, ..., out/cols]; with depth batch/(depth*rows).
         weight [in/rows, out/cols] P(row, col).
         bias [out/cols] P(col), [out/cols/rows] P((col, row)) or [out/cols] P(col, owned={row: 0}).
         With several blocks blocks(col, ...) stands for col.
@@ -75,8 +88,8 @@ class Linear2D(nn.Module):
     an all-gather in forward and a reduce-scatter in backward, "row0" a broadcast in forward and a reduce in backward. Host
     reads: none.
     Raises:
-        ValueError: A dim leaves nothing for some rank, blocks don't divide, the bias layout is unknown, or the input
-            doesn't hold this column's features.
+        ValueError: A dim leaves nothing for some rank, blocks don't divide, the bias layout or an axis is unknown, or the
+            input doesn't hold this column's features.
     """
 
     def __init__(
@@ -89,6 +102,7 @@ class Linear2D(nn.Module):
         blocks: int | Sequence[int] = 1,
         row: str = "row",
         col: str = "col",
+        depth: str | None = None,
         generator: torch.Generator | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -103,10 +117,11 @@ class Linear2D(nn.Module):
         weight, full_bias = draw_linear(
             in_features, out_features, bias=bias is not None, generator=generator, device=device, dtype=dtype
         )
-        self.weight = kept_piece(weight.t(), P(row, in_blocks(col, blocks)), registry)
+        partial = depth_axes(depth, registry)
+        self.weight = kept_piece(weight.t(), P(row, in_blocks(col, blocks), partial=partial), registry)
         self.bias: nn.Parameter | None = None
         if bias is not None and full_bias is not None:
-            self.bias = owned_piece(full_bias, bias_spec(bias, row, col, blocks), registry)
+            self.bias = owned_piece(full_bias, bias_spec(bias, row, col, blocks).with_partial(partial), registry)
 
     def forward(self, input: Tensor) -> Tensor:
         if input.shape[-1:] != (self._takes,):

@@ -19,7 +19,6 @@ from meshstep.parallel import (
     Classifier3D,
     ColumnParallelLinear,
     Linear2D,
-    Linear2p5D,
     Linear3D,
     P,
     ProcessGroupRegistry,
@@ -117,7 +116,7 @@ def grid_layer_is_whole(base: Base, bias: BiasLayout | None, topology: Topology)
     with ProcessGroupRegistry(topology) as registry:
         dense = whole(WIDTH, HIDDEN, base)
         rows = ("depth", "row") if "depth" in topology.axes else ("row",)
-        layer = (Linear2p5D if len(rows) > 1 else Linear2D)(WIDTH, HIDDEN, registry, bias=bias)
+        layer = Linear2D(WIDTH, HIDDEN, registry, bias=bias, depth="depth" if len(rows) > 1 else None)
         weight_spec = spec_of(layer.weight)
         layer.weight.data = shard(dense.weight.detach().float().t(), weight_spec, registry)
         if layer.bias is not None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from meshstep.parallel import (
     Classifier2D,
-    Classifier2p5D,
     Classifier3D,
     Embedding2D,
-    Embedding2p5D,
     Embedding3D,
     LayerNorm2D,
-    LayerNorm2p5D,
     LayerNorm3D,
     Linear2D,
-    Linear2p5D,
     Linear3D,
     P,
     ProcessGroupRegistry,
@@ -45,7 +42,13 @@ class Kind(NamedTuple):
 
 KINDS = {
     "2-D": Kind(Embedding2D, LayerNorm2D, Linear2D, Classifier2D, ("row",)),
-    "2.5-D": Kind(Embedding2p5D, LayerNorm2p5D, Linear2p5D, Classifier2p5D, ("depth", "row")),
+    "2.5-D": Kind(
+        partial(Embedding2D, depth="depth"),
+        partial(LayerNorm2D, depth="depth"),
+        partial(Linear2D, depth="depth"),
+        partial(Classifier2D, depth="depth"),
+        ("depth", "row"),
+    ),
     "3-D": Kind(Embedding3D, LayerNorm3D, Linear3D, Classifier3D, ("weight", "input")),
 }
 

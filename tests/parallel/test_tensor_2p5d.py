@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from dense import assert_layer_is_dense, collectives
 from meshstep.parallel import (
     BiasLayout,
+    Classifier2D,
     Classifier2p5D,
+    Embedding2D,
     Embedding2p5D,
+    LayerNorm2D,
     LayerNorm2p5D,
+    Linear2D,
     Linear2p5D,
     P,
     ProcessGroupRegistry,
@@ -54,7 +60,7 @@ def layers_equal_dense(topology: Topology, dims: tuple[int, int]) -> None:
             reference = dense(*sizes, **{key: value is not None and value is not False for key, value in given.items()})
             reference = reference.double()
             torch.manual_seed(SEED)
-            split = layer(*sizes, registry, **options).double()
+            split = layer(*sizes, registry, depth="depth", **options).double()
             is_table = dense is nn.Embedding
             torch.manual_seed(SEED + 1)
             x = (
@@ -67,12 +73,12 @@ def layers_equal_dense(topology: Topology, dims: tuple[int, int]) -> None:
         layouts: tuple[BiasLayout, ...] = ("column", "all", "row0")
         for layout in layouts:
             specs = {"weight": weight, "bias": biases(layout)}
-            check(Linear2p5D, nn.Linear, features, outputs, specs=specs, bias=layout)
-        check(Linear2p5D, nn.Linear, features, outputs, specs={"weight": weight}, bias=None)
-        check(LayerNorm2p5D, nn.LayerNorm, features, specs={"weight": vector, "bias": vector})
-        check(Embedding2p5D, nn.Embedding, outputs, features, specs={"weight": weight})
-        check(Classifier2p5D, nn.Linear, features, outputs, specs={"weight": weight, "bias": vector}, bias=True)
-        check(Classifier2p5D, nn.Linear, features, outputs, specs={"weight": weight}, bias=False)
+            check(Linear2D, nn.Linear, features, outputs, specs=specs, bias=layout)
+        check(Linear2D, nn.Linear, features, outputs, specs={"weight": weight}, bias=None)
+        check(LayerNorm2D, nn.LayerNorm, features, specs={"weight": vector, "bias": vector})
+        check(Embedding2D, nn.Embedding, outputs, features, specs={"weight": weight})
+        check(Classifier2D, nn.Linear, features, outputs, specs={"weight": weight, "bias": vector}, bias=True)
+        check(Classifier2D, nn.Linear, features, outputs, specs={"weight": weight}, bias=False)
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
@@ -85,9 +91,9 @@ def counted() -> list[dict[str, int]]:
     counts = []
     with ProcessGroupRegistry(Topology(depth=2, row=1, col=1)) as registry:
         for layer in (
-            Linear2p5D(4, 8, registry),
-            LayerNorm2p5D(4, registry),
-            Classifier2p5D(4, 8, registry, bias=True),
+            Linear2D(4, 8, registry, depth="depth"),
+            LayerNorm2D(4, registry, depth="depth"),
+            Classifier2D(4, 8, registry, bias=True, depth="depth"),
         ):
             with collectives() as seen:
                 torch.autograd.backward(layer(torch.randn(3, 4, requires_grad=True)).sum())
@@ -101,14 +107,32 @@ def test_layers_communicate_within_their_grid_only(world: World) -> None:
 
 def other_names() -> None:
     with ProcessGroupRegistry(Topology(z=2, y=1, x=2)) as registry:
-        assert spec_of(Linear2p5D(4, 8, registry, depth="z", row="y", col="x", blocks=2).weight).partial == ("z",)
+        assert spec_of(Linear2D(4, 8, registry, depth="z", row="y", col="x", blocks=2).weight).partial == ("z",)
         with pytest.raises(ValueError, match="unknown axis 'depth'"):
-            LayerNorm2p5D(4, registry, row="y", col="x")
-        with pytest.raises(
-            ValueError, match=r"Linear2p5D of 4 features over x=2 takes 2 of them .* got shape \(3, 4\)"
-        ):
-            Linear2p5D(4, 8, registry, depth="z", row="y", col="x")(torch.randn(3, 4))
+            LayerNorm2D(4, registry, row="y", col="x", depth="depth")
+        with pytest.raises(ValueError, match=r"Linear2D of 4 features over x=2 takes 2 of them .* got shape \(3, 4\)"):
+            Linear2D(4, 8, registry, depth="z", row="y", col="x")(torch.randn(3, 4))
 
 
 def test_axes_have_the_names_that_they_are_given(world: World) -> None:
     world.run(4, other_names)
+
+
+def old_names() -> None:
+    with ProcessGroupRegistry(Topology(depth=2, row=1, col=1)) as registry:
+        layers: list[tuple[nn.Module, Callable[[], nn.Module]]] = [
+            (Linear2D(4, 8, registry, depth="depth"), lambda: Linear2p5D(4, 8, registry)),
+            (LayerNorm2D(4, registry, depth="depth"), lambda: LayerNorm2p5D(4, registry)),
+            (Embedding2D(4, 8, registry, depth="depth"), lambda: Embedding2p5D(4, 8, registry)),
+            (Classifier2D(4, 8, registry, depth="depth"), lambda: Classifier2p5D(4, 8, registry)),
+        ]
+        for layer, make_old in layers:
+            with pytest.warns(DeprecationWarning, match=rf"write {type(layer).__name__}\(..., depth='depth'\)"):
+                old = make_old()
+            assert {n: spec_of(p) for n, p in old.named_parameters()} == {
+                n: spec_of(p) for n, p in layer.named_parameters()
+            }
+
+
+def test_old_names_of_layers_warn_and_work(world: World) -> None:
+    world.run(2, old_names)

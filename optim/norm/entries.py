@@ -93,7 +93,7 @@ def count_as_copies(params: Iterable[Tensor]) -> None:
     """Let plain parameters that nothing declared, of which `entries_of` has made entries, be declared as copied."""
     for param in params:
         if annotation_of(param) is None and not has_dtensors((param,)):
-            attach(param, Annotation(P()))
+            attach(param, Annotation(P(), source="default"))
 
 
 def _mesh_axes(param_groups: Iterable[Iterable[Tensor | tuple[str, Tensor]]], topology: Topology) -> set[str]:

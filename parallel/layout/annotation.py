@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -14,6 +14,7 @@ from ..mesh.topology import Topology
 from .spec import P
 
 ATTRIBUTE = "_meshstep_annotation"
+Source = Literal["layer", "rule", "default"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Annotation:
         dims: The axes of the topology that such dims are, where that has no such name.
         declared: False where only a DTensor's placements say the spec, which speak for ``mesh_axes`` alone.
         full_shape: Of the logical tensor, where it is known; where pieces are uneven, no rank's own tells it.
+        source: ``"layer"`` (`annotate`), ``"rule"`` (a rule of `declare`), or ``"default"`` (the rule ``"*"``, or none).
     """
 
     spec: P
@@ -35,6 +37,7 @@ class Annotation:
     declared: bool = True
     full_shape: tuple[int, ...] | None = None
     dims: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    source: Source = "layer"
 
     def spec_on(self, topology: Topology) -> P:
         """The layout in the axes of the topology. Raises ValueError as `P.on`."""
@@ -92,12 +95,14 @@ def declare(module: nn.Module, rules: Mapping[str, P] | None = None) -> None:
         declare(model, {"*": P(), "head.weight": P("tensor", None), "layers.*.mlp.bias": P("tensor")})
 
     A rule is a parameter's name or a glob pattern (``*`` crosses dots). The most specific match wins: a full name before
-    any pattern, then the pattern with more literal characters. Parameters that their layer has declared already
-    (`annotate`) keep that spec unless a rule gives their full name. Either all of the rules take effect or none.
+    any pattern, then the pattern with more literal characters. A full name always sets the spec. A pattern leaves
+    parameters unchanged that their layer has declared (`annotate`). The pattern ``"*"`` is the default for parameters
+    that nothing else has declared, in this call or an earlier one. Either all of the rules take effect or none.
 
     Raises:
         ValueError: A rule matches no parameter; a parameter is matched by no rule and not declared; two equally specific
-            rules disagree; a spec has more entries than its parameter has dims.
+            rules disagree, or a pattern disagrees with a rule of an earlier call; a spec has more entries than its
+            parameter has dims.
     """
     rules = dict(rules or {})
     params = dict(module.named_parameters())
@@ -109,10 +114,16 @@ def declare(module: nn.Module, rules: Mapping[str, P] | None = None) -> None:
             )
     decided: dict[str, Annotation] = {}
     missing = []
+    source: Source
     for name, param in params.items():
         existing = annotation_of(param)
-        spec = rules.get(name) or (existing.spec if existing else _most_specific(name, rules))
-        if spec is None:
+        is_layers_own = existing is not None and existing.source == "layer" and name not in rules
+        rule = None if is_layers_own else _most_specific(name, rules)
+        if existing is not None and _keeps(existing, rule, rules, name):
+            spec, source = existing.spec, existing.source
+        elif rule is not None:
+            spec, source = rules[rule], "default" if rule == "*" else "rule"
+        else:
             missing.append(name)
             continue
         if len(spec.entries) > param.dim():
@@ -121,7 +132,7 @@ def declare(module: nn.Module, rules: Mapping[str, P] | None = None) -> None:
                 "give one entry a dim"
             )
         full_shape = existing.full_shape if existing is not None and existing.spec == spec else None
-        decided[name] = Annotation(spec, name, full_shape=full_shape)
+        decided[name] = Annotation(spec, name, full_shape=full_shape, source=source)
     if missing:
         raise ValueError(
             f"no rule says how {some(missing)} is laid out; add a rule for it, P() meaning replicated on purpose"
@@ -130,7 +141,28 @@ def declare(module: nn.Module, rules: Mapping[str, P] | None = None) -> None:
         setattr(params[name], ATTRIBUTE, annotation)
 
 
-def _most_specific(name: str, rules: Mapping[str, P]) -> P | None:
+def _keeps(existing: Annotation, rule: str | None, rules: Mapping[str, P], name: str) -> bool:
+    """Return whether a declared parameter keeps its spec, whatever ``rule`` says.
+
+    Raises:
+        ValueError: The rule is a pattern that disagrees with a rule of an earlier call.
+    """
+    if rule == name:
+        return False
+    if rule is None or rule == "*":
+        return True
+    if existing.source == "rule" and rules[rule] != existing.spec:
+        raise ValueError(
+            f"{name} was declared {existing.spec} before, and the pattern {rule!r} says {rules[rule]}; give the full name "
+            f"{name!r} to change its spec, or a pattern that does not match it"
+        )
+    return existing.source == "rule"
+
+
+def _most_specific(name: str, rules: Mapping[str, P]) -> str | None:
+    """Return the rule for a parameter: its name, else the matching pattern with the most literal characters."""
+    if name in rules:
+        return name
     matching = [pattern for pattern in rules if fnmatchcase(name, pattern)]
     if not matching:
         return None
@@ -141,7 +173,7 @@ def _most_specific(name: str, rules: Mapping[str, P]) -> P | None:
             f"{name}: the rules {' and '.join(map(repr, candidates))} are equally specific and disagree; "
             "make one longer or give the full name"
         )
-    return rules[candidates[0]]
+    return candidates[0]
 
 
 def _literal_characters(pattern: str) -> int:

@@ -124,6 +124,40 @@ def test_a_layers_own_declaration_yields_to_a_full_name_only() -> None:
     assert spec_of(net[0].bias) == P("mine")
 
 
+def test_second_declare_sets_what_default_or_full_name_allows() -> None:
+    net = model()
+    declare(net, {"*": P(), "0.*": P("a")})
+    declare(net, {"1.*weight": P("b"), "0.bias": P("c"), "*": P("d")})
+    found = {name: spec_of(param) for name, param in net.named_parameters()}
+    assert found == {
+        "0.weight": P("a"),
+        "0.bias": P("c"),
+        "1.0.weight": P("b"),
+        "1.0.bias": P(),
+        "1.1.weight": P("b"),
+        "1.1.bias": P(),
+    }
+    declare(net, {"0.w*": P("a"), "1.*weight": P("b")})  # the same again
+    declare(net)
+    assert {name: spec_of(param) for name, param in net.named_parameters()} == found
+
+
+def test_submodule_rules_survive_default_of_whole_model() -> None:
+    net = model()
+    declare(net[1], {"0.*": P("a"), "*": P()})
+    declare(net, {"*": P("b")})
+    assert [spec_of(param) for param in net.parameters()] == [P("b"), P("b"), P("a"), P("a"), P(), P()]
+
+
+def test_second_declare_with_other_spec_is_an_error() -> None:
+    net = model()
+    declare(net, {"*": P(), "0.w*": P("a")})
+    message = r"0\.weight was declared P\('a'\) before, and the pattern '\*weight' says P\('b'\); give the full name"
+    with pytest.raises(ValueError, match=message):
+        declare(net, {"1.*": P("c"), "*weight": P("b")})
+    assert spec_of(net[1][0].weight) == P(), "nothing is changed"
+
+
 @pytest.mark.parametrize(
     ("rules", "message"),
     [

@@ -101,6 +101,7 @@ class Setup:
             plan = ReductionPlan.of(entries, topology, self.registry.global_rank)
             check_whole(self.optimizer, plan.entries, topology)
             if switch := switch_of(modules_in(self.data_parallel)):
+                switch.check_groups(self.registry)
                 switch.check_layouts(plan.entries, topology)
             thresholds = [group.get("max_norm") for group in self.optimizer.param_groups]
             dtypes, names = {entry.dtype for entry in entries}, measure.per_parameter or bool(measure.check_replicas)

@@ -8,10 +8,12 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...amp.capture import is_captured
+from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from ..gradients.bucket import Exchange
 from ..gradients.during_backward import BackwardReducer
@@ -183,6 +185,17 @@ class DataParallelSwitch(Switch):
                     "data_parallel out, or give Reduce(...) or states=Sharded(...), which go by the specs"
                 )
 
+    def check_groups(self, registry: ProcessGroupRegistry) -> None:
+        """Raise ValueError if a `DistributedDataParallel` averages over other ranks than those of the data axes.
+
+        It copies the parameters of its first rank to all ranks of its group when it is made, and averages gradients over
+        them. Over more ranks than the data axes both mix shards; over fewer, gradients stay unaveraged. `fully_shard`
+        needs no check here: its mesh is part of the layout of its DTensors.
+        """
+        for module in self.modules:
+            if isinstance(module, DistributedDataParallel):
+                check_group(module, module.process_group, registry)
+
     def set(self, on: bool) -> None:
         """Whether the next forward and backward synchronise."""
         self.on = on
@@ -211,6 +224,20 @@ class DataParallelSwitch(Switch):
                 "gradients: finish the window with a micro-batch that it reduces, after window_ends() and outside of "
                 "no_sync(), before zero_grad()"
             )
+
+
+def check_group(module: nn.Module, group: dist.ProcessGroup, registry: ProcessGroupRegistry) -> None:
+    axes = registry.topology.data_axes
+    ranks, expected = sorted(dist.get_process_group_ranks(group)), sorted(registry.ranks(*axes) if axes else [registry.global_rank])
+    if ranks == expected:
+        return
+    kind, names = type(module).__name__, ", ".join(map(repr, axes)) or "none"
+    write = f"process_group=registry.group({names})" if axes else "no DistributedDataParallel"
+    raise ValueError(
+        f"data_parallel={kind} averages gradients over ranks {ranks}, but this rank's data axes ({names}) have the ranks "
+        f"{expected}. It has also copied the parameters of rank {ranks[0]} to all of its ranks, so shards are lost: make "
+        f"the model anew, and give {write}"
+    )
 
 
 def modules_in(data_parallel: nn.Module | Sequence[nn.Module] | Reduce | None) -> list[nn.Module]:

@@ -17,9 +17,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from ..norm.entries import ParameterEntry
-from .data_parallel import DataParallelSwitch
+from .data_parallel import DataParallelSwitch, check_group
 from .window import Window
 
 
@@ -72,6 +73,13 @@ class MegatronSwitch(DataParallelSwitch):
         ]
         if wrong:
             raise ValueError(f"data_parallel={type(module).__name__} of Megatron with {'; '.join(wrong)}")
+
+    def check_groups(self, registry: ProcessGroupRegistry) -> None:
+        """Raise ValueError if the buffers of parameters that are no experts are averaged over other ranks than those of the
+        data axes."""
+        group = getattr(self.module, "dp_cp_group", None)
+        if group is not None:
+            check_group(self.module, group, registry)
 
     def check_layouts(self, entries: Iterable[ParameterEntry], topology: Topology) -> None:
         """Any: experts have buffers of their own, over their own groups."""

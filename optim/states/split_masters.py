@@ -130,7 +130,7 @@ class SplitMasters(Link):
         if self._writes == MANY_WRITES:
             warnings.warn(
                 f"{label_of(dropped[0])} was written before each of {MANY_WRITES} steps in a row. With split masters a "
-                "write drops what the master has beyond bfloat16, so small updates are lost: mask or clamp in the forward, or "
+                "write drops what the master has beyond bfloat16, so small updates are lost: mask in the forward, or "
                 "multiply gradients by the mask, instead of writing weights in every step",
                 stacklevel=2,
             )

@@ -109,7 +109,7 @@ class MasterWeights:
         if twice is not None:
             del self.optimizer.param_groups[-1]
             raise ValueError(
-                f"{_label(twice)} has a master in this optimizer already; a parameter belongs to one group"
+                f"{label_of(twice)} has a master in this optimizer already; a parameter belongs to one group"
             )
         self.refresh()
 
@@ -130,13 +130,13 @@ class MasterWeights:
         for param in self._frozen:
             if param.grad is not None:
                 raise RuntimeError(
-                    f"{_label(param)} was frozen when the masters were made and has a gradient now; call refresh() "
+                    f"{label_of(param)} was frozen when the masters were made and has a gradient now; call refresh() "
                     "after unfreezing"
                 )
         for param, master in self.pairs:
             if master.grad is None and hasattr(param.grad, _COLLECTED):
                 raise RuntimeError(
-                    f"the gradient of {_label(param)} still holds that of an earlier step: the optimizer's zero_grad() "
+                    f"the gradient of {label_of(param)} still holds that of an earlier step: the optimizer's zero_grad() "
                     "clears the masters' gradients only; call MasterWeights.zero_grad() instead"
                 )
         gradients = {param: param.grad for param, _ in self.pairs if param.grad is not None}
@@ -206,7 +206,7 @@ class MasterWeights:
             if param._version != self._versions[param]:
                 if not torch.equal(param, master.to(param.dtype)):
                     raise RuntimeError(
-                        f"{_label(param)} was changed since the last step, and the next would put the master's old "
+                        f"{label_of(param)} was changed since the last step, and the next would put the master's old "
                         "weights back: call reload_from_model() after loading or changing the model's weights"
                     )
                 self._versions[param] = param._version  # the same values were put back
@@ -260,7 +260,7 @@ def check_saved(state: Mapping[str, Any], masters: Mapping[int, Tensor]) -> Mapp
     for position, master in masters.items():
         if saved[position].shape != master.shape:
             raise ValueError(
-                f"the saved master {position} has shape {tuple(saved[position].shape)}, but {_label(master)} has "
+                f"the saved master {position} has shape {tuple(saved[position].shape)}, but {label_of(master)} has "
                 f"{tuple(master.shape)}; a state fits only the topology and rank that saved it"
             )
     return saved
@@ -273,7 +273,7 @@ def use_main_grad_(param: Tensor) -> None:
     param.grad = None if grad is None else grad.float()
 
 
-def _label(param: Tensor) -> str:
+def label_of(param: Tensor) -> str:
     annotation = annotation_of(param)
     return (annotation.name if annotation else None) or f"a parameter of shape {tuple(param.shape)}"
 

@@ -8,12 +8,14 @@ Of the two ends that holds one. Rounded to even, as everywhere else, an even wei
 1 masters, which 16 bits can't tell apart; so here ties go away from zero. Nothing else is rounded in another way: what is
 above the largest bfloat16 becomes infinity, and denormals are numbers like others.
 
-NaN. The sum above is one to one, but the bits of a NaN, taken for a number's, round to infinity or run over into -0. So
-they are moved among themselves first (`_code`), and the weight of a NaN is its upper half, a NaN. Of all of them that can't
-be: 2 x (2^23 - 1) NaNs are more than the 2 x 127 x 2^16 pairs whose weight is one. The 131,070 that are left over begin
-with 0x7f80 or 0xff80: signalling NaNs, which no arithmetic makes, but a flipped bit may. Their weights are infinite
-(65,534) or 0, until the next update makes them quiet. Every quiet NaN shows in its weight, and all 2^32 masters come back
-to the bit.
+NaN. Taken as numbers, the bits of some NaNs would round to infinity or run over into -0. `split` moves them down by half
+a unit (`_code`), so that the weight of every NaN is a NaN. The 131,070 signalling NaNs whose upper half is 0x7f80 or
+0xff80 have no room below; they become quiet first, as any arithmetic would make them. All other masters come back bitwise.
+
+Written weights. The model's code may write a weight without its remainder, which then belongs to an older weight. `join`
+accepts any pair: the master it returns always rounds to the weight. Only two kinds of pairs are never made by `split`: a
+zero with a negative remainder and an infinity with a positive one. Their sums would be the bits of NaNs, so `join` ignores
+the remainder there. An infinity with a negative remainder is a finite master above the largest bfloat16.
 """
 
 from __future__ import annotations
@@ -22,35 +24,42 @@ import torch
 from torch import Tensor
 
 _SIZE = 0x7FFFFFFF  # all but the sign
-_LOWEST = 0x7F808000  # of the codes of NaNs whose weight is one
-_LEFT = 0x7FFF8000  # those above it stand for NaNs that are left over
-_MOVED = 0x7F0000  # where they came from, below
+_INFINITY = 0x7F800000
+_QUIET = 0x400000
+_HALF = 2**15  # half a unit of the weight
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """The bfloat16 weight, to nearest, ties away from zero, and the int16 remainder, of a float32 master.
+    """Return the bfloat16 weight, to nearest, ties away from zero, and the int16 remainder of a float32 master.
 
     Args:
-        master: Of any shape and strides, which both get. Every pattern of bits.
-    Collectives, host reads: none. Temporary memory: 12 bytes an element.
+        master: Of any shape and strides, which both get. Any bits.
+    Collectives, host synchronization: none. Temporary memory: 12 bytes per element.
     """
     code = _code(master.view(torch.int32))
     remainder = code.to(torch.int16)  # the lower half
-    return code.add_(2**15).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16), remainder
+    return code.add_(_HALF).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16), remainder
 
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 master of which `split` made these, to the bit. Args, collectives, host reads: as there."""
-    code = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(remainder)
-    size = code & _SIZE
-    code += (size >= _LOWEST).to(torch.int32).mul_(2**15)
-    code -= (size >= _LEFT).to(torch.int32).mul_(2**15 + _MOVED)
-    return code.view(torch.float32)
+    """Return the float32 master that `split` took apart, bitwise; of any other pair a master that rounds to ``weight``.
+
+    Args:
+        weight: bfloat16, any shape and strides. Any bits, also if written after `split`.
+        remainder: int16, the same shape.
+    Collectives, host synchronization: none. Temporary memory: 12 bytes per element.
+    """
+    bits = weight.view(torch.int16)
+    size = bits & 0x7FFF
+    is_stale = (size == 0) & (remainder < 0) | (size == _INFINITY >> 16) & (remainder > 0)
+    code = bits.to(torch.int32).bitwise_left_shift_(16).add_(remainder.masked_fill(is_stale, 0))
+    is_nan = (code & _SIZE) >= _INFINITY + _HALF
+    return code.add_(is_nan.to(torch.int32), alpha=_HALF).view(torch.float32)
 
 
 def _code(bits: Tensor) -> Tensor:
-    """A new tensor: those of numbers as they are; NaNs moved to where rounding leaves them NaN, as far as there is room."""
+    """Return a new tensor: the bits of numbers unchanged, those of NaNs where rounding leaves them NaN."""
     size = bits & _SIZE
-    above = (size >= _LOWEST).to(torch.int32)  # (masks of int32: those of bools are slow on a CPU)
-    upper = (size >= _LOWEST + 2**15).to(torch.int32)
-    return bits + above.mul_(_MOVED) - upper.mul_(_MOVED + 2**15)
+    nan = (size > _INFINITY).to(torch.int32)  # (int32 masks: bool masks are slow on a CPU)
+    without_room = (size < _INFINITY + 2 * _HALF).to(torch.int32).mul_(nan)
+    return (bits | without_room.mul_(_QUIET)).sub_(nan.mul_(_HALF))

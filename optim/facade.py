@@ -30,10 +30,11 @@ from .states.chain import Chain
 from .states.completion import Completion
 from .states.coordinates import Coordinates, check_caller
 from .states.copies import Copied
-from .states.pieces import Piece, named_params_of
+from .states.pieces import Piece, match_names, named_params_of
 from .states.saved import Saved
 from .step.data_parallel import Switch
 from .step.grad_scaler import scale_of_scaler
+from .step.several import WHOSE
 from .step.skips import OnNonfinite, SkipMonitor
 from .step.stopped import stopped
 from .step.window import Window
@@ -146,6 +147,7 @@ class OptimizerFacade(Copied, torch.optim.Optimizer):
         before, given = len(self.param_groups), param_group["params"]
         group = {**param_group, "params": [given] if isinstance(given, Tensor) else list(given)}
         added = named_params_of([group])
+        match_names(group, [own for own in self.param_groups if own.get(WHOSE) == group.get(WHOSE)])
 
         def add_for_a_moment() -> None:
             # First as it is, so that nothing but the list of groups has to be undone.

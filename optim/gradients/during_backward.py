@@ -68,7 +68,8 @@ class BackwardReducer:
         self._is_open = self.came = False
         self.stray: Tensor | None = None
         # Weak, or the model would keep this optimizer alive after another has taken its place.
-        self._hooks = [param.register_post_accumulate_grad_hook(_weak_hook(self)) for param in self._bucket_of]
+        trained = [param for param in self._bucket_of if param.requires_grad]  # torch refuses hooks on frozen ones
+        self._hooks = [param.register_post_accumulate_grad_hook(_weak_hook(self)) for param in trained]
 
     @contextmanager
     def micro_batch(self, several: bool = False) -> Iterator[None]:

@@ -31,6 +31,7 @@ class Chain:
         held: What stands at each position of the param groups.
         given: The model's parameters, some of which this rank may have no piece of: name, parameter, whether it was
             trained.
+        frozen: Those of them that were frozen between their group's and a later group's addition.
         bringing: The links that have gradients to `bring`, from the model's side on.
         catching_up: Those that `catch_up`.
         watchers: Who looks on; `watch` says who.
@@ -43,22 +44,24 @@ class Chain:
         self.watchers: list[Watcher] = []
         self.held: list[Held] = []
         self.given: list[tuple[str, Tensor, bool]] = []
+        self.frozen: list[Tensor] = []
         self._add(optimizer.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group to the optimizer, and the stand-ins of its parameters; nothing changes where it raises."""
-        before, given = len(self.optimizer.param_groups), self.given[:]
+        before, given, frozen = len(self.optimizer.param_groups), self.given[:], self.frozen[:]
         self.optimizer.add_param_group(param_group)
         try:
             self._add(self.optimizer.param_groups[-1:])
         except Exception:
             del self.optimizer.param_groups[before:]
-            self.given = given
+            self.given, self.frozen = given, frozen
             raise
 
     def _add(self, groups: list[dict[str, Any]]) -> None:
         held = held_in(groups, first=len(self.given))
         # The plan is agreed anew, without what has been frozen since: that is frozen for good.
+        self.frozen += [param for _, param, trained in self.given if trained and not param.requires_grad]
         self.given = [(name, param, trained and param.requires_grad) for name, param, trained in self.given]
         self.given += [(h.name, h.param, h.param.requires_grad) for h in held]
         for link in self.links:

@@ -126,7 +126,7 @@ class Completion:
 
     def _frozen_since(self) -> set[int]:
         """The ids of parameters that have been frozen since they came, and have no gradient."""
-        found = set()
+        found = {id(param) for param in self.chain.frozen if param.grad is None}
         for name, param, trained in self.chain.given:
             if param.requires_grad == trained:
                 continue

@@ -71,6 +71,24 @@ def named_params_of(param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[str
     return named
 
 
+def match_names(new: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
+    """Give groups without parameters an empty ``param_names`` where the others have names: torch wants all or none.
+
+    Args:
+        new: The param group to add; its parameters may be (name, parameter) pairs.
+        groups: The optimizer's groups. Empty ones may be changed.
+    """
+    if not new["params"]:
+        if any("param_names" in group for group in groups):
+            new["param_names"] = []
+        else:
+            new.pop("param_names", None)
+    elif not any(group["params"] for group in groups):
+        named = "param_names" in new or isinstance(new["params"][0], tuple)
+        for group in groups:
+            group.update({"param_names": []}) if named else group.pop("param_names", None)
+
+
 def held_in(param_groups: Sequence[Mapping[str, Any]], first: int = 0) -> list[Held]:
     """What param groups hold in which nothing has been replaced; their parameters are numbered from ``first`` on."""
     return [

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from ...amp.copies import copy_each_
 from ..step.update import Update
 from .chain import Chain
 from .link import Binding, Link, Placement, Position
@@ -139,7 +140,7 @@ class Kept(Link):
                 for what in _differing(param, value, state.get(param, {}), of_param or {})
             ]
         finally:
-            torch._foreach_copy_(params, after)
+            copy_each_(params, after)
             for param, gradient, of_param in zip(params, gradients, states, strict=True):
                 param.grad = gradient
                 state.pop(param, None)
@@ -151,7 +152,7 @@ class Kept(Link):
     def _put(self, inputs: _Inputs) -> None:
         """Copies of what is kept, in the place of what is there now."""
         params = self._params
-        torch._foreach_copy_(params, inputs.values)
+        copy_each_(params, inputs.values)
         for param, gradient, state in zip(params, inputs.gradients, inputs.states, strict=True):
             param.grad = None if gradient is None else gradient.clone()
             self.optimizer.state.pop(param, None)

@@ -6,19 +6,26 @@ float32. Whoever steps joins the masters where it steps them (`meshstep.optim.st
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...amp.master_weights import check_saved, use_main_grad_
+from ...amp.master_weights import check_saved, label_of, use_main_grad_
 from ...amp.optimizer_state import load_states_exactly
 from ...amp.split_masters import join, split
+from ..norm.bits import BitSums
 from ..step.split_weights import SplitWeights, offered
 from .elementwise import check_in_buckets
-from .link import Binding, Link
+from .link import AnyWindow, Binding, Link
 from .pieces import Held, StandIns
+
+MANY_WRITES = 3
+"""Steps in a row that find written weights, before a warning."""
+_version: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def check_split(binding: Binding, params: Sequence[tuple[str | None, Tensor]]) -> None:
@@ -47,8 +54,12 @@ def check_split(binding: Binding, params: Sequence[tuple[str | None, Tensor]]) -
 class SplitMasters(Link):
     """Keeps the remainders of bfloat16 tensors that are trained.
 
+    A weight that was written between two steps drops its remainder: its master is the written value. A write is visible
+    where it changes the tensor's version counter or address; then all remainders of that tensor become 0. Writes through
+    ``.data`` change neither. Their remainders stay, and the master still rounds to the written value (`join`).
+
     Attributes:
-        remainders: int16, of each of them; 0 where none was loaded: the master is the weight.
+        remainders: int16, of each trained bfloat16 tensor; 0 where none was loaded: the master is the weight.
     """
 
     divisible = True
@@ -56,15 +67,73 @@ class SplitMasters(Link):
     def __init__(self, binding: Binding) -> None:
         self.optimizer = binding.optimizer
         self.remainders: dict[Tensor, Tensor] = {}
+        self._weights: list[Tensor] = []  # the keys, and what each was when its remainder was written
+        self._index: dict[Tensor, int] = {}
+        self._versions: list[int] = []
+        self._addresses: list[int] = []
+        self._loaded: list[int] = []  # sums over the bits of the weights, from a load until the next step
+        self._writes = 0  # consecutive steps that found written weights
         load_states_exactly(self.optimizer, self.remainders)
 
     @torch.no_grad()
     def install(self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]) -> StandIns:
+        self._drop_written()
         for tensor in tensors:
             if tensor.dtype == torch.bfloat16 and tensor.requires_grad and tensor not in self.remainders:
                 self.remainders[tensor] = torch.zeros_like(tensor, dtype=torch.int16)
                 use_main_grad_(tensor)
+        self._note_weights()
         return {}
+
+    # Written weights -------------------------------------------------------------------------------------------------
+
+    def _note_weights(self) -> None:
+        """Take the remainders as those of the weights as they are now."""
+        if len(self._weights) != len(self.remainders):
+            self._weights = list(self.remainders)
+            self._index = {weight: index for index, weight in enumerate(self._weights)}
+        self._versions = list(map(_version, self._weights))
+        self._addresses = list(map(Tensor.data_ptr, self._weights))
+
+    @torch.no_grad()
+    def _drop_written(self) -> list[Tensor]:
+        """Set the remainders of written weights to 0, and return these weights."""
+        weights, versions = self._weights, list(map(_version, self._weights))
+        addresses = list(map(Tensor.data_ptr, weights))
+        if versions == self._versions and addresses == self._addresses:
+            return []
+        now = zip(versions, addresses, strict=True)
+        before = zip(self._versions, self._addresses, strict=True)
+        written = [index for index, (one, other) in enumerate(zip(now, before, strict=True)) if one != other]
+        if self._loaded:  # the model may be loaded after the optimizer: with the same weights
+            sums = _bit_sums([weights[index] for index in written])
+            written = [index for index, found in zip(written, sums, strict=True) if found != self._loaded[index]]
+        dropped = [weights[index] for index in written]
+        if dropped:
+            torch._foreach_zero_([self.remainders[weight] for weight in dropped])
+        self._versions, self._addresses = versions, addresses
+        return dropped
+
+    def bring(self, window: AnyWindow, averaged: bool) -> None:
+        """Drop the remainders of written weights. Host synchronization: none, except once after a load.
+
+        Raises:
+            RuntimeError: The step is captured in a CUDA graph, whose replays would drop them each time.
+        """
+        dropped = self._drop_written()
+        if dropped and window.captured:
+            raise RuntimeError(
+                f"{label_of(dropped[0])} was written since the last step, and every replay of the graph that is captured "
+                "here would drop the remainders of its master: make one step without a graph after writing weights"
+            )
+        self._writes = self._writes + 1 if dropped else 0
+        if self._writes == MANY_WRITES:
+            warnings.warn(
+                f"{label_of(dropped[0])} was written before each of {MANY_WRITES} steps in a row. With split masters a "
+                "write drops what the master has beyond bfloat16, so small updates are lost: mask in the forward, or "
+                "multiply gradients by the mask, instead of writing weights in every step",
+                stacklevel=2,
+            )
 
     def step(self, update: Callable[[], object]) -> None:
         before = offered.set(SplitWeights(self.remainders))
@@ -72,19 +141,37 @@ class SplitMasters(Link):
             update()
         finally:
             offered.reset(before)
+            self._versions, self._loaded = list(map(_version, self._weights)), []
+
+    def publish(self) -> None:
+        """Keep all remainders: the library itself has written weights and remainders."""
+        self._note_weights()
+        if self._loaded:
+            self._loaded = _bit_sums(self._weights)
+
+    def _remainder(self, tensor: Tensor) -> Tensor | None:
+        """Return the remainder of ``tensor``, if it has one, as the next step will see it."""
+        remainder = self.remainders.get(tensor)
+        if remainder is not None:
+            index = self._index[tensor]
+            if (tensor._version, tensor.data_ptr()) != (self._versions[index], self._addresses[index]):
+                self._drop_written()
+        return remainder
 
     def kept(self, tensor: Tensor) -> Mapping[str, Tensor]:
-        remainder = self.remainders.get(tensor)
+        remainder = self._remainder(tensor)
         return {} if remainder is None else {"remainder": remainder}
 
     @torch.no_grad()
     def master_of(self, tensor: Tensor) -> Tensor | None:
-        remainder = self.remainders.get(tensor)
+        remainder = self._remainder(tensor)
         return None if remainder is None else join(tensor.detach(), remainder)
 
     def step_as_masters(self, step: Callable[[], object]) -> None:
         """Call the optimizer's own ``step``, which knows nothing of split weights, with masters in their place."""
+        self._drop_written()
         SplitWeights(self.remainders).step(self.optimizer, step)
+        self._note_weights()
 
     # Saving ----------------------------------------------------------------------------------------------------------
 
@@ -95,6 +182,7 @@ class SplitMasters(Link):
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """``{"masters": {position: float32 tensor}}``, as with whole masters; 4 bytes an element while somebody has it."""
+        self._drop_written()
         masters = {position: join(weight.detach(), self.remainders[weight]) for position, weight in self._by_position()}
         return {"masters": masters}
 
@@ -107,3 +195,11 @@ class SplitMasters(Link):
             master = torch.empty_like(weight, dtype=torch.float32).copy_(saved[position])
             for target, value in zip((weight, self.remainders[weight]), split(master), strict=True):
                 target.copy_(value)
+        self._note_weights()
+        self._loaded = _bit_sums(self._weights)
+
+
+def _bit_sums(weights: Sequence[Tensor]) -> list[int]:
+    """Return a number for the bits of each tensor. Host synchronization: one."""
+    found: list[int] = BitSums(torch.device("cpu"), exact=True)(weights).tolist() if weights else []
+    return found

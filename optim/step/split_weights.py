@@ -54,6 +54,9 @@ class SplitWeights:
 
     def _step_bucket(self, optimizer: torch.optim.Optimizer, bucket: Bucket, update: Callable[[], object]) -> None:
         weights = [param for params in bucket for param in params if param in self.remainders]
+        if not weights:  # this rank steps none, or none has a gradient
+            update()
+            return
         together, masters = self._joined(weights)
         master_of = dict(zip(weights, masters, strict=True))
         for group, params in zip(optimizer.param_groups, bucket, strict=True):

@@ -59,11 +59,13 @@ static void NAME(round_bfloat16)(const float *restrict from, uint16_t *restrict 
     }
 }
 
-/* Masters as bfloat16 weights and 16 bits more; meshstep.amp.split_masters has the formula, and where NaNs are moved. */
+/* Masters as bfloat16 weights and 16-bit remainders: `meshstep.amp.split_masters` has the formulas. A remainder that cannot
+ * belong to the weight (negative at a zero, positive at an infinity) is stale, and counts as 0. */
 static void NAME(join)(const uint16_t *restrict weight, const int16_t *restrict rest, float *restrict to, int64_t n) {
     for (int64_t i = 0; i < n; i++) {
-        uint32_t code = ((uint32_t)weight[i] << 16) + (uint32_t)(int32_t)rest[i], size = code & 0x7fffffff;
-        uint32_t bits = code + (size >= 0x7f808000 ? 0x8000u : 0) - (size >= 0x7fff8000 ? 0x7f8000u : 0);
+        uint32_t whole = (uint32_t)weight[i] << 16, code = whole + (uint32_t)(int32_t)rest[i], size = code & 0x7fffffff;
+        uint32_t bits = size >= 0x7f808000 ? code + 0x8000 : code;
+        bits = size >= 0x7fff8000 || size - 0x7f800001 < 0x7fff ? whole : bits;
         memcpy(&to[i], &bits, 4);
     }
 }
@@ -72,8 +74,8 @@ static void NAME(split)(const float *restrict from, uint16_t *restrict weight, i
     for (int64_t i = 0; i < n; i++) {
         uint32_t bits;
         memcpy(&bits, &from[i], 4);
-        uint32_t size = bits & 0x7fffffff;
-        uint32_t code = bits + (size >= 0x7f808000 ? 0x7f0000u : 0) - (size >= 0x7f810000 ? 0x7f8000u : 0);
+        uint32_t size = bits & 0x7fffffff, quiet = size < 0x7f810000 ? bits | 0x400000 : bits;
+        uint32_t code = size > 0x7f800000 ? quiet - 0x8000 : bits;
         weight[i] = (uint16_t)((code + 0x8000) >> 16);
         rest[i] = (int16_t)code;
     }

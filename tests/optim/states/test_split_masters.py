@@ -462,26 +462,190 @@ def test_states_that_were_there_and_frozen_weights_and_groups_that_come() -> Non
         assert all(bool((master != 1).all()) for master in masters_of(optimizer).values())
 
 
-def test_weights_that_somebody_else_has_written_count() -> None:
-    """To half a unit in the last place, and what is put back is as it was."""
-    with ProcessGroupRegistry(Topology()) as registry:
-        model = SPLIT.prepare(nn.Linear(8, 8, bias=False))
+# Written weights --------------------------------------------------------------------------------------------------------
+
+STATES: dict[str, tuple[Placement, ...]] = {
+    "whole": (),
+    "ZeRO-1": (ZERO1,),
+    "ZeRO-2": (ZERO2,),
+    "offload": (Offloaded(1.0),),
+    "ZeRO-1, offload, half states": (ZERO1, Offloaded(0.5), HalfStates()),
+}
+
+
+def write_weights(how: str, model: nn.Module, registry: ProcessGroupRegistry, path: str) -> None:
+    """Write weights as a user does between two steps; zeros among them."""
+    generator = torch.Generator().manual_seed(7)
+    params = dict(model.named_parameters())
+    values = {name: torch.randn(param.shape, generator=generator).bfloat16() for name, param in params.items()}
+    values = {name: value * (torch.rand(value.shape, generator=generator) > 0.5) for name, value in values.items()}
+    with torch.no_grad():
+        if how == "load_state_dict":
+            model.load_state_dict(values)
+        elif how == "load_checkpoint":
+            load_checkpoint(path, model, None, registry=registry)
+        for name, param in params.items():
+            if how == "copy_":
+                param.copy_(values[name])
+            elif how == "mask":
+                param.mul_(values[name] != 0)
+            elif how == "negative zeros":
+                param.zero_().neg_()
+            elif how == "new memory":
+                param.data = values[name].to(param.device)
+            elif how == ".data":
+                param.data.mul_(values[name] != 0)
+
+
+def stepped_from_written(how: str, states: str, kernels: Kernels, path: str) -> tuple[bool, bool, bool]:
+    """Whether remainders were there; all is finite after the next step; and it stepped from the written values."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry, using(kernels), small_buckets(64):
+        torch.manual_seed(4)
+        model = SPLIT.prepare(nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5)), registry)
         declare(model, {"*": P()})
-        adamw = torch.optim.AdamW(model.named_parameters(), lr=1e-3, fused=True)
-        optimizer = ParallelOptimizer(adamw, registry, precision=SPLIT)
-        weight = model.get_parameter("weight")
-        for _ in range(2):
-            optimizer.backward(model(torch.ones(1, 8)).float().square().sum())
-            optimizer.step()
+        if how == "load_checkpoint":
+            save_checkpoint(path, model, ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), registry))
+        sgd = torch.optim.SGD(model.named_parameters(), lr=0.25, momentum=0.5, fused=True)
+        optimizer = ParallelOptimizer(sgd, registry, precision=SPLIT, states=STATES[states])
+
+        def backward(step: int) -> None:
             optimizer.zero_grad()
-        (before,), kept = masters_of(optimizer).values(), weight.detach().clone()
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+            optimizer.backward(model(x[registry.global_rank :: 2].bfloat16()).float().square().sum())
+
+        for step in range(3):
+            backward(step)
+            optimizer.step()
+        had = any(bool(state["remainder"].any()) for state in optimizer._states.states() if "remainder" in state)
+        write_weights(how, model, registry, path)
+        kept = {name: param.detach().clone() for name, param in model.named_parameters()}
+        backward(3)
+        optimizer.step()
+        masters = list(masters_of(optimizer).values())
+        finite = all(bool(tensor.isfinite().all()) for tensor in (*model.parameters(), *masters))
+        exact = []
+        for piece, master in zip(optimizer.pieces(), masters, strict=True):
+            start = kept[piece.name].reshape(-1)[piece.offset :][: master.numel()].float().view(master.shape)
+            momentum = optimizer.state[piece.piece]["momentum_buffer"].float()
+            exact.append(torch.allclose(master, start - 0.25 * momentum, rtol=1e-6, atol=2e-8))
+        return had, finite, all(exact)
+
+
+VISIBLE = ["copy_", "mask", "negative zeros", "load_state_dict", "load_checkpoint", "new memory"]
+
+
+@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_written_weights_drop_their_remainders(world: World, states: str, kernels: Kernels, tmp_path: Path) -> None:
+    for how in VISIBLE:
+        if "half states" in states and how != "mask":
+            continue
+        for had, finite, exact in world.run(2, stepped_from_written, how, states, kernels, str(tmp_path / how)):
+            assert had
+            assert finite, how
+            assert exact or "half states" in states, how
+
+
+@pytest.mark.parametrize("states", ["whole", "ZeRO-1", "ZeRO-2"])
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_zeros_written_through_data_stay_numbers(world: World, states: str, kernels: Kernels) -> None:
+    for had, finite, _ in world.run(2, stepped_from_written, ".data", states, kernels, ""):
+        assert had
+        assert finite
+
+
+def one_weight() -> tuple[nn.Parameter, ParallelOptimizer[Any]]:
+    registry = ProcessGroupRegistry(Topology())
+    model = SPLIT.prepare(nn.Linear(8, 8, bias=False))
+    declare(model, {"*": P()})
+    adamw = torch.optim.AdamW(model.named_parameters(), lr=1e-3, fused=True)
+    optimizer = ParallelOptimizer(adamw, registry, precision=SPLIT)
+    weight = model.get_parameter("weight")
+    for _ in range(2):
+        step_with_ones(weight, optimizer)
+    return weight, optimizer
+
+
+def step_with_ones(weight: Tensor, optimizer: ParallelOptimizer[Any]) -> None:
+    optimizer.zero_grad()
+    optimizer.backward(weight.float().square().sum())
+    optimizer.step()
+
+
+def test_state_dict_after_a_write_has_the_written_masters() -> None:
+    weight, optimizer = one_weight()
+    assert not torch.equal(masters_of(optimizer)[0], weight.float())
+    with torch.no_grad():
+        weight.mul_(3)
+    assert torch.equal(optimizer._states.values()[0], weight.float())
+    assert torch.equal(masters_of(optimizer)[0], weight.float())
+    optimizer.registry.close()
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_model_loaded_after_the_optimizer_keeps_masters_if_equal(changed: bool) -> None:
+    weight, optimizer = one_weight()
+    saved, kept = copy.deepcopy(optimizer.state_dict()), weight.detach().clone()
+    step_with_ones(weight, optimizer)
+    optimizer.load_state_dict(saved)
+    with torch.no_grad():
+        weight.copy_(kept * 2 if changed else kept)
+    wanted = weight.float() if changed else saved["meshstep"]["weights"]["masters"][0]
+    assert torch.equal(masters_of(optimizer)[0], wanted)
+    optimizer.registry.close()
+
+
+def test_weights_written_in_three_steps_in_a_row_warn_once() -> None:
+    weight, optimizer = one_weight()
+
+    def write_and_step() -> None:
         with torch.no_grad():
-            weight.mul_(3)
-            (now,) = masters_of(optimizer).values()
-            assert torch.equal(split(now)[0], weight)
-            weight.copy_(kept)
-        (after,) = masters_of(optimizer).values()
-        assert torch.equal(after, before)
+            weight.clamp_(-0.2, 0.2)
+        step_with_ones(weight, optimizer)
+
+    write_and_step()
+    step_with_ones(weight, optimizer)
+    write_and_step()
+    write_and_step()
+    with pytest.warns(UserWarning, match="weight was written before each of 3 steps in a row.*mask in the forw"):
+        write_and_step()
+    write_and_step()
+    optimizer.registry.close()
+
+
+def test_written_weights_in_a_captured_step_are_an_error() -> None:
+    weight, optimizer = one_weight()
+    link = next(link for link in optimizer._states.links if isinstance(link, SplitMasters))
+    optimizer._window.captured = True
+    link.bring(optimizer._window, False)
+    with torch.no_grad():
+        weight.zero_()
+    with pytest.raises(RuntimeError, match=r"weight was written since the last step.*make one step without a graph"):
+        link.bring(optimizer._window, False)
+    optimizer.registry.close()
+
+
+def tied_masters(path: str, is_split: bool) -> Tensor:
+    """Write a checkpoint of a master halfway between two bfloat16 numbers, of whole masters; or read it as split ones."""
+    with ProcessGroupRegistry(Topology()) as registry:
+        model = Bf16().prepare(nn.Linear(2, 1, bias=False))
+        declare(model, {"*": P()})
+        precision = SPLIT if is_split else Bf16()
+        adamw = torch.optim.AdamW(model.named_parameters(), fused=True)
+        optimizer = ParallelOptimizer(adamw, registry, precision=precision)
+        if is_split:
+            load_checkpoint(path, model, optimizer)
+            return masters_of(optimizer)[0]
+        state = optimizer.state_dict()
+        state["meshstep"]["weights"]["masters"] = {0: torch.tensor([[1 + 2**-8, -1 - 3 * 2**-8]])}
+        optimizer.load_state_dict(state)
+        save_checkpoint(path, model, optimizer)
+        return masters_of(optimizer)[0].clone()
+
+
+def test_ties_in_a_checkpoint_of_whole_masters_load_exactly(tmp_path: Path) -> None:
+    written = tied_masters(str(tmp_path), False)
+    assert torch.equal(tied_masters(str(tmp_path), True), written)
 
 
 # What looks on ------------------------------------------------------------------------------------------------------------

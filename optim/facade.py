@@ -23,6 +23,7 @@ from .clip.rule import ByNorm, Clip
 from .clip.state import ClipState
 from .clip.thresholds import AgreedThresholds
 from .clip.verdict import Verdict
+from .norm.entries import check_unused
 from .norm.plan import ReductionPlan
 from .norm.stats import GradStats
 from .setup import Setup
@@ -145,6 +146,7 @@ class OptimizerFacade(Copied, torch.optim.Optimizer):
         Raises, collectives: as the constructor.
         """
         before, given = len(self.param_groups), param_group["params"]
+        check_unused(given)
         group = {**param_group, "params": [given] if isinstance(given, Tensor) else list(given)}
         added = named_params_of([group])
         match_names(group, [own for own in self.param_groups if own.get(WHOSE) == group.get(WHOSE)])

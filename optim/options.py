@@ -12,7 +12,7 @@ from torch import nn
 from ..amp.by_name import Mode
 from ..amp.precision import Precision
 from ..parallel.mesh.agreement import on_all_ranks
-from ..parallel.mesh.registry import ProcessGroupRegistry
+from ..parallel.mesh.registry import ProcessGroupRegistry, check_registry
 from .clip.given import Given
 from .norm.measure import Measure
 from .norm.stats import GradStats
@@ -105,8 +105,10 @@ def as_one(
 
     Raises:
         TypeError, ValueError: It is none, or a list that can't be one; on every rank if it is right on some: they are in
-            the constructor's first agreement then.
+            the constructor's first agreement then. TypeError: The registry is a process group or a mesh of torch.
     """
+
+    check_registry(registry)
 
     def made() -> torch.optim.Optimizer:
         if isinstance(optimizer, (list, tuple)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Generic, overload
@@ -131,6 +132,7 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         self.loss_scale = self.precision.make_loss_scale(self._device)
         self._window: Window[Clip, Verdict] = Window(accumulation_steps, scaled=self.loss_scale is not None)
         self._scale = None if self.loss_scale is None else self.loss_scale.scale
+        self._scaled_loss: weakref.ref[Tensor] | None = None  # the last result of scale_loss
         self._states = self._setup.chain(self.precision)
         self._bind(thresholds)
         self._skips = SkipMonitor(self._device)
@@ -155,7 +157,9 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         self._window.calls += 1
         if self.loss_scale is None:
             return loss
-        return (loss if loss.dtype == torch.float64 else loss.float()) * self.loss_scale.scale
+        scaled = (loss if loss.dtype == torch.float64 else loss.float()) * self.loss_scale.scale
+        self._scaled_loss = weakref.ref(scaled)
+        return scaled
 
     @seen_on_the_stack
     def backward(self, loss: Tensor | None, *, weight: float | Tensor | None = None, **kwargs: Any) -> None:
@@ -169,9 +173,15 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         Raises:
             ValueError: Only some micro-batches of a window have a weight, or it is negative.
             RuntimeError: Gradients were cleared in the middle of a window by somebody else; the gradients have been clipped
-                already; an earlier backward of the window raised (`zero_grad` then gives the window up).
+                already; an earlier backward of the window raised (`zero_grad` then gives the window up); the loss is what
+                `scale_loss` returned; it is called within `window`.
         Collectives: those of the model's and data_parallel's backward, of `Sharded` and `Reduce`. Host reads: none.
         """
+        if loss is not None and self._scaled_loss is not None and self._scaled_loss() is loss:
+            raise RuntimeError(
+                "the loss is scaled already: give backward(loss) the loss itself, which it multiplies by the loss scale; "
+                "scale_loss(loss) is for code that calls backward itself, within `with optimizer.window():`"
+            )
         number = begun["backward"] = begun.pop("backward", 0) + 1
         try:
             with self._micro_batch(weight, empty=loss is None and weight is None):

@@ -18,7 +18,7 @@ from ...parallel.mesh.calls import in_call, public_call
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..parallel_optimizer import ParallelOptimizer
 from .logical_tensor import LogicalTensor
-from .run_history import last_known, remember
+from .run_history import check_is_parallel, last_known, remember
 from .save import Snapshot, check_keep, snapshot_of, write
 
 
@@ -72,6 +72,7 @@ class AsyncSaver:
                 this one has not been begun.
         Collectives: gathers of Python objects over the world. Host reads: everything.
         """
+        check_is_parallel(optimizer)
         self.wait()
         snapshot = snapshot_of(model, optimizer, lr_scheduler, extra, self.keep)
         copy = on_all_ranks(lambda: _on_the_host(snapshot), self.registry)

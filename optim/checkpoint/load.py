@@ -29,7 +29,7 @@ from .directory import is_checkpoint, newest_checkpoint, read_manifest
 from .files import SHARED_FILE, files_on_all_ranks, files_on_first_rank, plain_content, rank_file
 from .logical_parameters import LogicalParameters
 from .restoration import Restoration
-from .run_history import remember
+from .run_history import check_is_parallel, remember
 from .shared_record import SharedRecord
 from .tensors import Reader, is_tensor_file
 
@@ -68,11 +68,12 @@ def load_checkpoint(
         ValueError: On every rank: there is no checkpoint; a file in it is missing, truncated, changed or planted; it does
             not fit. Nothing has been changed then, on any rank.
         RuntimeError: On every rank, when one could not read. Nothing has been changed.
-        TypeError: There is neither an optimizer nor a registry; a schedule, but no optimizer.
+        TypeError: There is neither an optimizer nor a registry; a schedule, but no optimizer; the optimizer is torch's.
     Collectives: gathers of Python objects over the world, at all ranks' pace. Memory: once more this rank's parameters
     and states, on the CPU.
     """
     if optimizer is not None:
+        check_is_parallel(optimizer)
         registry = optimizer.registry
     elif lr_scheduler is not None:
         raise TypeError("a schedule goes on with its optimizer: give optimizer= too, or leave lr_scheduler= out")

@@ -44,7 +44,7 @@ from .files import SHARED_FILE, files_on_all_ranks, files_on_first_rank, rank_fi
 from .logical_parameters import LogicalParameters
 from .logical_tensor import LogicalTensor
 from .piece_states import PieceStates
-from .run_history import last_known, remember
+from .run_history import check_is_parallel, last_known, remember
 from .shared_record import SharedRecord
 from .tensors import write_tensors
 
@@ -85,8 +85,10 @@ def save_checkpoint(
             pieces of them, or don't share ``path``; the newest checkpoint there is another run's, which this one has
             neither saved nor loaded. The previous checkpoint stays.
         RuntimeError: On every rank, when one could not write. The previous checkpoint stays.
+        TypeError: The optimizer is a torch optimizer.
     Collectives: gathers of Python objects over the world, at all ranks' pace. Host reads: everything.
     """
+    check_is_parallel(optimizer)
     with in_call(optimizer.registry, "save_checkpoint"):
         snapshot = snapshot_of(model, optimizer, lr_scheduler, extra, keep)
         checkpoint = write(Path(path), snapshot, last_known(optimizer, Path(path)), optimizer.registry)

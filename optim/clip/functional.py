@@ -11,7 +11,7 @@ import torch
 from ...parallel.layout.annotation import Annotation, annotate
 from ...parallel.layout.spec import P
 from ...parallel.mesh.calls import in_call
-from ...parallel.mesh.registry import ProcessGroupRegistry
+from ...parallel.mesh.registry import ProcessGroupRegistry, check_registry
 from ..gradients.in_place import clamp_each, scale_each
 from ..norm.agreement import agreed
 from ..norm.entries import entries_of
@@ -52,6 +52,7 @@ def global_norm(
         that all ranks declare the same, and with ``"per_group"``, whose collectives follow from what ranks declare, on
         every call. Host reads: those of the check.
     """
+    check_registry(registry)
     with in_call(registry, "global_norm"):
         return _stats(_measure(Listed.of(given_in(params), registry), registry, norm_type, reduction), None)
 
@@ -87,6 +88,7 @@ def clip_grad_norm_(
     """
     clip = _in_use(max_norm, reduction)
     norm_type = norm_type if clip.rule.norm_type is None else clip.rule.norm_type
+    check_registry(registry)
     with in_call(registry, "clip_grad_norm_"):
         given = given_in(params)
         listed = Listed.of(given, registry)
@@ -146,6 +148,7 @@ def clip_grad_value_(params: Params, clip_value: float, registry: ProcessGroupRe
     Collectives: none. Host reads: none.
     """
     checked_threshold(clip_value, "clip_value")
+    check_registry(registry)
     listed = Listed.of(given_in(params), registry)
     check_gradients(listed, registry)
     listed.change(lambda gradients: clamp_each(gradients, clip_value))

@@ -15,7 +15,7 @@ from ...parallel.layout.annotation import Annotation
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..gradients.axes import sync_axes
 from ..gradients.in_place import is_complete, mark_complete
-from ..norm.entries import check_dense_real, entries_of
+from ..norm.entries import check_dense_real, check_unused, entries_of
 from ..norm.plan import ReductionPlan
 
 Params = Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
@@ -25,6 +25,7 @@ Given = tuple[str | None, Tensor]
 
 def given_in(params: Params) -> list[Given]:
     """(name, parameter), each parameter once."""
+    check_unused(params)
     items: list[Any] = [params] if isinstance(params, Tensor) else list(params)
     if not any(issubclass(kind, tuple) for kind in {*map(type, items)}):
         return [(None, param) for param in {id(param): param for param in items}.values()]

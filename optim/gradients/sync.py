@@ -14,8 +14,8 @@ from torch import Tensor
 from ...parallel.interop.local import local_parameters
 from ...parallel.layout.spec import P
 from ...parallel.mesh.calls import in_call
-from ...parallel.mesh.registry import ProcessGroupRegistry
-from ..norm.entries import ParameterEntry, entries_of
+from ...parallel.mesh.registry import ProcessGroupRegistry, check_registry
+from ..norm.entries import ParameterEntry, check_unused, entries_of
 from ..norm.plan import Bucket, ReductionPlan
 from .axes import layout_kind, sync_axes, sync_ranks, sync_scale
 from .bucket import BUCKET_BYTES, Exact, Exchange, GradientBucket, LocalGradients, Reducible, reduce_all
@@ -122,6 +122,8 @@ def sync_gradients(
         ValueError: A parameter has no spec; a pending sum has been made already (nothing was written to it since).
     Collectives: one all-reduce for each set of peers and kind of layout (and 32 MiB of gradients). Host reads: none.
     """
+    check_registry(registry)
+    check_unused(params)
     pairs = [item if isinstance(item, tuple) else (None, item) for item in params]
     topology = registry.topology
     named = [param if name is None else (name, param) for name, param in pairs]

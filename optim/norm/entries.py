@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
+from types import GeneratorType
 
 import torch
 from torch import Tensor
@@ -120,6 +121,18 @@ def _shape(param: Tensor, spec: P) -> str:
     """The shape as far as it is the same on all ranks: pieces may be uneven."""
     sizes = ("sharded" if spec.dim_axes(dim) else str(size) for dim, size in enumerate(param.shape))
     return f"shape ({', '.join(sizes)})"
+
+
+def check_unused(params: object) -> None:
+    """Raise ValueError for a generator that is used up: the parameters that it had would be left out without a word.
+
+    One that is empty for another reason, as on a pipeline stage without parameters, is accepted.
+    """
+    if isinstance(params, GeneratorType) and params.gi_frame is None:
+        raise ValueError(
+            "params is a generator that is used up, so that it has no parameters any more: give list(model.parameters()), "
+            "or call model.parameters() again"
+        )
 
 
 def check_dense_real(tensor: Tensor, name: str) -> None:

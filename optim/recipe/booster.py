@@ -29,7 +29,7 @@ from ...amp.by_name import Mode, precision_of
 from ...amp.precision import Precision
 from ...parallel.data.loader import ShardedDataLoader, prepare_dataloader
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
-from ...parallel.mesh.registry import ProcessGroupRegistry
+from ...parallel.mesh.registry import ProcessGroupRegistry, check_registry
 from ..clip.given import Given, clip_of
 from ..norm.stats import GradStats
 from ..options import Stats_co, StepOptions, as_one
@@ -120,6 +120,7 @@ class Booster(Saving, Generic[Stats_co]):
     ) -> None:
         self.precision = precision_of(mixed_precision)
         self.registry = registry_of_replicas() if registry is None else registry
+        check_registry(self.registry)
         check_data_parallel(data_parallel, self.registry)
         check_options(options)
         clip_of(max_norm)

@@ -51,6 +51,7 @@ class Window(Generic[Asked, Verdict]):
         calls: Backward calls, and losses scaled for those of others, since the last step.
         strays: At the end of a window with a loss scale, `has_strays`.
         several: The micro-batch may have more backward calls than one.
+        entered: A micro-batch has begun and not ended.
         captured: The step, or explicit clip, that was called last is one that a CUDA graph is made of.
         left_out: torch's data parallelism was told to leave the last micro-batch out.
         reduced: A backward has reduced the gradients while it ran.
@@ -66,6 +67,7 @@ class Window(Generic[Asked, Verdict]):
             raise ValueError(f"accumulation_steps={steps!r}: give a whole number >= 1, or None to decide yourself")
         self.steps, self.scaled = steps, scaled
         self.holds_old = self.left_out = self.several = self.captured = self.came = self.divided_again = False
+        self.entered = False
         self._stepped_with: _Gradient | None = None
         self._weight = Weight()
         self._slots: tuple[tuple[object, ...], Tensor, Place] | None = None
@@ -189,8 +191,13 @@ class Window(Generic[Asked, Verdict]):
             several: There may be more backward calls than one, whose gradients add up.
             around: What every rank enters, whether it has something to compute or not.
         """
+        if self.entered:
+            raise RuntimeError(
+                "backward was called within window(), or window() within window(), which counts one micro-batch twice: "
+                "write one of them. Within window() call scale_loss(loss).backward() of this optimizer's scale_loss"
+            )
         self.begin(weight, params, empty)
-        self.several = several
+        self.several, self.entered = several, True
         try:
             with ExitStack() as stack:
                 if several:
@@ -202,6 +209,8 @@ class Window(Generic[Asked, Verdict]):
         except BaseException:
             self.phase = "broken"
             raise
+        finally:
+            self.entered = False
         if self.steps != 1:
             self._with_gradient = [index for index, param in enumerate(params) if param.grad is not None]
 

@@ -37,6 +37,17 @@ if TYPE_CHECKING:
 _alive: WeakSet[ProcessGroupRegistry] = WeakSet()
 
 
+def check_registry(registry: object) -> None:
+    """Raise TypeError for a process group or a `DeviceMesh` of torch in place of a registry."""
+    if isinstance(registry, dist.ProcessGroup):
+        raise TypeError(
+            "the registry is a ProcessGroup of torch, which has no named axes: give "
+            "ProcessGroupRegistry(Topology(data=...)), whose axes are all ranks of the job"
+        )
+    if hasattr(registry, "mesh_dim_names"):
+        raise TypeError("the registry is a DeviceMesh of torch: give ProcessGroupRegistry.from_device_mesh(mesh)")
+
+
 class ProcessGroupRegistry:
     """This rank's place in a topology, and its process groups.
 

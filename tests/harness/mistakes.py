@@ -1,0 +1,546 @@
+"""User mistakes as tests: a short wrong script, its outcome on every rank, and the correction.
+
+    @mistake("data=2", Right(), write="nothing")
+    def zero_grad_after_step(run: Run) -> None:
+        \"\"\"`zero_grad()` is called after `step()`, not before `backward()`.\"\"\"
+        optimizer = run.optimizer()
+        ...
+
+Four outcomes are allowed, and every one of them is checked on real ranks:
+
+* `Right`: no error, no warning, and the weights are those of a dense model in float64.
+* `Error`: an exception on every rank whose text says what to write; no wrong update before it.
+* `Warned`: a warning says what to write; the weights are right, or what ``then`` says.
+* `AsTorch`: torch alone gives the same result for the same mistake; docs/LIMITS.md lists it.
+
+Replicas must be bitwise identical after each of them, if they were at the start.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from meshstep.amp import Precision, precision_of
+from meshstep.optim import ParallelOptimizer
+from meshstep.parallel import (
+    P,
+    ProcessGroupRegistry,
+    Topology,
+    copy_to,
+    declare,
+    gather_objects,
+    join,
+    reduce_from,
+    shard,
+)
+from out_of_step import set_timeout
+from torch import Tensor, nn
+from world import World
+
+LR, MOMENTUM, MAX_NORM, STEPS, BATCH = 0.1, 0.9, 3.1, 3, 8
+SPECS = {"up.weight": P("tensor", None), "up.bias": P("tensor"), "down.weight": P(None, "tensor"), "down.bias": P()}
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 3e-2}
+WAIT = 2.0  # seconds that a rank waits for its peers in a mistake that lets it wait
+
+
+# The model, dense and on ranks ----------------------------------------------------------------------------------------
+
+
+class Mlp(nn.Module):
+    """6 features to 4, with 8 hidden ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(torch.tanh(self.up(x)))
+        return result
+
+
+class SplitMlp(Mlp):
+    """The same, its hidden features sharded over ``tensor``. Nothing is declared yet."""
+
+    def __init__(self, full: Mapping[str, Tensor], registry: ProcessGroupRegistry) -> None:
+        super().__init__()
+        self.registry = registry
+        for name, spec in SPECS.items():
+            linear, kind = name.split(".")
+            setattr(getattr(self, linear), kind, nn.Parameter(shard(full[name], spec, registry)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.up(copy_to(x, self.registry, "tensor")))
+        part = nn.functional.linear(hidden, self.down.weight)
+        result: Tensor = reduce_from(part, self.registry, "tensor") + self.down.bias
+        return result
+
+
+def full_model(seed: int = 0) -> Mlp:
+    """The dense model with its initial weights, in float64."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Mlp().double()
+
+
+def full_batch(step: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of one step, of all data ranks."""
+    generator = torch.Generator().manual_seed(100 + step)
+    x = torch.randn(BATCH, 6, generator=generator, dtype=torch.float64)
+    return x, 3 * x[:, :4].flip(1)
+
+
+def mse(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The mean squared error of a model."""
+    return nn.functional.mse_loss(model(x).to(y.dtype), y)
+
+
+class Dense:
+    """A plain training script in float64 on one process: the reference, and torch alone with the same mistake."""
+
+    def __init__(self) -> None:
+        self.model = full_model()
+        self.sgd = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=MOMENTUM)
+
+    def backward(self, step: int, factor: float = 1.0, rows: slice = slice(None)) -> None:
+        """Add the gradient of ``factor`` times the loss of some rows of a batch."""
+        x, y = full_batch(step)
+        (factor * mse(self.model, x[rows], y[rows])).backward()
+
+    def step(self, max_norm: float | None = MAX_NORM) -> None:
+        """Clip and step."""
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        self.sgd.step()
+
+    def train(self, steps: Iterable[int] = range(STEPS)) -> None:
+        """Run the correct loop."""
+        for step in steps:
+            self.sgd.zero_grad()
+            self.backward(step)
+            self.step()
+
+
+def train_dense(dense: Dense) -> None:
+    """The correct script."""
+    dense.train()
+
+
+class Run:
+    """What a user's script has before its training loop, on one rank.
+
+    Attributes:
+        rank: The global rank.
+        model: Split over ``tensor`` where the topology has this axis, and declared.
+        mode: The precision mode's name or object.
+        folder: A directory that all ranks share.
+    """
+
+    def __init__(self, registry: ProcessGroupRegistry, mode: str | Precision, folder: Path, stack: ExitStack) -> None:
+        self.registry, self.mode, self.folder, self.stack = registry, mode, folder, stack
+        self.rank = registry.global_rank
+        self.dtype = torch.float64 if mode == "fp32" else torch.float32
+        self.model = self.make_model()
+        declare(self.model, self.specs)
+        precision_of(mode).prepare(self.model, registry)
+        self.start = weights_of(self.model)
+
+    @property
+    def specs(self) -> dict[str, P]:
+        """The declaration of the model on this topology."""
+        return SPECS if "tensor" in self.registry.topology.axes else {"*": P()}
+
+    def make_model(self) -> Mlp:
+        """The model with the same weights on all replicas, undeclared."""
+        full = {name: param.detach() for name, param in full_model().named_parameters()}
+        if "tensor" in self.registry.topology.axes:
+            return SplitMlp(full, self.registry).to(self.dtype)
+        model = Mlp()
+        model.load_state_dict(full)
+        return model.to(self.dtype)
+
+    def sgd(self, model: nn.Module | None = None) -> torch.optim.SGD:
+        """torch's optimizer of the model."""
+        named = (model or self.model).named_parameters()
+        return torch.optim.SGD(named, lr=LR, momentum=MOMENTUM, fused=True)
+
+    def optimizer(self, sgd: torch.optim.Optimizer | None = None, **options: Any) -> ParallelOptimizer[Any]:
+        """The parallel optimizer, clipping to `MAX_NORM`."""
+        options = {"max_norm": MAX_NORM, "precision": self.mode, **options}
+        return ParallelOptimizer(sgd or self.sgd(), self.registry, **options)
+
+    def batch(self, step: int, of: int = 1, part: int = 0) -> tuple[Tensor, Tensor]:
+        """This rank's rows of a batch; with ``of``, one of so many micro-batches of these rows."""
+        data = P("data") if "data" in self.registry.topology.axes else P()
+        x, y = (shard(full, data, self.registry).to(self.dtype) for full in full_batch(step))
+        return x.chunk(of)[part], y.chunk(of)[part]
+
+    def batches(self, steps: int = STEPS) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's batches."""
+        return (self.batch(step) for step in range(steps))
+
+    def loss(self, step: int, of: int = 1, part: int = 0) -> Tensor:
+        """The loss of a batch, or of one of its micro-batches."""
+        return mse(self.model, *self.batch(step, of, part))
+
+    def train(self, optimizer: ParallelOptimizer[Any], steps: Iterable[int] = range(STEPS)) -> None:
+        """Run the correct loop."""
+        for step in steps:
+            optimizer.zero_grad()
+            optimizer.backward(self.loss(step))
+            optimizer.step()
+
+    def begin(self) -> None:
+        """Take the weights as they are now for those that training begins with."""
+        self.start = weights_of(self.model)
+
+    def close_later(self, registry: ProcessGroupRegistry) -> ProcessGroupRegistry:
+        """Close another registry when the script is over."""
+        self.stack.enter_context(registry)
+        return registry
+
+    def wait_briefly(self) -> None:
+        """From now on peers that don't come are an error after `WAIT` seconds."""
+        for group in {self.registry.group(*self.registry.topology.axes), *self.registry._groups.values()}:
+            set_timeout(group, WAIT)
+
+
+# Outcomes -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Right:
+    """The weights of every rank are the dense model's.
+
+    Args:
+        dense: The correct script in one process.
+    """
+
+    dense: Callable[[Dense], None] = train_dense
+
+    is_specific = True
+
+    def seen(self) -> str:
+        return "nothing: the result is right"
+
+
+@dataclass(frozen=True)
+class AsTorch(Right):
+    """The weights are those of torch alone with the same mistake.
+
+    Args:
+        dense: The script with the mistake in one process, with torch alone.
+    """
+
+    def seen(self) -> str:
+        return "nothing, as with torch alone"
+
+
+@dataclass(frozen=True)
+class Error:
+    """An exception on every rank.
+
+    Args:
+        kind: Its type; subclasses count.
+        shown: The end of its text, with the remedy; ``...`` stands for any text.
+        ranks: The ranks that raise; None: all. Other ranks come to the end of the script.
+        stepped_before: False: each rank's weights are those of some number of correct steps; True: no such promise (the
+            mistake is in steps that torch would make as well).
+    """
+
+    kind: type[BaseException]
+    shown: str
+    ranks: tuple[int, ...] | None = None
+    stepped_before: bool = False
+
+    @property
+    def is_specific(self) -> bool:
+        """Whether the text shown can't be that of any error."""
+        return len(re.findall(r"[a-z]", self.shown)) > 1
+
+    def seen(self) -> str:
+        return f"`` {self.kind.__name__}: ... {self.shown} ... ``"
+
+
+@dataclass(frozen=True)
+class Warned:
+    """A warning or a line in the log on some rank, and ``then``.
+
+    Args:
+        shown: Its text, with the remedy; ``...`` stands for any text.
+    """
+
+    shown: str
+    then: Right | Error = field(default_factory=Right)
+
+    is_specific = True
+
+    def seen(self) -> str:
+        after = f"; then {self.then.seen()}" if isinstance(self.then, Error) else ""
+        return f"a warning: `` ... {self.shown} ... ``{after}"
+
+
+Outcome = Right | Error | Warned
+Script = Callable[[Run], object]
+
+
+class Mistake(NamedTuple):
+    """One wrong script.
+
+    Args:
+        script: What runs on each rank; its docstring says the mistake.
+        topology: As `Topology.parse` reads it.
+        write: The correction.
+        mode: The precision mode; in float64 (``"fp32"``) results are compared to 1e-9.
+        waits: A rank waits in vain for its peers; the processes are replaced after it.
+    """
+
+    script: Script
+    topology: str
+    outcome: Outcome
+    write: str
+    mode: str | Precision = "fp32"
+    waits: bool = False
+
+    @property
+    def name(self) -> str:
+        return getattr(self.script, "__name__", "script")
+
+    @property
+    def says(self) -> str:
+        """The mistake in words."""
+        return " ".join((self.script.__doc__ or "").split())
+
+
+MISTAKES: list[Mistake] = []
+
+
+def mistake(
+    topology: str, outcome: Outcome, *, write: str, mode: str | Precision = "fp32", waits: bool = False
+) -> Callable[[Script], Script]:
+    """Add the decorated script to `MISTAKES`."""
+
+    def add(script: Script) -> Script:
+        assert script.__doc__, "the docstring says the mistake"
+        assert outcome.is_specific, f"{outcome}: show more of the text"
+        MISTAKES.append(Mistake(script, topology, outcome, write, mode, waits))
+        return script
+
+    return add
+
+
+PENDING: dict[str, str] = {
+    "step_before_backward": "a step without gradients is not an error yet",
+    "backward_of_a_number": "backward of no tensor is an AttributeError yet",
+    "bad_batch_left_out_on_one_rank": "windows that differ between ranks are not found yet",
+    "one_more_micro_batch_on_one_rank": "windows that differ between ranks are not found yet",
+    "weight_on_one_rank": "windows that differ between ranks are not found yet",
+    "weight_differs_between_tensor_ranks": "windows that differ between ranks are not found yet",
+    "plain_backward_for_the_last_micro_batch": "gradients that others change within a window are not found yet",
+    "torch_clipping_of_some_parameters_with_accumulation": "gradients that others change within a window are not found yet",
+    "torch_clipping_on_replicas": "gradients that are changed between backward and step are not found yet",
+    "torch_clipping_by_value_on_replicas": "gradients that are changed between backward and step are not found yet",
+    "replica_declared_sharded": "shards that are bitwise equal are not found yet",
+    "declared_twice": "a second declaration is ignored yet",
+    "ddp_over_the_world": "a DistributedDataParallel over other ranks is accepted yet",
+    "ddp_over_the_world_not_named": "a DistributedDataParallel over other ranks is accepted yet",
+    "max_norm_as_text": "the type of max_norm is not checked yet",
+    "max_norm_true": "the type of max_norm is not checked yet",
+    "max_norm_changed_on_one_rank": "thresholds that differ between ranks in a later step are not found yet",
+    "group_threshold_changed_on_one_rank": "thresholds that differ between ranks in a later step are not found yet",
+    "explicit_threshold_differs": "thresholds that differ between ranks in a later step are not found yet",
+    "explicit_clipping_on_one_rank": "thresholds that differ between ranks in a later step are not found yet",
+    "plateau_schedule_on_local_losses": "hyper-parameters that differ between ranks in a later step are not found yet",
+    "learning_rate_changed_on_one_rank": "hyper-parameters that differ between ranks in a later step are not found yet",
+    "weight_decay_changed_on_one_rank": "hyper-parameters that differ between ranks in a later step are not found yet",
+    "tensor_learning_rate_differs": "hyper-parameters that differ between ranks in a later step are not found yet",
+    "parameter_replaced": "parameters without a gradient on any rank are not named yet",
+    "model_cast_after_sharded_states": "a dtype that has changed is torch's error yet",
+    "model_cast_after_first_step": "a dtype that has changed is torch's error yet",
+    "frozen_later_on_one_rank": "a parameter that is frozen on one rank is not found yet",
+    "weights_clamped_beside_masters": "weights that are written beside other copies are not found yet",
+    "weights_copied_beside_offloaded": "weights that are written beside other copies are not found yet",
+    "inner_step": "calls of the wrapped optimizer are not refused yet",
+    "inner_add_param_group": "calls of the wrapped optimizer are not refused yet",
+    "inner_load_state_dict": "calls of the wrapped optimizer are not refused yet",
+    "monitor_on_one_rank": "a Monitor on one rank ends its process yet",
+    "monitor_called_on_one_rank": "a Monitor on one rank ends its process yet",
+    "evaluated_on_one_rank": "the transport's own text is raised yet",
+}
+"""By the name of the script, why its outcome is not yet what is written there. Each must fail; take it out when it does
+not."""
+
+
+def cases_of(module: str) -> list[Any]:
+    """The mistakes of one test file, as parameters of a test."""
+    found = [one for one in MISTAKES if one.script.__module__ == module]
+    return [pytest.param(one, id=one.name, marks=_marks(one.name)) for one in found]
+
+
+def _marks(name: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.xfail(strict=True, reason=PENDING[name])] if name in PENDING else []
+
+
+# Running and checking -------------------------------------------------------------------------------------------------
+
+
+class Result(NamedTuple):
+    """What one rank has at the end of a script."""
+
+    error: tuple[list[str], str] | None  # the names of its types, and its text
+    said: list[str]
+    start: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def attempt(script: Script, topology: str, mode: str | Precision, folder: str) -> Result:
+    """Run a script on this rank."""
+    registry = ProcessGroupRegistry(Topology.parse(topology), timeout=timedelta(seconds=20), apart=True)
+    with ExitStack() as stack, listening() as said:
+        stack.enter_context(registry)
+        run = Run(registry, mode, Path(folder), stack)
+        run.begin()
+        error = None
+        gather_objects(None, registry)
+        said.clear()
+        try:
+            script(run)
+        except Exception as caught:
+            error = [kind.__name__ for kind in type(caught).__mro__], str(caught)
+        return Result(error, list(said), run.start, weights_of(run.model))
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the parameters, by name."""
+    return {name: param.detach().clone().contiguous() for name, param in model.named_parameters()}
+
+
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """The texts of warnings and of warnings in the log."""
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        said.append(str(message))
+
+    listener = Listener(logging.WARNING)
+    logging.getLogger().addHandler(listener)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = show
+            yield said
+    finally:
+        logging.getLogger().removeHandler(listener)
+
+
+def check(one: Mistake, world: World) -> None:
+    """Run a mistake on its ranks and raise AssertionError unless its outcome is the expected one."""
+    topology = Topology.parse(one.topology)
+    with tempfile.TemporaryDirectory() as folder:
+        results = world.run(topology.world_size, attempt, one.script, one.topology, one.mode, folder)
+    if one.waits:
+        world.close()  # a group in which a rank has waited in vain is broken
+    outcome, said = one.outcome, [text for result in results for text in result.said]
+    if isinstance(outcome, Warned):
+        assert any(matches(outcome.shown, text) for text in said), f"no rank said {outcome.shown!r}, but {said}"
+        outcome = outcome.then
+    else:
+        assert not said, f"a warning: {said[0]}"
+    if isinstance(outcome, Error):
+        check_error(outcome, results, topology, one.mode)
+    else:
+        errors = [result.error for result in results if result.error is not None]
+        assert not errors, f"{errors[0][0][0]}: {errors[0][1]}"
+        dense = Dense()
+        outcome.dense(dense)
+        check_replicas(results, topology)
+        assert_weights(full_weights([result.weights for result in results], topology), dense, one.mode)
+
+
+def check_error(expected: Error, results: list[Result], topology: Topology, mode: str | Precision) -> None:
+    """Raise AssertionError unless the right ranks raised the right error, before any wrong step."""
+    for rank, result in enumerate(results):
+        if expected.ranks is not None and rank not in expected.ranks:
+            assert result.error is None, f"rank {rank}: {result.error}"
+            continue
+        assert result.error is not None, f"rank {rank} raised nothing"
+        kinds, text = result.error
+        assert expected.kind.__name__ in kinds, f"rank {rank}: {kinds[0]}: {text}"
+        assert matches(expected.shown, text), f"rank {rank}: {kinds[0]}: {text}\n\nis not\n\n{expected.shown}"
+    if expected.stepped_before:
+        return
+    if all(same(result.start, result.weights) for result in results):
+        return
+    check_replicas(results, topology)
+    weights, dense = full_weights([result.weights for result in results], topology), Dense()
+    for step in range(30):
+        with suppress(AssertionError):
+            assert_weights(weights, dense, mode)
+            return
+        dense.train([step])
+    raise AssertionError("the weights are not those of any number of correct steps")
+
+
+def check_replicas(results: list[Result], topology: Topology) -> None:
+    """Raise AssertionError unless replicas are bitwise identical."""
+    for name in results[0].weights:
+        spec = SPECS[name].on(topology) if "tensor" in topology.axes else P()
+        seen: dict[tuple[int, ...], tuple[int, Tensor]] = {}
+        for rank, result in enumerate(results):
+            place = tuple(topology.coordinate(rank)[axis] for axis in spec.sharded_axes)
+            first, weight = seen.setdefault(place, (rank, result.weights[name]))
+            assert torch.equal(weight, result.weights[name]), f"{name} differs between ranks {first} and {rank}"
+
+
+def full_weights(weights: list[dict[str, Tensor]], topology: Topology) -> dict[str, Tensor]:
+    """The full tensors, from the weights of all ranks."""
+    specs = SPECS if "tensor" in topology.axes else dict.fromkeys(weights[0], P())
+    return {name: join([of_rank[name] for of_rank in weights], specs[name], topology) for name in weights[0]}
+
+
+def assert_weights(weights: Mapping[str, Tensor], dense: Dense, mode: str | Precision) -> None:
+    """Raise AssertionError unless the weights are the dense model's."""
+    start = dict(full_model().named_parameters())
+    for name, expected in dense.model.named_parameters():
+        tolerance = TOLERANCE[torch.float64 if mode == "fp32" else torch.bfloat16]
+        scale = max((expected - start[name]).abs().max().item(), 1e-2)
+        error = ((weights[name].double() - expected).abs().max() / scale).item()
+        assert error <= tolerance, f"{name} is off by {error:.2e} of the update"
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Whether two sets of weights are bitwise identical."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def matches(shown: str, text: str) -> bool:
+    """Whether ``text`` has what is shown, in which ``...`` stands for any text."""
+    parts = map(re.escape, re.split(r"\s*\.\.\.\s*", shown))
+    return re.search(".*".join(parts), text, re.DOTALL) is not None
+
+
+# The page -------------------------------------------------------------------------------------------------------------
+
+
+def table(mistakes: Iterable[Mistake]) -> str:
+    """The rows of a section of docs/MISTAKES.md."""
+    rows = [f"| {one.says.replace('|', BAR)} | {one.outcome.seen()} | {one.write} |" for one in mistakes]
+    return "\n".join(["| mistake | what you see | what to write |", "|---|---|---|", *rows]) + "\n"
+
+
+BAR = r"\|"

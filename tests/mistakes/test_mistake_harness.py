@@ -1,0 +1,140 @@
+"""Negative controls: the harness finds what it is made to find, and docs/MISTAKES.md and docs/LIMITS.md list all mistakes.
+
+``PYTHONPATH=tests/harness:tests/mistakes python tests/mistakes/test_mistake_harness.py`` writes the tables of the page.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from mistakes import MISTAKES, PENDING, AsTorch, Error, Mistake, Outcome, Right, Run, Script, Warned, check, table
+from world import World
+
+FILES = {
+    "The training loop": "test_loop_mistakes",
+    "Before training": "test_setup_mistakes",
+    "Clipping, learning rates, precision": "test_number_mistakes",
+    "Changes during training, checkpoints, reports": "test_state_mistakes",
+}
+DOCS = Path(__file__).parent.parent.parent / "docs"
+SECTION = re.compile(r"(?<=\n)\| mistake \|.*?\n(?=\n|\Z)", re.DOTALL)
+
+
+def correct(run: Run) -> None:
+    """The correct loop."""
+    run.train(run.optimizer())
+
+
+def other_learning_rate(run: Run) -> None:
+    """A learning rate that is one part in a million larger."""
+    optimizer = run.optimizer()
+    optimizer.param_groups[0]["lr"] *= 1 + 1e-6
+    run.train(optimizer)
+
+
+def one_bit(run: Run) -> None:
+    """One bit of one replica differs."""
+    run.train(run.optimizer())
+    if run.rank == 1:
+        run.model.down.bias.data.view(torch.int64)[0] ^= 1
+
+
+def warned(run: Run) -> None:
+    """A warning."""
+    warnings.warn("a remedy", stacklevel=1)
+    run.train(run.optimizer())
+
+
+def error_on_one_rank(run: Run) -> None:
+    """An error on rank 1 alone."""
+    if run.rank == 1:
+        raise ValueError("a remedy")
+
+
+def error_after_a_wrong_step(run: Run) -> None:
+    """An error after the weights have been changed."""
+    with torch.no_grad():
+        run.model.down.bias.add_(1)
+    raise ValueError("a remedy")
+
+
+def error_after_right_steps(run: Run) -> None:
+    """An error after two correct steps."""
+    run.train(run.optimizer(), range(2))
+    raise ValueError("a remedy")
+
+
+REMEDY = Error(ValueError, "a remedy")
+
+
+@pytest.mark.parametrize(
+    ("script", "outcome"),
+    [
+        (correct, Right()),
+        (warned, Warned("a remedy")),
+        (error_after_right_steps, REMEDY),
+        (error_on_one_rank, Error(ValueError, "remedy", ranks=(1,))),
+    ],
+)
+def test_harness_accepts_the_stated_outcome(script: Script, outcome: Outcome, world: World) -> None:
+    check(Mistake(script, "data=2,tensor=2" if script is correct else "data=2", outcome, "nothing"), world)
+
+
+@pytest.mark.parametrize(
+    ("script", "outcome", "text"),
+    [
+        (other_learning_rate, Right(), "is off by"),
+        (one_bit, Right(), "down.bias differs between ranks 0 and 1"),
+        (warned, Right(), "a warning: a remedy"),
+        (correct, Warned("a remedy"), "no rank said"),
+        (correct, REMEDY, "rank 0 raised nothing"),
+        (error_after_right_steps, Right(), "ValueError: a remedy"),
+        (error_on_one_rank, REMEDY, "rank 0 raised nothing"),
+        (error_on_one_rank, Error(ValueError, "remedy", ranks=(0,)), "rank 0 raised nothing"),
+        (error_after_a_wrong_step, REMEDY, "not those of any number of correct steps"),
+        (error_after_right_steps, Error(ValueError, "another text"), "is not"),
+        (error_after_right_steps, Error(TypeError, "a remedy"), "rank 0: ValueError"),
+    ],
+)
+def test_harness_refuses_another_outcome(script: Script, outcome: Outcome, text: str, world: World) -> None:
+    with pytest.raises(AssertionError, match=re.escape(text)):
+        check(Mistake(script, "data=2", outcome, "nothing"), world)
+
+
+def tables() -> list[str]:
+    """The tables of the page, by section."""
+    for module in FILES.values():
+        importlib.import_module(module)
+    return [table(one for one in MISTAKES if one.script.__module__ == module) for module in FILES.values()]
+
+
+def test_at_least_sixty_different_mistakes_are_listed() -> None:
+    tables()
+    names = [one.name for one in MISTAKES]
+    assert len({*names}) == len(names) >= 60
+    assert len({one.says for one in MISTAKES}) == len(names)
+    assert PENDING.keys() <= {*names}
+
+
+def test_page_of_mistakes_shows_what_the_tests_check() -> None:
+    page = (DOCS / "MISTAKES.md").read_text()
+    assert re.findall(r"^## (.*)$", page, re.MULTILINE) == [*FILES]
+    assert SECTION.findall(page) == tables()
+
+
+def test_limits_list_every_silent_mistake() -> None:
+    tables()
+    silent = {one.says for one in MISTAKES if isinstance(one.outcome, AsTorch)}
+    listed = (DOCS / "LIMITS.md").read_text().partition("## Silent in torch, and here")[2].partition("\n## ")[0]
+    assert {" ".join(row.split()) for row in re.findall(r"^\* (.*?)$", listed, re.MULTILINE)} == silent
+
+
+if __name__ == "__main__":
+    found = iter(tables())
+    page = DOCS / "MISTAKES.md"
+    page.write_text(SECTION.sub(lambda _: next(found), page.read_text()))

@@ -1,0 +1,642 @@
+"""Mistakes before the training loop: the mesh, the declaration, seeds and batches, what the optimizer is made of."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from meshstep.optim import Booster, ParallelOptimizer, ReplicaMismatchError, Sharded, clip_grad_norm_
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare, gather_objects, shard
+from mistakes import (
+    LR,
+    MAX_NORM,
+    SPECS,
+    AsTorch,
+    Dense,
+    Error,
+    Mistake,
+    Right,
+    Run,
+    Warned,
+    cases_of,
+    check,
+    full_batch,
+    full_model,
+    mistake,
+    mse,
+)
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from world import World
+
+# The mesh -------------------------------------------------------------------------------------------------------------
+
+
+@mistake(
+    "data=2",
+    Error(ValueError, "has 4 ranks but the world has 2; the sizes must multiply to 2"),
+    write="sizes whose product is the number of processes",
+)
+def topology_of_another_size(run: Run) -> None:
+    """The axes don't multiply to the number of processes."""
+    ProcessGroupRegistry(Topology(data=2, tensor=2))
+
+
+@mistake(
+    "data=2",
+    Error(ValueError, "every rank must build the same registries in the same order", ranks=(1,)),
+    write="the same topology on every rank",
+)
+def topologies_differ(run: Run) -> None:
+    """Ranks make different topologies: the one that comes later raises."""
+    if run.rank == 0:
+        run.close_later(ProcessGroupRegistry(Topology(data=2)))
+    gather_objects(None, run.registry)
+    if run.rank == 1:
+        run.close_later(ProcessGroupRegistry(Topology(tensor=2)))
+
+
+@mistake(
+    "data=2",
+    Error(AttributeError, "this is the layout alone; give ProcessGroupRegistry(...), which has the groups"),
+    write="`ProcessGroupRegistry(topology)`",
+)
+def topology_for_a_registry(run: Run) -> None:
+    """A `Topology` is given as the registry."""
+    ParallelOptimizer(run.sgd(), Topology(data=2))  # type: ignore[call-overload]
+
+
+@mistake("data=2", Error(TypeError, "registry"), write="`ParallelOptimizer(optimizer, registry)`")
+def registry_forgotten(run: Run) -> None:
+    """`ParallelOptimizer(optimizer)` without the registry."""
+    ParallelOptimizer(run.sgd())  # type: ignore[call-overload]
+
+
+@mistake(
+    "data=2",
+    Error(TypeError, "ProcessGroupRegistry(Topology("),
+    write="`ProcessGroupRegistry(Topology(data=...))`",
+)
+def process_group_for_a_registry(run: Run) -> None:
+    """A process group of torch is given as the registry."""
+    ParallelOptimizer(run.sgd(), dist.group.WORLD)  # type: ignore[call-overload]
+
+
+@mistake(
+    "data=2",
+    Error(TypeError, "ProcessGroupRegistry.from_device_mesh(mesh)"),
+    write="`ProcessGroupRegistry.from_device_mesh(mesh)`",
+)
+def device_mesh_for_a_registry(run: Run) -> None:
+    """A `DeviceMesh` of torch is given as the registry."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
+    ParallelOptimizer(run.sgd(), mesh)  # type: ignore[call-overload]
+
+
+@mistake(
+    "data=2",
+    Error(RuntimeError, "a closed registry ... make a new registry"),
+    write="close the registry after training",
+)
+def closed_registry(run: Run) -> None:
+    """The optimizer is made within `with ProcessGroupRegistry(...)` and used after it."""
+    with ProcessGroupRegistry(Topology(data=2), apart=True) as registry:
+        optimizer = ParallelOptimizer(run.sgd(), registry, max_norm=MAX_NORM)
+    run.train(optimizer)
+
+
+@mistake(
+    "data=2,tensor=2",
+    Error(ReplicaMismatchError, "up.weight: the parameter differs along axis 'data'"),
+    write="the axes in the order of your own groups: the last one is the fastest",
+)
+def axes_in_another_order(run: Run) -> None:
+    """The model's own groups have tensor ranks next to each other, the topology data ranks."""
+    registry = run.close_later(ProcessGroupRegistry(Topology(tensor=2, data=2)))
+    optimizer = ParallelOptimizer(run.sgd(), registry, max_norm=MAX_NORM)
+    run.train(optimizer)
+
+
+@mistake(
+    "data=2",
+    Error(ReplicaMismatchError, "the gradient differs along axis 'batch'"),
+    write='`Topology(batch=2, roles={"batch": "data"})`',
+)
+def data_axis_of_another_name(run: Run) -> None:
+    """The data axis has a name of your own and no role."""
+    registry = run.close_later(ProcessGroupRegistry(Topology(batch=2)))
+    declare(run.model, {"*": P()})
+    run.train(ParallelOptimizer(run.sgd(), registry, max_norm=MAX_NORM))
+
+
+@mistake("data=2", Error(ValueError, "'dta'"), write='`Sharded("data")`')
+def axis_misspelled_in_sharded(run: Run) -> None:
+    """`states=Sharded("dta")`."""
+    run.optimizer(states=Sharded("dta"))
+
+
+@mistake(
+    "data=2,tensor=2", Right(), write='`Sharded("data")`: over `tensor` only replicated parameters have states to shard'
+)
+def states_sharded_over_tensor(run: Run) -> None:
+    """`states=Sharded("tensor")`, over an axis that shards most parameters already."""
+    run.train(run.optimizer(states=Sharded("tensor")))
+
+
+# The declaration ------------------------------------------------------------------------------------------------------
+
+
+@mistake("data=2,tensor=2", Error(ValueError, "no spec for up.weight"), write="`declare(model, {...})`")
+def nothing_declared(run: Run) -> None:
+    """No `declare()` for a model that is split."""
+    run.model = run.make_model()
+    run.optimizer()
+
+
+@mistake(
+    "tensor=2",
+    Error(ValueError, "no rule says how down.bias is laid out; add a rule for it"),
+    write="a rule for every parameter",
+)
+def bias_not_declared(run: Run) -> None:
+    """One bias is forgotten."""
+    run.model = run.make_model()
+    declare(run.model, {name: spec for name, spec in SPECS.items() if name != "down.bias"})
+    run.optimizer()
+
+
+@mistake("tensor=2", Error(ValueError, "'up.wieght'"), write="the parameter's name")
+def name_misspelled_in_declare(run: Run) -> None:
+    """A parameter's name is misspelled."""
+    declare(run.model, {**SPECS, "up.wieght": P("tensor")})
+
+
+@mistake("tensor=2", Error(ValueError, "'tensr'"), write="the axis' name")
+def axis_misspelled_in_spec(run: Run) -> None:
+    """An axis is misspelled in a spec."""
+    declare(run.model, {**SPECS, "up.weight": P("tensr", None)})
+    run.optimizer()
+
+
+@mistake("tensor=2", Error(ValueError, "up.bias"), write='`P("tensor")` for a bias')
+def spec_of_too_many_dims(run: Run) -> None:
+    """A spec has more entries than the parameter has dims."""
+    declare(run.model, {**SPECS, "up.bias": P(None, "tensor")})
+    run.optimizer()
+
+
+@mistake(
+    "data=2,tensor=2",
+    Error(ReplicaMismatchError, "up.weight: the parameter differs along axis 'tensor'"),
+    write='`P("tensor", None)`',
+)
+def shard_declared_replicated(run: Run) -> None:
+    """A shard is declared `P()`."""
+    run.model = run.make_model()
+    declare(run.model, {"*": P()})
+    run.train(run.optimizer())
+
+
+@mistake(
+    "data=2,tensor=2",
+    Error(ValueError, "down.bias"),
+    write="`P()`; `prove` finds it as well",
+)
+def replica_declared_sharded(run: Run) -> None:
+    """A replica is declared `P("tensor")`: the norm counts it twice."""
+    run.model = run.make_model()
+    declare(run.model, {**SPECS, "down.bias": P("tensor")})
+    run.train(run.optimizer())
+
+
+@mistake("tensor=2", Right(), write='`P(None, "tensor")`: else checkpoints are wrong on another layout')
+def wrong_dim_declared(run: Run) -> None:
+    """The wrong dim of a weight is declared sharded."""
+    run.model = run.make_model()
+    declare(run.model, {**SPECS, "down.weight": P("tensor", None)})
+    run.train(run.optimizer())
+
+
+@mistake("tensor=2", Error(ValueError, "no spec for up.weight"), write="`declare` on every rank")
+def declared_on_one_rank(run: Run) -> None:
+    """`declare()` on rank 0 only."""
+    run.model = run.make_model()
+    if run.rank == 0:
+        declare(run.model, SPECS)
+    run.optimizer()
+
+
+@mistake("tensor=2", Error(ValueError, "rank 0 says"), write="the same specs on every rank")
+def declared_differently(run: Run) -> None:
+    """Ranks declare different specs."""
+    run.model = run.make_model()
+    declare(run.model, SPECS if run.rank == 0 else {**SPECS, "up.bias": P()})
+    run.optimizer()
+
+
+@mistake("tensor=2", Error(ReplicaMismatchError, "up.bias"), write="declare once, with all rules")
+def declared_twice(run: Run) -> None:
+    """A second `declare()` contradicts the first one, which was right."""
+    declare(run.model, {"*": P()})
+    run.train(run.optimizer())
+
+
+@mistake("tensor=2", Right(), write="`declare` before the optimizer is made: a later one has no effect on it")
+def declared_after_the_optimizer(run: Run) -> None:
+    """Another `declare()` after the optimizer was made."""
+    optimizer = run.optimizer()
+    declare(run.model, {"*": P()})
+    run.train(optimizer)
+
+
+@mistake("tensor=2", Error(ValueError, "no spec for up.weight"), write="`declare` after the parameters are replaced")
+def declared_before_splitting(run: Run) -> None:
+    """`declare()` before the parameters are replaced by their shards."""
+    model = full_model()
+    declare(model, SPECS)
+    for name, spec in SPECS.items():
+        linear, kind = name.split(".")
+        setattr(
+            getattr(model, linear), kind, nn.Parameter(shard(model.get_parameter(name).detach(), spec, run.registry))
+        )
+    run.model = model
+    run.optimizer()
+
+
+# Weights and batches to start with ------------------------------------------------------------------------------------
+
+
+@mistake(
+    "data=2",
+    Error(ReplicaMismatchError, "up.weight: the parameter differs ... share_weights(model, registry)"),
+    write="one seed, or `share_weights(model, registry)`",
+)
+def replicas_of_different_seeds(run: Run) -> None:
+    """Each replica draws its own weights."""
+    run.model.load_state_dict(full_model(seed=run.rank).state_dict())
+    run.begin()
+    run.train(run.optimizer())
+
+
+def equal_shards(dense: Dense) -> None:
+    with torch.no_grad():
+        for name, spec in SPECS.items():
+            if spec != P():
+                weight, dim = (
+                    dense.model.get_parameter(name),
+                    next(at for at, entry in enumerate(spec.entries) if entry),
+                )
+                torch.manual_seed(1)
+                shape = [size // 2 if at == dim else size for at, size in enumerate(weight.shape)]
+                weight.copy_(torch.cat([nn.init.normal_(torch.empty(shape).double())] * 2, dim))
+    dense.train()
+
+
+@mistake(
+    "tensor=2",
+    AsTorch(equal_shards),
+    write="draw the full weight from one seed and `shard` it, or another seed for each shard",
+)
+def shards_of_the_same_seed(run: Run) -> None:
+    """Each tensor rank draws its shard from the same seed: all shards are equal."""
+    with torch.no_grad():
+        for name in ("up.weight", "up.bias", "down.weight"):
+            torch.manual_seed(1)
+            nn.init.normal_(run.model.get_parameter(name))
+    run.train(run.optimizer())
+
+
+@mistake(
+    "data=2,tensor=2",
+    Error(ReplicaMismatchError, "down.bias: the gradient differs along axis 'tensor' ... of another batch"),
+    write='the samples of `registry.rank("data")`, not of the global rank',
+)
+def batches_by_global_rank(run: Run) -> None:
+    """The loader deals samples out by global rank: tensor ranks see different ones."""
+    optimizer = run.optimizer()
+    x, y = full_batch(0)
+    optimizer.backward(mse(run.model, x.chunk(4)[run.rank], y.chunk(4)[run.rank]))
+    optimizer.step()
+
+
+def first_half(dense: Dense) -> None:
+    for step in range(3):
+        dense.sgd.zero_grad()
+        dense.backward(step, rows=slice(4))
+        dense.step()
+
+
+@mistake("data=2", AsTorch(first_half), write='`prepare_dataloader`, or `shard(batch, P("data"), registry)`')
+def same_samples_on_all_data_ranks(run: Run) -> None:
+    """Every data rank sees the same samples."""
+    optimizer = run.optimizer()
+    for step in range(3):
+        x, y = full_batch(step)
+        optimizer.zero_grad()
+        optimizer.backward(mse(run.model, x[:4], y[:4]))
+        optimizer.step()
+
+
+@mistake(
+    "data=2",
+    Error(ValueError, "would see all of the loader's samples ... booster.prepare_dataloader("),
+    write="`booster.prepare_dataloader(dataset)`",
+)
+def booster_with_a_plain_loader(run: Run) -> None:
+    """`booster.boost` gets a plain `DataLoader`."""
+    data = torch.utils.data.TensorDataset(*full_batch(0))
+    booster = Booster(registry=run.registry)
+    booster.boost(run.model, run.sgd(), dataloader=torch.utils.data.DataLoader(data, batch_size=2))
+
+
+def uneven_rows(dense: Dense) -> None:
+    for step in range(3):
+        dense.sgd.zero_grad()
+        dense.backward(step, 0.5, slice(5))
+        dense.backward(step, 0.5, slice(5, 8))
+        dense.step()
+
+
+@mistake("data=2", AsTorch(uneven_rows), write="a sum as loss, and `weight=len(batch)`")
+def batches_of_different_sizes(run: Run) -> None:
+    """Data ranks have batches of different sizes and means as losses."""
+    optimizer = run.optimizer()
+    for step in range(3):
+        x, y = (full[:5] if run.rank == 0 else full[5:] for full in full_batch(step))
+        optimizer.zero_grad()
+        optimizer.backward(mse(run.model, x, y))
+        optimizer.step()
+
+
+# What the optimizer is made of ----------------------------------------------------------------------------------------
+
+
+@mistake(
+    "data=2",
+    Error(TypeError, "the optimizer is a generator, not a torch optimizer: make one of the parameters first"),
+    write="`ParallelOptimizer(torch.optim.AdamW(model.parameters()), registry)`",
+)
+def parameters_for_an_optimizer(run: Run) -> None:
+    """`ParallelOptimizer(model.parameters(), registry)`."""
+    ParallelOptimizer(run.model.parameters(), run.registry)  # type: ignore[call-overload]
+
+
+@mistake("data=2", Error(TypeError, "ParallelOptimizer already; wrap a plain torch optimizer"), write="wrap once")
+def wrapped_twice(run: Run) -> None:
+    """A `ParallelOptimizer` is wrapped again."""
+    run.optimizer(run.optimizer())
+
+
+@mistake("data=2", Right(), write="one `ParallelOptimizer` for one torch optimizer")
+def one_inner_optimizer_for_two(run: Run) -> None:
+    """Two `ParallelOptimizer`s of one torch optimizer, used in turn."""
+    sgd = run.sgd()
+    optimizers = [run.optimizer(sgd), run.optimizer(sgd)]
+    for step in range(3):
+        run.train(optimizers[step % 2], [step])
+
+
+def two_optimizers(dense: Dense) -> None:
+    up = torch.optim.SGD(dense.model.up.parameters(), lr=LR, momentum=0.9)
+    down = torch.optim.SGD(dense.model.down.parameters(), lr=LR, momentum=0.9)
+    for step in range(3):
+        dense.model.zero_grad()
+        dense.backward(step)
+        for linear, sgd in ((dense.model.up, up), (dense.model.down, down)):
+            nn.utils.clip_grad_norm_(linear.parameters(), 1.0)
+            sgd.step()
+
+
+@mistake(
+    "data=2,tensor=2", Right(two_optimizers), write="`ParallelOptimizer([one, another], registry)`: one norm for both"
+)
+def two_optimizers_of_one_model(run: Run) -> None:
+    """Two `ParallelOptimizer`s for two parts of a model: each clips by the norm of its part."""
+    optimizers = [
+        ParallelOptimizer(torch.optim.SGD(part.named_parameters(), lr=LR, momentum=0.9), run.registry, max_norm=1.0)
+        for part in (run.model.up, run.model.down)
+    ]
+    for step in range(3):
+        run.model.zero_grad()
+        optimizers[0].backward(run.loss(step))
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@mistake("data=2", Error(ValueError, "more than one parameter group"), write="each parameter in one group")
+def parameter_in_two_groups(run: Run) -> None:
+    """A parameter is in two param groups."""
+    run.optimizer(torch.optim.SGD([{"params": run.model.parameters()}, {"params": run.model.up.parameters()}], lr=LR))
+
+
+def stepped_with_a_duplicate(dense: Dense) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dense.sgd = torch.optim.SGD([*dense.model.parameters(), dense.model.up.weight], lr=LR)
+    for step in range(3):
+        dense.sgd.zero_grad()
+        dense.backward(step)
+        dense.step(max_norm=None)
+
+
+@mistake(
+    "data=2",
+    Warned("contains a parameter group with duplicate parameters", AsTorch(stepped_with_a_duplicate)),
+    write="each parameter once: `model.parameters()` leaves out tied ones",
+)
+def parameter_twice_in_a_group(run: Run) -> None:
+    """A parameter is twice in a param group."""
+    sgd = torch.optim.SGD([*run.model.parameters(), run.model.up.weight], lr=LR)
+    run.train(run.optimizer(sgd, max_norm=None))
+
+
+@mistake(
+    "data=2",
+    Error(ValueError, "generator that is used up"),
+    write="`list(model.parameters())`, or `model.parameters()` again",
+)
+def generator_of_parameters_used_up(run: Run) -> None:
+    """A generator of parameters is used up when it is given to `clip_grad_norm_`."""
+    params = run.model.parameters()
+    sgd = torch.optim.SGD(params, lr=LR, momentum=0.9)
+    for step in range(3):
+        sgd.zero_grad()
+        run.loss(step).backward()
+        clip_grad_norm_(params, MAX_NORM, run.registry)
+        sgd.step()
+
+
+@mistake(
+    "data=2", Error(ValueError, "generator that is used up"), write="`list(params)`, or `module.parameters()` again"
+)
+def generator_used_up_for_a_new_group(run: Run) -> None:
+    """A generator of parameters is used up when it is given to `add_param_group`."""
+    params = run.model.down.parameters()
+    assert sum(param.numel() for param in params) > 0
+    optimizer = run.optimizer(torch.optim.SGD(run.model.up.parameters(), lr=LR, momentum=0.9))
+    optimizer.add_param_group({"params": params})
+    run.train(optimizer)
+
+
+@mistake(
+    "data=2",
+    Error(ValueError, "2 of the optimizer's parameters are not the model's ... make it of model.parameters(), last"),
+    write="make the optimizer of `model.parameters()`, last",
+)
+def booster_with_an_optimizer_of_another_model(run: Run) -> None:
+    """`booster.boost(model, optimizer)` with an optimizer of another model."""
+    Booster(registry=run.registry).boost(run.model, torch.optim.SGD(nn.Linear(4, 2).parameters(), lr=LR))
+
+
+@mistake(
+    "data=2",
+    Error(ValueError, "declare the same parameters in the same order"),
+    write="the same parameters in the same order on every rank",
+)
+def parameters_in_another_order(run: Run) -> None:
+    """One rank gives its parameters in another order."""
+    named = list(run.model.named_parameters())
+    run.train(run.optimizer(torch.optim.SGD(named if run.rank else named[::-1], lr=LR, momentum=0.9)))
+
+
+@mistake("data=2", Error(ValueError, "up.bias ... frozen"), write="freeze the same parameters on every rank")
+def frozen_on_one_rank(run: Run) -> None:
+    """One rank freezes a parameter before the optimizer is made."""
+    run.model.up.bias.requires_grad_(run.rank == 0)
+    run.train(run.optimizer())
+
+
+@mistake(
+    "data=2",
+    Error(TypeError, "take an optimizer that steps without"),
+    write="an optimizer whose `step` needs no closure",
+)
+def lbfgs(run: Run) -> None:
+    """L-BFGS is wrapped, which needs a closure."""
+    run.optimizer(torch.optim.LBFGS(run.model.parameters()))
+
+
+@mistake("data=2", Error(TypeError, "sparse"), write="`torch.nn.Embedding(..., sparse=False)`")
+def sparse_gradients(run: Run) -> None:
+    """An embedding with `sparse=True`."""
+    embedding = nn.Embedding(8, 2, sparse=True)
+    optimizer = ParallelOptimizer(torch.optim.SGD(embedding.named_parameters(), lr=LR), run.registry)
+    optimizer.backward(embedding(torch.tensor([1, 2])).sum())
+    optimizer.step()
+
+
+@mistake("data=2", Error(TypeError, "has no argument max_grad_norm=: write max_norm=..."), write="`max_norm=`")
+def argument_of_another_library(run: Run) -> None:
+    """`max_grad_norm=` or another library's name for an argument."""
+    run.optimizer(max_grad_norm=1.0)
+
+
+@mistake("data=2", Error(TypeError, "give placements, such as Sharded('data')"), write='`states=Sharded("data")`')
+def states_by_name(run: Run) -> None:
+    """`states="zero1"`."""
+    run.optimizer(states="zero1")
+
+
+@mistake("data=2", Error(ValueError, "accumulation_steps=0: give a whole number >= 1"), write="a whole number >= 1")
+def accumulation_steps_zero(run: Run) -> None:
+    """`accumulation_steps=0`."""
+    run.optimizer(accumulation_steps=0)
+
+
+@mistake(
+    "data=2", Error(ValueError, "accumulation_steps ... rank 0 ... rank 1"), write="the same settings on every rank"
+)
+def settings_differ(run: Run) -> None:
+    """Ranks give different settings."""
+    run.optimizer(accumulation_steps=1 + run.rank)
+
+
+@mistake("data=2", Error(ValueError, "rank 0 ... rank 1"), write="the same learning rate on every rank")
+def learning_rates_differ(run: Run) -> None:
+    """Ranks make torch's optimizer with different learning rates."""
+    run.optimizer(torch.optim.SGD(run.model.parameters(), lr=LR * (1 + run.rank)))
+
+
+@mistake(
+    "data=2",
+    Error(ValueError, "the optimizer is 'AdamW' on rank 0 and 'SGD' on rank 1: give all ranks the same"),
+    write="the same optimizer on every rank",
+)
+def optimizers_differ(run: Run) -> None:
+    """Ranks make different torch optimizers."""
+    kind = torch.optim.SGD if run.rank else torch.optim.AdamW
+    run.optimizer(kind(run.model.parameters(), lr=LR))
+
+
+# torch's data parallelism ------------------------------------------------------------------------------------------------
+
+
+@mistake("data=2", Right(), write="`data_parallel=model`, which averages once")
+def ddp_not_named(run: Run) -> None:
+    """The model is wrapped in `DistributedDataParallel`, without `data_parallel=`: gradients are averaged twice."""
+    model = DistributedDataParallel(run.model, process_group=run.registry.group("data"))
+    optimizer = run.optimizer()
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        optimizer.backward(mse(model, x, y))
+        optimizer.step()
+
+
+@mistake(
+    "data=2,tensor=2", Error(ValueError, "DistributedDataParallel"), write='`process_group=registry.group("data")`'
+)
+def ddp_over_the_world(run: Run) -> None:
+    """`DistributedDataParallel` over all ranks of a model that is split, given as `data_parallel=`."""
+    run.optimizer(data_parallel=DistributedDataParallel(run.model))
+
+
+@mistake(
+    "data=2,tensor=2",
+    Error(RuntimeError, "DistributedDataParallel"),
+    write='`process_group=registry.group("data")`, and `data_parallel=model`',
+)
+def ddp_over_the_world_not_named(run: Run) -> None:
+    """`DistributedDataParallel` over all ranks of a model that is split, without `data_parallel=`."""
+    model = DistributedDataParallel(run.model)
+    optimizer = run.optimizer()
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        optimizer.backward(mse(model, x, y))
+        optimizer.step()
+
+
+@mistake(
+    "data=2",
+    Error(ReplicaMismatchError, "the gradient differs along axis 'data'"),
+    write="`accumulation_steps=K`, which does it by itself",
+)
+def no_sync_by_hand(run: Run) -> None:
+    """`model.no_sync()` of torch around all micro-batches, the last one too."""
+    model = DistributedDataParallel(run.model, process_group=run.registry.group("data"))
+    optimizer = run.optimizer(data_parallel=model)
+    for step in range(3):
+        optimizer.zero_grad()
+        with model.no_sync():
+            x, y = run.batch(step)
+            optimizer.backward(mse(model, x, y))
+        optimizer.step()
+
+
+@mistake(
+    "data=2",
+    Error(ReplicaMismatchError, "the gradient differs along axis 'data'"),
+    write="forward through the wrapped model",
+)
+def forward_past_ddp(run: Run) -> None:
+    """The forward goes through the bare model, past `DistributedDataParallel`, which then averages nothing."""
+    model = DistributedDataParallel(run.model, process_group=run.registry.group("data"))
+    optimizer = run.optimizer(data_parallel=model)
+    run.train(optimizer)
+
+
+@pytest.mark.parametrize("one", cases_of(__name__))
+def test_setup_mistake_is_right_or_an_error(one: Mistake, world: World) -> None:
+    check(one, world)

@@ -228,7 +228,8 @@ class DataParallelSwitch(Switch):
 
 def check_group(module: nn.Module, group: dist.ProcessGroup, registry: ProcessGroupRegistry) -> None:
     axes = registry.topology.data_axes
-    ranks, expected = sorted(dist.get_process_group_ranks(group)), sorted(registry.ranks(*axes) if axes else [registry.global_rank])
+    ranks = sorted(dist.get_process_group_ranks(group))
+    expected = sorted(registry.ranks(*axes)) if axes else [registry.global_rank]
     if ranks == expected:
         return
     kind, names = type(module).__name__, ", ".join(map(repr, axes)) or "none"

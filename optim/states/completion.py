@@ -56,14 +56,16 @@ class Completion:
         Returns:
             What is wrong with the gradients of this rank alone, after all ranks have been served.
         Raises:
-            RuntimeError: A parameter was unfrozen; torch's data parallelism has not reduced what only it can reduce; on
-                every rank, the first time: there are no gradients, or they have not come through `backward` or `window`.
+            RuntimeError: A parameter was unfrozen, or converted to another dtype or device; torch's data parallelism has
+                not reduced what only it can reduce; on every rank, the first time: there are no gradients, or they have not
+                come through `backward` or `window`.
             TypeError, ValueError: On every rank, the first time, where on any a gradient is sparse or complex, or one of a
                 DTensor is laid out in a way of which nothing can be made.
         Collectives: those of the buckets and links; the first time an object all-gather. Host reads: only then.
         """
         if window.phase in ("complete", "clipped"):
             return None
+        self.chain.check_converted()
         for watcher in self.chain.watchers:
             watcher.local(window)
         if window.captured:

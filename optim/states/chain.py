@@ -31,6 +31,7 @@ class Chain:
         held: What stands at each position of the param groups.
         given: The model's parameters, some of which this rank may have no piece of: name, parameter, whether it was
             trained.
+        kinds: The dtype and device that each of them had when it was given.
         frozen: Those of them that were frozen between their group's and a later group's addition.
         bringing: The links that have gradients to `bring`, from the model's side on.
         catching_up: Those that `catch_up`.
@@ -45,8 +46,7 @@ class Chain:
         self.held: list[Held] = []
         self.given: list[tuple[str, Tensor, bool]] = []
         self.frozen: list[Tensor] = []
-        self._kinds: list[tuple[torch.dtype, torch.device]] = []  # of the parameters in `given`
-        self._looked_at = 0
+        self.kinds: list[tuple[torch.dtype, torch.device]] = []
         self._add(optimizer.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -58,7 +58,7 @@ class Chain:
         except Exception:
             del self.optimizer.param_groups[before:]
             self.given, self.frozen = given, frozen
-            del self._kinds[len(given) :]
+            del self.kinds[len(given) :]
             raise
 
     def _add(self, groups: list[dict[str, Any]]) -> None:
@@ -67,7 +67,7 @@ class Chain:
         self.frozen += [param for _, param, trained in self.given if trained and not param.requires_grad]
         self.given = [(name, param, trained and param.requires_grad) for name, param, trained in self.given]
         self.given += [(h.name, h.param, h.param.requires_grad) for h in held]
-        self._kinds += [(h.param.dtype, h.param.device) for h in held]
+        self.kinds += [(h.param.dtype, h.param.device) for h in held]
         for link in self.links:
             held = self._install(link, groups, held)
         self.held += held
@@ -78,26 +78,14 @@ class Chain:
         self._stepping = [link.step for link in stepping]
         self.watch(self.watchers)
 
-    def check_converted(self) -> None:
-        """Raise RuntimeError if a parameter has another dtype or device than when it was given to the optimizer.
-
-        Looks at the first and the last parameter and, in turn, one other: ``model.double()`` converts all of them.
-        """
-        if self.given:
-            self._looked_at = (self._looked_at + 1) % len(self.given)
-            if text := self._converted(0, -1, self._looked_at):
-                raise RuntimeError(text)
-
     def explain(self, error: Exception) -> None:
         """Raise RuntimeError from ``error`` if any parameter was converted, which explains the error."""
-        if (text := self._converted(*range(len(self.given)))) and text != str(error):
+        if (text := self.converted()) and text != str(error):
             raise RuntimeError(text) from error
 
-    def _converted(self, *indices: int) -> str | None:
-        """Return the error of the first of these parameters that was converted."""
-        for index in indices:
-            name, param, _ = self.given[index]
-            dtype, device = self._kinds[index]
+    def converted(self) -> str | None:
+        """Return the error of the first parameter that has another dtype or device than when it was given."""
+        for (name, param, _), (dtype, device) in zip(self.given, self.kinds, strict=True):
             if param.dtype != dtype or param.device != device:
                 was, now = (dtype, param.dtype) if param.dtype != dtype else (device, param.device)
                 return (

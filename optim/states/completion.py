@@ -46,6 +46,7 @@ class Completion:
         self.params = chain.measured()
         self._make_buckets, self._buckets = buckets, list(buckets(plan))
         self.looked = False
+        self._looked_at = 0
 
     @torch.no_grad()
     def __call__(self, window: AnyWindow, switch: Switch | None) -> Exception | None:
@@ -65,7 +66,7 @@ class Completion:
         """
         if window.phase in ("complete", "clipped"):
             return None
-        self.chain.check_converted()
+        self._check_converted()
         for watcher in self.chain.watchers:
             watcher.local(window)
         if window.captured:
@@ -125,6 +126,19 @@ class Completion:
             partial = entry.spec.partial if annotation is None else annotation.spec_on(plan.topology).partial
             entries.append(replace(entry, spec=entry.spec.with_partial(partial)))
         return replace(plan, entries=tuple(entries))
+
+    def _check_converted(self) -> None:
+        """Raise RuntimeError if parameters have other dtypes or devices than when they were given to the optimizer.
+
+        Looks at the first and the last parameter and, in turn, one other: ``model.double()`` converts all of them.
+        """
+        given, kinds = self.chain.given, self.chain.kinds
+        if given:
+            self._looked_at = (self._looked_at + 1) % len(given)
+            for index in (0, -1, self._looked_at):
+                param = given[index][1]
+                if (param.dtype, param.device) != kinds[index]:
+                    raise RuntimeError(self.chain.converted())
 
     def _frozen_since(self) -> set[int]:
         """The ids of parameters that have been frozen since they came, and have no gradient."""

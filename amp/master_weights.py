@@ -58,6 +58,7 @@ class MasterWeights:
         self.pairs: list[tuple[Tensor, nn.Parameter]] = []
         self._frozen: list[Tensor] = []
         self._versions: dict[Tensor, int] = {}  # of the parameters, after the last step
+        self._addresses: list[int] = []  # of the parameters in `pairs`
         self.param_of: dict[Tensor, Tensor] = {}  # of each master
         self.refresh()
 
@@ -79,6 +80,7 @@ class MasterWeights:
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         self._frozen = [param for param in params if is_half(param)]
         self.param_of |= {master: param for param, master in made.items()}
+        self._addresses += [param.data_ptr() for param in made]
         self._note_versions(made.items())
         return len(made)
 
@@ -187,6 +189,7 @@ class MasterWeights:
             params, masters = zip(*self.pairs, strict=True)
             copy_each_(masters, params)
         self._note_versions(self.pairs)
+        self._addresses = [param.data_ptr() for param, _ in self.pairs]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the optimizer's parameters, the masters and the model parameters they stand for."""
@@ -201,15 +204,21 @@ class MasterWeights:
         self._versions |= {param: param._version for param, _ in pairs}
 
     def _check_weights(self) -> None:
-        """Find weights that were written to by others: a checkpoint that was loaded into the model, say."""
-        for param, master in self.pairs:
-            if param._version != self._versions[param]:
+        """Find weights that were written since the last step: a checkpoint that was loaded into the model, say.
+
+        Writes through ``.data`` are not seen, except where they give the parameter other memory.
+        """
+        addresses = [param.data_ptr() for param, _ in self.pairs]
+        moved = addresses != self._addresses
+        for index, (param, master) in enumerate(self.pairs):
+            if param._version != self._versions[param] or (moved and addresses[index] != self._addresses[index]):
                 if not torch.equal(param, master.to(param.dtype)):
                     raise RuntimeError(
                         f"{label_of(param)} was changed since the last step, and the next would put the master's old "
                         "weights back: call reload_from_model() after loading or changing the model's weights"
                     )
                 self._versions[param] = param._version  # the same values were put back
+        self._addresses = addresses
 
     # Saving ----------------------------------------------------------------------------------------------------------
 

@@ -168,6 +168,25 @@ class OptimizerFacade(Copied, torch.optim.Optimizer):
         self._groups.append(added)
         self._bind(thresholds)
 
+    @torch.no_grad()
+    def reload_from_model(self) -> None:
+        """Start the next step from the model's weights as they are now: call it after you wrote them.
+
+        Sets master weights, pieces of sharded states and offloaded copies to the weights, and drops the remainders of split
+        masters. Needed with these after writes through ``.data``, which the optimizer cannot see and would undo, and after
+        any write where a step asks for it. Moments and step counts stay. Call it on every rank that wrote weights, between
+        two windows; replicas must have the same weights.
+
+            with torch.no_grad():
+                for param in critic.parameters():
+                    param.clamp_(-0.01, 0.01)
+            optimizer.reload_from_model()
+
+        Collectives: none. Host synchronization: with `Offloaded`, one per bucket.
+        """
+        for link in self._states.links:
+            link.reload()
+
     # Modes of the wrapped optimizer ----------------------------------------------------------------------------------
 
     @public_call

@@ -189,6 +189,8 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
                     loss = loss if self.loss_scale is None else self.scale_loss(loss)
                     loss.backward(**kwargs)
         except BaseException as error:
+            if isinstance(error, Exception):
+                self._states.explain(error)
             explain(error, self.registry, "backward", number)
             raise
 
@@ -258,6 +260,8 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         try:
             return self._stages(last)
         except BaseException as error:
+            if isinstance(error, Exception):
+                self._states.explain(error)
             explain(error, self.registry, "step", number)
             raise
 

@@ -31,6 +31,7 @@ class Chain:
         held: What stands at each position of the param groups.
         given: The model's parameters, some of which this rank may have no piece of: name, parameter, whether it was
             trained.
+        kinds: The dtype and device that each of them had when it was given.
         frozen: Those of them that were frozen between their group's and a later group's addition.
         bringing: The links that have gradients to `bring`, from the model's side on.
         catching_up: Those that `catch_up`.
@@ -45,6 +46,7 @@ class Chain:
         self.held: list[Held] = []
         self.given: list[tuple[str, Tensor, bool]] = []
         self.frozen: list[Tensor] = []
+        self.kinds: list[tuple[torch.dtype, torch.device]] = []
         self._add(optimizer.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -56,6 +58,7 @@ class Chain:
         except Exception:
             del self.optimizer.param_groups[before:]
             self.given, self.frozen = given, frozen
+            del self.kinds[len(given) :]
             raise
 
     def _add(self, groups: list[dict[str, Any]]) -> None:
@@ -64,6 +67,7 @@ class Chain:
         self.frozen += [param for _, param, trained in self.given if trained and not param.requires_grad]
         self.given = [(name, param, trained and param.requires_grad) for name, param, trained in self.given]
         self.given += [(h.name, h.param, h.param.requires_grad) for h in held]
+        self.kinds += [(h.param.dtype, h.param.device) for h in held]
         for link in self.links:
             held = self._install(link, groups, held)
         self.held += held
@@ -73,6 +77,22 @@ class Chain:
             link.in_parts = all(inner.divisible for inner in stepping[:index])
         self._stepping = [link.step for link in stepping]
         self.watch(self.watchers)
+
+    def explain(self, error: Exception) -> None:
+        """Raise RuntimeError from ``error`` if any parameter was converted, which explains the error."""
+        if (text := self.converted()) and text != str(error):
+            raise RuntimeError(text) from error
+
+    def converted(self) -> str | None:
+        """Return the error of the first parameter that has another dtype or device than when it was given."""
+        for (name, param, _), (dtype, device) in zip(self.given, self.kinds, strict=True):
+            if param.dtype != dtype or param.device != device:
+                was, now = (dtype, param.dtype) if param.dtype != dtype else (device, param.device)
+                return (
+                    f"{name} was {was} when the optimizer was made, and is {now} now: convert and move the model before "
+                    "ParallelOptimizer is made, or make the optimizer anew"
+                )
+        return None
 
     def watch(self, watchers: Sequence[Watcher]) -> None:
         """These look on from now on, and no others."""

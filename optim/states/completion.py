@@ -46,6 +46,7 @@ class Completion:
         self.params = chain.measured()
         self._make_buckets, self._buckets = buckets, list(buckets(plan))
         self.looked = False
+        self._looked_at = 0
 
     @torch.no_grad()
     def __call__(self, window: AnyWindow, switch: Switch | None) -> Exception | None:
@@ -56,14 +57,16 @@ class Completion:
         Returns:
             What is wrong with the gradients of this rank alone, after all ranks have been served.
         Raises:
-            RuntimeError: A parameter was unfrozen; torch's data parallelism has not reduced what only it can reduce; on
-                every rank, the first time: there are no gradients, or they have not come through `backward` or `window`.
+            RuntimeError: A parameter was unfrozen, or converted to another dtype or device; torch's data parallelism has
+                not reduced what only it can reduce; on every rank, the first time: there are no gradients, or they have not
+                come through `backward` or `window`.
             TypeError, ValueError: On every rank, the first time, where on any a gradient is sparse or complex, or one of a
                 DTensor is laid out in a way of which nothing can be made.
         Collectives: those of the buckets and links; the first time an object all-gather. Host reads: only then.
         """
         if window.phase in ("complete", "clipped"):
             return None
+        self._check_converted()
         for watcher in self.chain.watchers:
             watcher.local(window)
         if window.captured:
@@ -123,6 +126,19 @@ class Completion:
             partial = entry.spec.partial if annotation is None else annotation.spec_on(plan.topology).partial
             entries.append(replace(entry, spec=entry.spec.with_partial(partial)))
         return replace(plan, entries=tuple(entries))
+
+    def _check_converted(self) -> None:
+        """Raise RuntimeError if parameters have other dtypes or devices than when they were given to the optimizer.
+
+        Looks at the first and the last parameter and, in turn, one other: ``model.double()`` converts all of them.
+        """
+        given, kinds = self.chain.given, self.chain.kinds
+        if given:
+            self._looked_at = (self._looked_at + 1) % len(given)
+            for index in (0, -1, self._looked_at):
+                param = given[index][1]
+                if (param.dtype, param.device) != kinds[index]:
+                    raise RuntimeError(self.chain.converted())
 
     def _frozen_since(self) -> set[int]:
         """The ids of parameters that have been frozen since they came, and have no gradient."""

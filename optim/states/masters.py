@@ -125,6 +125,9 @@ class Masters(Link):
     def publish(self) -> None:
         self._made.publish()
 
+    def reload(self) -> None:
+        self._made.reload_from_model()
+
     def clear(self, set_to_none: bool) -> None:
         self._made.zero_grad(set_to_none)
 

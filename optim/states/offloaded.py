@@ -182,6 +182,12 @@ class Copies(Link):
         self._send(self.buckets)
         self._arrive()
 
+    def reload(self) -> None:
+        """Host synchronization: a wait for the weights."""
+        for bucket in self.buckets:
+            bucket.load(range(len(bucket.params)))
+        self._note_versions()
+
     def _arrive(self) -> None:
         """Others may write to the CPU's weights between steps."""
         for bucket in self.buckets[-1:]:

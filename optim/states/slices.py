@@ -91,6 +91,11 @@ class Slices:
                 torch.autograd.graph.increment_version(piece)  # tells masters to compare
         self._seen = now
 
+    def reload(self) -> None:
+        """Set the pieces to the parameters, whether or not a write was seen."""
+        self._seen = [(0, -1)] * len(self.params)
+        self.refresh()
+
     def gather(self) -> Finish:
         """Start to bring all ranks' pieces into the parameters. Collectives: one all-gather."""
         if self._travels_as_it_is and self.params[0].is_contiguous():

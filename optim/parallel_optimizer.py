@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..amp.by_name import Mode, precision_of
 from ..amp.precision import Precision
 from ..parallel.interop.transformers import registry_of
-from ..parallel.mesh.calls import begun, explain, in_call, public_call, seen_on_the_stack
+from ..parallel.mesh.calls import public_call, track_call
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .capture import check_captured
 from .clip.given import Given, in_use
@@ -161,7 +161,6 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         self._scaled_loss = weakref.ref(scaled)
         return scaled
 
-    @seen_on_the_stack
     def backward(self, loss: Tensor | None, *, weight: float | Tensor | None = None, **kwargs: Any) -> None:
         """Scale the loss and call backward, with ``kwargs``: one micro-batch. Gradients add up.
 
@@ -182,17 +181,15 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
                 "the loss is scaled already: give backward(loss) the loss itself, which it multiplies by the loss scale; "
                 "scale_loss(loss) is for code that calls backward itself, within `with optimizer.window():`"
             )
-        number = begun["backward"] = begun.pop("backward", 0) + 1
-        try:
-            with self._micro_batch(weight, empty=loss is None and weight is None):
-                if loss is not None:
-                    loss = loss if self.loss_scale is None else self.scale_loss(loss)
-                    loss.backward(**kwargs)
-        except BaseException as error:
-            if isinstance(error, Exception):
+        with track_call("backward", self.registry):
+            try:
+                with self._micro_batch(weight, empty=loss is None and weight is None):
+                    if loss is not None:
+                        loss = loss if self.loss_scale is None else self.scale_loss(loss)
+                        loss.backward(**kwargs)
+            except Exception as error:
                 self._states.explain(error)
-            explain(error, self.registry, "backward", number)
-            raise
+                raise
 
     @contextmanager
     def window(self, *, weight: float | Tensor | None = None) -> Iterator[None]:
@@ -204,7 +201,7 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
 
         Args, raises, collectives, host reads: as `backward`. On every rank, whatever it computes.
         """
-        with in_call(self.registry, "window"), self._micro_batch(weight, several=True):
+        with track_call("window", self.registry), self._micro_batch(weight, several=True):
             yield
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -235,7 +232,6 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
     # The step --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    @seen_on_the_stack
     def step(self, closure: Callable[[], object] | None = None, *, last: bool = False) -> Stats_co:  # type: ignore[override]
         """Complete, measure and clip the gradients, and step; or skip on every rank. Then update the loss scale.
 
@@ -256,14 +252,12 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         """
         if closure is not None:
             raise ValueError("step takes no closure: a skipped step can't be evaluated again; call backward, then step")
-        number = begun["step"] = begun.pop("step", 0) + 1
-        try:
-            return self._stages(last)
-        except BaseException as error:
-            if isinstance(error, Exception):
+        with track_call("step", self.registry):
+            try:
+                return self._stages(last)
+            except Exception as error:
                 self._states.explain(error)
-            explain(error, self.registry, "step", number)
-            raise
+                raise
 
     def _stages(self, last: bool) -> Stats_co:
         window = self._window

@@ -77,7 +77,9 @@ class Completion:
         frozen = self._frozen_since()
         if window.scaled and not window.calls:
             window.strays = window.has_strays([param for _, param, _ in self.chain.given])
-        seen = None if self.looked else Seen.of(window, [param for _, param, _ in self.chain.given])
+        seen = None
+        if not self.looked:
+            seen = Seen.of(window, [param for _, param, _ in self.chain.given], self.chain.optimizer.param_groups)
         # Before anybody else takes, or looks at, the gradients of the model's parameters: a rank has the same order of
         # collectives whether it ran a backward or not.
         if self.early is not None and not window.reduced:

@@ -34,8 +34,9 @@ class Seen(NamedTuple):
     wrong: str | None  # with them, or with who clips them
 
     @classmethod
-    def of(cls, window: Window[Any, Any], params: Sequence[Tensor]) -> Seen:
-        """Args: params: The model's, before anybody takes their gradients. Host reads: some."""
+    def of(cls, window: Window[Any, Any], params: Sequence[Tensor], param_groups: object = None) -> Seen:
+        """Args: params: The model's, before anybody takes their gradients; param_groups: The optimizer's, to look for a
+        trainer that clips them too. Host reads: some."""
         gradients = [local_tensor(param.grad) for param in params if param.grad is not None]
         # States are also made by a step with gradients of zeros.
         not_zero = window.has_strays(params) and any(
@@ -44,7 +45,7 @@ class Seen(NamedTuple):
         # Where backward has reduced them they are taken, or sums that every rank has.
         some = window.came if window.reduced else bool(gradients)
         elsewhere = any(getattr(param, "main_grad", None) is not None for param in params)
-        wrong, sums = wrong_around(), dict[Any, Any]()
+        wrong, sums = None if param_groups is None else wrong_around(param_groups), dict[Any, Any]()
         try:
             sums = {**sums_seen(params)}
         except ValueError as error:

@@ -33,6 +33,7 @@ from .states.coordinates import Coordinates, check_caller
 from .states.copies import Copied
 from .states.pieces import Piece, match_names, named_params_of
 from .states.saved import Saved
+from .step.call_guard import own_calls
 from .step.data_parallel import Switch
 from .step.grad_scaler import scale_of_scaler
 from .step.several import WHOSE
@@ -153,7 +154,8 @@ class OptimizerFacade(Copied, torch.optim.Optimizer):
 
         def add_for_a_moment() -> None:
             # First as it is, so that nothing but the list of groups has to be undone.
-            self.optimizer.add_param_group({**group, "params": group["params"][:]})
+            with own_calls:
+                self.optimizer.add_param_group({**group, "params": group["params"][:]})
             known = {id(param) for params in self._groups for _, param in params}
             if twice := sum(id(param) in known for _, param in added):
                 raise ValueError(f"{twice} of the new group's parameters are in another group already; give each once")
@@ -206,7 +208,8 @@ class OptimizerFacade(Copied, torch.optim.Optimizer):
     def _change_mode(self, name: str) -> None:
         change = getattr(self.optimizer, name, None)
         if callable(change):
-            change()
+            with own_calls:
+                change()
             self._states.publish()
 
     # Reports and state -----------------------------------------------------------------------------------------------

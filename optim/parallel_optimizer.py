@@ -28,6 +28,7 @@ from .options import AllOptions, Stats_co, as_one, wrong_arguments
 from .setup import Setup
 from .states.link import Placement
 from .states.pieces import named_params_of
+from .step.call_guard import guard_calls
 from .step.data_parallel import Reduce
 from .step.first_look import check_window_is_used
 from .step.several import unchanged
@@ -62,6 +63,8 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
             In modes with master weights its param groups then hold the masters, and in the place of DTensor parameters
             (`fully_shard`, `parallelize_module`; see `meshstep.parallel.interop.dtensor`) their local tensors. Or a list of
             optimizers, with no parameter in two: one norm, one verdict, one state; ``"optimizer"`` in a group says whose.
+            While the `ParallelOptimizer` lives, ``optimizer.step()`` is a RuntimeError; ``zero_grad``, ``load_state_dict``,
+            ``add_param_group``, ``train`` and ``eval`` of ``optimizer`` call the method of the `ParallelOptimizer`.
         registry: The groups of the mesh that the specs name.
         max_norm: Clip the global norm to this; in unscaled gradient units, finite, > 0. Or another rule (`Clip`), or by
             name (`ByName`). None: measure only. A param group with its own ``"max_norm"`` is clipped by that (``math.inf``:
@@ -137,6 +140,7 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         self._bind(thresholds)
         self._skips = SkipMonitor(self._device)
         self.last_stats: GradStats | None = None
+        guard_calls(optimizer, self)
 
     @classmethod
     def for_model(cls, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> ParallelOptimizer[Any]:

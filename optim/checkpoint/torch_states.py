@@ -15,6 +15,7 @@ from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ..parallel_optimizer import ParallelOptimizer
 from ..states.pieces import Piece
 from ..states.split_masters import SplitMasters
+from ..step.call_guard import own_calls
 from .contents import masters_in, portable_in
 from .torch_layout import LaidOut
 
@@ -107,7 +108,11 @@ class TorchStates(torch.optim.Optimizer):
         for group in inner.param_groups:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
         split = next((link for link in self._optimizer._states.links if isinstance(link, SplitMasters)), None)
-        inner.step() if split is None else split.step_as_masters(inner.step)
+        with own_calls:
+            if split is None:
+                inner.step()
+            else:
+                split.step_as_masters(inner.step)
         for group, rate in zip(inner.param_groups, rates, strict=True):
             group["lr"] = rate
         for param, grad in zip(stepped, kept, strict=True):

@@ -14,6 +14,7 @@ from ...parallel.layout.pieces import Region
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..norm.entries import ParameterEntry
 from ..norm.plan import ReductionPlan
+from ..step.call_guard import own_calls
 from .link import AnyWindow, Link
 from .pieces import Held, Piece, held_in, params_of, replaced
 from .watcher import Watcher
@@ -52,7 +53,8 @@ class Chain:
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group to the optimizer, and the stand-ins of its parameters; nothing changes where it raises."""
         before, given, frozen = len(self.optimizer.param_groups), self.given[:], self.frozen[:]
-        self.optimizer.add_param_group(param_group)
+        with own_calls:
+            self.optimizer.add_param_group(param_group)
         try:
             self._add(self.optimizer.param_groups[-1:])
         except Exception:
@@ -210,9 +212,10 @@ class Chain:
 
     def clear(self, set_to_none: bool = True) -> None:
         """Clear all gradients."""
-        self.optimizer.zero_grad(set_to_none)
-        for link in self.links:
-            link.clear(set_to_none)
+        with own_calls:
+            self.optimizer.zero_grad(set_to_none)
+            for link in self.links:
+                link.clear(set_to_none)
 
     # Saving ----------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...parallel.layout.annotation import Annotation, annotation_of, attach
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from ..step.call_guard import guard_calls, remove_guard
 from ..step.several import SAID_OF_IT
 from .pieces import params_of
 
@@ -59,6 +60,7 @@ class Recipe:
             groups: The (name, parameter) pairs of each param group, as they were before anything stood in for them.
         """
         plain = copy.copy(wrapped)
+        remove_guard(plain)
         plain.state, plain.param_groups = defaultdict(dict), []
         for group, named in zip(wrapped.param_groups, groups, strict=True):
             names = {"param_names": [name for name, _ in named]} if "param_names" in group else {}
@@ -106,6 +108,7 @@ class Copied:
             "_optimizer_step_post_hooks": OrderedDict(),
         }
         new.__dict__.update(hooks)
+        guard_calls(new.optimizer, new)
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -15,6 +15,7 @@ from ...amp.precision import Precision
 from ...parallel.mesh.agreement import on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..clip.state import ClipState
+from ..step.call_guard import own_calls
 from .chain import Chain
 from .coordinates import Coordinates
 
@@ -73,7 +74,8 @@ class Saved:
             if ("shards" in weights) == ("shards" in self.chain.state_dict()):
                 self.coordinates.check((own or {}).get("coordinates"))
             self.chain.check_state(weights)
-            inner.load_state_dict({key: value for key, value in state.items() if key != "meshstep"})
+            with own_calls:
+                inner.load_state_dict({key: value for key, value in state.items() if key != "meshstep"})
             if own is not None and scale is not None:
                 scale.load_state_dict(own["loss_scale"])
 

@@ -28,6 +28,7 @@ from ...amp.fp8 import weights as rounded_weights
 from ..kernels.choice import chosen
 from ..kernels.native import DTYPES, NO_MEMORY, PLAIN, Columns, Kind, Native, alike, laid_out
 from . import half_copies, split_weights
+from .call_guard import has_step_hooks
 from .known import KNOWN, Known
 
 GRADIENTS = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -231,7 +232,7 @@ def is_known(optimizer: Optimizer, is_read: Callable[[Tensor], bool]) -> bool:
     groups are such as kernels read."""
     if type(optimizer) not in KNOWN or "step" in vars(optimizer):
         return False
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if has_step_hooks(optimizer):
         return False
     groups = optimizer.param_groups
     numbers = (value for group in groups for value in group.values() if isinstance(value, Tensor))

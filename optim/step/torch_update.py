@@ -14,6 +14,7 @@ from torch.optim import optimizer as torch_optimizer
 from ...amp.casting import is_half
 from ..gradients.in_place import scale_gradients, widen_gradients
 from ..kernels.native import laid_out, lies_densely
+from .call_guard import own_calls
 from .captured_update import capturable
 from .counted_once import CountedOnce
 
@@ -125,7 +126,7 @@ def _fused_sgd_is_wrong() -> bool:
 
 def step_within(optimizer: torch.optim.Optimizer) -> None:
     """``optimizer.step()``, around which only its own hooks run: it is a part of another optimizer's step."""
-    with _no_global_hooks():
+    with _no_global_hooks(), own_calls:
         optimizer.step()
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from ...amp.by_bucket import holding
 from ..gradients.in_place import scale_gradients, widen_gradients
 from .again import Again, Call, Rows, loops_for
+from .call_guard import has_step_hooks
 from .half_copies import HalfCopies
 from .native_update import step_by_loops, taken_of
 from .several import asks_other_ranks, parts_of
@@ -180,7 +181,7 @@ def check_steps_without_closure(optimizer: torch.optim.Optimizer) -> None:
 
 def steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
     """Whether to step parts of what the param groups hold one after another is the same as to step all of it at once."""
-    hooks = any(part._optimizer_step_pre_hooks or part._optimizer_step_post_hooks for part in parts_of(optimizer))
+    hooks = any(map(has_step_hooks, parts_of(optimizer)))
     late = any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups)
     whole = any(map(asks_other_ranks, parts_of(optimizer)))
     return steps_on_device(optimizer) and not hooks and not late and not whole

@@ -296,7 +296,11 @@ def compiled_model(run: Run) -> None:
 # The optimizer is changed ---------------------------------------------------------------------------------------------
 
 
-@mistake("data=2", Error(RuntimeError, "step"), write="`optimizer.step()` of the `ParallelOptimizer`")
+@mistake(
+    "data=2",
+    Error(RuntimeError, "call step() of the ParallelOptimizer"),
+    write="`optimizer.step()` of the `ParallelOptimizer`",
+)
 def inner_step(run: Run) -> None:
     """`step()` of the wrapped torch optimizer."""
     sgd = run.sgd()
@@ -307,9 +311,7 @@ def inner_step(run: Run) -> None:
         sgd.step()
 
 
-@mistake(
-    "data=2", Error(RuntimeError, "add_param_group"), write="`optimizer.add_param_group()` of the `ParallelOptimizer`"
-)
+@mistake("data=2", Right(), write="`optimizer.add_param_group()` of the `ParallelOptimizer`, which it calls")
 def inner_add_param_group(run: Run) -> None:
     """`add_param_group()` of the wrapped torch optimizer."""
     sgd = torch.optim.SGD(run.model.up.parameters(), lr=LR, momentum=0.9)
@@ -497,10 +499,14 @@ def state_of_rank_0_for_all_replicas(run: Run) -> None:
     run.train(optimizer, [1, 2])
 
 
+def one_step(dense: Dense) -> None:
+    dense.train([0])
+
+
 @mistake(
     "data=2",
-    Error(RuntimeError, "load_state_dict"),
-    write="`optimizer.load_state_dict()` of the `ParallelOptimizer`",
+    Right(one_step),
+    write="`optimizer.load_state_dict()` of the `ParallelOptimizer`, which it calls",
     mode="bf16",
 )
 def inner_load_state_dict(run: Run) -> None:

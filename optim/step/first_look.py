@@ -12,6 +12,7 @@ from ...parallel.interop.accelerate import wrong_around
 from ...parallel.interop.local import local_tensor, sums_seen
 from ...parallel.interop.pending_sums import Sums
 from ...parallel.mesh.agreement import gather_objects
+from ...parallel.mesh.calls import is_transport_error
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from .window import Window
 
@@ -32,9 +33,10 @@ class Seen(NamedTuple):
     divided_again: bool  # by a pipeline schedule
     sums: Sums  # of gradients that are DTensors
     wrong: str | None  # with them, or with who clips them
+    facts: int  # of a `StepAgreement`; 0 in all where ranks agree
 
     @classmethod
-    def of(cls, window: Window[Any, Any], params: Sequence[Tensor]) -> Seen:
+    def of(cls, window: Window[Any, Any], params: Sequence[Tensor], facts: int = 0) -> Seen:
         """Args: params: The model's, before anybody takes their gradients. Host reads: some."""
         gradients = [local_tensor(param.grad) for param in params if param.grad is not None]
         # States are also made by a step with gradients of zeros.
@@ -50,7 +52,7 @@ class Seen(NamedTuple):
         except ValueError as error:
             wrong = str(error)
         broken = window.phase == "broken"
-        return cls(window.calls, some, not_zero, elsewhere, broken, window.divided_again, sums, wrong)
+        return cls(window.calls, some, not_zero, elsewhere, broken, window.divided_again, sums, wrong, facts)
 
 
 def check_gradients_came(seen: Sequence[Seen], scaled: bool) -> None:
@@ -95,10 +97,21 @@ def check_window_is_used(window: Window[Any, Any], params: Sequence[Tensor], reg
     """At a `step` of managed accumulation before which no micro-batch came.
 
     Raises:
-        RuntimeError: On every rank: there are gradients all the same, which would never be stepped with.
+        RuntimeError: On every rank: there are gradients all the same, which would never be stepped with. On this rank: the
+            others did not come, because their windows have micro-batches.
     Collectives: those of `gather_objects`. Host reads: yes.
     """
-    if any(rank.some_not_zero for rank in gather_objects(Seen.of(window, params), registry)):
+    try:
+        seen = gather_objects(Seen.of(window, params), registry)
+    except Exception as error:
+        if not is_transport_error(error):
+            raise
+        raise RuntimeError(
+            f"rank {registry.global_rank} called step() before any backward of its window of accumulation_steps="
+            f"{window.steps}, and waited in vain: the windows of other ranks have micro-batches. Call backward as often on "
+            f"every rank, and backward(None) on one without samples. torch says: {str(error).partition(chr(10))[0]}"
+        ) from error
+    if any(rank.some_not_zero for rank in seen):
         raise RuntimeError(
             f"gradients are there, but no micro-batch has come to the window of accumulation_steps={window.steps}, which "
             "would never be full: " + SAY_SO

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...parallel.mesh.agreement import describe, gather_objects
+from ...parallel.mesh.default_group import is_fake
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import named_ranks
 from ..norm.agreement import Called, Holders
@@ -171,20 +172,25 @@ class StepAgreement:
         groups: Sequence[frozenset[int]],
     ) -> None:
         self.plan, self.registry, self.optimizer = plan, registry, optimizer
+        self._is_fake = is_fake()  # one process plays a rank among others that answer nothing
         topology, rank = registry.topology, registry.global_rank
         within = [axis for axis in topology.axes if axis not in topology.pipe_axes]
         stage = registry.ranks(*within) if within else (rank,)
-        model = [axis for axis in topology.model_axes if axis not in topology.pipe_axes]
-        self._stage = _Class.of(stage, rank, "stage")
-        self._sharers = _Class.of(registry.ranks(*model) if model else (rank,), rank, "sharers")
-        members = {index: tuple(other for other in stage if index in groups[other]) for index in sorted(groups[rank])}
-        self._groups = [_Group(index, _Class.of(ranks, rank, "group")) for index, ranks in members.items()]
+        self._stage = self._class_of(stage, "stage")
+        model = topology.model_axes
+        self._sharers = self._class_of(registry.ranks(*model) if model else (rank,), "sharers")
+        members = {index: [other for other in stage if index in groups[other]] for index in sorted(groups[rank])}
+        self._groups = [_Group(index, self._class_of(ranks, "group")) for index, ranks in members.items()]
         self._of_groups = self._of_frozen = self._of_window = 0
         self._window: tuple[int, bool] | None = None
         self._settings: Sequence[Mapping[str, str]] = ()
         self._changed: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
         self._keys: Called | None = None
         self.sent = Facts(0, False)
+
+    def _class_of(self, ranks: Sequence[int], kind: str) -> _Class:
+        found = _Class.of(ranks, self.registry.global_rank, kind)
+        return found._replace(coefficient=0) if self._is_fake else found
 
     # What travels ----------------------------------------------------------------------------------------------------
 
@@ -223,7 +229,7 @@ class StepAgreement:
         topology, number = self.plan.topology, 0
         for holders, of_holders in names.items():
             ranks = [rank for rank in range(topology.world_size) if holders.include(topology.coordinate(rank))]
-            number += _Class.of(ranks, self.registry.global_rank, "frozen").term(*of_holders)
+            number += self._class_of(ranks, "frozen").term(*of_holders)
         return number
 
     @property

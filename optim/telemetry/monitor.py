@@ -227,7 +227,7 @@ class Monitor:
         count = self._loss.new_full((), self._count / sharers)
         sums = torch.stack([self._loss, self._loss_count, self._left_out, count])
         with in_call(self.registry, "Monitor"):
-            if self.registry.device.type != "cpu":
+            if topology.world_size == 1 or self.registry.device.type != "cpu":
                 return world_sum(sums, self.registry)
             # Where only some ranks report, an all-reduce that meets another one would abort the process inside gloo.
             return sums.new_tensor(gather_objects(sums.tolist(), self.registry)).sum(0)

@@ -41,7 +41,7 @@ class Run:
         self.moved: list[bool] = []
         self.weight: float | None = options.pop("weight", None)
         every = options.pop("every", None)
-        with ProcessGroupRegistry(Topology(**mesh)) as self.registry:
+        with ProcessGroupRegistry(Topology(roles=None, **mesh)) as self.registry:
             self.rank = self.registry.global_rank
             self.last = self.rank == self.registry.topology.world_size - 1
             stage = self.registry.rank("pipe") if "pipe" in mesh else 0
@@ -489,7 +489,7 @@ WINDOWS_OF: list[int | None] = [None, 1, 2]
 
 def owned_norm(mesh: dict[str, int], steps: int | None) -> float:
     """A parameter of gradient (3, 4) that tensor=0 owns; the other tensor ranks have nothing to compute."""
-    with ProcessGroupRegistry(Topology(**mesh)) as registry:
+    with ProcessGroupRegistry(Topology(roles=None, **mesh)) as registry:
         mine = registry.coordinate["tensor"] == 0
         w = nn.Parameter(torch.zeros(2))
         annotate(w, P(owned={"tensor": 0}), "w")

@@ -38,6 +38,7 @@ from .step.data_parallel import Switch
 from .step.grad_scaler import scale_of_scaler
 from .step.several import WHOSE
 from .step.skips import OnNonfinite, SkipMonitor
+from .step.step_agreement import StepAgreement
 from .step.stopped import stopped
 from .step.window import Window
 from .whole.binding import bind_whole
@@ -77,6 +78,7 @@ class OptimizerFacade(Copied, torch.optim.Optimizer):
     _switch: Switch | None
     _micro_batch: Callable[..., AbstractContextManager[None]]
     _skips: SkipMonitor
+    _agreement: StepAgreement | None
     _model_params: Sequence[Tensor]
 
     def __init_subclass__(cls) -> None:
@@ -128,7 +130,7 @@ class OptimizerFacade(Copied, torch.optim.Optimizer):
         bind_whole(self.optimizer, self._plan, self._states, self.registry)
         if self._clip is not None:
             self._clip.bind(self._plan.parameter_names)
-        self._completion = self._setup.completion(self._plan, self._states)
+        self._completion = self._setup.completion(self._plan, self._states, self._agreement)
         self._clipping = self._setup.clipping(self._plan, self._states, thresholds)
         self._switch = self._setup.switch(self._completion, getattr(self, "_switch", None))
         registry = self.registry
@@ -162,11 +164,11 @@ class OptimizerFacade(Copied, torch.optim.Optimizer):
 
         try:
             on_all_ranks(add_for_a_moment, self.registry)
-            plan, thresholds = self._setup.agreed_plan([*self._groups, added])
+            plan, thresholds, agreement = self._setup.agreed_plan([*self._groups, added])
         finally:
             del self.param_groups[before:]
         self._states.add_param_group(group)
-        self._plan = plan
+        self._plan, self._agreement = plan, agreement
         self._groups.append(added)
         self._bind(thresholds)
 
@@ -268,10 +270,11 @@ class OptimizerFacade(Copied, torch.optim.Optimizer):
         Every rank calls it, at the same replay, every few dozen of them.
 
         Raises: FloatingPointError, RuntimeError: On every rank, as `step`: too many steps in a row were skipped; gradients
-            came past `backward`. ReplicaMismatchError: copies have parted. Collectives: where it raises. Host reads: one.
+            came past `backward`; ranks disagreed. ReplicaMismatchError: copies have parted. Collectives: where it raises.
+            Host reads: one.
         """
         if reason := self._skips.poll(self.on_nonfinite):
-            raise stopped(reason, self._clipping)
+            raise stopped(reason, self._clipping, self._agreement, self._skips)
 
     @property
     def plan(self) -> ReductionPlan:

@@ -12,6 +12,7 @@ from ...parallel.interop.accelerate import wrong_around
 from ...parallel.interop.local import local_tensor, sums_seen
 from ...parallel.interop.pending_sums import Sums
 from ...parallel.mesh.agreement import gather_objects
+from ...parallel.mesh.calls import is_transport_error
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from .window import Window
 
@@ -32,11 +33,14 @@ class Seen(NamedTuple):
     divided_again: bool  # by a pipeline schedule
     sums: Sums  # of gradients that are DTensors
     wrong: str | None  # with them, or with who clips them
+    facts: int  # of a `StepAgreement`; 0 in all where ranks agree
 
     @classmethod
-    def of(cls, window: Window[Any, Any], params: Sequence[Tensor], param_groups: object = None) -> Seen:
+    def of(
+        cls, window: Window[Any, Any], params: Sequence[Tensor], param_groups: object = None, facts: int = 0
+    ) -> Seen:
         """Args: params: The model's, before anybody takes their gradients; param_groups: The optimizer's, to look for a
-        trainer that clips them too. Host reads: some."""
+        trainer that clips them too; facts: See the attribute. Host reads: some."""
         gradients = [local_tensor(param.grad) for param in params if param.grad is not None]
         # States are also made by a step with gradients of zeros.
         not_zero = window.has_strays(params) and any(
@@ -51,7 +55,7 @@ class Seen(NamedTuple):
         except ValueError as error:
             wrong = str(error)
         broken = window.phase == "broken"
-        return cls(window.calls, some, not_zero, elsewhere, broken, window.divided_again, sums, wrong)
+        return cls(window.calls, some, not_zero, elsewhere, broken, window.divided_again, sums, wrong, facts)
 
 
 def check_gradients_came(seen: Sequence[Seen], scaled: bool) -> None:
@@ -96,10 +100,21 @@ def check_window_is_used(window: Window[Any, Any], params: Sequence[Tensor], reg
     """At a `step` of managed accumulation before which no micro-batch came.
 
     Raises:
-        RuntimeError: On every rank: there are gradients all the same, which would never be stepped with.
+        RuntimeError: On every rank: there are gradients all the same, which would never be stepped with. On this rank: the
+            others did not come, because their windows have micro-batches.
     Collectives: those of `gather_objects`. Host reads: yes.
     """
-    if any(rank.some_not_zero for rank in gather_objects(Seen.of(window, params), registry)):
+    try:
+        seen = gather_objects(Seen.of(window, params), registry)
+    except Exception as error:
+        if not is_transport_error(error):
+            raise
+        raise RuntimeError(
+            f"rank {registry.global_rank} called step() before any backward of its window of accumulation_steps="
+            f"{window.steps}, and waited in vain: the windows of other ranks have micro-batches. Call backward as often on "
+            f"every rank, and backward(None) on one without samples. torch says: {str(error).partition(chr(10))[0]}"
+        ) from error
+    if any(rank.some_not_zero for rank in seen):
         raise RuntimeError(
             f"gradients are there, but no micro-batch has come to the window of accumulation_steps={window.steps}, which "
             "would never be full: " + SAY_SO

@@ -83,9 +83,9 @@ class _Server:
 
     def __init__(self, store: dist.Store) -> None:
         self._socket: socket.socket | None = None
-        while isinstance(store, dist.PrefixStore):
+        while isinstance(store, distributed_c10d.PrefixStore):
             store = store.underlying_store
-        if isinstance(store, dist.TCPStore):
+        if isinstance(store, distributed_c10d.TCPStore):
             with suppress(OSError):
                 self._socket = socket.create_connection((store.host, store.port), timeout=PATIENCE)
                 self._socket.setblocking(False)

@@ -67,8 +67,8 @@ class Completion:
             What is wrong with the gradients of this rank alone, after all ranks have been served.
         Raises:
             RuntimeError: A parameter was converted to another dtype or device; torch's data parallelism has not reduced
-                what only it can reduce; on every rank, the first time: there are no gradients, or they have not come through
-                `backward` or `window`, or ranks disagree.
+                what only it can reduce; on every rank, the first time: there are no gradients, or they have not come
+                through `backward` or `window`, or ranks disagree.
             TypeError, ValueError: On every rank, the first time, where on any a gradient is sparse or complex, or one of a
                 DTensor is laid out in a way of which nothing can be made.
         Collectives: those of the buckets and links; the first time, and in the 16th window, an object all-gather. Host

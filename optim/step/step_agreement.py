@@ -351,4 +351,4 @@ def _hashed(tensor: Tensor, salt: int) -> Tensor:
     words = tensor.detach().reshape(-1).view(integers).to(torch.int64)
     mixed = permuted(words + salt)
     total: Tensor = (mixed if words.numel() == 1 else permuted(mixed.cumsum(0))).sum()
-    return (total & MASK).double()
+    return torch.bitwise_and(total, MASK).double()

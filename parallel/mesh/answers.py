@@ -81,11 +81,11 @@ class _Server:
     """The process that serves a store: whether it has ended, asked over a connection of our own, which nothing is sent
     over. Where the store itself finds out, torch logs some 20 lines of a C++ stack trace."""
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: distributed_c10d.Store) -> None:
         self._socket: socket.socket | None = None
         while isinstance(store, distributed_c10d.PrefixStore):
             store = store.underlying_store
-        if isinstance(store, distributed_c10d.TCPStore):
+        if isinstance(store, TCPStore):
             with suppress(OSError):
                 self._socket = socket.create_connection((store.host, store.port), timeout=PATIENCE)
                 self._socket.setblocking(False)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import torch.distributed as dist
-from torch.distributed import TCPStore, distributed_c10d
+from torch.distributed import TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
 LOOKS_EVERY = 1.0  # seconds
 PATIENCE = 4.0  # with answers, in seconds

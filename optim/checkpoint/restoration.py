@@ -147,7 +147,7 @@ class Restoration:
         for position, (_, piece, name, region) in enumerate(own.stepped):
             if position in own.masters:
                 masters[position] = self._room(f"master/{name}", region, piece.shape, torch.float32)
-            elif f"master/{name}" in self._stored:
+            elif piece.requires_grad and f"master/{name}" in self._stored:
                 raise ValueError(
                     f"the checkpoint has a float32 master of {name}, the optimizer has none: it was saved in another mode; "
                     "continue in that one"

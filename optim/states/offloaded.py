@@ -116,7 +116,9 @@ class Copies(Link):
         self.copies |= made
         for index, group in enumerate(optimizer.param_groups):
             self._places |= {param: (index, at) for at, param in enumerate(group["params"]) if param in made}
-        self._note_versions()
+        self._seen |= {
+            param: _look(param) for param in made
+        }  # weights of others may have been written since the last step
         return {param: [(copy, 0)] for param, copy in made.items()}
 
     # The step --------------------------------------------------------------------------------------------------------

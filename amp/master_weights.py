@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..parallel.layout.annotation import annotation_of, copy_annotation
+from ..parallel.mesh.plain_values import wrong
 from .casting import is_half
 from .copies import copy_each_, float32_of
 
@@ -242,6 +243,10 @@ class MasterWeights:
             master.copy_(saved[position])
         self.publish()
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError where `load_state_dict` would."""
+        check_saved(state, self._by_position())
+
     def _by_position(self) -> dict[int, nn.Parameter]:
         ids = {id(master): master for _, master in self.pairs}
         params = (param for group in self.optimizer.param_groups for param in group["params"])
@@ -255,6 +260,8 @@ def check_saved(state: Mapping[str, Any], masters: Mapping[int, Tensor]) -> Mapp
         masters: What they are loaded into, by position.
     """
     saved: Mapping[int, Tensor] | None = state.get("masters")
+    if saved is not None and not isinstance(saved, Mapping):
+        raise wrong("masters", saved, "a dict")
     if saved is None:
         raise ValueError(
             "the state has no master weights: it was saved in a mode without. Load it there, or load the model's "
@@ -267,6 +274,8 @@ def check_saved(state: Mapping[str, Any], masters: Mapping[int, Tensor]) -> Mapp
             "same precision mode as when it was saved"
         )
     for position, master in masters.items():
+        if not isinstance(saved[position], Tensor) or not saved[position].is_floating_point():
+            raise wrong(f"master {position}", saved[position], "a tensor of floats")
         if saved[position].shape != master.shape:
             raise ValueError(
                 f"the saved master {position} has shape {tuple(saved[position].shape)}, but {label_of(master)} has "

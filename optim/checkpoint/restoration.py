@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...parallel.layout.pieces import Region, Shape
 from ...parallel.mesh.text import some
+from ..states.pieces import SCALAR_STATE
 from ..whole.optimizer import WholeOptimizer
 from .contents import LAYOUT, OptimizerState, Stepped, parse_key, whole
 from .index import Stored
@@ -57,6 +58,7 @@ class Restoration:
         self._own, self._state, self._masters = own, list[dict[str, Any]](), dict[int, Tensor]()
         if own is not None:
             self._check_groups(groups)
+            self._check_states(own)
             self._state = [
                 self._room_for_state(stepped) | self._room_for_whole(stepped, part)
                 for stepped, part in zip(own.stepped, own.whole, strict=True)
@@ -83,6 +85,23 @@ class Restoration:
             )
         for index, ((names, _), now) in enumerate(zip(self._shared.groups, groups, strict=True)):
             _check_same("parameters", set(names), set(now), f"in param group {index}")
+
+    def _check_states(self, own: OptimizerState) -> None:
+        """What the index and the record say of states is the same, and each parameter has all states that its optimizer
+        has of it now."""
+        stored = set(self._parts("state"))
+        if differing := sorted(stored ^ self._shared.pieces.keys):
+            shown = some(f"{kind} of {name}" for kind, name in differing)
+            raise ValueError(f"index and record differ in the states of parameters: {shown}")
+        for position, stepped in enumerate(own.stepped):
+            now, kept = own.tensors.get(position, {}), self._shared.pieces.of(stepped.name, stepped.region)
+            numbers = {*kept.scalars, *kept.values}
+            missing = {key for key in now if key in SCALAR_STATE} - numbers
+            if kept.tensors and missing:
+                raise ValueError(f"the state of {stepped.name} has no {', '.join(sorted(missing))}")
+
+    def _parts(self, kind: str) -> list[tuple[str, ...]]:
+        return [parse_key(key)[1:] for key in self._stored if key.startswith(f"{kind}/")]
 
     def _find(self, key: str) -> Stored:
         if key not in self._stored:

@@ -229,11 +229,7 @@ class TorchStates(torch.optim.Optimizer):
             }
             for now, saved in zip(inner["param_groups"], state_dict["param_groups"], strict=True)
         ]
-        numbers = {
-            key[len(_OWN) :]: value for key, value in state_dict["param_groups"][0].items() if key.startswith(_OWN)
-        }
-        clip = numbers.pop(_CLIP[len(_OWN) :], None)
-        rest = _with_numbers(self._rest(), numbers) | ({} if clip is None else {"clip": json.loads(clip)})
+        rest = on_all_ranks(lambda: self._saved_rest(state_dict), self.registry)
         weights = {**inner["meshstep"]["weights"], **rest.pop("weights")}
         if masters:
             weights["masters"] = masters
@@ -241,6 +237,20 @@ class TorchStates(torch.optim.Optimizer):
         self._optimizer.load_state_dict(
             {"state": state, "param_groups": groups, "meshstep": {**before, **rest, "weights": weights}}
         )
+
+    def _saved_rest(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """All else that was saved. Raises ValueError where a number or the text of a clip rule is wrong."""
+        numbers = {
+            key[len(_OWN) :]: value for key, value in state_dict["param_groups"][0].items() if key.startswith(_OWN)
+        }
+        clip = numbers.pop(_CLIP[len(_OWN) :], None)
+        try:
+            rest = _with_numbers(self._rest(), numbers)
+            return rest if clip is None else {**rest, "clip": json.loads(clip)}
+        except (TypeError, OverflowError, RecursionError, RuntimeError) as problem:
+            raise ValueError(
+                f"the state has a wrong number or text ({problem}); give what state_dict() returned"
+            ) from None
 
     def _order(self, state_dict: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
         """The saved states, by parameter. Raises ValueError where they are of others, or of another mode."""

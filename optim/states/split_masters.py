@@ -193,6 +193,10 @@ class SplitMasters(Link):
         masters = {position: join(weight.detach(), self.remainders[weight]) for position, weight in self._by_position()}
         return {"masters": masters}
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError where `load_state_dict` would."""
+        check_saved(state, dict(self._by_position()))
+
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Split the masters, of this mode or of whole ones, into weights and remainders. Raises: as `check_saved`."""

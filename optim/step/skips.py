@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from ...parallel.mesh.plain_values import check_count
 from ..clip.verdict import Verdict
 from .first_look import SAY_SO
 from .step_agreement import Facts
@@ -189,6 +190,12 @@ class SkipMonitor:
         """What a run that is continued goes on counting. Host reads: one."""
         total, _, _, vetoed, *_ = map(int, self.counts.tolist())
         return {"skipped_steps": total, "vetoed_steps": vetoed}
+
+    @staticmethod
+    def check_state(state: Mapping[str, Any]) -> None:
+        """Raise ValueError where a count in ``state`` is none."""
+        for name in ("skipped_steps", "vetoed_steps"):
+            check_count(state.get(name, 0), name)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Start again from there, with none in a row; what is missing, as older states lack vetoes, is 0."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from ...amp.capture import is_captured
 from ...parallel.mesh.agreement import check_same, gather_objects, on_all_ranks
 from ...parallel.mesh.calls import in_call
+from ...parallel.mesh.plain_values import check_count, fields
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..norm.measure import check_every
 from ..norm.powers import accumulation_dtype
@@ -164,9 +165,12 @@ class Monitor:
             ValueError: It is something else; nothing is changed.
         """
         try:
-            step, skipped = int(state["step"]), int(state["skipped_steps"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{state!r} is no state of a Monitor; give what its state_dict() returned") from error
+            fields({"step": check_count, "skipped_steps": check_count})(state, "state")
+        except ValueError as error:
+            raise ValueError(
+                f"{state!r:.200} is no state of a Monitor ({error}); give what its state_dict() returned"
+            ) from None
+        step, skipped = state["step"], state["skipped_steps"]
         self.step, self._skipped = step, self._zero() + skipped
         self._window, self._window_count = self._zero(), 0.0
         self._begun, self._began_at = False, step

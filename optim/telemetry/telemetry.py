@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...parallel.mesh.agreement import check_same, on_all_ranks
 from ...parallel.mesh.calls import in_call
+from ...parallel.mesh.plain_values import check_count
 from ..clip.decide import inverse_weight
 from ..norm.measure import check_every
 from ..parallel_optimizer import ParallelOptimizer
@@ -239,7 +240,12 @@ class Telemetry(Watcher):
         """
         if not {"step", "noise", "spectral"} <= state.keys():
             raise ValueError(f"a state with {[*state]} is none of a Telemetry; give what its state_dict() returned")
-        self.step = int(state["step"])
+        check_count(state["step"], "step")
+        if self._running is not None and state["noise"] is not None:
+            self._running.check_state(state["noise"])
+        if self._planned.spectral is not None and state["spectral"] is not None:
+            self._planned.spectral.check_state(state["spectral"])
+        self.step = state["step"]
         if self._running is not None and state["noise"] is not None:
             self._running.load_state_dict(state["noise"])
         if self._planned.spectral is not None and state["spectral"] is not None:

@@ -52,7 +52,7 @@ def check_hyper(name: str, value: object, now: object, where: str) -> None:
     within = _RANGES.get(name)
     for number in value if isinstance(value, (list, tuple)) else (value,):
         number = number.item() if isinstance(number, Tensor) and number.numel() == 1 else number
-        if within is not None and is_number(number) and not within[0] <= number <= within[1]:  # type: ignore[operator]
+        if within is not None and is_number(number) and not within[0] <= number <= within[1]:
             raise wrong(field, value, f"a number from {within[0]:g} to {within[1]:g}")
 
 

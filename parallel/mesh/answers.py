@@ -13,8 +13,10 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
 
 LOOKS_EVERY = 1.0  # seconds
@@ -81,11 +83,11 @@ class _Server:
     """The process that serves a store: whether it has ended, asked over a connection of our own, which nothing is sent
     over. Where the store itself finds out, torch logs some 20 lines of a C++ stack trace."""
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: Any) -> None:
         self._socket: socket.socket | None = None
-        while isinstance(store, dist.PrefixStore):
+        while isinstance(store, PrefixStore):
             store = store.underlying_store
-        if isinstance(store, dist.TCPStore):
+        if isinstance(store, TCPStore):
             with suppress(OSError):
                 self._socket = socket.create_connection((store.host, store.port), timeout=PATIENCE)
                 self._socket.setblocking(False)
@@ -99,7 +101,7 @@ class _Server:
         except OSError:
             ended = True
         if ended:
-            raise RuntimeError("the process that serves the job's store has ended")
+            raise RuntimeError("the process that serves the job's store has ended: start the job again")
 
 
 _answering: Answering | None = None

@@ -12,6 +12,7 @@ from ...parallel.layout.pieces import Region, Shape
 from ...parallel.mesh.text import some
 from ..states.pieces import SCALAR_STATE
 from ..whole.optimizer import WholeOptimizer
+from .checksums import EARLIER
 from .contents import LAYOUT, OptimizerState, Stepped, parse_key, whole
 from .index import Stored
 from .logical_parameters import LogicalParameters
@@ -92,7 +93,7 @@ class Restoration:
         stored = set(self._parts("state"))
         if differing := sorted(stored ^ self._shared.pieces.keys):
             shown = some(f"{kind} of {name}" for kind, name in differing)
-            raise ValueError(f"index and record differ in the states of parameters: {shown}")
+            raise ValueError(f"index and record differ in the states of parameters: {shown}; {EARLIER}")
         for position, stepped in enumerate(own.stepped):
             now, kept = own.tensors.get(position, {}), self._shared.pieces.of(stepped.name, stepped.region)
             numbers = {*kept.scalars, *kept.values}

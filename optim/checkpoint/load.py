@@ -254,7 +254,9 @@ def _said_in(manifest: Mapping[str, Any], directory: Path) -> tuple[dict[str, Fi
         files = {name: FileRecord.of_json(record) for name, record in manifest["files"].items()}
         ranks = sum(rank_file(rank) in files for rank in range(len(files)))
         if prod(manifest["axes"].values()) != ranks or SHARED_FILE not in files:
-            raise ValueError(f"axes are {manifest['axes']}, and there are files of {ranks} ranks; it must be one for each")
+            raise ValueError(
+                f"axes are {manifest['axes']}, and there are files of {ranks} ranks; it must be one for each"
+            )
         return files, Topology(roles=manifest["roles"], **manifest["axes"])
 
 

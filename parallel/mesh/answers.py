@@ -16,12 +16,8 @@ from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
-<<<<<<< HEAD
-from torch.distributed import TCPStore, distributed_c10d  # type: ignore[attr-defined]
-=======
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
->>>>>>> fix-e
 
 LOOKS_EVERY = 1.0  # seconds
 PATIENCE = 4.0  # with answers, in seconds
@@ -87,15 +83,9 @@ class _Server:
     """The process that serves a store: whether it has ended, asked over a connection of our own, which nothing is sent
     over. Where the store itself finds out, torch logs some 20 lines of a C++ stack trace."""
 
-<<<<<<< HEAD
-    def __init__(self, store: distributed_c10d.Store) -> None:
-        self._socket: socket.socket | None = None
-        while isinstance(store, distributed_c10d.PrefixStore):
-=======
     def __init__(self, store: Any) -> None:
         self._socket: socket.socket | None = None
         while isinstance(store, PrefixStore):
->>>>>>> fix-e
             store = store.underlying_store
         if isinstance(store, TCPStore):
             with suppress(OSError):

@@ -97,7 +97,9 @@ def differences(dense: DenseRun, case: Case, setting: Setting, reports: Sequence
     rounding, rounding_per_step = case.mode.rounding, case.mode.rounding_per_step
     for rank, (at, report) in enumerate(zip(setting.at.coordinates(), reports, strict=True)):
         mine = [(name, 0, param, rounding) for name, param in report.params.items()]
-        for name, offset, value, rounded in mine + [(*piece, 0.0) for piece in report.pieces]:
+        # A frozen weight may have no master.
+        pieces = [(*piece, rounding if piece[2].dtype == case.mode.dtype else 0.0) for piece in report.pieces]
+        for name, offset, value, rounded in mine + pieces:
             where = elements(setting, name, at)[offset : offset + value.numel()]
             wanted, largest = dense.params[name].value, dense.params[name].largest
             allowed = rounded * wanted[where].abs() + (3e-6 + STEPS * rounding_per_step) * largest

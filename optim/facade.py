@@ -118,6 +118,7 @@ class OptimizerFacade(Copied, torch.optim.Optimizer):
         return self.optimizer.defaults
 
     def _scale_of_scaler(self) -> Tensor | None:
+        self._window.forget_gradients()  # which the scaler may have unscaled
         in_sight = not self._states.bringing and self.loss_scale is None
         return scale_of_scaler(self, in_sight, self.precision.name)
 

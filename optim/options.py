@@ -132,3 +132,12 @@ def renamed(name: str) -> TypeError | None:
     if name not in _NOW:
         return None
     return TypeError(f"{name}= was an argument in version 0.1; write {_NOW[name]}, all from meshstep.optim")
+
+
+def check_loss(loss: object, call: str) -> None:
+    """Raise TypeError for what is no tensor in place of a loss."""
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(
+            f"{call}(loss) was given a {type(loss).__name__}: give the loss itself, a 0-dim tensor that backward can start "
+            "from; of several losses their sum"
+        )

@@ -24,7 +24,7 @@ from .clip_now import clip_now, clip_or_ask
 from .facade import OptimizerFacade
 from .norm.measure import Measure
 from .norm.stats import GradStats
-from .options import AllOptions, Stats_co, as_one, wrong_arguments
+from .options import AllOptions, Stats_co, as_one, check_loss, wrong_arguments
 from .setup import Setup
 from .states.link import Placement
 from .states.pieces import named_params_of
@@ -157,7 +157,9 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         Args:
             loss: 0-dim; float32 or float64 in modes with a loss scale, or it is cast: scaled half types overflow. Returned
                 as it is in modes without.
+        Raises TypeError where it is no tensor.
         """
+        check_loss(loss, "scale_loss")
         self._window.calls += 1
         if self.loss_scale is None:
             return loss
@@ -179,12 +181,15 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         coordinate must. A difference skips the step, see `step`.
 
         Raises:
+            TypeError: The loss is no tensor, or the weight no number.
             ValueError: Only some micro-batches of a window have a weight, or it is negative.
             RuntimeError: Gradients were cleared in the middle of a window by somebody else; the gradients have been clipped
                 already; an earlier backward of the window raised (`zero_grad` then gives the window up); the loss is what
                 `scale_loss` returned; it is called within `window`.
         Collectives: those of the model's and data_parallel's backward, of `Sharded` and `Reduce`. Host reads: none.
         """
+        if loss is not None:
+            check_loss(loss, "backward")
         if loss is not None and self._scaled_loss is not None and self._scaled_loss() is loss:
             raise RuntimeError(
                 "the loss is scaled already: give backward(loss) the loss itself, which it multiplies by the loss scale; "

@@ -58,8 +58,8 @@ class ByName(Clip):
                 )
             try:
                 rule.check()
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from error
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{where}: {error}") from error
 
     @property
     def _all(self) -> tuple[tuple[str, Clip | None], ...]:

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from ..norm.norms import Level, Norms
+from ..norm.numbers import check_number, is_whole
 from ..norm.units import UnitDim
 
 Threshold = float | Callable[[Tensor], Tensor]
@@ -175,11 +176,13 @@ def checked_threshold(value: Threshold, name: str, infinite: bool = False) -> No
     Args:
         infinite: It may be: a group that is not clipped, nor one of those that are clipped together.
     Raises:
+        TypeError: It is no number and no function.
         ValueError: It is not finite and positive.
     """
     if callable(value):
         getattr(value, "check", bool)()
         return
+    check_number(value, name, "a number, a function of the number of steps, or None")
     value = float(value)
     if not (value > 0 and (infinite or isfinite(value))):
         without = "math.inf: this group is not clipped" if infinite else "None: no clipping"
@@ -187,18 +190,20 @@ def checked_threshold(value: Threshold, name: str, infinite: bool = False) -> No
 
 
 def checked_positive(value: float, name: str) -> None:
-    """Raise ValueError where it is no finite number above 0."""
+    """Raise ValueError unless it is a finite number above 0, TypeError if it is no number."""
+    check_number(value, name)
     if not (value > 0 and isfinite(value)):
         raise ValueError(f"{name}={value}: give a finite number > 0")
 
 
 def checked_count(value: int, name: str, least: int) -> None:
     """Raise ValueError where it is no whole number of at least ``least``."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not is_whole(value, least):
         raise ValueError(f"{name}={value!r}: give a whole number >= {least}")
 
 
 def checked_decay(value: float, name: str) -> None:
-    """Raise ValueError where it is no weight of an exponential mean."""
+    """Raise ValueError unless it is the weight of an exponential mean, TypeError if it is no number."""
+    check_number(value, name)
     if not 0 <= value < 1:
         raise ValueError(f"{name}={value!r}: give a number >= 0 and < 1, the weight of what was before")

@@ -9,13 +9,14 @@ from typing import Literal
 from torch import Tensor
 
 from .norms import Reduction, checked_norm_type, checked_reduction
+from .numbers import is_whole
 
 Commit = Callable[[], bool | Tensor]
 
 
 def check_every(every: object, said: str) -> None:
     """Raise ValueError where it is no whole number of steps >= 1; ``said``: as it was given."""
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+    if not is_whole(every, 1):
         raise ValueError(f"{said}: give a whole number of steps >= 1")
 
 

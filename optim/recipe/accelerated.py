@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable
 from functools import partial
 from math import isinf
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from ...parallel.interop.accelerate import innermost, taken_over
 from ...parallel.mesh.agreement import on_all_ranks
 from ..capture import check_captured
 from ..clip_now import clip_now
 from ..parallel_optimizer import ParallelOptimizer
+from ..step.data_parallel import find_misplaced_ddp
 
 
 def take_over_clipping(driver: Any, optimizer: Any) -> None:
@@ -121,22 +119,12 @@ def _look_at_call(accelerator: Any, optimizer: ParallelOptimizer[Any], parameter
 
 
 def _check_not_wrapped(optimizer: ParallelOptimizer[Any]) -> None:
-    """accelerate does not tell what it wrapped, so all modules there are are looked at."""
-    registry, topology = optimizer.registry, optimizer.registry.topology
-    replicas = topology.peers(registry.global_rank, *topology.data_axes)
-    split = {
-        id(param): entry.name
-        for param, entry in zip(optimizer._model_params, optimizer.plan.entries, strict=True)
-        if topology.size(*(axis for axis in entry.spec.distinct_axes(topology) if axis not in topology.data_axes)) > 1
-    }
-    for module in gc.get_objects() if split else ():
-        if not issubclass(type(module), DistributedDataParallel):
-            continue
-        name = next((split[id(param)] for param in module.parameters() if id(param) in split), None)
-        ranks = dist.get_process_group_ranks(module.process_group)
-        if name is not None and not {*ranks} <= {*replicas}:
-            raise ValueError(
-                f"a DistributedDataParallel over the ranks {ranks} is around {name}, of which they hold different pieces: "
-                "it has given all of them the weights of one, and averages gradients that are not the same. Load the model "
-                "anew, and prepare it by accelerator.prepare_model(model, evaluation_mode=True), which does not wrap it"
-            )
+    """accelerate does not tell what it wrapped."""
+    found = find_misplaced_ddp(optimizer._model_params, optimizer.plan.entries, optimizer.registry)
+    if found is not None:
+        name, ranks = found
+        raise ValueError(
+            f"a DistributedDataParallel over the ranks {ranks} is around {name}, of which they hold different pieces: "
+            "it has given all of them the weights of one, and averages gradients that are not the same. Load the model "
+            "anew, and prepare it by accelerator.prepare_model(model, evaluation_mode=True), which does not wrap it"
+        )

@@ -15,8 +15,8 @@ from ..gradients.in_place import clear_gradients
 from ..gradients.kinds import check_kinds, poison_bad_kinds
 from ..gradients.sync import gradient_buckets
 from ..norm.plan import ReductionPlan
-from ..step.data_parallel import Switch
-from ..step.first_look import Seen, check_gradients_came
+from ..step.data_parallel import Switch, find_misplaced_ddp
+from ..step.first_look import Seen, check_gradients_came, warn_of_written_gradients
 from ..step.step_agreement import StepAgreement, thawed_text
 from .chain import Chain
 from .link import AnyWindow
@@ -88,10 +88,7 @@ class Completion:
         frozen, problem = self._frozen_since()
         if window.scaled and not window.calls:
             window.strays = window.has_strays([param for _, param, _ in self.chain.given])
-        seen = None
-        if not self.looked:
-            params = [param for _, param, _ in self.chain.given]
-            seen = Seen.of(window, params, self.chain.optimizer.param_groups, self._facts(window))
+        seen = None if self.looked else self._seen(window)
         if self._unused is not None and not window.captured and not self._unused.end_window():
             self._unused = None
         # Before anybody else takes, or looks at, the gradients of the model's parameters: a rank has the same order of
@@ -101,13 +98,14 @@ class Completion:
         for link in self.chain.catching_up:
             link.catch_up(window)
         if seen is not None:
-            self._look(seen, window)
+            self._look(seen, window, averaged and switch is not None and (switch.in_backward or window.reduced))
         for link in self.chain.bringing:
             problem = link.bring(window, averaged) or problem
         window.holds_old = True
         if seen is not None:
             on_all_ranks(lambda: check_kinds(self.params, self.plan.entries), self.chain.registry)
-            self.looked = True
+            self.looked = window.looked = True
+            window.forget_gradients()
         for param in self.params:
             gradient = param.grad
             if gradient is not None and (gradient.layout is not torch.strided or gradient.dtype.is_complex):
@@ -123,9 +121,29 @@ class Completion:
             watcher.complete(window)
         return problem
 
-    def _look(self, mine: Seen, window: AnyWindow) -> None:
+    def _seen(self, window: AnyWindow) -> Seen:
+        """What this rank sees of the gradients that backward left, and of what is around the model."""
+        params = [param for _, param, _ in self.chain.given]
+        seen = Seen.of(window, params, self.chain.optimizer.param_groups, self._facts(window))
+        held = [h.path[0] for h in self.chain.held]
+        found = find_misplaced_ddp(held, self.plan.entries, self.chain.registry) if seen.wrong is None else None
+        if found is None:
+            return seen
+        name, ranks = found
+        return seen._replace(
+            wrong=f"a DistributedDataParallel over the ranks {ranks} is around {name}, of which they hold different shards. "
+            "It has given all of them the shard of one rank, and averages gradients of different shards. Make the model "
+            "anew; wrap it by DistributedDataParallel(model, process_group=registry.group(...)) with the data axes, and "
+            "give that as data_parallel=; or don't wrap it"
+        )
+
+    def _look(self, mine: Seen, window: AnyWindow, averaged: bool) -> None:
         """What all ranks see of the gradients that backward left: whether they came as they should, and what sums are to
-        be made that nobody declared. Collectives: an object all-gather."""
+        be made that nobody declared. Collectives: an object all-gather.
+
+        Args:
+            averaged: They were averaged over the data axes in backward.
+        """
         params = [param for _, param, _ in self.chain.given]
         seen = gather_objects(mine, self.chain.registry)
         check_gradients_came(seen, window.scaled)
@@ -133,6 +151,7 @@ class Completion:
             raise self._agreement.error(
                 self._agreement.sent, "ranks disagree about the first step, nothing was stepped"
             )
+        warn_of_written_gradients(seen, self.chain.registry.topology, window.scaled, averaged)
         if settle_sums(params, [of_rank.sums for of_rank in seen]):
             self.plan = self._with_sums(self.plan)
             self._buckets = list(self._make_buckets(self.plan))

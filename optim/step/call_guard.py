@@ -47,8 +47,8 @@ class CallGuard:
         self._owners: list[weakref.ref[Any]] = []
         handle = optimizer.register_step_pre_hook(self)
         self._id = handle.id
-        hooks: Any = optimizer._optimizer_step_pre_hooks  # an OrderedDict
-        hooks.move_to_end(self._id, last=False)  # before user hooks run
+        if isinstance(hooks := optimizer._optimizer_step_pre_hooks, OrderedDict):
+            hooks.move_to_end(self._id, last=False)  # before user hooks run
         for name in FORWARDED:
             method = getattr(type(optimizer), name, None)
             if callable(method) and name not in vars(optimizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,6 +19,7 @@ from ...parallel.mesh.topology import Topology
 from ..gradients.bucket import Exchange
 from ..gradients.during_backward import BackwardReducer
 from ..norm.entries import ParameterEntry
+from ..norm.numbers import is_whole
 from .window import Window
 
 
@@ -47,8 +49,8 @@ class Reduce:
             raise ValueError(
                 "Reduce(overlap=True, average_data=False): there is nothing to reduce while backward runs; leave one out"
             )
-        if self.bucket_bytes is not None and self.bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes={self.bucket_bytes}: give a number of bytes >= 1")
+        if self.bucket_bytes is not None and not is_whole(self.bucket_bytes, 1):
+            raise ValueError(f"bucket_bytes={self.bucket_bytes!r}: give a whole number of bytes >= 1")
 
 
 class Switch(ABC):
@@ -57,11 +59,13 @@ class Switch(ABC):
     Attributes:
         on: Whether the next forward and backward reduce.
         is_ddp: It is torch's `DistributedDataParallel` that does, or Megatron's.
+        in_backward: A module averages all gradients over the data axes before backward ends.
         float32_grads: The gradients of half-precision parameters may be float32.
     """
 
     on = True
     is_ddp = False
+    in_backward = False
     float32_grads = True
 
     def set(self, on: bool) -> None:
@@ -151,6 +155,8 @@ class DataParallelSwitch(Switch):
         TypeError: One is neither, or some are one and some the other.
     """
 
+    in_backward = True
+
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = [reducing_module(module) if isinstance(module, nn.Module) else module for module in modules]
         by_ddp = {isinstance(module, DistributedDataParallel) for module in self.modules}
@@ -239,6 +245,34 @@ def check_group(module: nn.Module, group: dist.ProcessGroup, registry: ProcessGr
         f"{expected}. It has also copied the parameters of rank {ranks[0]} to all of its ranks, so shards are lost: make "
         f"the model anew, and give {write}"
     )
+
+
+def find_misplaced_ddp(
+    params: Iterable[Tensor], entries: Iterable[ParameterEntry], registry: ProcessGroupRegistry
+) -> tuple[str, list[int]] | None:
+    """Return a sharded parameter of a `DistributedDataParallel` over ranks with other shards of it, and these ranks.
+
+    All modules of the process are searched, because a `DistributedDataParallel` is not found from its parameters.
+
+    Args:
+        params: The model's parameters.
+        entries: Their entries in the plan.
+    Returns: None if there is no such module. Collectives, host reads: none.
+    """
+    topology = registry.topology
+    replicas = {*topology.peers(registry.global_rank, *topology.data_axes)}
+    sharded = {
+        id(param): entry.name
+        for param, entry in zip(params, entries, strict=True)
+        if topology.size(*(axis for axis in entry.spec.distinct_axes(topology) if axis not in topology.data_axes)) > 1
+    }
+    for module in gc.get_objects() if sharded else ():
+        if not issubclass(type(module), DistributedDataParallel):
+            continue
+        name = next((sharded[id(param)] for param in module.parameters() if id(param) in sharded), None)
+        if name is not None and not {*(ranks := dist.get_process_group_ranks(module.process_group))} <= replicas:
+            return name, sorted(ranks)
+    return None
 
 
 def modules_in(data_parallel: nn.Module | Sequence[nn.Module] | Reduce | None) -> list[nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from ...parallel.interop.pending_sums import Sums
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.calls import is_transport_error
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from ...parallel.mesh.topology import Topology
 from .window import Window
 
 SAY_SO = (
@@ -33,7 +35,9 @@ class Seen(NamedTuple):
     divided_again: bool  # by a pipeline schedule
     sums: Sums  # of gradients that are DTensors
     wrong: str | None  # with them, or with who clips them
-    facts: int  # of a `StepAgreement`; 0 in all where ranks agree
+    facts: int = 0  # of a `StepAgreement`; 0 in all where ranks agree
+    looked: bool = False  # an earlier step was checked
+    written: tuple[int, int] = (0, 0)  # of so many gradients, since the last backward
 
     @classmethod
     def of(
@@ -55,7 +59,8 @@ class Seen(NamedTuple):
         except ValueError as error:
             wrong = str(error)
         broken = window.phase == "broken"
-        return cls(window.calls, some, not_zero, elsewhere, broken, window.divided_again, sums, wrong, facts)
+        counts = window.looked, window.count_written(params)
+        return cls(window.calls, some, not_zero, elsewhere, broken, window.divided_again, sums, wrong, facts, *counts)
 
 
 def check_gradients_came(seen: Sequence[Seen], scaled: bool) -> None:
@@ -65,8 +70,8 @@ def check_gradients_came(seen: Sequence[Seen], scaled: bool) -> None:
         seen: By all ranks.
         scaled: There is a loss scale.
     Raises:
-        RuntimeError: Nobody scaled the loss, though there is a loss scale; there is no gradient anywhere; or a pipeline
-            schedule divided some twice.
+        RuntimeError: Nobody scaled the loss, though there is a loss scale; there is no gradient anywhere after a backward,
+            or in the first step; or a pipeline schedule divided some twice.
         ValueError: The gradient of a DTensor is laid out in a way of which nothing can be made; a Trainer
             has clipped, or accelerate would.
     """
@@ -85,7 +90,13 @@ def check_gradients_came(seen: Sequence[Seen], scaled: bool) -> None:
             "gradients are there, but their loss was not multiplied by the loss scale that they would be divided by: "
             + SAY_SO
         )
-    if called and not any(rank.some or rank.unknown for rank in seen):
+    none = not any(rank.some or rank.unknown for rank in seen)
+    if none and not called and not any(rank.looked for rank in seen):
+        raise RuntimeError(
+            "step() was called before any backward: no parameter of the optimizer has a gradient on any rank; call "
+            "optimizer.backward(loss) first"
+        )
+    if none and called:
         where = (
             "they are in param.main_grad: give the module that keeps them there, Megatron's DistributedDataParallel, as "
             "data_parallel="
@@ -94,6 +105,30 @@ def check_gradients_came(seen: Sequence[Seen], scaled: bool) -> None:
             "give it other parameters"
         )
         raise RuntimeError(f"no parameter of the optimizer has a gradient on any rank, after a backward: {where}")
+
+
+def warn_of_written_gradients(seen: Sequence[Seen], topology: Topology, scaled: bool, averaged: bool) -> None:
+    """Warn on every rank, in the first step, if gradients were written to between the last backward and `step`.
+
+    Not where they were complete by then, on one rank or averaged over all ranks in backward, and there is no loss scale.
+
+    Args:
+        seen: By all ranks.
+        scaled: There is a loss scale.
+        averaged: Gradients were averaged over the data axes in backward.
+    """
+    others = topology.world_size if not averaged else topology.world_size // topology.size(*topology.data_axes)
+    rank, (count, known) = max(enumerate(of_rank.written for of_rank in seen), key=lambda item: item[1][0])
+    if not count or (others == 1 and not scaled):
+        return
+    state = "of this rank alone, not reduced over ranks yet" if others > 1 else "multiplied by the loss scale"
+    warnings.warn(
+        f"{count} of {known} gradients on rank {rank} were written to between backward and step, as by "
+        "torch.nn.utils.clip_grad_norm_ or clip_grad_value_: they were "
+        f"{state}. To clip, take that call out and give ParallelOptimizer max_norm=. If you change gradients on purpose, "
+        "silence this: warnings.filterwarnings('ignore', message='.*were written to between backward and step')",
+        stacklevel=2,
+    )
 
 
 def check_window_is_used(window: Window[Any, Any], params: Sequence[Tensor], registry: ProcessGroupRegistry) -> None:

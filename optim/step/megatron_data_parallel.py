@@ -49,7 +49,7 @@ class MegatronSwitch(DataParallelSwitch):
         ValueError: Its config asks for what would be done twice, or for sums where means are taken.
     """
 
-    is_ddp = True
+    is_ddp, in_backward = True, False  # in hand_over, without overlap
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.modules = module, [module]

@@ -11,6 +11,7 @@ import torch
 
 from ...parallel.mesh.plain_values import check_count
 from ..clip.verdict import Verdict
+from ..norm.numbers import is_whole
 from .first_look import SAY_SO
 from .step_agreement import Facts
 
@@ -32,8 +33,8 @@ class Skip:
 
     def check(self) -> None:
         """Raise ValueError if it is out of range."""
-        if self.most_in_a_row < 1:
-            raise ValueError(f"most_in_a_row={self.most_in_a_row}: give a number >= 1")
+        if not is_whole(self.most_in_a_row, 1):
+            raise ValueError(f"most_in_a_row={self.most_in_a_row!r}: give a whole number >= 1")
 
 
 OnNonfinite = Literal["skip", "raise"] | Skip

@@ -25,8 +25,10 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ...parallel.interop.local import has_dtensors
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..clip.verdict import Divisor
+from ..norm.numbers import check_number, is_whole
 from .divided import watching_stages
 from .weights import Place, Weight, place_of, weight_slots
 
@@ -61,14 +63,15 @@ class Window(Generic[Asked, Verdict]):
         holds_old: The gradients of the window before have been reduced and nobody has cleared them.
         came: A backward has left a gradient on this rank, ever.
         divided_again: A pipeline schedule has divided gradients that were divided before, ever.
+        looked: The gradients of a window have been checked by all ranks together, which the first step does.
     """
 
     def __init__(self, steps: int | None, scaled: bool = False) -> None:
-        if steps is not None and (not isinstance(steps, int) or steps < 1):
+        if steps is not None and not is_whole(steps, 1):
             raise ValueError(f"accumulation_steps={steps!r}: give a whole number >= 1, or None to decide yourself")
         self.steps, self.scaled = steps, scaled
         self.holds_old = self.left_out = self.several = self.captured = self.came = self.divided_again = False
-        self.entered = False
+        self.entered = self.looked = False
         self._stepped_with: _Gradient | None = None
         self._weight = Weight()
         self._slots: tuple[tuple[object, ...], Tensor, Place] | None = None
@@ -93,6 +96,7 @@ class Window(Generic[Asked, Verdict]):
         self.verdict: Verdict | None = None
         self._weighted: bool | None = None
         self._with_gradient: list[int] = []
+        self._recorded: list[_Gradient] = []
         self._handled: BaseException | None = None  # when the last micro-batch began
 
     def clear(self) -> None:
@@ -108,6 +112,18 @@ class Window(Generic[Asked, Verdict]):
             return False
         found = _Gradient.last_of(params)
         return found is not None and not found.is_still(self._stepped_with)
+
+    def count_written(self, params: Sequence[Tensor]) -> tuple[int, int]:
+        """Return how many gradients were written to in place since the last micro-batch, and of how many that is known.
+
+        Known before the first check of gradients only, of plain tensors.
+        """
+        written = [before for before in self._recorded if before.was_written(params[before.position].grad)]
+        return len(written), len(self._recorded)
+
+    def forget_gradients(self) -> None:
+        """Let others write to the gradients of this window."""
+        self._recorded = []
 
     @property
     def weight(self) -> float | Tensor:
@@ -242,6 +258,8 @@ class Window(Generic[Asked, Verdict]):
             raise
         finally:
             self.entered = False
+        if not self.looked:
+            self._recorded = _Gradient.all_of(params)
         if self.steps != 1:
             self._with_gradient = [index for index, param in enumerate(params) if param.grad is not None]
 
@@ -279,7 +297,9 @@ class Window(Generic[Asked, Verdict]):
                 "give every micro-batch of a window a weight, or none: sums and means don't add up. A micro-batch without "
                 "samples has the weight 0: backward(None, weight=0)"
             )
-        if isinstance(weight, (int, float)) and not 0 <= weight < inf:
+        if weight is not None:
+            check_number(weight, "weight", "a number or a 0-dim tensor, such as the number of tokens in the loss")
+        if weight is not None and not isinstance(weight, Tensor) and not 0 <= weight < inf:
             raise ValueError(f"weight={weight}: give a finite number >= 0, such as the number of tokens in the loss")
         if weight is not None:
             self._weight.check_captured(weight)
@@ -331,6 +351,20 @@ class _Gradient(NamedTuple):
             if gradient is not None:
                 return cls(index, weakref.ref(gradient), gradient._version)
         return None
+
+    @classmethod
+    def all_of(cls, params: Sequence[Tensor]) -> list[_Gradient]:
+        """Those of all parameters which have one; without DTensors, of which torch's own functions know the full tensor."""
+        gradients = ((index, param.grad) for index, param in enumerate(params))
+        return [
+            cls(index, weakref.ref(gradient), gradient._version)
+            for index, gradient in gradients
+            if gradient is not None and not has_dtensors((gradient,))
+        ]
+
+    def was_written(self, now: Tensor | None) -> bool:
+        """Return whether ``now`` is the same tensor and was written to in place."""
+        return now is not None and self.tensor() is now and now._version != self.version
 
     def is_still(self, before: _Gradient | None) -> bool:
         """Whether it is the same, and has not been written to."""

@@ -237,11 +237,21 @@ def declared_differently(run: Run) -> None:
     run.optimizer()
 
 
-@mistake("tensor=2", Error(ReplicaMismatchError, "up.bias"), write="declare once, with all rules")
+@mistake("tensor=2", Right(), write="declare once, with all rules")
 def declared_twice(run: Run) -> None:
-    """A second `declare()` contradicts the first one, which was right."""
+    """A second `declare()` with `"*"`, the default for parameters that nothing else declares."""
     declare(run.model, {"*": P()})
     run.train(run.optimizer())
+
+
+@mistake(
+    "tensor=2",
+    Error(ValueError, "was declared P('tensor') before, and the pattern 'up.*' says P(); give the full name"),
+    write="declare once, with all rules; or the full name",
+)
+def declared_twice_by_patterns(run: Run) -> None:
+    """A pattern of a second `declare()` contradicts the first one."""
+    declare(run.model, {"up.*": P()})
 
 
 @mistake("tensor=2", Right(), write="`declare` before the optimizer is made: a later one has no effect on it")
@@ -586,7 +596,9 @@ def ddp_not_named(run: Run) -> None:
 
 
 @mistake(
-    "data=2,tensor=2", Error(ValueError, "DistributedDataParallel"), write='`process_group=registry.group("data")`'
+    "data=2,tensor=2",
+    Error(ValueError, "data_parallel=DistributedDataParallel averages gradients over ranks", stepped_before=True),
+    write='`process_group=registry.group("data")`',
 )
 def ddp_over_the_world(run: Run) -> None:
     """`DistributedDataParallel` over all ranks of a model that is split, given as `data_parallel=`."""
@@ -595,7 +607,9 @@ def ddp_over_the_world(run: Run) -> None:
 
 @mistake(
     "data=2,tensor=2",
-    Error(RuntimeError, "DistributedDataParallel"),
+    Error(
+        ValueError, "a DistributedDataParallel over the ranks [0, 1, 2, 3] ... or don't wrap it", stepped_before=True
+    ),
     write='`process_group=registry.group("data")`, and `data_parallel=model`',
 )
 def ddp_over_the_world_not_named(run: Run) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from meshstep.optim import ParallelOptimizer
+from meshstep.optim import Measure, ParallelOptimizer, Reduce, Sharded
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from meshstep.parallel.interop.dtensor import keep_specs
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from world import World
 
@@ -62,3 +66,70 @@ def ddp_over_data_ranks(topology: Topology) -> None:
 @pytest.mark.parametrize("topology", [Topology(data=2, tensor=2), Topology(data=4), Topology(pipe=2, dp=2)], ids=str)
 def test_ddp_over_data_ranks_is_accepted(world: World, topology: Topology) -> None:
     world.run(4, ddp_over_data_ranks, topology)
+
+
+def stepped_by_unnamed_ddp(topology: Topology, axes: tuple[str, ...], options: dict[str, Any]) -> str:
+    with ProcessGroupRegistry(topology) as registry:
+        torch.manual_seed(registry.rank("tensor"))
+        model = nn.Linear(4, 2)
+        nn.init.zeros_(model.bias)
+        declare(model, {"weight": P("tensor"), "bias": P()})
+        ddp = DistributedDataParallel(model, process_group=registry.group(*axes))
+        optimizer = ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), registry, **options)
+        before = model.weight.detach().clone()
+        optimizer.backward(ddp(torch.ones(3, 4)).square().sum())
+        try:
+            optimizer.step()
+        except ValueError as error:
+            assert torch.equal(before, model.weight)
+            return str(error)
+        return "no error"
+
+
+UNCOMPARED: dict[str, Any] = {"measure": Measure(check_replicas=False)}  # sums over "tensor" are missing in the model
+
+
+@pytest.mark.parametrize(
+    "options", [UNCOMPARED, {**UNCOMPARED, "states": Sharded("data")}, {**UNCOMPARED, "data_parallel": Reduce()}]
+)
+def test_unnamed_ddp_over_shards_is_an_error(world: World, options: dict[str, Any]) -> None:
+    topology = Topology(data=2, tensor=2)
+    for text in world.run(4, stepped_by_unnamed_ddp, topology, ("data", "tensor"), options):
+        assert "a DistributedDataParallel over the ranks [0, 1, 2, 3] is around" in text
+        assert "of which they hold different shards" in text
+        assert "wrap it by DistributedDataParallel(model, process_group=registry.group(...)) with the data axes" in text
+
+
+def test_unnamed_ddp_over_the_data_axes_is_accepted(world: World) -> None:
+    topology = Topology(data=2, tensor=2)
+    assert world.run(4, stepped_by_unnamed_ddp, topology, ("data",), UNCOMPARED) == ["no error"] * 4
+
+
+def fully_sharded_over_the_world(dims: tuple[str, ...], shape: tuple[int, ...], spec: P) -> str:
+    with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
+        model = nn.Linear(8, 8, bias=False)
+        declare(model, {"weight": spec})
+        with keep_specs(model):
+            fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=dims))
+        try:
+            ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), registry, data_parallel=model)
+        except ValueError as error:
+            return str(error)
+        return "no error"
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape", "spec", "text"),
+    [
+        (("data",), (4,), P("tensor"), "dim 'data' holds ranks"),
+        (("world",), (4,), P("tensor"), "tensor"),
+        (("tensor",), (4,), P("tensor"), "dim 'tensor' holds ranks"),
+    ],
+    ids=["data", "world", "tensor"],
+)
+def test_fully_shard_over_shards_is_an_error(
+    world: World, dims: tuple[str, ...], shape: tuple[int, ...], spec: P, text: str
+) -> None:
+    for found in world.run(4, fully_sharded_over_the_world, dims, shape, spec):
+        assert text in found
+        assert found != "no error"

@@ -349,3 +349,53 @@ def test_a_first_gradient_that_comes_later_starts_its_momentum_then(world: World
     fused, plain = (world.run(2, late_gradient, kind) for kind in (True, False))
     for one, other in zip(fused, plain, strict=True):
         assert one == pytest.approx(other, rel=1e-6)
+
+
+def step_without_gradients(options: dict[str, Any]) -> str:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        model = nn.Linear(4, 3)
+        nn.init.constant_(model.weight, 0.5)
+        nn.init.zeros_(model.bias)
+        precision_of("bf16").prepare(model, registry)
+        declare(model, {"*": P()})
+        inner = torch.optim.SGD(model.named_parameters(), lr=0.1, weight_decay=0.1)
+        optimizer = ParallelOptimizer(inner, registry, precision="bf16", **arguments(**options))
+        before = model.weight.detach().clone()
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            assert torch.equal(before, model.weight)
+            if registry.global_rank == 0:  # a rank may have no loss
+                optimizer.backward(model(torch.ones(2, 4, dtype=torch.bfloat16)).float().sum())
+            else:
+                optimizer.backward(None)
+            assert float(optimizer.step().total_norm) > 0
+            optimizer.zero_grad()
+            optimizer.step()  # only the first step is checked
+            return str(error)
+        return "no error"
+
+
+@pytest.mark.parametrize("options", [{}, {"max_norm": 0.5}, ZERO1, ZERO2, {"data_parallel": Reduce(overlap=True)}])
+def test_first_step_without_gradients_is_an_error(world: World, options: dict[str, Any]) -> None:
+    for text in world.run(2, step_without_gradients, options):
+        assert text.startswith("step() was called before any backward: no parameter of the optimizer has a gradient")
+
+
+def step_after_a_group_was_added() -> float:
+    model, more = nn.Linear(4, 3), nn.Parameter(torch.ones(2))
+    declare(model, {"*": P()})
+    declare(nn.ParameterDict({"more": more}), {"*": P()})
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        nn.init.constant_(model.weight, 0.5)
+        nn.init.zeros_(model.bias)
+        optimizer = ParallelOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1), registry)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.add_param_group({"params": [("more", more)]})
+        return float(optimizer.step().total_norm)
+
+
+def test_later_step_without_gradients_is_none(world: World) -> None:
+    assert world.run(2, step_after_a_group_was_added) == [0.0, 0.0]

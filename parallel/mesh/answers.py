@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -52,7 +52,7 @@ class Answering:
 
     def _run(self) -> None:
         answered = 0
-        with suppress(RuntimeError):  # the store's server has ended
+        with closing(self._server), suppress(RuntimeError):  # the store's server has ended
             while not self._stop.wait(LOOKS_EVERY) and self.is_of_now():
                 self._server.check()
                 if self._store.check([_QUESTIONS]):
@@ -91,6 +91,11 @@ class _Server:
             with suppress(OSError):
                 self._socket = socket.create_connection((store.host, store.port), timeout=PATIENCE)
                 self._socket.setblocking(False)
+
+    def close(self) -> None:
+        """Close the connection; `check` raises from then on."""
+        if self._socket is not None:
+            self._socket.close()
 
     def check(self) -> None:
         """Raise RuntimeError where it has ended."""

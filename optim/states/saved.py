@@ -19,6 +19,7 @@ from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import printable
 from ..clip.state import ClipState
 from ..step.call_guard import own_calls
+from ..step.memory_order import lay_out_states
 from ..step.skips import SkipMonitor
 from .chain import Chain
 from .coordinates import Coordinates
@@ -77,6 +78,7 @@ class Saved:
             self.check(state)
             with own_calls:
                 inner.load_state_dict({key: value for key, value in state.items() if key != "meshstep"})
+            lay_out_states(inner)
             if own is not None and scale is not None:
                 scale.load_state_dict(own["loss_scale"])
 

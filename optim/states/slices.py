@@ -93,7 +93,7 @@ class Slices:
 
     def reload(self) -> None:
         """Set the pieces to the parameters, whether or not a write was seen."""
-        self._seen = [(0, -1)] * len(self.params)
+        self._seen = [(0, -1, ())] * len(self.params)
         self.refresh()
 
     def gather(self) -> Finish:

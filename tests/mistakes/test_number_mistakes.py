@@ -214,9 +214,7 @@ def torch_clipping_of_some_parameters_with_accumulation(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(
-        RuntimeError, "no parameter of the optimizer has a gradient on any rank; call optimizer.backward(loss) first"
-    ),
+    Error(RuntimeError, "a clip was called before any backward ... call optimizer.backward(loss) first"),
     write="`backward`, `clip_grad_by_norm`, `step`",
 )
 def clipped_before_backward(run: Run) -> None:

@@ -249,7 +249,9 @@ def _said_in(manifest: Mapping[str, Any], directory: Path) -> tuple[dict[str, Fi
         files = {name: FileRecord.of_json(record) for name, record in manifest["files"].items()}
         ranks = sum(rank_file(rank) in files for rank in range(len(files)))
         if prod(manifest["axes"].values()) != ranks or SHARED_FILE not in files:
-            raise ValueError(f"axes are {manifest['axes']}, and there are files of {ranks} ranks; it must be one for each")
+            raise ValueError(
+                f"axes are {manifest['axes']}, and there are files of {ranks} ranks; it must be one for each"
+            )
         return files, Topology(roles=manifest["roles"], **manifest["axes"])
 
 
@@ -265,9 +267,10 @@ def _naming(file: Path) -> Iterator[None]:
 
 def _check_schedule(saved: Any, schedule: LRScheduler) -> None:
     """Raise ValueError where a saved schedule's state is not like the one that it is to replace."""
-    check_like(saved, schedule.state_dict(), "schedule")
-    for name in saved:
-        if name not in schedule.__dict__ and hasattr(type(schedule), name):
+    now = schedule.state_dict()
+    check_like(saved, now, "schedule")
+    for name in saved or ():
+        if name not in now and hasattr(type(schedule), name):
             raise ValueError(f"schedule has {name!r}, which is a method of {type(schedule).__name__}")
 
 

@@ -272,9 +272,10 @@ def _naming(file: Path) -> Iterator[None]:
 
 def _check_schedule(saved: Any, schedule: LRScheduler) -> None:
     """Raise ValueError where a saved schedule's state is not like the one that it is to replace."""
-    check_like(saved, schedule.state_dict(), "schedule")
-    for name in saved:
-        if name not in schedule.__dict__ and hasattr(type(schedule), name):
+    now = schedule.state_dict()
+    check_like(saved, now, "schedule")
+    for name in saved or ():
+        if name not in now and hasattr(type(schedule), name):
             raise ValueError(f"schedule has {name!r}, which is a method of {type(schedule).__name__}")
 
 

@@ -168,7 +168,7 @@ class Monitor:
             fields({"step": check_count, "skipped_steps": check_count})(state, "state")
         except ValueError as error:
             raise ValueError(
-                f"{state!r:.200} is no state of a Monitor ({error}); give what its state_dict() returned"
+                f"{state!r:.200} is no state of a Monitor; give what its state_dict() returned ({error})"
             ) from None
         step, skipped = state["step"], state["skipped_steps"]
         self.step, self._skipped = step, self._zero() + skipped

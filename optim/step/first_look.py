@@ -88,8 +88,8 @@ def check_gradients_came(seen: Sequence[Seen], scaled: bool) -> None:
     none = not any(rank.some or rank.unknown for rank in seen)
     if none and not called and not any(rank.looked for rank in seen):
         raise RuntimeError(
-            "step() was called before any backward: no parameter of the optimizer has a gradient on any rank; call "
-            "optimizer.backward(loss) first"
+            "step() or a clip was called before any backward: no parameter of the optimizer has a gradient on any rank; "
+            "call optimizer.backward(loss) first"
         )
     if none and called:
         where = (
@@ -103,9 +103,10 @@ def check_gradients_came(seen: Sequence[Seen], scaled: bool) -> None:
 
 
 def warn_of_written_gradients(seen: Sequence[Seen], topology: Topology, scaled: bool, averaged: bool) -> None:
-    """Warn on every rank, in the first step, if gradients were written to between the last backward and `step`.
+    """Warn on every rank, in the first step, if a rank's gradients were written to between the last backward and `step`.
 
-    Not where they were complete by then, on one rank or averaged over all ranks in backward, and there is no loss scale.
+    All of them, as torch's clipping does: who writes to some, such as rows of an embedding, means it. No warning where
+    gradients were complete by then, on one rank or averaged over all ranks in backward, and there is no loss scale.
 
     Args:
         seen: By all ranks.
@@ -113,15 +114,15 @@ def warn_of_written_gradients(seen: Sequence[Seen], topology: Topology, scaled: 
         averaged: Gradients were averaged over the data axes in backward.
     """
     others = topology.world_size if not averaged else topology.world_size // topology.size(*topology.data_axes)
-    rank, (count, known) = max(enumerate(of_rank.written for of_rank in seen), key=lambda item: item[1][0])
-    if not count or (others == 1 and not scaled):
+    ranks = [rank for rank, of_rank in enumerate(seen) if 0 < of_rank.written[0] == of_rank.written[1]]
+    if not ranks or (others == 1 and not scaled):
         return
     state = "of this rank alone, not reduced over ranks yet" if others > 1 else "multiplied by the loss scale"
     warnings.warn(
-        f"{count} of {known} gradients on rank {rank} were written to between backward and step, as by "
-        "torch.nn.utils.clip_grad_norm_ or clip_grad_value_: they were "
-        f"{state}. To clip, take that call out and give ParallelOptimizer max_norm=. If you change gradients on purpose, "
-        "silence this: warnings.filterwarnings('ignore', message='.*were written to between backward and step')",
+        f"all gradients of rank {ranks[0]} were written to between backward and step, as by torch.nn.utils.clip_grad_norm_ "
+        f"or clip_grad_value_: they were {state}. To clip, take that call out and give ParallelOptimizer max_norm=. If you "
+        "change gradients on purpose, silence this: warnings.filterwarnings('ignore', message='.*were written to between "
+        "backward and step')",
         stacklevel=2,
     )
 

@@ -214,7 +214,7 @@ def torch_clipping_of_some_parameters_with_accumulation(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(RuntimeError, "the gradients of this window have been clipped ... call step() or zero_grad() before"),
+    Error(RuntimeError, "a clip was called before any backward ... call optimizer.backward(loss) first"),
     write="`backward`, `clip_grad_by_norm`, `step`",
 )
 def clipped_before_backward(run: Run) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import meshstep
 import pytest
@@ -45,7 +46,7 @@ def as_in_a_new_process() -> Iterator[None]:
             gc.enable()
 
 
-def files_of_step(precision: str, states: str) -> list[str]:
+def files_of_step(precision: Any, states: str) -> list[str]:
     """Return the files that the third step enters, backward included, in order; with the compiled loops."""
     entered: list[str] = []
 
@@ -59,7 +60,8 @@ def files_of_step(precision: str, states: str) -> list[str]:
         precision_of(precision).prepare(model, registry)
         declare(model, {"*": P()})
         adamw = torch.optim.AdamW(model.parameters(), fused=True)
-        optimizer = ParallelOptimizer(adamw, registry, max_norm=0.1, precision=precision, **STATES[states])
+        options: dict[str, Any] = {"max_norm": 0.1, "precision": precision, **STATES[states]}
+        optimizer = ParallelOptimizer(adamw, registry, **options)
         x = torch.randn(4, 8, dtype=next(model.parameters()).dtype)
         for step in range(3):
             optimizer.zero_grad()

@@ -31,7 +31,8 @@ def frozen_then_added(how: str, mode: str) -> dict[str, Tensor]:
         model = nn.ParameterDict({name: torch.linspace(0.5, 2, 6).to(dtype) for name in "abc"})
         declare(model, {"*": P()})
         adamw = torch.optim.AdamW([model["a"], model["b"]], lr=0.125, weight_decay=0.5)
-        optimizer = ParallelOptimizer(adamw, registry, precision=precision, **OPTIONS[how])
+        options: dict[str, Any] = {"precision": precision, **OPTIONS[how]}
+        optimizer = ParallelOptimizer(adamw, registry, **options)
 
         def step(*names: str) -> None:
             optimizer.zero_grad()

@@ -68,7 +68,7 @@ class One(nn.Module):
         return values[0] if values else None
 
 
-MESHES: dict[str, dict[str, int]] = {
+MESHES: dict[str, dict[str, Any]] = {
     "owned": {"data": 1, "tensor": 2},
     "stage": {"data": 1, "pipe": 2},
     "short": {"data": 2},

@@ -39,7 +39,8 @@ def written(mode: str, states: tuple[Placement, ...], reload: bool) -> float | s
     with ProcessGroupRegistry(Topology(data=2)) as registry, small_buckets(16):
         torch.manual_seed(5)
         model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)).to(dtype)
-        model[0].weight.data = model[0].weight.data.t().contiguous().t()  # a piece of it is a copy
+        weight = next(model.parameters())
+        weight.data = weight.detach().t().contiguous().t()  # a piece of it is a copy
         declare(model, {"*": P()})
         sgd = torch.optim.SGD(model.named_parameters(), lr=0.125)
         try:

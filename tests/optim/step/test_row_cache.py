@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -57,16 +58,19 @@ def test_signature_differs_for_every_property(change: str) -> None:
 
 def test_signature_fits_no_other_count_of_tensors() -> None:
     signature = Signature([base()])
-    assert not any(map(signature.fits, ([], [base(), base()], [None])))
+    assert not any([signature.fits([]), signature.fits([base(), base()]), signature.fits([None])])
     assert Signature([]).fits([])
 
 
-def made(param: nn.Parameter, name: str = "AdamW", **options: object) -> ParallelOptimizer[object]:
+def made(param: nn.Parameter, name: str = "AdamW", **options: Any) -> ParallelOptimizer[Any]:
     declare(nn.ParameterList([param]), {"*": P()})
-    return ParallelOptimizer(MAKE[name]([param]), ProcessGroupRegistry(Topology()), max_norm=0.7, **options)  # type: ignore[arg-type]
+    optimizer: ParallelOptimizer[Any] = ParallelOptimizer(
+        MAKE[name]([param]), ProcessGroupRegistry(Topology()), **{"max_norm": 0.7, **options}
+    )
+    return optimizer
 
 
-def step(param: nn.Parameter, optimizer: ParallelOptimizer[object]) -> None:
+def step(param: nn.Parameter, optimizer: ParallelOptimizer[Any]) -> None:
     dtype = param.grad_dtype or param.dtype
     param.grad = torch.arange(1.0, 1 + param.numel()).view(param.shape).to(dtype)
     optimizer.step()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...parallel.layout.pieces import Region
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from ..kernels.memory import resolve_
+from ..kernels.memory import PLAIN, resolve_
 from ..norm.entries import ParameterEntry
 from ..norm.plan import ReductionPlan
 from ..step.call_guard import own_calls
@@ -66,8 +66,8 @@ class Chain:
 
     def _add(self, groups: list[dict[str, Any]]) -> None:
         held = held_in(groups, first=len(self.given))
-        for h in held:
-            resolve_(h.param)  # links read memory: pieces are views of it
+        for param in (h.param for h in held if type(h.param) in PLAIN and h.param.is_neg()):
+            resolve_(param)  # links read memory: pieces are views of it
         # The plan is agreed anew, without what has been frozen since: that is frozen for good.
         self.frozen += [param for _, param, trained in self.given if trained and not param.requires_grad]
         self.given = [(name, param, trained and param.requires_grad) for name, param, trained in self.given]

@@ -62,9 +62,11 @@ def lay_out_states(optimizer: torch.optim.Optimizer) -> None:
     """Give states of their parameter's shape its strides. Optimizers of `meshstep.optim.whole` keep theirs contiguous."""
     _laid_out.pop(optimizer, None)  # states that were loaded over are kept alive no longer
     for part in parts_of(optimizer):
-        for param in () if asks_other_ranks(part) else (p for group in part.param_groups for p in group["params"]):
+        if asks_other_ranks(part) or not part.state:
+            continue
+        for param in (param for group in part.param_groups for param in group["params"] if param in part.state):
             contiguous = param.is_contiguous()
-            for value in part.state[param].values() if param in part.state else ():
+            for value in part.state[param].values():
                 if not isinstance(value, Tensor) or (contiguous and value.is_contiguous() and not value.is_neg()):
                     continue
                 if lies_densely(param):

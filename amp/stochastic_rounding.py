@@ -194,7 +194,7 @@ class StochasticRounding:
             value = state[key]
             if is_half_kept(key, value, param):
                 kept = self.optimizer.state[param].get(key)
-                if kept is None or kept.dtype != torch.bfloat16:
+                if kept is None or kept.dtype != torch.bfloat16 or kept.stride() != value.stride():
                     kept = torch.empty_like(value, dtype=torch.bfloat16)
                 pairs.append((kept, value))
                 value = kept

@@ -34,6 +34,7 @@ from .states.pieces import Piece, named_params_of
 from .states.saved import Saved
 from .step.data_parallel import Switch
 from .step.grad_scaler import scale_of_scaler
+from .step.memory_order import lay_out_states
 from .step.skips import OnNonfinite, SkipMonitor
 from .step.stopped import stopped
 from .step.window import Window
@@ -123,6 +124,7 @@ class OptimizerFacade(Copied, torch.optim.Optimizer):
         # Where backward leaves gradients.
         self._model_params = [param for group in self._groups for _, param in group]
         bind_whole(self.optimizer, self._plan, self._states, self.registry)
+        lay_out_states(self.optimizer)
         if self._clip is not None:
             self._clip.bind(self._plan.parameter_names)
         self._completion = self._setup.completion(self._plan, self._states)

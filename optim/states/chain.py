@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...parallel.layout.pieces import Region
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from ..kernels.memory import PLAIN, resolve_
 from ..norm.entries import ParameterEntry
 from ..norm.plan import ReductionPlan
 from .link import AnyWindow, Link
@@ -58,6 +59,8 @@ class Chain:
 
     def _add(self, groups: list[dict[str, Any]]) -> None:
         held = held_in(groups, first=len(self.given))
+        for param in (h.param for h in held if type(h.param) in PLAIN and h.param.is_neg()):
+            resolve_(param)  # links read memory: pieces are views of it
         # The plan is agreed anew, without what has been frozen since: that is frozen for good.
         self.given = [(name, param, trained and param.requires_grad) for name, param, trained in self.given]
         self.given += [(h.name, h.param, h.param.requires_grad) for h in held]

@@ -92,7 +92,7 @@ class Copies(Link):
         self.copies: dict[Tensor, Tensor] = {}  # on the CPU, of the parameters that are offloaded
         self.buckets: list[HostBucket] = []
         self._places: dict[Tensor, tuple[int, int]] = {}  # param group and position of each
-        self._seen: dict[Tensor, tuple[int, int]] = {}
+        self._seen: dict[Tensor, tuple[int, int, tuple[int, ...]]] = {}
 
     def holds_back(self, tensor: Tensor) -> bool:
         return tensor in self.copies
@@ -201,8 +201,8 @@ class Copies(Link):
         self._refresh()
 
 
-def _look(param: Tensor) -> tuple[int, int]:
-    return param.data_ptr(), param._version
+def _look(param: Tensor) -> tuple[int, int, tuple[int, ...]]:
+    return param.data_ptr(), param._version, param.stride()
 
 
 def _buckets(params: Sequence[Tensor]) -> Iterator[HostBucket]:

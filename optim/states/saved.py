@@ -15,6 +15,7 @@ from ...amp.precision import Precision
 from ...parallel.mesh.agreement import on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..clip.state import ClipState
+from ..step.memory_order import lay_out_states
 from .chain import Chain
 from .coordinates import Coordinates
 
@@ -74,6 +75,7 @@ class Saved:
                 self.coordinates.check((own or {}).get("coordinates"))
             self.chain.check_state(weights)
             inner.load_state_dict({key: value for key, value in state.items() if key != "meshstep"})
+            lay_out_states(inner)
             if own is not None and scale is not None:
                 scale.load_state_dict(own["loss_scale"])
 

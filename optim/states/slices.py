@@ -78,8 +78,8 @@ class Slices:
         part = self._part(segment)
         return part if self.params[segment.position].is_contiguous() else part.clone()
 
-    def _look(self) -> list[tuple[int, int]]:
-        return [(param.data_ptr(), param._version) for param in self.params]
+    def _look(self) -> list[tuple[int, int, tuple[int, ...]]]:
+        return [(param.data_ptr(), param._version, param.stride()) for param in self.params]
 
     @torch.no_grad()
     def refresh(self) -> None:

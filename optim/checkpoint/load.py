@@ -50,7 +50,7 @@ def load_checkpoint(
     numbers are laid out anew; random number generators are left as they are then, and batch norm's statistics, where
     ranks had different ones, are those of data coordinate 0 (as `DistributedDataParallel` does it). Where pieces of a
     parameter come together that had made different numbers of steps (experts), all of it goes on with the fewest, and
-    elements that had no optimizer state yet have zeros; a warning names them.
+    elements that had no optimizer state yet have new ones; a warning names them.
 
     Nothing in a checkpoint is executed, whoever wrote it. Another run may save there meanwhile: if it removes what is being
     read, the newer one is read.
@@ -85,8 +85,8 @@ def load_checkpoint(
     if found.restoration.together:
         warnings.warn(
             "pieces that are put together here had made different numbers of optimizer steps: "
-            f"{'; '.join(found.restoration.together)}. Each goes on with the fewest, and with zeros where there was no "
-            "state yet, so that its next updates are others than on the mesh of the checkpoint",
+            f"{'; '.join(found.restoration.together)}. Each goes on with the fewest, and with a new state where there was "
+            "none yet, so that its next updates are others than on the mesh of the checkpoint",
             stacklevel=2,
         )
     return found.content["extra"]

@@ -3,7 +3,7 @@
 Step counts, and whatever else is one number, belong to the piece: experts on different ranks have made different numbers of
 steps, and one without tokens has no state at all. In the layout of the checkpoint each piece has its own again. In another
 one a piece may come from several; where these differ, its numbers are all those of the one with the fewest steps, and
-elements that had no state yet have zeros.
+elements that had no state yet have that of a new one.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ..parallel_optimizer import ParallelOptimizer
 from ..states.pieces import Piece
 from ..states.split_masters import SplitMasters
+from ..step.several import parts_of
 from .contents import masters_in, portable_in
 from .torch_layout import LaidOut
 
@@ -112,9 +113,14 @@ class TorchStates(torch.optim.Optimizer):
             group["lr"] = rate
         for param, grad in zip(stepped, kept, strict=True):
             param.grad = grad
-            for key, value in inner.state.get(param, {}).items():
-                if key in ("step", "mu_product"):
-                    value.fill_(0 if key == "step" else 1)
+        for part in parts_of(inner):
+            for group in part.param_groups:
+                for param in group["params"]:
+                    for key, value in part.state.get(param, {}).items():
+                        if key in ("step", "mu_product"):
+                            value.fill_(0 if key == "step" else 1)
+                        elif key in ("eta", "step_size"):  # of ASGD and Rprop, which begin at the rate
+                            value.fill_(float(group["lr"]))
 
     def _agreed_keys(self) -> dict[str, list[str]]:
         """The names of the states of each parameter: of one that is cut, those of all ranks."""

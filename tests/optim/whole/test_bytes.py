@@ -12,6 +12,7 @@ import torch.distributed as dist
 from home_runs import soap
 from measured import MAKES
 from meshstep.optim import ParallelOptimizer
+from meshstep.optim.step.call_guard import own_calls
 from meshstep.parallel import ProcessGroupRegistry
 from planted import LAYOUTS, Layout, Planted, run_step
 from whole_runs import Make, muon
@@ -47,7 +48,7 @@ def bytes_of(layout: Layout, makes: list[Make]) -> list[dict[str, int]]:
             optimizer = ParallelOptimizer(inner, registry)
             run_step(model, optimizer, 0)
             optimizer.step()
-            with sent() as counted:
+            with sent() as counted, own_calls:
                 inner.step()
             found.append(counted)
     return found

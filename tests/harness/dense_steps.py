@@ -70,7 +70,8 @@ def _elements(layout: str, name: str, rank: int) -> Tensor:
 def gradients(case: Case, setting: Setting, step: int) -> dict[str, tuple[Tensor, Tensor]]:
     """Of each parameter, flat: the mean gradient of the window, and which elements have one."""
     found = {}
-    divisor = whole_weight(case, setting, step) if setting.weighted or setting.managed else data_ranks(setting)
+    means = data_ranks(setting) * (setting.micro if setting.managed else 1)
+    divisor = whole_weight(case, setting, step) if setting.weighted else means
     for name in case.names:
         numel = prod(MODEL[name].shape)
         gradient, present = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.bool)

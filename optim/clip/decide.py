@@ -141,7 +141,7 @@ class Clipping:
             past = divisor.is_missing(norms.extra) & (norms.total != 0)  # states are also made by gradients of zeros
             finite = finite & ~past
         vetoed, parted = (None, None) if ballot is None else ballot.count(cast, finite)
-        disagreed = None if divisor.agreement is None else _is_not_zero(norms.extra[divisor.agreement])
+        disagreed = None if divisor.agreement is None else norms.extra.select(0, divisor.agreement) != 0
         decision = Decision(None)
         if rule is not None:
             state = ClipState(rule) if clip is None else clip
@@ -298,11 +298,6 @@ def inverse_weight(totals: Tensor, data_ranks: int, count: int = 1) -> Tensor:
     """
     total = totals.amax() if len(totals) > 1 else totals[0]
     return (data_ranks / total).masked_fill_(total < 0, torch.nan).masked_fill_(total == 0, 1.0 / count)
-
-
-def _is_not_zero(number: Tensor) -> Tensor:
-    """0-dim float32: 1 or 0."""
-    return torch.ne(number, 0, out=torch.empty((), dtype=torch.float32, device=number.device))
 
 
 def _is_taken(finite: Tensor, *flags: Tensor | None) -> Tensor:

@@ -30,13 +30,10 @@ NOT_COMPARED = frozenset({"params", "param_names", "max_norm"})  # the plan comp
 MOST = 6  # differences named in an error
 SINCE = "ranks disagree about a step, which was skipped on all of them"
 
-IMMUTABLE = (int, float, str, type(None))
-
 
 def hash_of(*fact: object) -> int:
     """Return a number below 2^`BITS` that is the same in every process. Args: fact: Printed, it says all."""
-    digest = int.from_bytes(blake2b(repr(fact).encode(), digest_size=4).digest(), "little")
-    return int(digest & MASK)
+    return int.from_bytes(blake2b(repr(fact).encode(), digest_size=4).digest(), "little") & MASK
 
 
 class Facts(NamedTuple):
@@ -45,14 +42,14 @@ class Facts(NamedTuple):
     Args:
         micro_batches: The number in the window.
         weighted: The window has a weight.
-        settings: For each compared param group its settings, by key, as text.
+        settings: Of each compared param group.
         frozen: Indices of parameters frozen since the plan was agreed.
         thawed: Indices of those that were frozen then and are not now: never allowed.
     """
 
     micro_batches: int
     weighted: bool
-    settings: Sequence[Mapping[str, str]] = ()
+    settings: Sequence[Settings] = ()
     frozen: tuple[int, ...] = ()
     thawed: tuple[int, ...] = ()
 
@@ -82,12 +79,16 @@ class _Class(NamedTuple):
         return self.coefficient * hash_of(self.label, fact) if self.coefficient else 0
 
 
-class _Setting(NamedTuple):
-    """One setting of a param group. Args: value: As it was read. number: The hash of its text."""
+class Settings(NamedTuple):
+    """The settings of a param group, by position. Those of `NOT_COMPARED`, and objects, are among them."""
 
-    value: object
-    text: str
-    number: int
+    keys: Sequence[str]
+    values: Sequence[object]
+
+    def as_text(self) -> dict[str, str]:
+        """Return those that are compared. Host reads: of tensors on a device."""
+        shown = zip(self.keys, self.values, strict=True)
+        return {key: _text_of(value) for key, value in shown if key not in NOT_COMPARED and _is_compared(value)}
 
 
 class _Group:
@@ -99,57 +100,88 @@ class _Group:
 
     Attributes:
         number: The sum of the hashes.
-        texts: By key; made anew at every change.
-        tensors: Those that are on a device, by key.
+        settings: As they were read.
+        tensors: Those that are on a device, with a number for each key.
     """
 
     def __init__(self, index: int, ranks: _Class) -> None:
         self.index, self.ranks = index, ranks
-        self._values: list[object] = []
-        self._known: dict[str, _Setting] = {}
-        self._mutable = True
-        self.number, self.texts, self.tensors = 0, dict[str, str](), dict[str, Tensor]()
-
-    def is_unchanged(self, group: Mapping[str, object]) -> bool:
-        """Return whether all settings are the objects that `read` saw, and can't be written to."""
-        values = self._values
-        return not self._mutable and len(values) == len(group) and all(map(is_, group.values(), values))
+        self.settings = Settings((), ())
+        self._numbers: list[int] = []
+        self._salts: list[int] = []
+        self._mutable: list[int] = []  # positions of what may be written to in place
+        self.number, self.tensors = 0, list[tuple[Tensor, int]]()
 
     def read(self, group: Mapping[str, object]) -> bool:
-        """Take the settings as they are now; return whether one has changed. Host reads: none."""
-        self._values, self._mutable, self.tensors = [*group.values()], False, {}
-        known, now = self._known, dict[str, _Setting]()
-        for key, value in group.items():
-            if key in NOT_COMPARED:
-                continue
-            before = known.get(key)
-            if before is not None and before.value is value and isinstance(value, IMMUTABLE):
-                now[key] = before
-            elif (text := self._text_of(key, value)) is not None:
-                same = before if before is not None and before.text == text else None
-                now[key] = _Setting(value, text, hash_of(self.index, key, text) if same is None else same.number)
-        number = sum(setting.number for setting in now.values())
-        has_changed = number != self.number
-        self._known, self.number = now, number
-        if has_changed:
-            self.texts = {key: setting.text for key, setting in now.items()}
+        """Take the settings as they are now; return whether one has changed. Host reads, loops over parameters: none."""
+        before = self.settings.values
+        if len(before) == len(group) and all(map(is_, group.values(), before)):
+            if not self._mutable:
+                return False
+            for at in self._mutable:
+                self._numbers[at] = self._number_at(at, self.settings.keys[at], before[at])
+        else:
+            self._read_anew([*group], [*group.values()])
+        number = sum(self._numbers)
+        has_changed, self.number = number != self.number, number
         return has_changed
 
-    def _text_of(self, key: str, value: object) -> str | None:
-        """Return the value as text; None for a tensor on a device, which is noted, and for objects."""
-        if isinstance(value, Tensor):
-            if not value.is_cpu:
-                self.tensors[key] = value
-                return None
-            self._mutable = True  # schedules write to it
-            return describe(value)
-        if isinstance(value, list | tuple):
-            self._mutable |= isinstance(value, list)
-            texts = [self._text_of(f"{key}[{at}]", item) for at, item in enumerate(value)]
-            return f"({', '.join(filter(None, texts))})"
-        if hasattr(value, "item"):  # a number of numpy's
-            value = value.item()
-        return describe(value) if isinstance(value, IMMUTABLE) else None
+    def _read_anew(self, keys: Sequence[str], values: Sequence[object]) -> None:
+        known, before = self.settings
+        finds_tensors = keys != known
+        if finds_tensors:
+            before, self._numbers = [_NEW] * len(keys), [0] * len(keys)
+            self._salts = [hash_of(self.ranks.label, self.index, key) for key in keys]
+        for at, value in enumerate(values):
+            if value is not before[at]:
+                self._numbers[at] = self._number_at(at, keys[at], value)
+                finds_tensors |= type(value) is not float or type(before[at]) is not float
+        self.settings = Settings(keys, values)
+        if finds_tensors:
+            self._find_tensors()
+
+    def _number_at(self, at: int, key: str, value: object) -> int:
+        return 0 if key in NOT_COMPARED else _number_of(value, self._salts[at])
+
+    def _find_tensors(self) -> None:
+        """Note the settings that are tensors on a device, and those that may change in place."""
+        self._mutable, self.tensors = [], []
+        for at, (key, value) in enumerate(zip(*self.settings, strict=True)):
+            items = [value] if isinstance(value, Tensor) else value if isinstance(value, list | tuple) else ()
+            if key in NOT_COMPARED:
+                continue
+            if isinstance(value, list) or any(isinstance(item, Tensor) and item.is_cpu for item in items):
+                self._mutable.append(at)
+            self.tensors += [(item, self._salts[at]) for item in items if isinstance(item, Tensor) and not item.is_cpu]
+
+
+_NEW = object()
+
+
+def _is_compared(value: object) -> bool:
+    return isinstance(value, int | float | str | list | tuple | Tensor | None) or hasattr(value, "item")
+
+
+def _number_of(value: object, salt: int) -> int:
+    """Return a hash of a setting that is the same in every process; 0 of a tensor on a device, and of objects."""
+    if isinstance(value, int | float):  # -1 and -2 have one hash in Python, and each NaN has its own
+        return hash((salt, value, -value)) & MASK if value == value else salt
+    if isinstance(value, Tensor):
+        return _number_of(value.tolist(), salt) if value.is_cpu else 0
+    if isinstance(value, list | tuple):
+        return hash((salt, *(_number_of(item, at) for at, item in enumerate(value)))) & MASK
+    if hasattr(value, "item"):  # a number of numpy's
+        return _number_of(value.item(), salt)
+    return hash_of(salt, value) if isinstance(value, str | None) else 0
+
+
+def _text_of(value: object) -> str:
+    if isinstance(value, Tensor) and not value.is_cpu:
+        return f"{describe(value)} (a tensor on {value.device.type})"
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_text_of, value))})"
+    is_of_numpy = hasattr(value, "item") and not isinstance(value, Tensor)
+    return describe(value.item() if is_of_numpy else value)  # type: ignore[attr-defined]
 
 
 class StepAgreement:
@@ -182,9 +214,9 @@ class StepAgreement:
         self._sharers = self._class_of(registry.ranks(*model) if model else (rank,), "sharers")
         members = {index: [other for other in stage if index in groups[other]] for index in sorted(groups[rank])}
         self._groups = [_Group(index, self._class_of(ranks, "group")) for index, ranks in members.items()]
-        self._of_groups = self._of_frozen = self._of_window = 0
+        self._of_groups = self._of_frozen = self._of_window = self._sum = 0
         self._window: tuple[int, bool] | None = None
-        self._settings: Sequence[Mapping[str, str]] = ()
+        self._settings: Sequence[Settings] = ()
         self._changed: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
         self._keys: Called | None = None
         self.sent = Facts(0, False)
@@ -199,17 +231,17 @@ class StepAgreement:
         """Return what this rank adds to the slot; arguments as for `Facts`. Host reads, collectives: none."""
         param_groups, changed = self.optimizer.param_groups, False
         for group in self._groups:
-            if not group.is_unchanged(param_groups[group.index]):
-                changed = group.read(param_groups[group.index]) or changed
+            if group.read(param_groups[group.index]):
+                changed = True
         same_window = (micro_batches, weighted) == self._window
         if not changed and same_window and (frozen, thawed) == self._changed:
-            return self._of_window + self._of_groups + self._of_frozen
+            return self._sum
         if changed:
             by_class: dict[_Class, int] = {}
             for group in self._groups:
                 by_class[group.ranks] = by_class.get(group.ranks, 0) + group.number
-            self._of_groups = sum(ranks.term(number) for ranks, number in by_class.items())
-            self._settings = [group.texts for group in self._groups]
+            self._of_groups = sum(ranks.coefficient * (number & MASK) for ranks, number in by_class.items())
+            self._settings = [group.settings for group in self._groups]
         if not same_window:
             self._window = micro_batches, weighted
             # Sums of losses over sums of weights are right whatever the number of micro-batches of each data rank.
@@ -219,7 +251,8 @@ class StepAgreement:
             self._changed = frozen, thawed
             self._of_frozen = self._frozen_number(frozen) + sum(hash_of("thawed", index) | 1 for index in thawed)
         self.sent = Facts(micro_batches, weighted, self._settings, frozen, thawed)
-        return self._of_window + self._of_groups + self._of_frozen
+        self._sum = self._of_window + self._of_groups + self._of_frozen
+        return self._sum
 
     def _frozen_number(self, frozen: Sequence[int]) -> int:
         """Return what a rank adds that has frozen parameters; ranks that hold them and have not add 0."""
@@ -245,10 +278,7 @@ class StepAgreement:
         Call it after `number`. Host reads, collectives: none.
         """
         terms = [
-            group.ranks.coefficient * _hashed(value, hash_of(group.index, key))
-            for group in self._groups
-            if group.tensors and group.ranks.coefficient
-            for key, value in group.tensors.items()
+            group.ranks.coefficient * _hashed(value, salt) for group in self._groups for value, salt in group.tensors
         ]
         return torch.stack(terms).sum() if terms else None
 
@@ -266,10 +296,8 @@ class StepAgreement:
             facts.micro_batches
         )
         for group, settings in zip(self._groups, facts.settings, strict=False):
-            now = {key: f"{describe(value)} (a tensor on {value.device.type})" for key, value in group.tensors.items()}
-            facts_by_name |= {
-                f"{key} of param group {group.index}{where}": text for key, text in {**settings, **now}.items()
-            }
+            for key, text in settings.as_text().items():
+                facts_by_name[f"{key} of param group {group.index}{where}"] = text
         if not facts.frozen and not facts.thawed:
             return NamedFacts(facts_by_name)
         names = self._called.names
@@ -350,5 +378,4 @@ def _hashed(tensor: Tensor, salt: int) -> Tensor:
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
     words = tensor.detach().reshape(-1).view(integers).to(torch.int64)
     mixed = permuted(words + salt)
-    total: Tensor = (mixed if words.numel() == 1 else permuted(mixed.cumsum(0))).sum()
-    return torch.bitwise_and(total, MASK).double()
+    return ((mixed if words.numel() == 1 else permuted(mixed.cumsum(0))).sum() & MASK).double()

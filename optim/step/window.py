@@ -75,6 +75,7 @@ class Window(Generic[Asked, Verdict]):
         self._stepped_with: _Gradient | None = None
         self._weight = Weight()
         self._slots: tuple[tuple[object, ...], Tensor, Place] | None = None
+        self._facts: int | None = None  # in their slot
         self.close()
 
     def close(self, params: Sequence[Tensor] = ()) -> None:
@@ -216,10 +217,15 @@ class Window(Generic[Asked, Verdict]):
         """Return `weight_slots`, kept where they are of numbers; a graph would read them there for ever."""
         if self.captured or isinstance(weight, Tensor):
             return weight_slots(weight, registry, device, vote, facts), place_of(registry)
-        key = weight, vote, registry, device, facts
+        key = weight, vote, registry, device, facts is None
         if self._slots is None or self._slots[0] != key:
-            self._slots = key, weight_slots(weight, registry, device, vote, facts), place_of(registry)
-        return self._slots[1:]
+            slots, place = weight_slots(weight, registry, device, vote, facts), place_of(registry)
+            self._slots, self._facts = (key, slots if facts is None else slots.clone(), place), facts
+        _, slots, place = self._slots
+        if facts is not None and facts != self._facts:  # with a learning rate that a schedule moves in every step
+            self._facts = facts
+            slots[place.stages].fill_(facts)
+        return slots, place
 
     # Micro-batches ---------------------------------------------------------------------------------------------------
 

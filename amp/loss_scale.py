@@ -19,9 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..parallel.mesh.plain_values import anything, dict_of, is_number
+
 MAX_FLOAT32 = torch.finfo(torch.float32).max
 SMALLEST = torch.finfo(torch.float32).tiny
 """Below it a scale would be 0 one day, or have no inverse in float32."""
+
+
+_COUNTS = ("good_steps", "overflows_left", "growth_interval", "hysteresis")
 
 
 class LossScale(ABC):
@@ -200,14 +205,14 @@ class _Settings:
         _check(0 < self.backoff_factor < 1, "backoff_factor", self.backoff_factor, "a number between 0 and 1")
         for name in ("growth_interval", "hysteresis"):
             count = getattr(self, name)
-            _check(isinstance(count, int) and count >= 1, name, count, "an integer >= 1")
+            _check(isinstance(count, int) and 1 <= count < 2**31, name, count, "an integer from 1 to 2**31 - 1")
         _check(self.min_scale >= 0, "min_scale", self.min_scale, "a number >= 0")
         _check(self.max_scale >= self.min_scale, "max_scale", self.max_scale, f"at least min_scale={self.min_scale}")
 
 
 def _check(valid: bool, name: str, value: object, needed: str) -> None:
     if not valid:
-        raise ValueError(f"{name}={value!r} won't do for a loss scale; give {needed}")
+        raise ValueError(f"{name}={value!r:.80} won't do for a loss scale; give {needed}")
 
 
 def _check_scale(name: str, scale: float, settings: _Settings) -> None:
@@ -216,8 +221,13 @@ def _check_scale(name: str, scale: float, settings: _Settings) -> None:
 
 
 def _check_keys(kind: str, state: Mapping[str, Any], needed: set[str]) -> None:
+    dict_of(anything)(state, "the state of the loss scale")
     if set(state) != needed:
         raise ValueError(
             f"{kind} can't continue from a state with {', '.join(sorted(state)) or 'no entries'}; it needs one with "
             f"{', '.join(sorted(needed))}: load the state into the precision mode that saved it"
         )
+    for name, value in state.items():
+        is_count = name in _COUNTS
+        valid = type(value) is int if is_count else is_number(value)
+        _check(valid, name, value, "an integer" if is_count else "a number that float32 can hold")

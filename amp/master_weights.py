@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..parallel.layout.annotation import annotation_of, copy_annotation
+from ..parallel.mesh.plain_values import wrong
 from .casting import is_half
 from .copies import copy_each_, float32_of
 
@@ -58,6 +59,7 @@ class MasterWeights:
         self.pairs: list[tuple[Tensor, nn.Parameter]] = []
         self._frozen: list[Tensor] = []
         self._versions: dict[Tensor, int] = {}  # of the parameters, after the last step
+        self._addresses: list[int] = []  # of the parameters in `pairs`
         self.param_of: dict[Tensor, Tensor] = {}  # of each master
         self.refresh()
 
@@ -79,6 +81,7 @@ class MasterWeights:
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         self._frozen = [param for param in params if is_half(param)]
         self.param_of |= {master: param for param, master in made.items()}
+        self._addresses += [param.data_ptr() for param in made]
         self._note_versions(made.items())
         return len(made)
 
@@ -187,6 +190,7 @@ class MasterWeights:
             params, masters = zip(*self.pairs, strict=True)
             copy_each_(masters, params)
         self._note_versions(self.pairs)
+        self._addresses = [param.data_ptr() for param, _ in self.pairs]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the optimizer's parameters, the masters and the model parameters they stand for."""
@@ -201,15 +205,21 @@ class MasterWeights:
         self._versions |= {param: param._version for param, _ in pairs}
 
     def _check_weights(self) -> None:
-        """Find weights that were written to by others: a checkpoint that was loaded into the model, say."""
-        for param, master in self.pairs:
-            if param._version != self._versions[param]:
+        """Find weights that were written since the last step: a checkpoint that was loaded into the model, say.
+
+        Writes through ``.data`` are not seen, except where they give the parameter other memory.
+        """
+        addresses = [param.data_ptr() for param, _ in self.pairs]
+        moved = addresses != self._addresses
+        for index, (param, master) in enumerate(self.pairs):
+            if param._version != self._versions[param] or (moved and addresses[index] != self._addresses[index]):
                 if not torch.equal(param, master.to(param.dtype)):
                     raise RuntimeError(
                         f"{label_of(param)} was changed since the last step, and the next would put the master's old "
                         "weights back: call reload_from_model() after loading or changing the model's weights"
                     )
                 self._versions[param] = param._version  # the same values were put back
+        self._addresses = addresses
 
     # Saving ----------------------------------------------------------------------------------------------------------
 
@@ -233,6 +243,10 @@ class MasterWeights:
             master.copy_(saved[position])
         self.publish()
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError where `load_state_dict` would."""
+        check_saved(state, self._by_position())
+
     def _by_position(self) -> dict[int, nn.Parameter]:
         ids = {id(master): master for _, master in self.pairs}
         params = (param for group in self.optimizer.param_groups for param in group["params"])
@@ -246,6 +260,8 @@ def check_saved(state: Mapping[str, Any], masters: Mapping[int, Tensor]) -> Mapp
         masters: What they are loaded into, by position.
     """
     saved: Mapping[int, Tensor] | None = state.get("masters")
+    if saved is not None and not isinstance(saved, Mapping):
+        raise wrong("masters", saved, "a dict")
     if saved is None:
         raise ValueError(
             "the state has no master weights: it was saved in a mode without. Load it there, or load the model's "
@@ -258,6 +274,8 @@ def check_saved(state: Mapping[str, Any], masters: Mapping[int, Tensor]) -> Mapp
             "same precision mode as when it was saved"
         )
     for position, master in masters.items():
+        if not isinstance(saved[position], Tensor) or not saved[position].is_floating_point():
+            raise wrong(f"master {position}", saved[position], "a tensor of floats")
         if saved[position].shape != master.shape:
             raise ValueError(
                 f"the saved master {position} has shape {tuple(saved[position].shape)}, but {label_of(master)} has "

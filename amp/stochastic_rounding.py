@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..parallel.interop.local import spec_of
 from ..parallel.layout.annotation import annotation_of, copy_annotation
+from ..parallel.mesh.plain_values import check_count, fields, wrong
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .by_bucket import Bucket, step_by_bucket
 from .copies import float32_of
@@ -194,7 +195,7 @@ class StochasticRounding:
             value = state[key]
             if is_half_kept(key, value, param):
                 kept = self.optimizer.state[param].get(key)
-                if kept is None or kept.dtype != torch.bfloat16:
+                if kept is None or kept.dtype != torch.bfloat16 or kept.stride() != value.stride():
                     kept = torch.empty_like(value, dtype=torch.bfloat16)
                 pairs.append((kept, value))
                 value = kept
@@ -231,7 +232,18 @@ class StochasticRounding:
                 "the state is not of stochastic rounding but of another mode; load it there, or load only the model's "
                 "weights and the optimizer's own state"
             )
-        self.seed, self.steps = int(saved["seed"]), int(saved["steps"])
+        self.check_state(state)
+        self.seed, self.steps = saved["seed"], saved["steps"]
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError where the state of stochastic rounding in ``state`` is none."""
+        if "stochastic_rounding" in state:
+            fields({"seed": _check_seed, "steps": check_count})(state["stochastic_rounding"], "stochastic_rounding")
+
+
+def _check_seed(value: object, field: str) -> None:
+    if type(value) is not int or abs(value) >= 2**64:
+        raise wrong(field, value, "an integer of at most 64 bits")
 
 
 def check_named(params: Iterable[tuple[str | None, Tensor]]) -> None:

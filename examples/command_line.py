@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import IO, Any, NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -27,7 +28,25 @@ PRECISIONS = ("fp32", "fp16", "bf16", "fp16_naive", "O0", "O1", "O2", "O3", "fp8
 WRONG_USE = 2  # the exit code, as argparse has it
 PATIENCE = 30.0  # seconds: many times what rank 0 comes later on a busy machine, and a launcher takes to end the others
 
+EXTRA = ("sklearn", "torchvision", "tqdm")  # the packages that meshstep[examples] brings
+
 T = TypeVar("T")
+
+
+def explain_missing_package(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an uncaught error as Python does, and one line instead where a package of the extra is not installed."""
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if package not in EXTRA:
+        sys.__excepthook__(kind, error, trace)
+        return
+    print(
+        f"{Path(sys.argv[0]).name}: error: {package} is not installed, which this example needs: "
+        "pip install -e '.[examples]'",
+        file=sys.stderr,
+    )
+
+
+sys.excepthook = explain_missing_package  # scripts import this file before those packages
 
 
 # Flags ------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
-"""A small network, split over processes, learns handwritten digits: alone, or under torchrun with any number of them."""
+"""A small network, split over any number of processes, learns handwritten digits (pip install 'meshstep[examples]')."""
+
+import argparse
 
 import torch
 from meshstep.optim import Monitor, ParallelOptimizer
@@ -12,6 +14,8 @@ from meshstep.parallel import (
 )
 from sklearn.datasets import load_digits
 
+if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
 world_size = init_distributed().world_size
 tensor = 2 if world_size % 2 == 0 else 1
 registry = ProcessGroupRegistry(Topology(data=world_size // tensor, tensor=tensor))
@@ -26,7 +30,6 @@ up, down = ColumnParallelLinear(64, 128, registry), RowParallelLinear(128, 10, r
 model = torch.nn.Sequential(up, torch.nn.GELU(), down).to(registry.device)
 adamw = torch.optim.AdamW(model.named_parameters(), lr=1e-2, fused=True)
 optimizer = ParallelOptimizer(adamw, registry, max_norm=1.0)
-
 monitor = Monitor(registry, lambda r: print(f"step {r.step}: loss {r.loss:.3f}, norm {r.grad_norm:.3f}"), every=28)
 for _ in range(4):
     for inputs, targets in loader:

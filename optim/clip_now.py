@@ -10,7 +10,7 @@ from .capture import Parts, check_captured
 from .clip.given import in_use
 from .clip.rule import Clip
 from .clip.state import ClipState
-from .clip.verdict import Verdict
+from .clip.verdict import Divisor, Verdict
 from .norm.stats import GradStats
 
 
@@ -19,6 +19,8 @@ class ClippingParts(Parts, Protocol):
 
     _clip: ClipState | None
     _scale: Tensor | None
+
+    def _divisor(self, scale: Tensor | None) -> Divisor: ...
 
     @property
     def clip(self) -> Clip | None:
@@ -39,7 +41,7 @@ def clip_now(parts: ClippingParts, clip: Clip | None) -> Verdict:
     """Complete, measure, unscale and clip the gradients, in place. Collectives: those of a step. Host reads: none."""
     window = parts._window
     problem = parts._completion(window, parts._switch)
-    divisor = window.divisor(parts.registry, parts._scale, parts._device)
+    divisor = parts._divisor(parts._scale)
     rule = parts._clip if clip is parts.clip else in_use(clip)
     verdict = parts._clipping(rule, divisor, now=True, earlier=window.verdict, captured=window.captured)
     window.clipped(verdict)

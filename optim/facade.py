@@ -36,8 +36,10 @@ from .states.saved import Saved
 from .step.call_guard import own_calls
 from .step.data_parallel import Switch
 from .step.grad_scaler import scale_of_scaler
+from .step.memory_order import lay_out_states
 from .step.several import WHOSE
 from .step.skips import OnNonfinite, SkipMonitor
+from .step.step_agreement import StepAgreement
 from .step.stopped import stopped
 from .step.window import Window
 from .whole.binding import bind_whole
@@ -77,6 +79,7 @@ class OptimizerFacade(Copied, torch.optim.Optimizer):
     _switch: Switch | None
     _micro_batch: Callable[..., AbstractContextManager[None]]
     _skips: SkipMonitor
+    _agreement: StepAgreement | None
     _model_params: Sequence[Tensor]
 
     def __init_subclass__(cls) -> None:
@@ -127,9 +130,10 @@ class OptimizerFacade(Copied, torch.optim.Optimizer):
         # Where backward leaves gradients.
         self._model_params = [param for group in self._groups for _, param in group]
         bind_whole(self.optimizer, self._plan, self._states, self.registry)
+        lay_out_states(self.optimizer)
         if self._clip is not None:
             self._clip.bind(self._plan.parameter_names)
-        self._completion = self._setup.completion(self._plan, self._states)
+        self._completion = self._setup.completion(self._plan, self._states, self._agreement)
         self._clipping = self._setup.clipping(self._plan, self._states, thresholds)
         self._switch = self._setup.switch(self._completion, getattr(self, "_switch", None))
         registry = self.registry
@@ -163,13 +167,32 @@ class OptimizerFacade(Copied, torch.optim.Optimizer):
 
         try:
             on_all_ranks(add_for_a_moment, self.registry)
-            plan, thresholds = self._setup.agreed_plan([*self._groups, added])
+            plan, thresholds, agreement = self._setup.agreed_plan([*self._groups, added])
         finally:
             del self.param_groups[before:]
         self._states.add_param_group(group)
-        self._plan = plan
+        self._plan, self._agreement = plan, agreement
         self._groups.append(added)
         self._bind(thresholds)
+
+    @torch.no_grad()
+    def reload_from_model(self) -> None:
+        """Start the next step from the model's weights as they are now: call it after you wrote them.
+
+        Sets master weights, pieces of sharded states and offloaded copies to the weights, and drops the remainders of split
+        masters. Needed with these after writes through ``.data``, which the optimizer cannot see and would undo, and after
+        any write where a step asks for it. Moments and step counts stay. Call it on every rank that wrote weights, between
+        two windows; replicas must have the same weights.
+
+            with torch.no_grad():
+                for param in critic.parameters():
+                    param.clamp_(-0.01, 0.01)
+            optimizer.reload_from_model()
+
+        Collectives: none. Host synchronization: with `Offloaded`, one per bucket.
+        """
+        for link in self._states.links:
+            link.reload()
 
     # Modes of the wrapped optimizer ----------------------------------------------------------------------------------
 
@@ -250,10 +273,11 @@ class OptimizerFacade(Copied, torch.optim.Optimizer):
         Every rank calls it, at the same replay, every few dozen of them.
 
         Raises: FloatingPointError, RuntimeError: On every rank, as `step`: too many steps in a row were skipped; gradients
-            came past `backward`. ReplicaMismatchError: copies have parted. Collectives: where it raises. Host reads: one.
+            came past `backward`; ranks disagreed. ReplicaMismatchError: copies have parted. Collectives: where it raises.
+            Host reads: one.
         """
         if reason := self._skips.poll(self.on_nonfinite):
-            raise stopped(reason, self._clipping)
+            raise stopped(reason, self._clipping, self._agreement, self._skips)
 
     @property
     def plan(self) -> ReductionPlan:

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from ..amp.by_name import Mode, precision_of
 from ..amp.precision import Precision
 from ..parallel.interop.transformers import registry_of
-from ..parallel.mesh.calls import begun, explain, in_call, public_call, seen_on_the_stack
+from ..parallel.mesh.calls import public_call, track_call
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .capture import check_captured
 from .clip.given import Given, in_use
 from .clip.policies import ByValue
 from .clip.rule import ByNorm, Clip
-from .clip.verdict import Verdict
+from .clip.verdict import Divisor, Verdict
 from .clip_now import clip_now, clip_or_ask
 from .facade import OptimizerFacade
 from .norm.measure import Measure
@@ -129,7 +129,7 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         self._setup = Setup(optimizer, *given, wrong_arguments(removed, optimizer, ParallelOptimizer))
         self._groups = [named_params_of([group]) for group in self.param_groups]
         with unchanged(optimizer):
-            self._plan, thresholds = self._setup.agreed_plan(self._groups)
+            self._plan, thresholds, self._agreement = self._setup.agreed_plan(self._groups)
         self._clip, self.precision = in_use(max_norm), precision_of(precision)
         self._device = self._setup.device_of(self._groups)
         self.loss_scale = self.precision.make_loss_scale(self._device)
@@ -167,15 +167,19 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         self._scaled_loss = weakref.ref(scaled)
         return scaled
 
-    @seen_on_the_stack
     def backward(self, loss: Tensor | None, *, weight: float | Tensor | None = None, **kwargs: Any) -> None:
         """Scale the loss and call backward, with ``kwargs``: one micro-batch. Gradients add up.
 
         Args:
-            loss: 0-dim; None on a rank that has nothing to compute in this micro-batch.
+            loss: 0-dim; None on a rank that has nothing to compute in this micro-batch. None is a loss of 0: it counts as
+                a micro-batch, so without weights the mean is over all data ranks and micro-batches, this one among them.
+                For the mean over the other data ranks give weights everywhere, and 0 with None.
             weight: What the window's summed losses are divided by, all together and over all data ranks: give a loss
                 that is a sum, and e.g. its number of tokens. A number or a 0-dim tensor (which is not read by the host);
                 the same on ranks that share a data coordinate. None: the loss is a mean, see ``accumulation_steps``.
+        Every rank of a pipeline stage makes equally many calls before `step`; with weights, only ranks of one data
+        coordinate must. A difference skips the step, see `step`.
+
         Raises:
             TypeError: The loss is no tensor, or the weight no number.
             ValueError: Only some micro-batches of a window have a weight, or it is negative.
@@ -191,15 +195,15 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
                 "the loss is scaled already: give backward(loss) the loss itself, which it multiplies by the loss scale; "
                 "scale_loss(loss) is for code that calls backward itself, within `with optimizer.window():`"
             )
-        number = begun["backward"] = begun.pop("backward", 0) + 1
-        try:
-            with self._micro_batch(weight, empty=loss is None and weight is None):
-                if loss is not None:
-                    loss = loss if self.loss_scale is None else self.scale_loss(loss)
-                    loss.backward(**kwargs)
-        except BaseException as error:
-            explain(error, self.registry, "backward", number)
-            raise
+        with track_call("backward", self.registry):
+            try:
+                with self._micro_batch(weight):
+                    if loss is not None:
+                        loss = loss if self.loss_scale is None else self.scale_loss(loss)
+                        loss.backward(**kwargs)
+            except Exception as error:
+                self._states.explain(error)
+                raise
 
     @contextmanager
     def window(self, *, weight: float | Tensor | None = None) -> Iterator[None]:
@@ -211,7 +215,7 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
 
         Args, raises, collectives, host reads: as `backward`. On every rank, whatever it computes.
         """
-        with in_call(self.registry, "window"), self._micro_batch(weight, several=True):
+        with track_call("window", self.registry), self._micro_batch(weight, several=True):
             yield
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -242,7 +246,6 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
     # The step --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    @seen_on_the_stack
     def step(self, closure: Callable[[], object] | None = None, *, last: bool = False) -> Stats_co:  # type: ignore[override]
         """Complete, measure and clip the gradients, and step; or skip on every rank. Then update the loss scale.
 
@@ -259,16 +262,19 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
                 `window_ends`); a backward of the window raised; a parameter was unfrozen that was frozen when the optimizer
                 was made. On every rank: there are no gradients in the first step, or they did not come through `backward`
                 or `window` (with a loss scale, from the second step on, 16 steps late; those with them were skipped).
+                Ranks made different numbers of micro-batches, some gave weights, or they differ in hyper-parameters or
+                frozen parameters: such a step is skipped, and the error follows 16 steps late, in the first step and with
+                ``on_nonfinite="raise"`` at once.
         Collectives, host reads: as the class says.
         """
         if closure is not None:
             raise ValueError("step takes no closure: a skipped step can't be evaluated again; call backward, then step")
-        number = begun["step"] = begun.pop("step", 0) + 1
-        try:
-            return self._stages(last)
-        except BaseException as error:
-            explain(error, self.registry, "step", number)
-            raise
+        with track_call("step", self.registry):
+            try:
+                return self._stages(last)
+            except Exception as error:
+                self._states.explain(error)
+                raise
 
     def _stages(self, last: bool) -> Stats_co:
         window = self._window
@@ -281,10 +287,10 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         if window.asked is not None and window.verdict is None:
             clip_now(self, window.asked)
         problem = self._completion(window, self._switch)
-        divisor = window.divisor(self.registry, scale, self._device)
-        verdict = window.verdict or self._clipping(self._clip, divisor, captured=window.captured)
+        verdict = window.verdict or self._clipping(self._clip, self._divisor(scale), captured=window.captured)
         stats = verdict.stats
-        reason = self._skips.count(verdict, self.on_nonfinite, window.captured)
+        facts = None if self._agreement is None else self._agreement.sent
+        reason = self._skips.count(verdict, self.on_nonfinite, window.captured, facts)
         if reason is None:
             Update(self.optimizer, verdict.skipped, verdict.factor).within(self._states.around_update)
         if self.loss_scale is not None:
@@ -294,10 +300,20 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         if self._switch is not None:
             self._switch.expect(window)
         if reason is not None:
-            raise stopped(reason, self._clipping)  # whoever catches it goes on with a lower loss scale
+            raise stopped(
+                reason, self._clipping, self._agreement, self._skips
+            )  # whoever catches it goes on with a lower loss scale
         if problem := problem or verdict.problem:
             raise problem
         return stats  # type: ignore[return-value]
+
+    def _divisor(self, scale: Tensor | None) -> Divisor:
+        """Return what the window's gradients are divided by, with this rank's part of the slot of facts."""
+        window, agreement = self._window, self._agreement
+        if agreement is None:
+            return window.divisor(self.registry, scale, self._device)
+        facts = agreement.number(window.micro_batches, window.is_weighted, *self._completion.changed)
+        return window.divisor(self.registry, scale, self._device, facts, agreement.of_tensors())
 
     # Explicit clipping -----------------------------------------------------------------------------------------------
 

@@ -38,10 +38,12 @@ from .states.link import Binding, Placement, Position
 from .states.local_tensors import LocalTensors
 from .states.masters import check_main_grads, precision_link
 from .states.split_masters import check_split
+from .states.unused_parameters import UnusedParameters
 from .step.data_parallel import Overlap, Reduce, Switch, modules_in
 from .step.megatron_data_parallel import switch_of
 from .step.several import asks_other_ranks, kind_of, parts_of
 from .step.skips import OnNonfinite, checked_nonfinite
+from .step.step_agreement import StepAgreement
 from .step.update import check_steps_without_closure
 from .step.window import Window
 
@@ -55,6 +57,7 @@ class _Declared(NamedTuple):
     dtypes: set[torch.dtype]
     summary: Summary
     thresholds: list[Any]  # of each param group its ``max_norm``
+    groups: frozenset[int]  # the indices of those that have parameters
 
 
 @dataclass(frozen=True)
@@ -80,9 +83,10 @@ class Setup:
 
     # Checking --------------------------------------------------------------------------------------------------------
 
-    def agreed_plan(self, groups: NamedGroups) -> tuple[ReductionPlan, AgreedThresholds]:
+    def agreed_plan(self, groups: NamedGroups) -> tuple[ReductionPlan, AgreedThresholds, StepAgreement | None]:
         """Check arguments and parameters together with all other ranks.
 
+        Returns: The plan; the thresholds of param groups; what is compared in each step, None on one rank.
         Raises:
             ValueError, TypeError: On every rank.
         Collectives: an object all-gather; more where pieces are uneven, for rules that need names, and as
@@ -105,7 +109,8 @@ class Setup:
                 switch.check_layouts(plan.entries, topology)
             thresholds = [group.get("max_norm") for group in self.optimizer.param_groups]
             dtypes, names = {entry.dtype for entry in entries}, measure.per_parameter or bool(measure.check_replicas)
-            return plan, _Declared(described(self._settings()), dtypes, Summary.of(plan, names), thresholds)
+            filled = frozenset(index for index, group in enumerate(groups) if group)
+            return plan, _Declared(described(self._settings()), dtypes, Summary.of(plan, names), thresholds, filled)
 
         plan, by_rank = on_all_ranks_with(declare, self.registry)
         check_all_say_the_same([declared.settings for declared in by_rank])
@@ -116,7 +121,11 @@ class Setup:
         plan = self.plan_for_clip(plan)
         if topology.size(*topology.model_axes) > 1:
             count_as_copies(param for group in groups for _, param in group)
-        return plan, agreed_thresholds([declared.thresholds for declared in by_rank])
+        thresholds = agreed_thresholds([declared.thresholds for declared in by_rank])
+        if topology.world_size == 1:
+            return plan, thresholds, None
+        agreement = StepAgreement(plan, self.registry, self.optimizer, [declared.groups for declared in by_rank])
+        return plan, thresholds, agreement
 
     def _check_prepared(self, found: set[torch.dtype]) -> None:
         """Raise ValueError where the mode steps half-precision parameters and no rank has any."""
@@ -257,7 +266,7 @@ class Setup:
             Ballot(commit, watch, device) if commit is not None or watch is not None else None,
         )
 
-    def completion(self, plan: ReductionPlan, chain: Chain) -> Completion:
+    def completion(self, plan: ReductionPlan, chain: Chain, agreement: StepAgreement | None = None) -> Completion:
         """What completes the gradients of what the chain steps, some of them while backward runs (`switch`).
 
         Collectives: with ``overlap``, an object all-gather.
@@ -276,7 +285,10 @@ class Setup:
             early = gradient_buckets(chain.model_params, plan, self.registry, **options)
             only = lambda entry: not can_be_early(entry)  # noqa: E731
         options = {**common, "adopt": adopt, "only": only, "bucket_bytes": reduce.bucket_bytes}
-        return Completion(chain, derived, lambda p: gradient_buckets(measured, p, self.registry, **options), early)
+        buckets = lambda p: gradient_buckets(measured, p, self.registry, **options)  # noqa: E731
+        in_backward = early is not None or bool(chain.around_backward)
+        unused = UnusedParameters([param for _, param, _ in chain.given], plan, self.registry, in_backward)
+        return Completion(chain, derived, buckets, early, agreement, unused)
 
     def switch(self, completion: Completion, before: Switch | None) -> Switch | None:
         """Who reduces gradients in backward; None: nobody.

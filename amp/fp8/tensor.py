@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...parallel.mesh.calls import track_call
 from ...parallel.mesh.registry import ProcessGroupRegistry
 
 E4M3 = torch.float8_e4m3fn
@@ -101,7 +102,8 @@ def agreed(
         return tuple(maxima)
     # gloo's MAX may lose a NaN of another rank; that rank's own values stay NaN, and so does what is made of them.
     packed = torch.cat([amax.reshape(-1) for amax in maxima])
-    dist.all_reduce(packed, dist.ReduceOp.MAX, group=registry.group(*axes))
+    with track_call("fp8 scaling", registry):
+        dist.all_reduce(packed, dist.ReduceOp.MAX, group=registry.group(*axes))
     parts = packed.split([amax.numel() for amax in maxima])
     return tuple(part.view(amax.shape) for part, amax in zip(parts, maxima, strict=True))
 

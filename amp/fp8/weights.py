@@ -118,5 +118,5 @@ def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         forget_rounded()
 
 
-def _look(weight: Tensor) -> tuple[int, int]:
-    return weight.data_ptr(), weight._version
+def _look(weight: Tensor) -> tuple[object, ...]:
+    return weight.data_ptr(), weight._version, weight.dtype, weight.shape, weight.stride()

@@ -28,7 +28,12 @@ class FileRecord(NamedTuple):
     def of_json(cls, value: Sequence[object]) -> FileRecord:
         """From what JSON makes of one. Raises ValueError, TypeError where it can't be one."""
         size, checksums = value
-        if not isinstance(size, int) or not isinstance(checksums, list) or len(checksums) != -(-size // BLOCK):
+        if (
+            not isinstance(size, int)
+            or size < 0
+            or not isinstance(checksums, list)
+            or len(checksums) != -(-size // BLOCK)
+        ):
             raise ValueError(f"{value!r:.80} is no size with the checksums of its blocks")
         return cls(size, tuple(checksums))
 

@@ -3,7 +3,7 @@
 Logical tensors, each by a key:
 
     model/<parameter>               the model's parameters and declared buffers
-    state/<key>/<parameter>         the optimizer's state of the parameter's shape; zeros where a piece has none yet
+    state/<key>/<parameter>         the optimizer's state of the parameter's shape; first values where a piece has none
     whole/<key>/<parameter>         state that belongs to the logical parameter, of any shape: `WholeOptimizer.whole_states`
     piece/<key>/<where>/<parameter> state of any other shape: it belongs to this piece of the parameter
     master/<parameter>              float32 masters
@@ -26,6 +26,7 @@ from torch import Tensor
 from ...parallel.layout.pieces import Region
 from ..parallel_optimizer import ParallelOptimizer
 from ..states.pieces import params_of
+from ..step.known import first_value
 from ..step.several import parts_of
 from ..whole.optimizer import WholeOptimizer
 from .logical_parameters import LogicalParameters
@@ -162,19 +163,23 @@ def _state_tensors(stepped: Stepped, own: PieceState, state: Mapping[str, Any]) 
         yield f"piece/{key}/{stepped.region}/{stepped.name}", whole(state[key])
 
 
-def zeros_for_others(
-    parameters: LogicalParameters, state: OptimizerState, pieces: PieceStates
+def first_states_for_others(
+    parameters: LogicalParameters, state: OptimizerState, pieces: PieceStates, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, LogicalTensor]]:
-    """State of the parameters' shapes that this rank's pieces lack and other pieces of the same parameters have.
+    """State of the parameters' shapes that this rank's pieces lack and other pieces of the same parameters have: as torch
+    begins it.
 
     Args:
         pieces: Of all ranks.
+        optimizer: The wrapped one.
     """
+    groups = [(part, group) for part in parts_of(optimizer) for group in part.param_groups]
+    group_of = {id(param): (part, group) for part, group in groups for param in group["params"]}
     for stepped in state.stepped:
         if parameters.is_first(stepped.param):
             for key, dtype in pieces.missing(stepped.name, stepped.region):
-                zeros = torch.zeros((), dtype=dtype).expand(stepped.piece.shape)
-                yield f"state/{key}/{stepped.name}", part_of(stepped.region, zeros)
+                first = torch.full((), first_value(*group_of[id(stepped.piece)], key), dtype=dtype)
+                yield f"state/{key}/{stepped.name}", part_of(stepped.region, first.expand(stepped.piece.shape))
 
 
 def whole(tensor: Tensor) -> LogicalTensor:
@@ -184,6 +189,6 @@ def whole(tensor: Tensor) -> LogicalTensor:
 
 def digest(tensor: Tensor) -> str:
     """Of dtype, shape and bits. Host reads: all of it."""
-    local = tensor.detach().cpu().contiguous()
+    local = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     content = ctypes.string_at(local.data_ptr(), local.nbytes) if local.nbytes else b""
     return blake2b(repr((local.dtype, tuple(local.shape))).encode() + content, digest_size=8).hexdigest()

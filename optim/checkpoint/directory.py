@@ -16,16 +16,20 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ...parallel.mesh.plain_values import check_count, check_text, dict_of, fields, items, list_of, wrong
 from .checksums import EARLIER, FileRecord
 
 FORMAT = 3
 MANIFEST = "meshstep.json"
+MAX_MANIFEST = 2**28
+"""Bytes of a manifest that are read at most: it has some 12 for each MiB of a checkpoint, so 20 TiB have room."""
 _COMPLETE = re.compile(r"meshstep-(\d+)")
 # A writer may rename between two entries of one listing, or after it: then a listing has none, though there always is one.
 _LISTINGS = 10
@@ -116,21 +120,59 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     Raises:
         ValueError: There is none, it is damaged, or of a format that is not this version's.
     """
+    file = directory / MANIFEST
     try:
-        content = json.loads((directory / MANIFEST).read_bytes())
-        manifest: dict[str, Any] = content["manifest"]
-        intact = content["crc32"] == _crc32_of(manifest)
+        written = _limited_content(file)
     except FileNotFoundError:
         raise ValueError(f"{directory} has no {MANIFEST}: meshstep did not write it, or it is damaged") from None
-    except (ValueError, KeyError, TypeError):
+    try:
+        content = json.loads(written)
+        manifest: dict[str, Any] = content["manifest"]
+        intact = content["crc32"] == _crc32_of(manifest)
+    except (ValueError, KeyError, TypeError, RecursionError):
         intact = False
     if not intact:
-        raise ValueError(f"{directory / MANIFEST} is damaged: it is not what was written; {EARLIER}")
+        raise ValueError(f"{file} is damaged: it is not what was written; {EARLIER}")
+    try:
+        fields({"format": check_count})(manifest, "manifest")
+        if manifest["format"] == FORMAT:
+            _check_manifest(manifest, "manifest")
+    except ValueError as problem:
+        raise ValueError(f"{file} is damaged, or was planted: {problem}; {EARLIER}") from None
     if manifest["format"] != FORMAT:
         raise ValueError(
             f"{directory} has format {manifest['format']}, this version reads {FORMAT}: use the version that wrote it"
         )
     return manifest
+
+
+def _limited_content(file: Path) -> bytes:
+    """What a manifest holds. Raises ValueError where it is no regular file, or has more than `MAX_MANIFEST` bytes."""
+    about = file.stat()
+    if not stat.S_ISREG(about.st_mode):
+        raise ValueError(f"{file} is damaged, or was planted: it is no regular file; {EARLIER}")
+    with open(file, "rb") as stream:
+        content = stream.read(MAX_MANIFEST + 1) if about.st_size <= MAX_MANIFEST else None
+    if content is None or len(content) > MAX_MANIFEST:
+        raise ValueError(
+            f"{file} is damaged, or was planted: it has {about.st_size} bytes, of at most {MAX_MANIFEST}; {EARLIER}"
+        )
+    return content
+
+
+def _check_file_name(value: object, field: str) -> None:
+    if not isinstance(value, str) or value in ("", ".", "..") or Path(value).name != value:
+        raise wrong(field, value, "the name of a file in the checkpoint's directory")
+
+
+_check_manifest = fields(
+    {
+        "precision": check_text,
+        "axes": dict_of(check_count),
+        "roles": dict_of(check_text),
+        "files": dict_of(items(check_count, list_of(check_count)), key=_check_file_name),
+    }
+)
 
 
 def _complete(path: Path) -> dict[int, Path]:

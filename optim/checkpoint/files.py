@@ -10,6 +10,7 @@ import torch
 
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from ...parallel.mesh.text import printable
 from .checksums import EARLIER
 
 T = TypeVar("T")
@@ -33,11 +34,14 @@ def plain_content(file: Path) -> Any:
     except OSError:
         raise
     except Exception as problem:
-        raise ValueError(f"{file} is damaged, or was planted: {str(problem).splitlines()[0]}; {EARLIER}") from problem
+        reason = printable((str(problem).splitlines() or [type(problem).__name__])[0])
+        # Not from it: a traceback would print torch's text, which quotes the file, as it is.
+        raise ValueError(f"{file} is damaged, or was planted: {reason}; {EARLIER}") from None
 
 
 def files_on_all_ranks(function: Callable[[], T], registry: ProcessGroupRegistry) -> T:
-    """As `on_all_ranks`, for what uses files: an OSError on any rank is a RuntimeError on every rank.
+    """As `on_all_ranks`, for what uses files: an OSError on any rank is a RuntimeError on every rank, and errors that quote
+    a file have `printable` text.
 
     Collectives, host reads: as there.
     """
@@ -46,7 +50,11 @@ def files_on_all_ranks(function: Callable[[], T], registry: ProcessGroupRegistry
         try:
             return function()
         except OSError as problem:
-            raise RuntimeError(f"{type(problem).__name__}: {problem}") from problem
+            raise RuntimeError(printable(f"{type(problem).__name__}: {problem}")) from problem
+        except ValueError as problem:
+            if str(problem).isprintable():
+                raise
+            raise ValueError(printable(str(problem))) from None
 
     return on_all_ranks(run, registry)
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...parallel.layout.pieces import Box, Shape
+from ...parallel.mesh.text import printable
 from .checksums import EARLIER, FileRecord
 
 INDEX_FILE = "index.json"
@@ -67,8 +68,8 @@ def index_of_json(content: bytes, files: Mapping[str, FileRecord], where: Path) 
         found = {key: _stored(value, files) for key, value in index["tensors"].items()}
         _check_filled(found, files)
         return found
-    except (ValueError, TypeError, KeyError, AttributeError) as problem:
-        raise ValueError(f"{where} is damaged, or was planted: {problem}; {EARLIER}") from problem
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as problem:
+        raise ValueError(f"{where} is damaged, or was planted: {printable(str(problem))}; {EARLIER}") from None
 
 
 def _stored(value: Sequence[Any], files: Mapping[str, FileRecord]) -> Stored:
@@ -101,6 +102,27 @@ def _check_filled(index: Mapping[str, Stored], files: Mapping[str, FileRecord]) 
     for file, size in taken.items():
         if size != files[file].size:
             raise ValueError(f"it says that {file} holds {size} bytes of tensors, but it has {files[file].size}")
+    for key, stored in index.items():
+        boxes = [place.box for place in stored.places if prod(place.box.sizes)]
+        if sum(prod(box.sizes) for box in boxes) != prod(stored.shape) or _overlap(boxes):
+            raise ValueError(f"the parts of {key} leave gaps or overlap")
+
+
+def _overlap(boxes: Sequence[Box]) -> bool:
+    """Whether two of the boxes, which have the same number of dims, have elements in common."""
+    if len(boxes) < 2:
+        return False
+    if not boxes[0].offsets:
+        return True
+    # Along the dim in which most of them begin at different places, few have to be compared with each other.
+    dim = max(range(len(boxes[0].offsets)), key=lambda dim: len({box.offsets[dim] for box in boxes}))
+    reached: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box.offsets[dim]):
+        reached = [before for before in reached if before.offsets[dim] + before.sizes[dim] > box.offsets[dim]]
+        if any(box.overlaps(before) for before in reached):
+            return True
+        reached.append(box)
+    return False
 
 
 def _sizes(value: Sequence[Any]) -> Shape:

@@ -7,30 +7,35 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import islice
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...parallel.data.random_state import random_state, set_random_state
+from ...parallel.data.random_state import check_random_state, random_state, set_random_state
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.calls import in_call
+from ...parallel.mesh.plain_values import check_like
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from ...parallel.mesh.text import printable
 from ...parallel.mesh.topology import Topology
 from ..parallel_optimizer import ParallelOptimizer
 from ..step.several import kind_of
-from .checksums import FileRecord, verify
+from ..step.skips import SkipMonitor
+from .checksums import EARLIER, FileRecord, verify
 from .contents import OptimizerState, optimizer_state
-from .directory import is_checkpoint, newest_checkpoint, read_manifest
+from .directory import MANIFEST, is_checkpoint, newest_checkpoint, read_manifest
 from .files import SHARED_FILE, files_on_all_ranks, files_on_first_rank, plain_content, rank_file
 from .logical_parameters import LogicalParameters
 from .restoration import Restoration
 from .run_history import check_is_parallel, remember
-from .shared_record import SharedRecord
+from .shared_record import SharedRecord, check_content
 from .tensors import Reader, is_tensor_file
 
 _ATTEMPTS = 10
@@ -50,7 +55,7 @@ def load_checkpoint(
     numbers are laid out anew; random number generators are left as they are then, and batch norm's statistics, where
     ranks had different ones, are those of data coordinate 0 (as `DistributedDataParallel` does it). Where pieces of a
     parameter come together that had made different numbers of steps (experts), all of it goes on with the fewest, and
-    elements that had no optimizer state yet have zeros; a warning names them.
+    elements that had no optimizer state yet have new ones; a warning names them.
 
     Nothing in a checkpoint is executed, whoever wrote it. Another run may save there meanwhile: if it removes what is being
     read, the newer one is read.
@@ -86,8 +91,8 @@ def load_checkpoint(
     if found.restoration.together:
         warnings.warn(
             "pieces that are put together here had made different numbers of optimizer steps: "
-            f"{'; '.join(found.restoration.together)}. Each goes on with the fewest, and with zeros where there was no "
-            "state yet, so that its next updates are others than on the mesh of the checkpoint",
+            f"{'; '.join(found.restoration.together)}. Each goes on with the fewest, and with a new state where there was "
+            "none yet, so that its next updates are others than on the mesh of the checkpoint",
             stacklevel=2,
         )
     return found.content["extra"]
@@ -135,10 +140,10 @@ class _Run(NamedTuple):
         Raises, collectives: as `load_checkpoint`.
         """
         registry = self.registry
-        files, saved = on_all_ranks(lambda: _said_in(manifest), registry)
+        files, saved = files_on_all_ranks(lambda: _said_in(manifest, directory), registry)
         files_on_all_ranks(lambda: _verify_share(directory, files, registry), registry)
         parameters = LogicalParameters(self.model, registry)
-        content, own = files_on_all_ranks(lambda: self._content(directory, parameters), registry)
+        content, own = files_on_all_ranks(lambda: self._content(directory, parameters, saved), registry)
         named = [[own.stepped[position].name for position in group["params"]] for group in own.groups] if own else []
         groups = _names_by_group(gather_objects(named, registry))
         reader = Reader(directory, files)
@@ -146,26 +151,43 @@ class _Run(NamedTuple):
         def fit() -> tuple[Restoration, dict[str, Any] | None]:
             shared = SharedRecord(content["record"], saved, registry.topology, registry.global_rank)
             restoration = Restoration(parameters, own, groups, reader.index, shared)
-            return restoration, None if own is None else restoration.state_dict(content["rest"])
+            if own is None:
+                return restoration, None
+            with _naming(directory / SHARED_FILE):
+                state = restoration.state_dict(content["rest"])
+                assert self.optimizer is not None, "it has the state"
+                self.optimizer._saved().check(state)
+                SkipMonitor.check_state(content["rest"])
+            return restoration, state
 
         restoration, state = files_on_all_ranks(fit, registry)
         random = files_on_all_ranks(lambda: self._random_state(directory, saved), registry)
         files_on_all_ranks(lambda: reader.read(restoration.tensors), registry)
         return _Found(content, restoration, state, random)
 
-    def _content(self, directory: Path, parameters: LogicalParameters) -> tuple[dict[str, Any], OptimizerState | None]:
+    def _content(
+        self, directory: Path, parameters: LogicalParameters, saved: Topology
+    ) -> tuple[dict[str, Any], OptimizerState | None]:
         """What is there for all ranks, and the optimizer's state as it is now. ValueError if they are not of a kind."""
         content: dict[str, Any] = plain_content(directory / SHARED_FILE)
+        with _naming(directory / SHARED_FILE):
+            check_content(content, saved.world_size)
         if self.optimizer is None:
             return content, None
         _check_kinds(content, self.optimizer, self.schedule)
+        if self.schedule is not None:
+            with _naming(directory / SHARED_FILE):
+                _check_schedule(content["schedule"], self.schedule)
         return content, optimizer_state(self.optimizer, parameters)
 
     def _random_state(self, directory: Path, saved: Topology) -> dict[str, Any] | None:
         now = self.registry.topology
         if (saved.axes, saved.sizes, saved.roles) != (now.axes, now.sizes, now.roles) or self.optimizer is None:
             return None
-        state: dict[str, Any] = plain_content(directory / rank_file(self.registry.global_rank))
+        file = directory / rank_file(self.registry.global_rank)
+        state: dict[str, Any] = plain_content(file)
+        with _naming(file):
+            check_random_state(state)
         return state
 
     def take(self, found: _Found) -> None:
@@ -226,10 +248,35 @@ def _open(path: Path, optimizer: ParallelOptimizer | None) -> tuple[Path, dict[s
     return directory, manifest
 
 
-def _said_in(manifest: Mapping[str, Any]) -> tuple[dict[str, FileRecord], Topology]:
+def _said_in(manifest: Mapping[str, Any], directory: Path) -> tuple[dict[str, FileRecord], Topology]:
     """The records of all files, and the mesh that the checkpoint was saved on."""
-    files = {name: FileRecord.of_json(record) for name, record in manifest["files"].items()}
-    return files, Topology(roles=manifest["roles"], **manifest["axes"])
+    with _naming(directory / MANIFEST):
+        files = {name: FileRecord.of_json(record) for name, record in manifest["files"].items()}
+        ranks = sum(rank_file(rank) in files for rank in range(len(files)))
+        if prod(manifest["axes"].values()) != ranks or SHARED_FILE not in files:
+            raise ValueError(
+                f"axes are {manifest['axes']}, and there are files of {ranks} ranks; it must be one for each"
+            )
+        return files, Topology(roles=manifest["roles"], **manifest["axes"])
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Name the file in an error of what it holds, which is a ValueError whatever it was."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as problem:
+        said = str(problem) if isinstance(problem, ValueError) else f"{type(problem).__name__}: {problem}"
+        raise ValueError(f"{file} is damaged, or was planted: {printable(said)}; {EARLIER}") from None
+
+
+def _check_schedule(saved: Any, schedule: LRScheduler) -> None:
+    """Raise ValueError where a saved schedule's state is not like the one that it is to replace."""
+    now = schedule.state_dict()
+    check_like(saved, now, "schedule")
+    for name in saved or ():
+        if name not in now and hasattr(type(schedule), name):
+            raise ValueError(f"schedule has {name!r}, which is a method of {type(schedule).__name__}")
 
 
 def _verify_share(directory: Path, files: Mapping[str, FileRecord], registry: ProcessGroupRegistry) -> None:

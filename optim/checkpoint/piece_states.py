@@ -3,7 +3,7 @@
 Step counts, and whatever else is one number, belong to the piece: experts on different ranks have made different numbers of
 steps, and one without tokens has no state at all. In the layout of the checkpoint each piece has its own again. In another
 one a piece may come from several; where these differ, its numbers are all those of the one with the fewest steps, and
-elements that had no state yet have zeros.
+elements that had no state yet have that of a new one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,19 @@ from torch import Tensor
 
 from ...parallel.layout.blocks import Span
 from ...parallel.layout.pieces import Region
+from ...parallel.mesh.plain_values import (
+    anything,
+    check_count,
+    check_number,
+    check_text,
+    dict_of,
+    fields,
+    items,
+    list_of,
+    wrong,
+)
 from ..states.pieces import SCALAR_STATE
+from ..states.state_checks import check_state_value
 
 Place = tuple[tuple[tuple[Span, ...], ...], int, int]
 """A region of a parameter whose full shape is known: spans, start, stop."""
@@ -72,6 +84,40 @@ class PieceState:
         return not same(self, PieceState()) and self.steps != 0
 
 
+def _check_dtype(value: object, field: str) -> None:
+    if not isinstance(value, str) or not isinstance(getattr(torch, value, None), torch.dtype):
+        raise wrong(field, value, "the name of a dtype")
+
+
+def _check_scalar(value: object, field: str) -> None:
+    if isinstance(value, (list, tuple)) and len(value) == 2 and isinstance(value[1], (bool, complex)):
+        _check_dtype(value[0], field)
+        return
+    items(_check_dtype, check_number)(value, field)
+
+
+def check_piece_state(value: object, field: str) -> None:
+    """Raise ValueError where ``value`` is not a `PieceState` in plain containers, or its numbers are out of range."""
+    checks = {
+        "tensors": dict_of(_check_dtype),
+        "odd": list_of(check_text),
+        "scalars": dict_of(_check_scalar),
+        "values": dict_of(anything),
+    }
+    fields(checks)(value, field)
+    assert isinstance(value, Mapping)
+    if unknown := value.keys() - checks.keys():
+        raise ValueError(f"{field} has {', '.join(map(repr, unknown))}, which is no part of a state")
+    numbers = {**value["values"], **{key: number for key, (_, number) in value["scalars"].items()}}
+    for key, number in numbers.items():
+        check_state_value(key, number, field)
+
+
+def check_place(value: object, field: str) -> None:
+    """Raise ValueError where ``value`` is no `Place`."""
+    items(list_of(list_of(items(check_count, check_count))), check_count, check_count)(value, field)
+
+
 def is_scalar(key: str, value: Tensor, region: Region) -> bool:
     """Whether a state is one number for the piece, and not an element for each of the parameter's."""
     return value.dim() == 0 and (region.full_shape != () or key in SCALAR_STATE)
@@ -121,6 +167,11 @@ class PieceStates:
         }
         self._ranks = ranks
         self.together: list[str] = []
+
+    @property
+    def keys(self) -> set[tuple[str, str]]:
+        """(key, parameter) of every state of a parameter's shape that a piece has."""
+        return {(key, name) for name, states in self._states.items() for state, _ in states for key in state.tensors}
 
     def missing(self, name: str, region: Region) -> Iterator[tuple[str, torch.dtype]]:
         """The tensors that other pieces of the parameter have and this one does not, on any rank: key and dtype."""

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ...parallel.layout.pieces import Region, Shape
 from ...parallel.mesh.text import some
+from ..states.pieces import SCALAR_STATE
 from ..whole.optimizer import WholeOptimizer
+from .checksums import EARLIER
 from .contents import LAYOUT, OptimizerState, Stepped, parse_key, whole
 from .index import Stored
 from .logical_parameters import LogicalParameters
@@ -57,6 +59,7 @@ class Restoration:
         self._own, self._state, self._masters = own, list[dict[str, Any]](), dict[int, Tensor]()
         if own is not None:
             self._check_groups(groups)
+            self._check_states(own)
             self._state = [
                 self._room_for_state(stepped) | self._room_for_whole(stepped, part)
                 for stepped, part in zip(own.stepped, own.whole, strict=True)
@@ -83,6 +86,23 @@ class Restoration:
             )
         for index, ((names, _), now) in enumerate(zip(self._shared.groups, groups, strict=True)):
             _check_same("parameters", set(names), set(now), f"in param group {index}")
+
+    def _check_states(self, own: OptimizerState) -> None:
+        """What the index and the record say of states is the same, and each parameter has all states that its optimizer
+        has of it now."""
+        stored = set(self._parts("state"))
+        if differing := sorted(stored ^ self._shared.pieces.keys):
+            shown = some(f"{kind} of {name}" for kind, name in differing)
+            raise ValueError(f"index and record differ in the states of parameters: {shown}; {EARLIER}")
+        for position, stepped in enumerate(own.stepped):
+            now, kept = own.tensors.get(position, {}), self._shared.pieces.of(stepped.name, stepped.region)
+            numbers = {*kept.scalars, *kept.values}
+            missing = {key for key in now if key in SCALAR_STATE} - numbers
+            if kept.tensors and missing:
+                raise ValueError(f"the state of {stepped.name} has no {', '.join(sorted(missing))}")
+
+    def _parts(self, kind: str) -> list[tuple[str, ...]]:
+        return [parse_key(key)[1:] for key in self._stored if key.startswith(f"{kind}/")]
 
     def _find(self, key: str) -> Stored:
         if key not in self._stored:
@@ -147,7 +167,7 @@ class Restoration:
         for position, (_, piece, name, region) in enumerate(own.stepped):
             if position in own.masters:
                 masters[position] = self._room(f"master/{name}", region, piece.shape, torch.float32)
-            elif f"master/{name}" in self._stored:
+            elif piece.requires_grad and f"master/{name}" in self._stored:
                 raise ValueError(
                     f"the checkpoint has a float32 master of {name}, the optimizer has none: it was saved in another mode; "
                     "continue in that one"

@@ -38,7 +38,7 @@ from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..parallel_optimizer import ParallelOptimizer
 from ..step.several import kind_of
 from .checksums import FileRecord, write_summed
-from .contents import OptimizerState, RankRecord, collect, optimizer_state, portable_in, zeros_for_others
+from .contents import OptimizerState, RankRecord, collect, first_states_for_others, optimizer_state, portable_in
 from .directory import begin, publish
 from .files import SHARED_FILE, files_on_all_ranks, files_on_first_rank, rank_file
 from .logical_parameters import LogicalParameters
@@ -132,7 +132,7 @@ def snapshot_of(
 
     state, tensors, record, common = on_all_ranks(collected, registry)
     merged = SharedRecord.merge(gather_objects(record, registry))
-    tensors |= zeros_for_others(parameters, state, PieceStates(merged["pieces"], set()))
+    tensors |= first_states_for_others(parameters, state, PieceStates(merged["pieces"], set()), optimizer.optimizer)
     return Snapshot(tensors, merged, random_state(), common, _facts(optimizer), keep)
 
 

@@ -3,15 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
+from ...parallel.mesh.plain_values import anything, check_text, dict_of, fields, items, list_of, wrong
 from ...parallel.mesh.topology import Topology
 from .contents import RankRecord
-from .piece_states import PieceStates, merged, same
+from .piece_states import PieceStates, check_piece_state, check_place, merged, same
 
 T = TypeVar("T")
 Variants = list[tuple[T, list[int]]]
 """Different values, and the ranks that had each."""
+
+
+def check_content(content: object, world_size: int) -> None:
+    """Raise ValueError, and name the field, where what `SHARED_FILE` holds is not what `save_checkpoint` writes.
+
+    Args:
+        world_size: The number of ranks that saved.
+    """
+    ranks = list_of(partial(_check_rank, world_size=world_size))
+    fields(
+        {
+            "record": fields(
+                {
+                    "groups": list_of(items(list_of(check_text), list_of(items(dict_of(anything), ranks), least=1))),
+                    "buffers": dict_of(list_of(items(check_text, ranks), least=1)),
+                    "pieces": dict_of(list_of(items(check_piece_state, dict_of(ranks, key=check_place)))),
+                }
+            ),
+            "rest": fields({"precision": check_text, "loss_scale": anything, "weights": dict_of(anything)}),
+            "optimizer": check_text,
+            "schedule": anything,
+            "schedule_kind": check_text,
+            "extra": anything,
+        }
+    )(content, "content")
+
+
+def _check_rank(value: object, field: str, world_size: int) -> None:
+    if type(value) is not int or not 0 <= value < world_size:
+        raise wrong(field, value, f"a rank from 0 to {world_size - 1}")
 
 
 class SharedRecord:

@@ -16,6 +16,7 @@ from ..parallel_optimizer import ParallelOptimizer
 from ..states.pieces import Piece
 from ..states.split_masters import SplitMasters
 from ..step.call_guard import own_calls
+from ..step.several import parts_of
 from .contents import masters_in, portable_in
 from .torch_layout import LaidOut
 
@@ -117,9 +118,14 @@ class TorchStates(torch.optim.Optimizer):
             group["lr"] = rate
         for param, grad in zip(stepped, kept, strict=True):
             param.grad = grad
-            for key, value in inner.state.get(param, {}).items():
-                if key in ("step", "mu_product"):
-                    value.fill_(0 if key == "step" else 1)
+        for part in parts_of(inner):
+            for group in part.param_groups:
+                for param in group["params"]:
+                    for key, value in part.state.get(param, {}).items():
+                        if key in ("step", "mu_product"):
+                            value.fill_(0 if key == "step" else 1)
+                        elif key in ("eta", "step_size"):  # of ASGD and Rprop, which begin at the rate
+                            value.fill_(float(group["lr"]))
 
     def _agreed_keys(self) -> dict[str, list[str]]:
         """The names of the states of each parameter: of one that is cut, those of all ranks."""
@@ -229,11 +235,7 @@ class TorchStates(torch.optim.Optimizer):
             }
             for now, saved in zip(inner["param_groups"], state_dict["param_groups"], strict=True)
         ]
-        numbers = {
-            key[len(_OWN) :]: value for key, value in state_dict["param_groups"][0].items() if key.startswith(_OWN)
-        }
-        clip = numbers.pop(_CLIP[len(_OWN) :], None)
-        rest = _with_numbers(self._rest(), numbers) | ({} if clip is None else {"clip": json.loads(clip)})
+        rest = on_all_ranks(lambda: self._saved_rest(state_dict), self.registry)
         weights = {**inner["meshstep"]["weights"], **rest.pop("weights")}
         if masters:
             weights["masters"] = masters
@@ -241,6 +243,20 @@ class TorchStates(torch.optim.Optimizer):
         self._optimizer.load_state_dict(
             {"state": state, "param_groups": groups, "meshstep": {**before, **rest, "weights": weights}}
         )
+
+    def _saved_rest(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """All else that was saved. Raises ValueError where a number or the text of a clip rule is wrong."""
+        numbers = {
+            key[len(_OWN) :]: value for key, value in state_dict["param_groups"][0].items() if key.startswith(_OWN)
+        }
+        clip = numbers.pop(_CLIP[len(_OWN) :], None)
+        try:
+            rest = _with_numbers(self._rest(), numbers)
+            return rest if clip is None else {**rest, "clip": json.loads(clip)}
+        except (TypeError, OverflowError, RecursionError, RuntimeError) as problem:
+            raise ValueError(
+                f"the state has a wrong number or text ({problem}); give what state_dict() returned"
+            ) from None
 
     def _order(self, state_dict: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
         """The saved states, by parameter. Raises ValueError where they are of others, or of another mode."""

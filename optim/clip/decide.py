@@ -3,8 +3,9 @@
     gradient to step with = gradient as it is * inverse * factor,      factor = rule(norms * inverse, what it remembers)
     inverse = D / W / loss scale
 
-Gradients were multiplied by the loss scale, and divided by the number D of data ranks in place of the window's weight W. A
-rule sees the norms of the gradients as they will be stepped with, and so does whoever reads the report.
+Gradients were multiplied by the loss scale, and divided by the number D of data ranks in place of the window's weight W
+(without weights: of D times the micro-batches that make one mean). A rule sees the norms of the gradients as they will be
+stepped with, and so does whoever reads the report.
 """
 
 from __future__ import annotations
@@ -140,12 +141,13 @@ class Clipping:
             past = divisor.is_missing(norms.extra) & (norms.total != 0)  # states are also made by gradients of zeros
             finite = finite & ~past
         vetoed, parted = (None, None) if ballot is None else ballot.count(cast, finite)
+        disagreed = None if divisor.agreement is None else _is_not_zero(norms.extra[divisor.agreement])
         decision = Decision(None)
         if rule is not None:
             state = ClipState(rule) if clip is None else clip
             decision = state.decide(norms, rule) if captured or state.initial else rule.decide(norms, NOTHING)
             if decision.state:
-                state.remember(decision, _is_taken(finite, vetoed, parted))
+                state.remember(decision, _is_taken(finite, vetoed, parted, disagreed))
         factors, one = decision.factors, self._one
         if one is None or one.device != norms.total.device:  # in the first step: a graph must not make it
             one = self._one = self._constants("one", lambda: [1.0], norms.total.dtype, norms.total.device)[0]
@@ -175,8 +177,12 @@ class Clipping:
             parted=parted,
             spiked=spiked,
             named_norms=dict(zip(needs.patterns, norms.named.unbind(), strict=False)) if needs.patterns else {},
+            disagreed=disagreed,
         )
-        skipped = stats.found_inf if vetoed is parted is spiked is None else stats.skipped
+        if vetoed is parted is spiked is None:
+            skipped = stats.found_inf if disagreed is None else torch.maximum(stats.found_inf, disagreed)
+        else:
+            skipped = stats.skipped
         verdict = Verdict(stats, skipped, factor, past, None if ballot is None else ballot.problem)
         return verdict if earlier is None else verdict.after(earlier)
 
@@ -204,7 +210,7 @@ class Clipping:
         norms, cast = self._measured(needs, divisor.slots, ballot)
         inverse = None if divisor.scale is None else divisor.scale.to(norms.extra).reciprocal()
         if divisor.stages:
-            weight = inverse_weight(norms.extra[: divisor.stages], divisor.data_ranks)
+            weight = inverse_weight(norms.extra[: divisor.stages], divisor.data_ranks, divisor.mean_of)
             inverse = weight if inverse is None else weight * inverse
         if inverse is None:
             return norms, None, cast
@@ -281,20 +287,27 @@ class Clipping:
             mark_complete(param)
 
 
-def inverse_weight(totals: Tensor, data_ranks: int) -> Tensor:
-    """0-dim: D / W; 1 where nobody gave a weight (or all gave 0), NaN where W is negative or NaN. Host reads: none.
+def inverse_weight(totals: Tensor, data_ranks: int, count: int = 1) -> Tensor:
+    """0-dim: D / W; 1 / ``count`` where no rank gave a weight (or all gave 0), NaN where W is negative or NaN. Host reads:
+    none.
 
     Args:
         totals: The sum over ranks of `weight_slots`, without a vote.
         data_ranks: D.
+        count: Micro-batches whose mean the window's gradient is.
     """
     total = totals.amax() if len(totals) > 1 else totals[0]
-    return (data_ranks / total).masked_fill_(total < 0, torch.nan).masked_fill_(total == 0, 1.0)
+    return (data_ranks / total).masked_fill_(total < 0, torch.nan).masked_fill_(total == 0, 1.0 / count)
 
 
-def _is_taken(finite: Tensor, vetoed: Tensor | None, parted: Tensor | None) -> Tensor:
+def _is_not_zero(number: Tensor) -> Tensor:
+    """0-dim float32: 1 or 0."""
+    return torch.ne(number, 0, out=torch.empty((), dtype=torch.float32, device=number.device))
+
+
+def _is_taken(finite: Tensor, *flags: Tensor | None) -> Tensor:
     """0-dim bool: the step is made, as far as the rule does not skip it itself."""
-    for flag in (vetoed, parted):
+    for flag in flags:
         if flag is not None:
             finite = finite & (flag == 0)
     return finite

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...amp.capture import is_captured, keeps_state_in_place
+from ...parallel.mesh.plain_values import check_number, check_text, dict_of, fields, list_of
 from ...parallel.mesh.text import some
 from ..norm.norms import Norms
 from .rule import Clip, Decision, Initial, OfEachParameter
@@ -117,12 +118,19 @@ class ClipState:
             found[name] = dict(zip(self.names, values, strict=True)) if _of_each(initial[name]) else values
         return found
 
+    def check_state(self, saved: Mapping[str, Any] | None) -> None:
+        """Raise ValueError where ``saved`` is nothing that the `state_dict` of a rule returns, of this one or another."""
+        if saved is None:
+            return
+        fields({"rule": check_text, "state": dict_of(_check_numbers)})(saved, "clip")
+
     def load_state_dict(self, saved: Mapping[str, Any] | None) -> None:
         """Go on from what `state_dict` returned, on this or another layout.
 
         What was saved without a state of this rule (None), or with that of another one, is no error, so that a run may
         change its rule: what the rule remembers then begins anew, with a warning that says so.
         """
+        self.check_state(saved)
         initial, self.tensors, self._numbers = self.initial, {}, {}
         if not initial:
             return
@@ -143,6 +151,16 @@ class ClipState:
                 f"the state that is loaded has nothing of {kind} for {some(sorted(new))}: for these it begins anew",
                 stacklevel=2,
             )
+
+
+def _check_numbers(value: object, field: str) -> None:
+    """Raise ValueError where a value is none of `Numbers`, or is NaN."""
+    if isinstance(value, list):
+        list_of(check_number)(value, field)
+    elif isinstance(value, dict):
+        dict_of(check_number)(value, field)
+    else:
+        check_number(value, field)
 
 
 def _of_each(begins: Initial) -> bool:

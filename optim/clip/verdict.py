@@ -31,7 +31,7 @@ class Verdict(NamedTuple):
     def after(self, earlier: Verdict) -> Verdict:
         """Of a second clip in one window, which must not hide what the first one found."""
         found_inf = torch.maximum(self.stats.found_inf, earlier.stats.found_inf)
-        said = {name: getattr(earlier.stats, name) for name in ("vetoed", "parted", "spiked")}
+        said = {name: getattr(earlier.stats, name) for name in ("vetoed", "parted", "spiked", "disagreed")}
         stats = replace(self.stats, found_inf=found_inf, **said)
         return self._replace(stats=stats, skipped=stats.skipped, factor=None, problem=earlier.problem)
 
@@ -46,6 +46,8 @@ class Divisor(NamedTuple):
         data_ranks: Over so many gradients have been averaged.
         loss_scale: What backward put in, for the report.
         is_missing: From the sum of the slots a 0-dim bool: nobody put it in, though there are gradients.
+        mean_of: What gradients are divided by where no rank gave a weight.
+        agreement: The slot of a `StepAgreement`, whose sum is 0 where ranks agree; None: there is none.
     """
 
     slots: Tensor
@@ -54,3 +56,5 @@ class Divisor(NamedTuple):
     data_ranks: int = 1
     loss_scale: Tensor | None = None
     is_missing: Callable[[Tensor], Tensor] | None = None
+    mean_of: int = 1
+    agreement: int | None = None

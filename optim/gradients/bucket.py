@@ -21,8 +21,9 @@ from torch import Tensor
 
 from ...amp.copies import copy_each_
 from ...parallel.mesh.flat_collectives import REDUCE_SCATTER
+from ..kernels.memory import is_lazy
 from .flat import FlatBucket
-from .in_place import mark_complete, widen_gradients
+from .in_place import change_each, mark_complete, widen_gradients
 
 BUCKET_BYTES = 32 * 2**20
 
@@ -101,7 +102,7 @@ class LocalGradients:
         widen_gradients(self.params)
         gradients = [param.grad for param in self.params if param.grad is not None]
         if gradients:
-            torch._foreach_mul_(gradients, self.scale)
+            change_each(torch._foreach_mul_, gradients, self.scale)
         return _nothing
 
 
@@ -217,7 +218,7 @@ class GradientBucket:
             if (self.adopt or narrow) and param.is_contiguous():
                 param.grad = view
                 continue
-            if param.grad is None or narrow:
+            if param.grad is None or narrow or param.grad.is_neg():
                 param.grad = torch.empty_like(param, dtype=self.dtype)
             targets.append(param.grad)
             sources.append(view)
@@ -226,7 +227,8 @@ class GradientBucket:
 
     def fits_exactly(self, tensor: Tensor) -> bool:
         """Whether the flattened tensor is the whole buffer: a large parameter that needs no copy to travel."""
-        return len(self.params) == 1 and tensor.numel() == self._padded and tensor.is_contiguous()
+        whole = len(self.params) == 1 and tensor.numel() == self._padded
+        return whole and tensor.is_contiguous() and not is_lazy(tensor)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Where each parameter lies in the flat buffer, of its shape."""

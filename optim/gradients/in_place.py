@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...amp.casting import is_half
+from ..kernels.memory import is_lazy, resolve_
 from ..norm.global_norm import are_alike
 
 _COMPLETE = "_meshstep_complete"
@@ -44,14 +46,28 @@ def scale_each(gradients: Sequence[Tensor | None], factor: Tensor) -> None:
         for grad in here:
             kinds.setdefault((grad.device, grad.dtype), []).append(grad)
     for (device, dtype), grads in kinds.items():
-        torch._foreach_mul_(grads, factor.to(device, torch.float32 if dtype != torch.float64 else None))
+        change_each(torch._foreach_mul_, grads, factor.to(device, torch.float32 if dtype != torch.float64 else None))
 
 
 def clamp_each(gradients: Sequence[Tensor | None], clip_value: float) -> None:
     """Clamp those that are there to [-clip_value, clip_value], in place."""
     if grads := [grad for grad in gradients if grad is not None]:
-        torch._foreach_clamp_min_(grads, -clip_value)
-        torch._foreach_clamp_max_(grads, clip_value)
+        change_each(torch._foreach_clamp_min_, grads, -clip_value)
+        change_each(torch._foreach_clamp_max_, grads, clip_value)
+
+
+def change_each(
+    change: Callable[[list[Tensor], Any], object], gradients: list[Tensor], argument: Tensor | float
+) -> None:
+    """Call a multi-tensor kernel of torch, which takes no list with a lazy tensor."""
+    try:
+        change(gradients, argument)
+    except RuntimeError:  # before anything is changed; looked for only now, for most gradients never are
+        if not any(map(is_lazy, gradients)):
+            raise
+        for gradient in gradients:
+            resolve_(gradient)
+        change(gradients, argument)
 
 
 def clamp_gradients(params: Sequence[Tensor], clip_value: float) -> None:

@@ -19,15 +19,12 @@ from math import inf
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
+from torch import Tensor
 
 INTERFACE = 3  # as `meshstep_interface` in csrc/native.c
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 NORM_TYPES = {1.0: 1, 2.0: 2, inf: 0}
 NO_MEMORY = "the kernels got no memory for their tables"
-PLAIN = frozenset({Tensor, nn.Parameter})
-"""Whose memory is what they say: no subclass of them."""
 
 
 class Kind(IntEnum):
@@ -128,20 +125,3 @@ def in_memory_order(tensor: Tensor) -> Tensor:
     """[numel]: a view of a dense tensor as it lies in memory; a copy of one that is not dense."""
     by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(by_stride).reshape(-1).contiguous()
-
-
-def lies_densely(tensor: Tensor) -> bool:
-    """Whether its elements fill a stretch of memory, in whatever order."""
-    return tensor.is_contiguous() or is_dense(tensor)
-
-
-def alike(tensor: Tensor, param: Tensor) -> bool:
-    """Whether their elements lie in memory in one order; ``param`` is dense."""
-    return tensor.shape == param.shape and (
-        (tensor.is_contiguous() and param.is_contiguous()) or tensor.stride() == param.stride()
-    )
-
-
-def laid_out(grad: Tensor, param: Tensor) -> Tensor:
-    """The gradient, or a copy of it, with its elements in the parameter's order."""
-    return grad if alike(grad, param) else torch.empty_like(param, dtype=grad.dtype).copy_(grad)

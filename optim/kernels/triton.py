@@ -22,7 +22,8 @@ from torch import Tensor
 from triton.runtime import JITFunction
 
 from . import triton_powers, triton_updates
-from .native import DTYPES, PLAIN, Columns, Kind, in_memory_order
+from .memory import PLAIN
+from .native import DTYPES, Columns, Kind, in_memory_order
 from .tables import Tables
 
 MOST = 11  # p from which on powers leave the range of float64
@@ -102,7 +103,11 @@ class Triton:
         device, dtype = tensors[0].device, DTYPES[dtypes.pop()]
         tensors = [tensor if tensor.is_contiguous() else in_memory_order(tensor) for tensor in tensors]
         with _on(device):
-            addresses = self._tables.of(array("Q", [tensor.data_ptr() for tensor in tensors]), device)
+            found_at = array("Q", [tensor.data_ptr() for tensor in tensors])
+            if 0 in found_at:  # no elements, or zeros that torch has given no memory
+                tensors = [tensor.clone() if tensor._is_zerotensor() else tensor for tensor in tensors]
+                found_at = array("Q", [tensor.data_ptr() for tensor in tensors])
+            addresses = self._tables.of(found_at, device)
             numels = array("q", [tensor.numel() for tensor in tensors])
             cut = self._tables.chunks_of(numels, triton_powers.CHUNK, device)
             cells = torch.empty(cut.count, dtype=torch.float64, device=device)

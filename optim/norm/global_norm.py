@@ -25,7 +25,8 @@ from ...amp.capture import is_captured
 from ...parallel.mesh.flat_collectives import all_gather_flat
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..kernels.choice import chosen, triton_on
-from ..kernels.native import DTYPES, NO_MEMORY, NORM_TYPES, PLAIN, Native, in_memory_order
+from ..kernels.memory import PLAIN
+from ..kernels.native import DTYPES, NO_MEMORY, NORM_TYPES, Native, in_memory_order
 from .constants import Constants
 from .norms import Level, Norms, Reduction, checked_norm_type, checked_reduction
 from .plan import ReductionPlan

@@ -33,6 +33,8 @@ class GradStats:
         spiked: 0-dim float32: 1 when the clip rule skips the step, though its norm is finite, else 0; None where no rule
             does that (`SkipSpikes`).
         named_norms: By pattern, under `ByName`: the global p-norm of the parameters that it matches first.
+        disagreed: 0-dim float32: 1 when ranks differ in the number of micro-batches, in having weights, in hyper-parameters
+            or in which parameters are frozen, so that the step is skipped, else 0; None on one rank.
     """
 
     total_norm: Tensor
@@ -45,18 +47,22 @@ class GradStats:
     parted: Tensor | None = None
     spiked: Tensor | None = None
     named_norms: Mapping[str, Tensor] = field(default_factory=dict)
+    disagreed: Tensor | None = None
 
     @property
     def skipped(self) -> Tensor:
         """0-dim float32: 1 when the step is skipped, for whatever reason, else 0. Host reads: none."""
-        all_reasons = self.found_inf, self.vetoed, self.parted, self.spiked
+        all_reasons = self.found_inf, self.vetoed, self.parted, self.spiked, self.disagreed
         reasons = [reason for reason in all_reasons if reason is not None]
-        return reasons[0] if len(reasons) == 1 else torch.stack(reasons).amax()
+        if len(reasons) > 2:
+            return torch.stack(reasons).amax()
+        return torch.maximum(*reasons) if len(reasons) == 2 else reasons[0]
 
     def __str__(self) -> str:
         parts = [f"norm {float(self.total_norm):.3g}"]
         if self.skipped:
             whys = {"a rank's veto": self.vetoed, "copies that differ": self.parted, "a spike": self.spiked}
+            whys["ranks that disagree"] = self.disagreed
             why = ", ".join(reason for reason, flag in whys.items() if flag is not None and flag)
             parts.append(f"skipped ({why})" if why else "skipped")
         elif self.clip_coef < 1:

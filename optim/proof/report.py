@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from ...parallel.mesh.text import aligned
+from ...parallel.mesh.text import aligned, printable
 from .findings import Finding, Proof
 
 _HEADER = ("parameter", "declared", "it is", "what is wrong", "over", "factor")
@@ -24,7 +24,7 @@ def report(proof: Proof) -> str:
 
 def _row(finding: Finding) -> tuple[str, ...]:
     return (
-        finding.name,
+        printable(finding.name),
         "" if finding.declared is None else str(finding.declared),
         "" if finding.inferred is None else str(finding.inferred),
         finding.cause,

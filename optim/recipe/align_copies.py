@@ -103,7 +103,7 @@ def _share(tensors: Sequence[Tensor], ranks: tuple[int, ...], registry: ProcessG
     copied: list[tuple[Tensor, Tensor]] = []
     nbytes = 0
     for tensor in tensors:
-        dense = tensor.detach().contiguous()  # the tensor itself, unless its memory is laid out otherwise
+        dense = tensor.detach().contiguous().resolve_neg()  # the tensor itself, unless its memory is laid out otherwise
         for part in dense.view(-1).view(torch.uint8).split(BUCKET_BYTES):
             if parts and nbytes + part.numel() > BUCKET_BYTES:
                 _broadcast(parts, copied, ranks, registry)

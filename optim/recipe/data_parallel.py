@@ -102,7 +102,9 @@ def _broadcast(tensors: Iterable[Tensor], registry: ProcessGroupRegistry) -> Non
         named = () if annotation is None else annotation.spec.on(topology).named_axes
         axes = tuple(axis for axis in topology.data_axes if axis not in named)
         if axes and registry.size(*axes) > 1:
-            dense = tensor.detach().contiguous()  # the tensor itself, unless its memory is laid out otherwise
+            dense = (
+                tensor.detach().contiguous().resolve_neg()
+            )  # the tensor itself, unless its memory is laid out otherwise
             dist.broadcast(dense, registry.ranks(*axes)[0], group=registry.group(*axes))
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.copy_(dense)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...parallel.layout.pieces import Region
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from ..kernels.memory import resolve_
 from ..norm.entries import ParameterEntry
 from ..norm.plan import ReductionPlan
 from ..step.call_guard import own_calls
@@ -32,6 +33,7 @@ class Chain:
         held: What stands at each position of the param groups.
         given: The model's parameters, some of which this rank may have no piece of: name, parameter, whether it was
             trained.
+        kinds: The dtype and device that each of them had when it was given.
         frozen: Those of them that were frozen between their group's and a later group's addition.
         bringing: The links that have gradients to `bring`, from the model's side on.
         catching_up: Those that `catch_up`.
@@ -46,6 +48,7 @@ class Chain:
         self.held: list[Held] = []
         self.given: list[tuple[str, Tensor, bool]] = []
         self.frozen: list[Tensor] = []
+        self.kinds: list[tuple[torch.dtype, torch.device]] = []
         self._add(optimizer.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -58,14 +61,18 @@ class Chain:
         except Exception:
             del self.optimizer.param_groups[before:]
             self.given, self.frozen = given, frozen
+            del self.kinds[len(given) :]
             raise
 
     def _add(self, groups: list[dict[str, Any]]) -> None:
         held = held_in(groups, first=len(self.given))
+        for h in held:
+            resolve_(h.param)  # links read memory: pieces are views of it
         # The plan is agreed anew, without what has been frozen since: that is frozen for good.
         self.frozen += [param for _, param, trained in self.given if trained and not param.requires_grad]
         self.given = [(name, param, trained and param.requires_grad) for name, param, trained in self.given]
         self.given += [(h.name, h.param, h.param.requires_grad) for h in held]
+        self.kinds += [(h.param.dtype, h.param.device) for h in held]
         for link in self.links:
             held = self._install(link, groups, held)
         self.held += held
@@ -75,6 +82,22 @@ class Chain:
             link.in_parts = all(inner.divisible for inner in stepping[:index])
         self._stepping = [link.step for link in stepping]
         self.watch(self.watchers)
+
+    def explain(self, error: Exception) -> None:
+        """Raise RuntimeError from ``error`` if any parameter was converted, which explains the error."""
+        if (text := self.converted()) and text != str(error):
+            raise RuntimeError(text) from error
+
+    def converted(self) -> str | None:
+        """Return the error of the first parameter that has another dtype or device than when it was given."""
+        for (name, param, _), (dtype, device) in zip(self.given, self.kinds, strict=True):
+            if param.dtype != dtype or param.device != device:
+                was, now = (dtype, param.dtype) if param.dtype != dtype else (device, param.device)
+                return (
+                    f"{name} was {was} when the optimizer was made, and is {now} now: convert and move the model before "
+                    "ParallelOptimizer is made, or make the optimizer anew"
+                )
+        return None
 
     def watch(self, watchers: Sequence[Watcher]) -> None:
         """These look on from now on, and no others."""

@@ -17,8 +17,10 @@ from ..gradients.sync import gradient_buckets
 from ..norm.plan import ReductionPlan
 from ..step.data_parallel import Switch, find_misplaced_ddp
 from ..step.first_look import Seen, check_gradients_came, warn_of_written_gradients
+from ..step.step_agreement import StepAgreement, thawed_text
 from .chain import Chain
 from .link import AnyWindow
+from .unused_parameters import UnusedParameters
 
 
 class Completion:
@@ -30,9 +32,12 @@ class Completion:
         buckets: From a plan what completes the gradients that have come to the end of the chain.
         early: They complete first those of the model's parameters that can be reduced while backward runs, if that is
             wanted.
+        agreement: What ranks must agree on is compared in the first window; None: on one rank.
+        unused: Watches for parameters without gradients.
 
     Attributes:
         looked: The first window has been looked at, by all ranks together.
+        changed: Indices of parameters frozen since they came, and of those unfrozen since, in the last window.
     """
 
     def __init__(
@@ -41,11 +46,16 @@ class Completion:
         plan: ReductionPlan,
         buckets: Callable[[ReductionPlan], Sequence[Reducible]],
         early: Sequence[Reducible] | None,
+        agreement: StepAgreement | None,
+        unused: UnusedParameters,
     ) -> None:
         self.chain, self.plan, self.early = chain, plan, early
         self.params = chain.measured()
         self._make_buckets, self._buckets = buckets, list(buckets(plan))
-        self.looked = False
+        self.looked, self._agreement = False, agreement
+        self._unused: UnusedParameters | None = unused
+        self.changed: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
+        self._looked_at = 0
 
     @torch.no_grad()
     def __call__(self, window: AnyWindow, switch: Switch | None) -> Exception | None:
@@ -56,14 +66,17 @@ class Completion:
         Returns:
             What is wrong with the gradients of this rank alone, after all ranks have been served.
         Raises:
-            RuntimeError: A parameter was unfrozen; torch's data parallelism has not reduced what only it can reduce; on
-                every rank, the first time: there are no gradients, or they have not come through `backward` or `window`.
+            RuntimeError: A parameter was converted to another dtype or device; torch's data parallelism has not reduced
+                what only it can reduce; on every rank, the first time: there are no gradients, or they have not come
+                through `backward` or `window`, or ranks disagree.
             TypeError, ValueError: On every rank, the first time, where on any a gradient is sparse or complex, or one of a
                 DTensor is laid out in a way of which nothing can be made.
-        Collectives: those of the buckets and links; the first time an object all-gather. Host reads: only then.
+        Collectives: those of the buckets and links; the first time, and in the 16th window, an object all-gather. Host
+        reads: only then.
         """
         if window.phase in ("complete", "clipped"):
             return None
+        self._check_converted()
         for watcher in self.chain.watchers:
             watcher.local(window)
         if window.captured:
@@ -71,10 +84,13 @@ class Completion:
         averaged = switch is None or switch.averages(window)
         if switch is not None:
             switch.hand_over([param for _, param, _ in self.chain.given])
-        frozen = self._frozen_since()
+        problem: Exception | None
+        frozen, problem = self._frozen_since()
         if window.scaled and not window.calls:
             window.strays = window.has_strays([param for _, param, _ in self.chain.given])
         seen = None if self.looked else self._seen(window)
+        if self._unused is not None and not window.captured and not self._unused.end_window():
+            self._unused = None
         # Before anybody else takes, or looks at, the gradients of the model's parameters: a rank has the same order of
         # collectives whether it ran a backward or not.
         if self.early is not None and not window.reduced:
@@ -83,7 +99,6 @@ class Completion:
             link.catch_up(window)
         if seen is not None:
             self._look(seen, window, averaged and switch is not None and (switch.in_backward or window.reduced))
-        problem: Exception | None = None
         for link in self.chain.bringing:
             problem = link.bring(window, averaged) or problem
         window.holds_old = True
@@ -108,14 +123,15 @@ class Completion:
 
     def _seen(self, window: AnyWindow) -> Seen:
         """What this rank sees of the gradients that backward left, and of what is around the model."""
-        seen = Seen.of(window, [param for _, param, _ in self.chain.given])
+        params = [param for _, param, _ in self.chain.given]
+        seen = Seen.of(window, params, self.chain.optimizer.param_groups, self._facts(window))
         held = [h.path[0] for h in self.chain.held]
         found = find_misplaced_ddp(held, self.plan.entries, self.chain.registry) if seen.wrong is None else None
         if found is None:
             return seen
         name, ranks = found
         return seen._replace(
-            wrong=f"a DistributedDataParallel over the ranks {ranks} is around {name}, and they hold different shards. "
+            wrong=f"a DistributedDataParallel over the ranks {ranks} is around {name}, of which they hold other shards. "
             "It has given all of them the shard of one rank, and averages gradients of different shards. Make the model "
             "anew; wrap it by DistributedDataParallel(model, process_group=registry.group(...)) with the data axes, and "
             "give that as data_parallel=; or don't wrap it"
@@ -131,6 +147,10 @@ class Completion:
         params = [param for _, param, _ in self.chain.given]
         seen = gather_objects(mine, self.chain.registry)
         check_gradients_came(seen, window.scaled)
+        if self._agreement is not None and sum(of_rank.facts for of_rank in seen) != 0:
+            raise self._agreement.error(
+                self._agreement.sent, "ranks disagree about the first step, nothing was stepped"
+            )
         warn_of_written_gradients(seen, self.chain.registry.topology, window.scaled, averaged)
         if settle_sums(params, [of_rank.sums for of_rank in seen]):
             self.plan = self._with_sums(self.plan)
@@ -145,21 +165,46 @@ class Completion:
             entries.append(replace(entry, spec=entry.spec.with_partial(partial)))
         return replace(plan, entries=tuple(entries))
 
-    def _frozen_since(self) -> set[int]:
-        """The ids of parameters that have been frozen since they came, and have no gradient."""
-        found = {id(param) for param in self.chain.frozen if param.grad is None}
-        for name, param, trained in self.chain.given:
-            if param.requires_grad == trained:
-                continue
-            if not trained:
-                raise RuntimeError(
-                    f"{name} was frozen when the optimizer was made, and is not now; whose gradients are averaged was "
-                    "agreed then: unfreeze before making ParallelOptimizer, or leave it out and add it later with "
-                    "add_param_group"
-                )
-            if param.grad is None:
-                found.add(id(param))
-        return found
+    def _check_converted(self) -> None:
+        """Raise RuntimeError if parameters have other dtypes or devices than when they were given to the optimizer.
+
+        Looks at the first and the last parameter and, in turn, one other: ``model.double()`` converts all of them.
+        """
+        given, kinds = self.chain.given, self.chain.kinds
+        if given:
+            self._looked_at = (self._looked_at + 1) % len(given)
+            for index in (0, -1, self._looked_at):
+                param = given[index][1]
+                if (param.dtype, param.device) != kinds[index]:
+                    raise RuntimeError(self.chain.converted())
+
+    def _facts(self, window: AnyWindow) -> int:
+        """Return what this rank adds to the slot of facts. Host reads: of settings that are tensors on a device."""
+        if self._agreement is None:
+            return 0
+        number = self._agreement.number(window.micro_batches, window.is_weighted, *self.changed)
+        of_tensors = self._agreement.of_tensors()
+        return number if of_tensors is None else number + int(of_tensors)
+
+    def _frozen_since(self) -> tuple[set[int], RuntimeError | None]:
+        """Find parameters whose ``requires_grad`` has changed since they came, and note them in `changed`.
+
+        Returns:
+            The ids of those that were frozen and have no gradient; the error where one was unfrozen, to be raised when this
+            rank has done its part in the collectives.
+        """
+        frozen = {id(param) for param in self.chain.frozen if param.grad is None}
+        found = [at for at, (_, param, trained) in enumerate(self.chain.given) if param.requires_grad != trained]
+        if not found:
+            self.changed = (), ()
+            return frozen, None
+        given = self.chain.given
+        thawed = tuple(at for at in found if not given[at][2])
+        self.changed = tuple(at for at in found if given[at][2]), thawed
+        problem = RuntimeError(thawed_text(given[thawed[0]][0])) if thawed else None
+        if problem is not None and self._agreement is None:
+            raise problem
+        return frozen | {id(given[at][1]) for at in self.changed[0] if given[at][1].grad is None}, problem
 
     def _forget(self, frozen: set[int]) -> None:
         """Clear what other ranks gave for parameters that are frozen here: zeros, which are no gradients."""

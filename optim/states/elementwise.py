@@ -1,7 +1,8 @@
 """Which optimizers may step pieces of tensors: those whose update of a tensor is made of the updates of its elements.
 
 Others (Muon, Shampoo, LAMB, Adafactor) take norms, means or products of a whole tensor, and would take a piece for the
-whole. Some (Prodigy, D-Adaptation) take sums over all tensors of a rank, and estimate something else on each.
+whole. Some (Prodigy, D-Adaptation) take sums over all tensors of a rank, and estimate something else on each. Optimizers
+with quantized states (8-bit Adam) round them in blocks of elements, and only in tensors above a size.
 
 Nothing is imported to know an optimizer: the names of its classes and of their packages tell.
 """
@@ -80,6 +81,7 @@ _ACROSS_TENSORS = (
     "Prodigy",
     "ProdigyPlusScheduleFree",
 )
+_QUANTIZED = ("8bit", "4bit", "Fp8")  # in names of classes
 _SAY_SO = "or, if this one does, say so with optimizer.elementwise = True"
 _ALIKE = "Take one that treats every element alike (AdamW, Lion, ...)"
 _WAY_OUT = (
@@ -98,6 +100,14 @@ def check_elementwise(optimizer: torch.optim.Optimizer, why: str) -> None:
     """
     for part in parts_of(optimizer):
         doubt = _doubt(part)
+        if doubt is None and (states := _quantized_states(part)):
+            raise ValueError(
+                f"{why}, but {type(part).__name__} quantizes its states ({states}): how they are rounded, and whether they "
+                "are at all, depends on the size of each piece, so the result would differ from that of whole tensors by "
+                "the rounding of the states. Step whole tensors with meshstep.optim.whole.whole(optimizer), take an "
+                "optimizer with float32 or bfloat16 states (AdamW, HalfStates), or accept the difference with "
+                "optimizer.elementwise = True"
+            )
         if doubt is not None:
             raise ValueError(
                 f"{why}, which is right only for an optimizer whose update is elementwise; {doubt}. {_WAY_OUT}"
@@ -177,6 +187,17 @@ def _doubt(optimizer: torch.optim.Optimizer) -> str | None:
         if values:
             return f"{name} with {option}={values[0]!r} is not (with {option}={off!r} it is)"
     return None
+
+
+def _quantized_states(optimizer: torch.optim.Optimizer) -> str | None:
+    """Return the class or option that quantizes states in blocks of elements; None if nothing does, or it is accepted."""
+    if asks_other_ranks(optimizer) or getattr(optimizer, "elementwise", None) is not None:
+        return None
+    names = (kind.__name__ for kind in type(optimizer).__mro__ if _is_known(kind))
+    if name := next((name for name in names if name.endswith(_QUANTIZED)), None):
+        return name
+    bits = [value for value in _values(optimizer, "optim_bits") if value not in (None, 32)]
+    return f"optim_bits={bits[0]!r}" if bits else None
 
 
 def _is_known(kind: type) -> bool:

@@ -18,6 +18,7 @@ from ...amp.rounding import Drawn, round_all_, seed_of
 from ...amp.stochastic_rounding import BUCKET_NUMEL
 from ...parallel.layout.annotation import Annotation, annotation_of
 from ...parallel.layout.spec import P
+from ...parallel.mesh.plain_values import check_count, fields
 from .elementwise import check_in_buckets
 from .link import Binding, Link, Placement, Position
 from .pieces import Held, StandIns
@@ -124,9 +125,15 @@ class Halves(Link):
         """Under ``"half_states"`` how many steps have drawn."""
         return {"half_states": {"steps": self.steps}}
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError where the count of steps in ``state`` is none."""
+        if "half_states" in state:
+            fields({"steps": check_count})(state["half_states"], "half_states")
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on drawing where `state_dict` was called; states that were saved in float32 are rounded."""
-        self.steps = int(state.get("half_states", {"steps": self.steps})["steps"])
+        self.check_state(state)
+        self.steps = state.get("half_states", {"steps": self.steps})["steps"]
 
 
 def _buckets(whole: Sequence[list[Tensor]]) -> Iterator[list[list[Tensor]]]:

@@ -159,6 +159,9 @@ class Link:
     def publish(self) -> None:
         """Bring the values of the stand-ins into what they stand for; on all ranks."""
 
+    def reload(self) -> None:
+        """Set the stand-ins to the values of what they stand for, after the model's weights were written."""
+
     def clear(self, set_to_none: bool) -> None:
         """Clear the gradients of what it replaced."""
 

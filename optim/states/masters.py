@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...amp.master_weights import MasterWeights
 from ...amp.stochastic_rounding import StochasticRounding
+from ...parallel.mesh.plain_values import check_text, list_of
 from ..gradients.in_place import clear_gradients
 from ..step.half_copies import HalfCopies, offered
 from .link import AnyWindow, Binding, Link
@@ -52,6 +53,10 @@ class AsTheyAre(Link):
         """``{"dtypes": names of the parameters' dtypes}``: the optimizer's own state says all else."""
         params = (param for group in self.optimizer.param_groups for param in group["params"])
         return {"dtypes": sorted({str(param.dtype) for param in params})}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError where the dtypes in ``state`` are no names."""
+        list_of(check_text)(state.get("dtypes", ()), "dtypes")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Check that the state is of parameters of the same dtypes; torch would cast any other without a word.
@@ -125,11 +130,17 @@ class Masters(Link):
     def publish(self) -> None:
         self._made.publish()
 
+    def reload(self) -> None:
+        self._made.reload_from_model()
+
     def clear(self, set_to_none: bool) -> None:
         self._made.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         return self._made.state_dict()
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        self._made.check_state(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._made.load_state_dict(state)
@@ -163,6 +174,9 @@ class Rounded(Link):
 
     def state_dict(self) -> dict[str, Any]:
         return self._made.state_dict()
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        self._made.check_state(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._made.load_state_dict(state)

@@ -94,7 +94,7 @@ class Copies(Link):
         self.copies: dict[Tensor, Tensor] = {}  # on the CPU, of the parameters that are offloaded
         self.buckets: list[HostBucket] = []
         self._places: dict[Tensor, tuple[int, int]] = {}  # param group and position of each
-        self._seen: dict[Tensor, tuple[int, int]] = {}
+        self._seen: dict[Tensor, tuple[int, int, tuple[int, ...]]] = {}
 
     def holds_back(self, tensor: Tensor) -> bool:
         return tensor in self.copies
@@ -118,7 +118,9 @@ class Copies(Link):
         self.copies |= made
         for index, group in enumerate(optimizer.param_groups):
             self._places |= {param: (index, at) for at, param in enumerate(group["params"]) if param in made}
-        self._note_versions()
+        self._seen |= {
+            param: _look(param) for param in made
+        }  # weights of others may have been written since the last step
         return {param: [(copy, 0)] for param, copy in made.items()}
 
     # The step --------------------------------------------------------------------------------------------------------
@@ -184,6 +186,12 @@ class Copies(Link):
         self._send(self.buckets)
         self._arrive()
 
+    def reload(self) -> None:
+        """Host synchronization: a wait for the weights."""
+        for bucket in self.buckets:
+            bucket.load(range(len(bucket.params)))
+        self._note_versions()
+
     def _arrive(self) -> None:
         """Others may write to the CPU's weights between steps."""
         for bucket in self.buckets[-1:]:
@@ -203,8 +211,8 @@ class Copies(Link):
         self._refresh()
 
 
-def _look(param: Tensor) -> tuple[int, int]:
-    return param.data_ptr(), param._version
+def _look(param: Tensor) -> tuple[int, int, tuple[int, ...]]:
+    return param.data_ptr(), param._version, param.stride()
 
 
 def _buckets(params: Sequence[Tensor]) -> Iterator[HostBucket]:

@@ -101,6 +101,9 @@ class Kept(Link):
     def load_state_dict(self, state: Any) -> None:
         self._inputs = None
 
+    def reload(self) -> None:
+        self._inputs = None  # its update was of other weights
+
     @property
     def _params(self) -> list[Tensor]:
         return [param for group in self.optimizer.param_groups for param in group["params"]]

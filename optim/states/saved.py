@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,11 +14,16 @@ from torch import Tensor
 from ...amp.loss_scale import LossScale
 from ...amp.precision import Precision
 from ...parallel.mesh.agreement import on_all_ranks
+from ...parallel.mesh.plain_values import anything, dict_of
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from ...parallel.mesh.text import printable
 from ..clip.state import ClipState
 from ..step.call_guard import own_calls
+from ..step.memory_order import lay_out_states
+from ..step.skips import SkipMonitor
 from .chain import Chain
 from .coordinates import Coordinates
+from .state_checks import check_groups, check_states
 
 
 @dataclass(frozen=True)
@@ -69,13 +75,10 @@ class Saved:
         own = state.get("meshstep")
 
         def load() -> None:
-            self._check_mode(own)
-            weights = {} if own is None else own["weights"]
-            if ("shards" in weights) == ("shards" in self.chain.state_dict()):
-                self.coordinates.check((own or {}).get("coordinates"))
-            self.chain.check_state(weights)
+            self.check(state)
             with own_calls:
                 inner.load_state_dict({key: value for key, value in state.items() if key != "meshstep"})
+            lay_out_states(inner)
             if own is not None and scale is not None:
                 scale.load_state_dict(own["loss_scale"])
 
@@ -92,6 +95,31 @@ class Saved:
         if self.clip is not None:
             self.clip.load_state_dict((own or {}).get("clip"))
         return own or {}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError, and name the field, where ``state`` is nothing that `load` can take. Changes nothing.
+        Collectives: none. Host reads: a few."""
+        _all_there(partial(self._check, state))
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        dict_of(anything)(state, "the state")
+        own = state.get("meshstep")
+        if own is not None:
+            dict_of(anything)(own, "meshstep")
+        self._check_mode(own)
+        weights = {} if own is None else own["weights"]
+        dict_of(anything)(weights, "weights")
+        if ("shards" in weights) == ("shards" in self.chain.state_dict()):
+            self.coordinates.check((own or {}).get("coordinates"))
+        self.chain.check_state(weights)
+        check_groups(state["param_groups"], self.optimizer.param_groups)
+        check_states(state["state"])
+        if own is not None:
+            SkipMonitor.check_state(own)
+            if self.loss_scale is not None:
+                deepcopy(self.loss_scale).load_state_dict(own["loss_scale"])
+        if self.clip is not None:
+            self.clip.check_state((own or {}).get("clip"))
 
     def _load_weights(self, own: Mapping[str, Any] | None) -> None:
         """The last to be loaded, because masters are rounded into the model, which may have been loaded already."""
@@ -130,9 +158,10 @@ def _all_there(load: Callable[[], None]) -> None:
     """``load()``; what it misses is a ValueError, which all ranks are told of."""
     try:
         load()
-    except (KeyError, IndexError, AttributeError) as error:
+    except (KeyError, IndexError, AttributeError, TypeError, OverflowError) as error:
         raise ValueError(
-            f"the state is incomplete or something else ({type(error).__name__}: {error}); give what state_dict() returned"
+            f"the state is incomplete or something else ({type(error).__name__}: {printable(str(error))}); give what "
+            "state_dict() returned"
         ) from error
 
 

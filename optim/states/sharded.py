@@ -267,6 +267,10 @@ class Shards(Link):
         """Bring all ranks' pieces together in the model's parameters."""
         run_all([bucket.gather for bucket in self.buckets])
 
+    def reload(self) -> None:
+        for bucket in self.buckets:
+            bucket.reload()
+
     def clear(self, set_to_none: bool) -> None:
         """Clear the gradients of the pieces and of the model's parameters."""
         for bucket in self.buckets:

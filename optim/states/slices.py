@@ -78,8 +78,8 @@ class Slices:
         part = self._part(segment)
         return part if self.params[segment.position].is_contiguous() else part.clone()
 
-    def _look(self) -> list[tuple[int, int]]:
-        return [(param.data_ptr(), param._version) for param in self.params]
+    def _look(self) -> list[tuple[int, int, tuple[int, ...]]]:
+        return [(param.data_ptr(), param._version, param.stride()) for param in self.params]
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -90,6 +90,11 @@ class Slices:
                 piece.data = self._piece(segment)
                 torch.autograd.graph.increment_version(piece)  # tells masters to compare
         self._seen = now
+
+    def reload(self) -> None:
+        """Set the pieces to the parameters, whether or not a write was seen."""
+        self._seen = [(0, -1, ())] * len(self.params)
+        self.refresh()
 
     def gather(self) -> Finish:
         """Start to bring all ranks' pieces into the parameters. Collectives: one all-gather."""

@@ -149,6 +149,13 @@ class SplitMasters(Link):
         if self._loaded:
             self._loaded = _bit_sums(self._weights)
 
+    @torch.no_grad()
+    def reload(self) -> None:
+        if self.remainders:
+            torch._foreach_zero_(list(self.remainders.values()))
+        self._note_weights()
+        self._loaded = []
+
     def _remainder(self, tensor: Tensor) -> Tensor | None:
         """Return the remainder of ``tensor``, if it has one, as the next step will see it."""
         remainder = self.remainders.get(tensor)
@@ -185,6 +192,10 @@ class SplitMasters(Link):
         self._drop_written()
         masters = {position: join(weight.detach(), self.remainders[weight]) for position, weight in self._by_position()}
         return {"masters": masters}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError where `load_state_dict` would."""
+        check_saved(state, dict(self._by_position()))
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

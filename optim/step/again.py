@@ -26,7 +26,8 @@ from torch.optim import Optimizer
 from ...amp import by_bucket
 from ...amp.fp8 import weights as rounded_weights
 from ..kernels.choice import chosen
-from ..kernels.native import DTYPES, NO_MEMORY, PLAIN, Columns, Kind, Native, alike, laid_out
+from ..kernels.memory import PLAIN, Signature, alike, is_lazy, laid_out
+from ..kernels.native import DTYPES, NO_MEMORY, Columns, Kind, Native
 from . import half_copies, split_weights
 from .call_guard import has_step_hooks
 from .known import KNOWN, Known
@@ -62,24 +63,30 @@ class Table:
         self.contiguous, self.numels = list(map(Tensor.is_contiguous, params)), list(map(Tensor.numel, params))
         self._flat, self._lengths = array("Q", chain.from_iterable(fixed)), array("q", self.numels)
         self._rests = None if rests is None else array("Q", rests)
+        self._all_contiguous = all(self.contiguous)
 
     def call(self, grads: Sequence[Tensor], copies: half_copies.HalfCopies | None) -> Call:
         """What steps all rows, one at least, by gradients of one dtype; and writes their half-precision copies."""
-        rows = [
-            grad if contiguous and grad.is_contiguous() else laid_out(grad, param)
-            for grad, param, contiguous in zip(grads, self.params, self.contiguous, strict=True)
-        ]
+        rows = list(grads)
+        if not self._all_contiguous or not all(map(Tensor.is_contiguous, rows)) or any(map(Tensor.is_neg, rows)):
+            rows = [laid_out(grad, param) for grad, param in zip(grads, self.params, strict=True)]
+        addresses = array("Q", map(Tensor.data_ptr, rows))
+        if 0 in addresses:  # no elements, or zeros that torch has given no memory
+            rows = [laid_out(grad, param) for grad, param in zip(grads, self.params, strict=True)]
+            addresses = array("Q", map(Tensor.data_ptr, rows))
         halves = [] if copies is None else [copies.halves.get(param) for param in self.params]
         dtype = next((half.dtype for half in halves if half is not None), torch.bfloat16)
         for index, half in enumerate(halves):
             if half is not None:
                 lies = self.contiguous[index] and half.is_contiguous() and half.numel() == self.numels[index]
+                lies = lies and not half.is_neg()
                 if half.dtype != dtype or type(half) not in PLAIN or not (lies or alike(half, self.params[index])):
                     halves[index] = None
         written = [half for half in halves if half is not None]
         at = array("Q", [0 if half is None else half.data_ptr() for half in halves]) if written else None
-        columns = Columns(self._flat, array("Q", map(Tensor.data_ptr, rows)), self._lengths, at, self._rests)
-        return Call(columns, grads[0].dtype, dtype, written, rows)
+        return Call(
+            Columns(self._flat, addresses, self._lengths, at, self._rests), grads[0].dtype, dtype, written, rows
+        )
 
 
 class Rows:
@@ -103,30 +110,41 @@ class Rows:
         others: Sequence[Tensor],
     ) -> None:
         self.table, self.others, self._waiting = table, list(others), list(waiting)
-        self._whole, self._names, self._known = list(whole), tuple(names), list(map(id, state.values()))
+        self._whole, self._names, self._of_params = list(whole), tuple(names), list(state.values())
         self._states = [state[param] for param in table.params] if names else []
         self._rests = [remainders.get(param) for param in table.params]
         self._there = [*table.params, *(rest for rest in self._rests if rest is not None)]
+        self._values, self._addresses, self._signature = list[Any](), list[int](), Signature([])
+        self._have_only_names = False
+
+    def keep(self) -> Rows:
+        """Note what `are_still` compares with. Returns the rows."""
+        # All values of a state are read at once, unless there are others than the kernels' among them.
+        self._have_only_names = all(state.keys() == set(self._names) for state in self._states)
         self._values = self._values_now()
-        self._addresses = list(map(Tensor.data_ptr, self._values))
+        self._addresses, self._signature = list(map(Tensor.data_ptr, self._values)), Signature(self._there)
+        return self
 
     def _values_now(self) -> list[Any]:
+        if self._have_only_names:
+            return [*self._there, *chain.from_iterable(map(dict.values, self._states))]
         return [*self._there, *(held.get(name) for name in self._names for held in self._states)]
 
     def are_still(self, params: Sequence[Tensor], state: State, names: Sequence[str], remainders: Remainders) -> bool:
-        """Whether all is where it was: parameters, states and remainders, at their addresses, of as many elements that lie
-        as they lay, and no first gradient."""
-        table, now = self.table, self._values_now()
+        """Whether all is as it was: parameters, states and remainders, by address, parameters and remainders also by dtype,
+        shape and strides, and no first gradient. Of a state those change with the tensor or its address."""
+        now = self._values_now()
         return (
             len(params) == len(self._whole)
             and all(map(is_, params, self._whole))
             and self._names == tuple(names)
-            and list(map(id, state.values())) == self._known
+            and len(state) == len(self._of_params)
+            and all(map(is_, state.values(), self._of_params))
             and self._have_still(remainders)
+            and len(now) == len(self._values)
             and all(map(is_, now, self._values))
             and list(map(Tensor.data_ptr, now)) == self._addresses
-            and list(map(Tensor.numel, table.params)) == table.numels
-            and list(map(Tensor.is_contiguous, table.params)) == table.contiguous
+            and self._signature.fits(self._there)
             and all(param.grad is None for param in self._waiting)
         )
 
@@ -137,12 +155,14 @@ class Rows:
     def calls(self, copies: half_copies.HalfCopies | None) -> list[Call] | None:
         """What steps all rows; None where not all have gradients that the loops read, of one dtype."""
         grads: list[Any] = [param.grad for param in self.table.params]
+        if not grads:
+            return []
         if {*map(type, grads)} - PLAIN:
             return None
         dtypes, layouts = {grad.dtype for grad in grads}, {grad.layout for grad in grads}
         if len(dtypes) > 1 or dtypes - GRADIENTS or layouts - STRIDED:
             return None
-        return [self.table.call(grads, copies)] if grads else []
+        return [self.table.call(grads, copies)]
 
 
 # Of each optimizer, for as long as it lives: what was stepped of each param group in its last step.
@@ -198,6 +218,8 @@ def number(value: float | Tensor) -> float:
     """A hyper-parameter as a number; of a tensor on the CPU it is read where it lies, and nobody waits."""
     if not isinstance(value, Tensor):
         return float(value)
+    if not (is_number(value) and value.is_cpu):
+        return float(value)
     types = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
     return float(types[value.dtype].from_address(value.data_ptr()).value)
 
@@ -241,7 +263,7 @@ def is_known(optimizer: Optimizer, is_read: Callable[[Tensor], bool]) -> bool:
 
 def is_number(value: Tensor) -> bool:
     """Whether kernels know what its memory holds."""
-    return type(value) in PLAIN and value.dtype in (torch.float32, torch.float64)
+    return type(value) in PLAIN and value.dtype in (torch.float32, torch.float64) and not is_lazy(value)
 
 
 class Again(ABC):

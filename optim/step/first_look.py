@@ -13,6 +13,7 @@ from ...parallel.interop.accelerate import wrong_around
 from ...parallel.interop.local import local_tensor, sums_seen
 from ...parallel.interop.pending_sums import Sums
 from ...parallel.mesh.agreement import gather_objects
+from ...parallel.mesh.calls import is_transport_error
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from .window import Window
@@ -34,12 +35,16 @@ class Seen(NamedTuple):
     divided_again: bool  # by a pipeline schedule
     sums: Sums  # of gradients that are DTensors
     wrong: str | None  # with them, or with who clips them
+    facts: int = 0  # of a `StepAgreement`; 0 in all where ranks agree
     looked: bool = False  # an earlier step was checked
     written: tuple[int, int] = (0, 0)  # of so many gradients, since the last backward
 
     @classmethod
-    def of(cls, window: Window[Any, Any], params: Sequence[Tensor]) -> Seen:
-        """Args: params: The model's, before anybody takes their gradients. Host reads: some."""
+    def of(
+        cls, window: Window[Any, Any], params: Sequence[Tensor], param_groups: object = None, facts: int = 0
+    ) -> Seen:
+        """Args: params: The model's, before anybody takes their gradients; param_groups: The optimizer's, to look for a
+        trainer that clips them too; facts: See the attribute. Host reads: some."""
         gradients = [local_tensor(param.grad) for param in params if param.grad is not None]
         # States are also made by a step with gradients of zeros.
         not_zero = window.has_strays(params) and any(
@@ -48,14 +53,14 @@ class Seen(NamedTuple):
         # Where backward has reduced them they are taken, or sums that every rank has.
         some = window.came if window.reduced else bool(gradients)
         elsewhere = any(getattr(param, "main_grad", None) is not None for param in params)
-        wrong, sums = wrong_around(), dict[Any, Any]()
+        wrong, sums = None if param_groups is None else wrong_around(param_groups), dict[Any, Any]()
         try:
             sums = {**sums_seen(params)}
         except ValueError as error:
             wrong = str(error)
         broken = window.phase == "broken"
         counts = window.looked, window.count_written(params)
-        return cls(window.calls, some, not_zero, elsewhere, broken, window.divided_again, sums, wrong, *counts)
+        return cls(window.calls, some, not_zero, elsewhere, broken, window.divided_again, sums, wrong, facts, *counts)
 
 
 def check_gradients_came(seen: Sequence[Seen], scaled: bool) -> None:
@@ -131,10 +136,21 @@ def check_window_is_used(window: Window[Any, Any], params: Sequence[Tensor], reg
     """At a `step` of managed accumulation before which no micro-batch came.
 
     Raises:
-        RuntimeError: On every rank: there are gradients all the same, which would never be stepped with.
+        RuntimeError: On every rank: there are gradients all the same, which would never be stepped with. On this rank: the
+            others did not come, because their windows have micro-batches.
     Collectives: those of `gather_objects`. Host reads: yes.
     """
-    if any(rank.some_not_zero for rank in gather_objects(Seen.of(window, params), registry)):
+    try:
+        seen = gather_objects(Seen.of(window, params), registry)
+    except Exception as error:
+        if not is_transport_error(error):
+            raise
+        raise RuntimeError(
+            f"rank {registry.global_rank} called step() before any backward of its window of accumulation_steps="
+            f"{window.steps}, and waited in vain: the windows of other ranks have micro-batches. Call backward as often on "
+            f"every rank, and backward(None) on one without samples. torch says: {str(error).partition(chr(10))[0]}"
+        ) from error
+    if any(rank.some_not_zero for rank in seen):
         raise RuntimeError(
             f"gradients are there, but no micro-batch has come to the window of accumulation_steps={window.steps}, which "
             "would never be full: " + SAY_SO

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -47,3 +48,18 @@ KNOWN: Mapping[type, Known] = {
     ),
     torch.optim.Adagrad: Known(Kind.ADAGRAD, ("lr", "lr_decay", "eps", "weight_decay"), ("sum",)),
 }
+
+
+def first_value(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], name: str) -> float:
+    """Return what torch fills a new state of the parameter's shape with.
+
+    Args:
+        optimizer: One of torch's, or any other, whose states start from 0.
+        group: The parameter's param group.
+        name: The state's.
+    """
+    if isinstance(optimizer, torch.optim.Adagrad) and name == "sum":
+        return float(optimizer.defaults["initial_accumulator_value"])  # also where the group has its own, as torch does
+    if isinstance(optimizer, torch.optim.Rprop) and name == "step_size":
+        return float(group["lr"])
+    return 0.0

@@ -4,18 +4,19 @@ parameters are rows for them, and which of these have gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress
 
 import torch
 from torch import Tensor
 
 from ...amp import by_bucket
-from ..kernels.native import PLAIN, Native, alike, lies_densely
+from ..kernels.memory import PLAIN, alike, lay_out_, lies_densely, resolve_
+from ..kernels.native import Native
 from . import half_copies, split_weights
 from .again import GRADIENTS, STRIDED, Call, Remainders, Rows, State, Table, kept, rows_as_before, states_in, step_rows
 from .half_copies import HalfCopies
-from .known import KNOWN
+from .known import KNOWN, first_value
 
 
 def step_by_loops(
@@ -49,9 +50,11 @@ def rows_of(optimizer: torch.optim.Optimizer, device: torch.device, remainders: 
     before = rows_as_before(optimizer, device, remainders)
     for index, (group, rows) in enumerate(zip(optimizer.param_groups, before, strict=True)):
         if rows is None:
-            rows = _rows(group["params"], optimizer.state, states_in(group, known), device, remainders)
+            names = states_in(group, known)
+            first = {name: first_value(optimizer, group, name) for name in names}
+            rows = _rows(group["params"], optimizer.state, first, device, remainders)
             if not by_bucket.holders:  # buckets hold copies that are thrown away after it
-                kept.setdefault(optimizer, {})[index, device] = rows
+                kept.setdefault(optimizer, {})[index, device] = rows.keep()
         found.append(rows)
     return found
 
@@ -59,17 +62,22 @@ def rows_of(optimizer: torch.optim.Optimizer, device: torch.device, remainders: 
 def _rows(
     whole: Sequence[Tensor],
     state: State,
-    names: Sequence[str],
+    first: Mapping[str, float],
     device: torch.device,
     remainders: Remainders,
 ) -> Rows:
-    """Those parameters that the kernels step: dense float32 ones on their device with states of the same layout, and
-    bfloat16 ones with remainders. The others are left for torch."""
+    """Those parameters that the kernels step: dense float32 ones on their device with float32 states, and bfloat16 ones
+    with remainders. The others are left for torch. States and remainders get the strides of their parameters.
+
+    Args:
+        first: By the names of the states, in the order of the kernels, what new ones are filled with.
+    """
+    names = tuple(first)
     params, waiting, others = list[Tensor](), list[Tensor](), list[Tensor]()
     for param in whole:
         if param.grad is None and param not in state:
             waiting.append(param)  # for its first gradient
-        elif _is_stepped(param, device, remainders.get(param)) and _has_states(param, state, names):
+        elif _is_stepped(param, device, remainders.get(param)) and _has_states(param, state, first):
             params.append(param)
         else:
             others.append(param)
@@ -82,25 +90,32 @@ def _rows(
 
 
 def _is_stepped(param: Tensor, device: torch.device, remainder: Tensor | None) -> bool:
-    whole = param.dtype == torch.float32 if remainder is None else alike(remainder, param)
-    return whole and param.device == device and type(param) in PLAIN and lies_densely(param)
+    if param.device != device or type(param) not in PLAIN or not lies_densely(param):
+        return False
+    resolve_(param)
+    if remainder is None:
+        return param.dtype == torch.float32
+    lay_out_(remainder, param)
+    return param.dtype == torch.bfloat16 and alike(remainder, param)
 
 
-def _has_states(param: Tensor, states: State, names: Sequence[str]) -> bool:
+def _has_states(param: Tensor, states: State, first: Mapping[str, float]) -> bool:
     """Makes those that are not there yet."""
-    if not names:
+    if not first:
         return True
     state = states[param]
-    if "step" in names and "step" not in state:  # first, as torch does
+    if "step" in first and "step" not in state:  # first, as torch does
         state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-    for name in names:
+    for name, value in first.items():
         if state.get(name) is None:
-            state[name] = torch.zeros_like(param, dtype=torch.float32, memory_format=torch.preserve_format)
+            state[name] = torch.full_like(param, value, dtype=torch.float32, memory_format=torch.preserve_format)
+        elif name != "step":
+            lay_out_(state[name], param)
     return all(
         state[name].dtype == torch.float32
         and state[name].device == param.device
         and (name == "step" or (type(state[name]) in PLAIN and alike(state[name], param)))
-        for name in names
+        for name in first
     )
 
 

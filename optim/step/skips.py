@@ -9,13 +9,16 @@ from typing import Any, Literal
 
 import torch
 
+from ...parallel.mesh.plain_values import check_count
 from ..clip.verdict import Verdict
 from ..norm.numbers import is_whole
 from .first_look import SAY_SO
+from .step_agreement import Facts
 
 LAG = 16
-KINDS = 5
+KINDS = 6
 PARTED = "copies have parted"
+DISAGREED = "ranks disagree"
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,14 @@ def _too_many(in_a_row: int, on_nonfinite: OnNonfinite) -> str | None:
 
 class SkipMonitor:
     """Counts of skipped steps: in all; in a row because of the norm; because gradients came past `backward`; because of a
-    veto; and whether copies have parted.
+    veto; whether copies have parted; and because ranks disagreed.
 
     The counts live on the device. Each step copies them to host memory without waiting, and `count` reads the
     copy that was made `LAG` steps earlier, which has arrived long since. All ranks read the same step's counts, so what
     they conclude is agreed.
+
+    Attributes:
+        facts: After `DISAGREED`: this rank's facts of the step in which the ranks disagreed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -69,12 +75,19 @@ class SkipMonitor:
         self._copies = torch.zeros(LAG, KINDS, dtype=torch.float64, pin_memory=device.type == "cuda")
         self._arrived: list[torch.cuda.Event | None] = [None] * LAG
         self._step = 0
+        self._sent: list[Facts | None] = [None] * LAG
+        self.facts: Facts | None = None
+        # Slices cost more than what is added to them.
+        self._total, self._in_a_row, self._past, self._vetoed, self._has_parted, self._disagreed = self.counts.unbind()
 
-    def count(self, verdict: Verdict, on_nonfinite: OnNonfinite, captured: bool) -> str | None:
+    def count(
+        self, verdict: Verdict, on_nonfinite: OnNonfinite, captured: bool, facts: Facts | None = None
+    ) -> str | None:
         """Count one step, which is skipped where ``verdict.skipped`` is 1, before it is made.
 
         Args:
             captured: A CUDA graph is made of it: the counts go on in its replays, and `poll` looks at them.
+            facts: What this rank sent in it to be compared.
         Returns:
             Why training should end here, if it should, `PARTED` say; the same on every rank.
         Raises:
@@ -82,14 +95,19 @@ class SkipMonitor:
         Host reads: one or two with ``"raise"``, else none.
         """
         stats = verdict.stats
-        in_a_row, past, parted = (0, 0, 0) if captured else self._before()
+        in_a_row, past, parted, disagreed = (0, 0, 0, 0) if captured else self._before()
+        then = self._sent[self._step % LAG]
         self._add(verdict)
         if not captured:
-            self._send()
+            self._send(facts)
         if past or (on_nonfinite == "raise" and verdict.past is not None and bool(verdict.past)):
             raise self._came_past(f", the first one {LAG} steps ago" if past else ", this one")
         if parted or (on_nonfinite == "raise" and stats.parted is not None and bool(stats.parted)):
             return self._parted()
+        if disagreed:
+            return self._have_disagreed(then)
+        if on_nonfinite == "raise" and stats.disagreed is not None and bool(stats.disagreed):
+            return self._have_disagreed(facts)
         if reason := _too_many(in_a_row, on_nonfinite):
             return reason
         if on_nonfinite == "raise" and bool(stats.found_inf):
@@ -98,16 +116,25 @@ class SkipMonitor:
 
     def poll(self, on_nonfinite: OnNonfinite) -> str | None:
         """As `count`, of all steps so far, those that a CUDA graph replayed among them. Host reads: one."""
-        _, in_a_row, past, _, parted = map(int, self.counts.tolist())
+        _, in_a_row, past, _, parted, disagreed = map(int, self.counts.tolist())
         if past:
             raise self._came_past("")
         if parted:
             return self._parted()
+        if disagreed:
+            steps = range(max(0, self._step - LAG), self._step)  # their counts have arrived with those that were read
+            first = next((step % LAG for step in steps if self._copies[step % LAG, -1]), None)
+            return self._have_disagreed(None if first is None else self._sent[first])
         return _too_many(in_a_row, on_nonfinite)
 
     def _parted(self) -> str:
         self.counts[4] = self._step = 0
         return PARTED
+
+    def _have_disagreed(self, facts: Facts | None) -> str:
+        self.counts[5] = self._step = 0
+        self.facts = facts
+        return DISAGREED
 
     def _came_past(self, since: str) -> RuntimeError:
         self.counts[2] = self._step = 0
@@ -118,38 +145,39 @@ class SkipMonitor:
 
     def _add(self, verdict: Verdict) -> None:
         stats, past = verdict.stats, verdict.past
-        self.counts[:2].add_(stats.found_inf)
-        self.counts[1].mul_(stats.found_inf)
+        self._total.add_(verdict.skipped)
+        self._in_a_row.add_(stats.found_inf).mul_(stats.found_inf)
         if past is not None:
-            self.counts[2].add_(past)
-        if stats.vetoed is not None or stats.parted is not None or stats.spiked is not None:
-            self.counts[0].add_(verdict.skipped - stats.found_inf)
+            self._past.add_(past)
         if stats.vetoed is not None:
-            self.counts[3].add_(stats.vetoed)
+            self._vetoed.add_(stats.vetoed)
         if stats.parted is not None:
-            self.counts[4].copy_(stats.parted)
+            self._has_parted.copy_(stats.parted)
+        if stats.disagreed is not None:
+            self._disagreed.add_(stats.disagreed)
 
-    def _send(self) -> None:
+    def _send(self, facts: Facts | None) -> None:
         """To the host, without waiting."""
         slot = self._step % LAG
+        self._sent[slot] = facts
         self._copies[slot].copy_(self.counts, non_blocking=True)
         if self.counts.is_cuda:
             self._arrived[slot] = torch.cuda.Event()
             self._arrived[slot].record()  # type: ignore[union-attr]
         self._step += 1
 
-    def _before(self) -> tuple[int, int, int]:
-        """Steps skipped in a row, and because gradients came past, and whether copies had parted, as of `LAG` steps before
-        this one; 0 at first."""
+    def _before(self) -> tuple[int, int, int, int]:
+        """Steps skipped in a row, because gradients came past, whether copies had parted, and steps skipped because ranks
+        disagreed, as of `LAG` steps before this one; 0 at first."""
         if self._step < LAG:
-            return 0, 0, 0
+            return 0, 0, 0, 0
         slot = self._step % LAG
         event = self._arrived[slot]
         if event is not None:
             event.synchronize()
         copied = (ctypes.c_double * KINDS).from_address(self._copies.data_ptr() + slot * KINDS * 8)
-        _, in_a_row, past, _, parted = map(int, copied)
-        return in_a_row, past, parted
+        _, in_a_row, past, _, parted, disagreed = map(int, copied)
+        return in_a_row, past, parted, disagreed
 
     def total(self) -> int:
         """Skipped steps in all. Host reads: one."""
@@ -161,8 +189,14 @@ class SkipMonitor:
 
     def state_dict(self) -> dict[str, int]:
         """What a run that is continued goes on counting. Host reads: one."""
-        total, _, _, vetoed, _ = map(int, self.counts.tolist())
+        total, _, _, vetoed, *_ = map(int, self.counts.tolist())
         return {"skipped_steps": total, "vetoed_steps": vetoed}
+
+    @staticmethod
+    def check_state(state: Mapping[str, Any]) -> None:
+        """Raise ValueError where a count in ``state`` is none."""
+        for name in ("skipped_steps", "vetoed_steps"):
+            check_count(state.get(name, 0), name)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Start again from there, with none in a row; what is missing, as older states lack vetoes, is 0."""

@@ -16,7 +16,7 @@ from ...amp.optimizer_state import is_half_kept
 from ...amp.split_masters import join, split
 from ...amp.stochastic_rounding import BUCKET_NUMEL
 from ...parallel.layout.annotation import copy_annotation
-from ..kernels.native import lies_densely
+from ..kernels.memory import lies_densely
 
 
 class SplitWeights:

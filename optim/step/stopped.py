@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from ..clip.decide import Clipping
 from ..gradients.kinds import nonfinite_names
-from .skips import PARTED
+from .skips import DISAGREED, PARTED, SkipMonitor
+from .step_agreement import StepAgreement
 
 
-def stopped(reason: str, clipping: Clipping) -> FloatingPointError | RuntimeError:
+def stopped(
+    reason: str, clipping: Clipping, agreement: StepAgreement | None, skips: SkipMonitor
+) -> FloatingPointError | RuntimeError:
     """The error, in the place of an update, with the names of the parameters whose gradients are not finite, or whose
-    copies differ. Collectives, host reads: some."""
+    copies differ, or with what ranks disagree about. Collectives, host reads: some."""
+    if reason == DISAGREED and agreement is not None:
+        return agreement.error(skips.facts)
     if reason == PARTED and clipping.ballot is not None and clipping.ballot.watch is not None:
         return clipping.ballot.watch.error()
     names = nonfinite_names(clipping.params, clipping.plan.entries, clipping.registry)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -13,10 +13,11 @@ from torch.optim import optimizer as torch_optimizer
 
 from ...amp.casting import is_half
 from ..gradients.in_place import scale_gradients, widen_gradients
-from ..kernels.native import laid_out, lies_densely
+from ..kernels.memory import lies_densely
 from .call_guard import own_calls
 from .captured_update import capturable
 from .counted_once import CountedOnce
+from .memory_order import lay_out_all
 
 
 def update_by_torch(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
@@ -28,7 +29,7 @@ def update_by_torch(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor:
         scale_gradients(params, torch.where(found_inf > 0, torch.ones_like(factor), factor))
         factor = None
     _start_momentum(optimizer)
-    lay_out_gradients(params)
+    lay_out_all(optimizer)
     fused: Any = optimizer
     fused.found_inf = found_inf
     fused.grad_scale = None if factor is None else torch.reciprocal(factor, out=torch.empty_like(found_inf))
@@ -37,15 +38,6 @@ def update_by_torch(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor:
             step_within(optimizer)
     finally:
         del fused.found_inf, fused.grad_scale
-
-
-def lay_out_gradients(params: Sequence[Tensor]) -> None:
-    """Give gradients on a CPU the order of memory of their parameters: torch's fused kernels there walk through both as
-    they lie, and would step elements by gradients of others."""
-    for param in params:
-        grad = param.grad
-        if grad is not None and param.is_cpu and (ordered := laid_out(grad, param)) is not grad:
-            param.grad = ordered
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -16,10 +16,11 @@ from ..gradients.in_place import scale_gradients, widen_gradients
 from .again import Again, Call, Rows, loops_for
 from .call_guard import has_step_hooks
 from .half_copies import HalfCopies
+from .memory_order import lay_out_all
 from .native_update import step_by_loops, taken_of
 from .several import asks_other_ranks, parts_of
 from .split_weights import SplitWeights, offered
-from .torch_update import is_miscomputed, lay_out_gradients, params_of, step_rightly, update_by_torch, without_momentum
+from .torch_update import is_miscomputed, params_of, step_rightly, update_by_torch, without_momentum
 from .triton_update import step_by_triton, triton_for
 
 
@@ -121,7 +122,7 @@ def _apply_anew(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Ten
             if factor is not None:
                 scale_gradients(params_of(part), factor)
             if any(group.get("fused") for group in part.param_groups):
-                lay_out_gradients(params_of(part))
+                lay_out_all(part)
             step_rightly(part)
 
 

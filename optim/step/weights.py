@@ -85,26 +85,32 @@ def place_of(registry: ProcessGroupRegistry) -> Place:
 
 
 def weight_slots(
-    weight: float | Tensor, registry: ProcessGroupRegistry, device: torch.device, vote: float | None = None
+    weight: float | Tensor,
+    registry: ProcessGroupRegistry,
+    device: torch.device,
+    vote: float | None = None,
+    facts: int | None = None,
 ) -> Tensor:
     """[pipeline stages] float64, on ``device``: this rank's part of W, in its stage's slot; `clip.decide.inverse_weight`
     reads the sum over ranks.
 
     All ranks of a stage that share a data coordinate know the same weight, so each adds its part of it. Stages that know
-    none (only the last one computes a loss) add 0. A ``vote`` travels in a slot after those. Not to be written to: those
-    of a number are made once.
+    none (only the last one computes a loss) add 0. After those come a slot for the ``facts`` of a `StepAgreement`, and one
+    for a ``vote``. Not to be written to: those of a number are made once.
     """
     place = place_of(registry)
+    more = [float(number) for number in (facts, vote) if number is not None]
     if not isinstance(weight, Tensor) and not is_captured():  # a graph would copy from the host in every replay
         own = [0.0] * place.stages
         own[place.stage] = weight / place.sharers
-        values = own if vote is None else [*own, vote]
+        values = [*own, *more]
         return place.constants(tuple(values), values.copy, torch.float64, device)
-    slots = torch.zeros(place.stages + (vote is not None), dtype=torch.float64, device=device)
+    slots = torch.zeros(place.stages + len(more), dtype=torch.float64, device=device)
     # Not `slots[...] = number`, which in torch 2.11 is a copy from the host.
     slots[place.stage].fill_(weight / place.sharers)
-    if vote:
-        slots[-1].fill_(vote)
+    for at, number in enumerate(more, place.stages):
+        if number:
+            slots[at].fill_(number)
     return slots
 
 

@@ -9,7 +9,8 @@ The gradient of a window is the mean over everything in it, whatever the micro-b
 
 Gradient synchronisation divides by the number of data ranks D, so D / W is left, with W the total weight. W travels in
 the packed collective that the norm needs anyway, and D / W is folded into the same factor as clipping and unscaling.
-Means of micro-batch means are something else where micro-batches hold different numbers of tokens.
+Means of micro-batch means are something else where micro-batches hold different numbers of tokens. Without weights the
+factor is 1 / K with K micro-batches in managed accumulation, and 1 where the caller decides when to step.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Window(Generic[Asked, Verdict]):
 
     Attributes:
         phase: Where it is.
-        micro_batches: How many have come.
+        micro_batches: How many have come; those without a loss count.
         calls: Backward calls, and losses scaled for those of others, since the last step.
         strays: At the end of a window with a loss scale, `has_strays`.
         several: The micro-batch may have more backward calls than one.
@@ -126,13 +127,23 @@ class Window(Generic[Asked, Verdict]):
 
     @property
     def weight(self) -> float | Tensor:
-        """Of all micro-batches so far on this rank; a number or a 0-dim tensor."""
+        """Of all micro-batches so far on this rank, a number or a 0-dim tensor; 0 where none was given."""
         return self._weight.value
 
     @property
     def has_weight(self) -> bool:
-        """Whether this rank gave any."""
+        """Whether this rank gave any other than 0."""
         return isinstance(self.weight, Tensor) or self.weight != 0
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether the micro-batches so far were given weights, 0 among them."""
+        return bool(self._weighted)
+
+    @property
+    def count(self) -> int:
+        """What the sum of the micro-batches' gradients is divided by where no rank gave a weight."""
+        return 1 if self.steps is None else max(1, self.micro_batches)
 
     @property
     def is_full(self) -> bool:
@@ -166,27 +177,48 @@ class Window(Generic[Asked, Verdict]):
             return True
         return sys.exc_info()[1] not in (None, self._handled)
 
-    def divisor(self, registry: ProcessGroupRegistry, scale: Tensor | None, device: torch.device) -> Divisor:
-        """What gradients, on ``device``, are to be divided by: the loss scale, if there is one, and the weight of the
-        window."""
+    def divisor(
+        self,
+        registry: ProcessGroupRegistry,
+        scale: Tensor | None,
+        device: torch.device,
+        facts: int | None = None,
+        facts_of_tensors: Tensor | None = None,
+    ) -> Divisor:
+        """Return what gradients, on ``device``, are to be divided by: the loss scale, if there is one, and the weight of
+        the window or its number of micro-batches.
+
+        Args:
+            facts, facts_of_tensors: This rank's part of the slot of a `StepAgreement`; None: there is none, or no tensors.
+        """
         alone, vote = registry.topology.world_size == 1, None
         if self.scaled and not (alone and self.calls):  # or this rank knows that there was one, and has nobody to tell
             vote = _SCALED if self.calls else -1.0 if self.strays else 0.0
         done = self.verdict is not None  # they were clipped in place in this window, and have it in them already
-        slots, place = self._slots_of(self.weight, vote, registry, device)
-        stages = 0 if done or (alone and not self.has_weight) else place.stages
+        slots, place = self._slots_of(self.weight, vote, registry, device, facts)
+        if facts_of_tensors is not None:
+            slots = slots.clone()
+            slots[place.stages] += facts_of_tensors
+        is_one = alone and self.count == 1 and not self.has_weight
+        stages = 0 if done or is_one else place.stages
         missing = None if vote is None else lambda totals: totals[-1] < 0
-        return Divisor(slots, None if done else scale, stages, place.data_ranks, scale, missing)
+        agreement = None if facts is None else place.stages
+        return Divisor(slots, None if done else scale, stages, place.data_ranks, scale, missing, self.count, agreement)
 
     def _slots_of(
-        self, weight: float | Tensor, vote: float | None, registry: ProcessGroupRegistry, device: torch.device
+        self,
+        weight: float | Tensor,
+        vote: float | None,
+        registry: ProcessGroupRegistry,
+        device: torch.device,
+        facts: int | None,
     ) -> tuple[Tensor, Place]:
-        """`weight_slots`, kept where they are of a number; a graph would read them there for ever."""
+        """Return `weight_slots`, kept where they are of numbers; a graph would read them there for ever."""
         if self.captured or isinstance(weight, Tensor):
-            return weight_slots(weight, registry, device, vote), place_of(registry)
-        key = weight, vote, registry, device
+            return weight_slots(weight, registry, device, vote, facts), place_of(registry)
+        key = weight, vote, registry, device, facts
         if self._slots is None or self._slots[0] != key:
-            self._slots = key, weight_slots(weight, registry, device, vote), place_of(registry)
+            self._slots = key, weight_slots(weight, registry, device, vote, facts), place_of(registry)
         return self._slots[1:]
 
     # Micro-batches ---------------------------------------------------------------------------------------------------
@@ -197,13 +229,12 @@ class Window(Generic[Asked, Verdict]):
         weight: float | Tensor | None,
         params: Sequence[Tensor],
         around: Sequence[Callable[[Window[Asked, Verdict]], AbstractContextManager[None]]],
-        empty: bool = False,
         several: bool = False,
     ) -> Iterator[None]:
         """Around the backward of one micro-batch; where it raises, the window is broken.
 
         Args:
-            weight, params, empty: As for `begin`.
+            weight, params: As for `begin`.
             several: There may be more backward calls than one, whose gradients add up.
             around: What every rank enters, whether it has something to compute or not.
         """
@@ -212,7 +243,7 @@ class Window(Generic[Asked, Verdict]):
                 "backward was called within window(), or window() within window(), which counts one micro-batch twice: "
                 "write one of them. Within window() call scale_loss(loss).backward() of this optimizer's scale_loss"
             )
-        self.begin(weight, params, empty)
+        self.begin(weight, params)
         self.several, self.entered = several, True
         try:
             with ExitStack() as stack:
@@ -232,14 +263,13 @@ class Window(Generic[Asked, Verdict]):
         if self.steps != 1:
             self._with_gradient = [index for index, param in enumerate(params) if param.grad is not None]
 
-    def begin(self, weight: float | Tensor | None, params: Sequence[Tensor], empty: bool = False) -> None:
+    def begin(self, weight: float | Tensor | None, params: Sequence[Tensor]) -> None:
         """Count one micro-batch, before its backward.
 
         Args:
             weight: What the summed loss is to be divided by, e.g. its number of tokens; a number or a 0-dim tensor. None:
                 the loss is a mean; it counts 1 in managed accumulation, and nothing is divided otherwise, as in torch.
             params: Whose gradients add up.
-            empty: This rank has nothing to compute in it and gives no weight: it counts 0, among weights and means alike.
         Raises:
             ValueError: The window is full; some of its micro-batches have a weight and some have none; a number is
                 negative or infinite.
@@ -252,30 +282,30 @@ class Window(Generic[Asked, Verdict]):
             )
         self._check_whole()
         self._check_gradients(params)
-        self._count(weight, empty)
+        self._count(weight)
         self.phase, self.left_out = "accumulating", False
         self.calls += 1
         self._handled = sys.exc_info()[1]
 
-    def _count(self, weight: float | Tensor | None, empty: bool) -> None:
+    def _count(self, weight: float | Tensor | None) -> None:
         if self.steps is not None and self.micro_batches >= self.steps:
             raise ValueError(
                 f"the window of accumulation_steps={self.steps} micro-batches is full; call step() before the next backward"
             )
-        if not empty and self._weighted not in (None, weight is not None):
-            raise ValueError("give every micro-batch of a window a weight, or none: sums and means don't add up")
+        if self._weighted not in (None, weight is not None):
+            raise ValueError(
+                "give every micro-batch of a window a weight, or none: sums and means don't add up. A micro-batch without "
+                "samples has the weight 0: backward(None, weight=0)"
+            )
         if weight is not None:
             check_number(weight, "weight", "a number or a 0-dim tensor, such as the number of tokens in the loss")
         if weight is not None and not isinstance(weight, Tensor) and not 0 <= weight < inf:
             raise ValueError(f"weight={weight}: give a finite number >= 0, such as the number of tokens in the loss")
         if weight is not None:
             self._weight.check_captured(weight)
-        if not empty:
-            self._weighted = weight is not None
-            if weight is None:
-                weight = 0.0 if self.steps is None else 1.0
-            if isinstance(weight, Tensor) or weight:
-                self._weight.add(weight)
+        self._weighted = weight is not None
+        if weight is not None and (isinstance(weight, Tensor) or weight):
+            self._weight.add(weight)
         self.micro_batches += 1
 
     def complete(self) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ...parallel.mesh.text import printable
 from .json_lines import read_json_lines
 from .page import page
 
@@ -28,13 +30,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.add_argument("--title", help="default: the file's name")
     options = parser.parse_args(arguments)
     output: Path = options.output or options.run.with_suffix(".html")
+    # In an ASCII locale Python reads other bytes as lone surrogates, which no encoding writes.
+    title = os.fsencode(options.title or options.run.stem).decode("utf-8", "replace")
     try:
         reports = read_json_lines(options.run)
         if not reports:
             raise ValueError(f"{options.run} has no report yet")
-        output.write_text(page(options.title or options.run.stem, reports), encoding="utf-8")
+        output.write_bytes(page(title, reports).encode())
     except (OSError, ValueError) as error:
-        print(f"{parser.prog} report: error: {error}", file=sys.stderr)
+        print(f"{parser.prog} report: error: {printable(str(error))}", file=sys.stderr)
         return 2
-    print(f"{output}: {len(reports)} reports, to step {reports[-1]['step']:,.0f}")
+    print(f"{printable(str(output))}: {len(reports)} reports, to step {reports[-1]['step']:,.0f}")
     return 0

@@ -39,9 +39,9 @@ def read_json_lines(path: str | PathLike[str]) -> list[dict[str, float]]:
     lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
     reports = []
     for number, line in enumerate(lines, 1):
-        found = _read(line)
-        if found is not None:
-            reports.append({name: float(value) for name, value in found.items()})
+        figures = _figures(_read(line))
+        if figures is not None:
+            reports.append(figures)
         elif number < len(lines) or line.endswith("\n"):
             raise ValueError(f"line {number} of {path} is no report: give a file that JsonLines has written")
     return reports
@@ -50,6 +50,14 @@ def read_json_lines(path: str | PathLike[str]) -> list[dict[str, float]]:
 def _read(line: str) -> dict[str, Any] | None:
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and isinstance(found.get("step"), int) else None
+
+
+def _figures(report: dict[str, Any] | None) -> dict[str, float] | None:
+    """The numbers of a report; None where one is none."""
+    try:
+        return None if report is None else {name: float(value) for name, value in report.items()}
+    except (TypeError, ValueError, OverflowError):
+        return None

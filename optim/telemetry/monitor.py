@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import nan
 
 import torch
 from torch import Tensor
 
 from ...amp.capture import is_captured
+from ...parallel.mesh.agreement import check_same, gather_objects, on_all_ranks
 from ...parallel.mesh.calls import in_call
+from ...parallel.mesh.plain_values import check_count, fields
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..norm.measure import check_every
 from ..norm.powers import accumulation_dtype
@@ -47,8 +50,10 @@ class Monitor:
         telemetry: Whose figures reports have, of the last step that it measured since the report before.
         flops: For how much of the devices' peak is used.
     Raises:
-        ValueError: every is no whole number >= 1.
-    Collectives: one small all-reduce over the world a report. Host reads: one a report, on rank 0.
+        ValueError: On every rank: every is no whole number >= 1, or not the same on all ranks.
+        RuntimeError: On every rank: some ranks make no Monitor, as with ``if rank == 0``, and came to another call.
+    Collectives: here, an object all-gather; one small all-reduce over the world per report (over gloo an object
+    all-gather). Host reads: one per report, on rank 0; over gloo on all ranks.
 
     Attributes:
         step: Steps so far; `state_dict` has it, so that a curve continues after a resume.
@@ -63,7 +68,9 @@ class Monitor:
         telemetry: Telemetry | None = None,
         flops: Flops | None = None,
     ) -> None:
-        check_every(every, f"every={every!r}")
+        with in_call(registry, "Monitor"):
+            on_all_ranks(partial(check_every, every, f"every={every!r}"), registry)
+            check_same({"every= of Monitor": every}, registry)
         self.registry, self.callbacks, self.every, self.unit = registry, callbacks, every, unit
         self.telemetry, self.flops = telemetry, flops
         self.step = 0
@@ -158,9 +165,12 @@ class Monitor:
             ValueError: It is something else; nothing is changed.
         """
         try:
-            step, skipped = int(state["step"]), int(state["skipped_steps"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{state!r} is no state of a Monitor; give what its state_dict() returned") from error
+            fields({"step": check_count, "skipped_steps": check_count})(state, "state")
+        except ValueError as error:
+            raise ValueError(
+                f"{state!r:.200} is no state of a Monitor; give what its state_dict() returned ({error})"
+            ) from None
+        step, skipped = state["step"], state["skipped_steps"]
         self.step, self._skipped = step, self._zero() + skipped
         self._window, self._window_count = self._zero(), 0.0
         self._begun, self._began_at = False, step
@@ -221,4 +231,7 @@ class Monitor:
         count = self._loss.new_full((), self._count / sharers)
         sums = torch.stack([self._loss, self._loss_count, self._left_out, count])
         with in_call(self.registry, "Monitor"):
-            return world_sum(sums, self.registry)
+            if topology.world_size == 1 or self.registry.device.type != "cpu":
+                return world_sum(sums, self.registry)
+            # Where only some ranks report, an all-reduce that meets another one would abort the process inside gloo.
+            return sums.new_tensor(gather_objects(sums.tolist(), self.registry)).sum(0)

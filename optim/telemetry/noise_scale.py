@@ -17,11 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ...parallel.mesh.plain_values import check_finite, fields
 
 
 @dataclass(frozen=True)
@@ -83,5 +86,10 @@ class RunningScale:
         return {"means": self.means.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with them."""
+        """Go on with them. Raises ValueError where they are no such tensor; nothing is changed."""
+        self.check_state(state)
         self.means = state["means"].to(self.means)
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError where ``state`` has no finite means."""
+        fields({"means": partial(check_finite, shape=self.means.shape)})(state, "noise")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from math import isfinite
 
+from ...parallel.mesh.text import printable
 from .curves import COLORS, Point, chart, number
 from .labels import TOTAL
 from .page_parts import SCRIPT, STYLE
@@ -43,9 +44,9 @@ def page(title: str, reports: Sequence[Mapping[str, float]]) -> str:
     for report in reports:
         for name, value in report.items():
             if name not in ASIDE:
-                kind, _, label = name.partition("/")
+                kind, _, label = printable(name).partition("/")
                 kinds.setdefault(kind, {}).setdefault(label or kind, []).append((report["step"], value))
-    order = [*WORDS]
+    title, order = printable(title), [*WORDS]
     ordered = sorted(kinds, key=lambda kind: order.index(kind) if kind in order else len(order))
     first, last = reports[0]["step"], reports[-1]["step"]
     body = "".join(_figure(kind, _total_first(kinds[kind])) for kind in ordered)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ...parallel.mesh.text import printable
+
 
 @dataclass(frozen=True)
 class Report:
@@ -47,7 +49,7 @@ class Report:
     figures: Mapping[str, float] = field(default_factory=dict)
 
     def scalars(self) -> dict[str, float]:
-        """All numbers but the step, by a name with slashes, as dashboards want them."""
+        """All numbers except the step, by a `printable` name with slashes, as dashboards want them."""
         own: dict[str, float | None] = {
             "loss": self.loss,
             "grad_norm/total": self.grad_norm,
@@ -64,7 +66,7 @@ class Report:
         if len(self.group_norms) > 1:
             values.update({f"grad_norm/group_{index}": norm for index, norm in enumerate(self.group_norms)})
         values.update({f"grad_norm/{name}": norm for name, norm in self.parameter_norms.items()})
-        return {name: value for name, value in values.items() if value is not None}
+        return {printable(name): value for name, value in values.items() if value is not None}
 
     def __str__(self) -> str:
         parts = [f"loss {self.loss:.4f}"] if self.loss is not None else []
@@ -75,4 +77,4 @@ class Report:
             parts.append(f"skipped {self.skipped_steps}")
         if self.utilization is not None:
             parts.append(f"mfu {self.utilization:.1%}")
-        return ", ".join([*parts, f"{self.per_second:.3g} {self.unit}/s"])
+        return ", ".join([*parts, f"{self.per_second:.3g} {printable(self.unit)}/s"])

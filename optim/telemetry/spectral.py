@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ...parallel.layout.pieces import Box, Region
+from ...parallel.mesh.plain_values import check_finite, dict_of
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..whole.layout import LogicalTensor
 from ..whole.tensors import WholeTensors, narrowed
@@ -125,10 +126,17 @@ class PowerIteration:
         return {name: vector.clone() for name, vector in self.vectors.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with those whose matrices there are still."""
+        """Go on with those whose matrices there are still. Raises ValueError where one is no finite tensor; nothing is
+        changed."""
+        self.check_state(state)
         for name, vector in self.vectors.items():
             if name in state and state[name].shape == vector.shape:
                 self.vectors[name] = state[name].to(vector)
+
+    @staticmethod
+    def check_state(state: Mapping[str, Any]) -> None:
+        """Raise ValueError where ``state`` is not of finite tensors by name."""
+        dict_of(check_finite)(state, "spectral")
 
 
 def _start(matrix: LogicalTensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...parallel.mesh.agreement import check_same, on_all_ranks
 from ...parallel.mesh.calls import in_call
+from ...parallel.mesh.plain_values import check_count
 from ..clip.decide import inverse_weight
 from ..norm.measure import check_every
 from ..parallel_optimizer import ParallelOptimizer
@@ -89,6 +90,7 @@ class Telemetry(Watcher):
         self._running = None if noise is None else RunningScale(noise.decay, optimizer._device)
         self._due = False
         self._gradients, self._window, self._local = Tensor(), Tensor(), Tensor()
+        self._count = 1  # of micro-batches, in the mean that the gradient is
         self._scale: Tensor | None = None
         optimizer._states.watch([*optimizer._states.watchers, self])
 
@@ -148,6 +150,7 @@ class Telemetry(Watcher):
         )
         self._gradients = planned.to_parameters(found)
         self._window = weight_slots(window.weight, planned.registry, planned.device).clone()
+        self._count = window.count
         self._scale = optimizer._scale if not hasattr(optimizer, "found_inf") else optimizer._scale_of_scaler()
         if planned.local is not None:
             weights = self._window.new_zeros(len(self._window), planned.local.data_ranks)
@@ -184,7 +187,7 @@ class Telemetry(Watcher):
         """From the sums over all ranks."""
         planned = self._planned
         place = place_of(planned.registry)
-        inverse = inverse_weight(window[: place.stages], place.data_ranks)
+        inverse = inverse_weight(window[: place.stages], place.data_ranks, self._count)
         if self._scale is not None:
             inverse = inverse / self._scale.to(inverse)
         rows = torch.cat([rows[:1], rows[1:2] * inverse.square(), rows[2:]])
@@ -210,8 +213,8 @@ class Telemetry(Watcher):
         samples, powers = local[: stages * ranks].view(stages, ranks).amax(0), local[stages * ranks :]
         scale = 1.0 if self._scale is None else self._scale.to(powers)
         weighted = samples.sum() != 0
-        divisor = torch.where(weighted, samples, torch.ones_like(samples)) * scale
-        counted = torch.where(weighted, samples, torch.ones_like(samples))
+        counted = torch.where(weighted, samples, torch.full_like(samples, self._count))
+        divisor = counted * scale
         if self.noise.samples is not None:
             counted = torch.full_like(samples, self.noise.samples)
         small = (powers / divisor.square()).mean()
@@ -237,7 +240,12 @@ class Telemetry(Watcher):
         """
         if not {"step", "noise", "spectral"} <= state.keys():
             raise ValueError(f"a state with {[*state]} is none of a Telemetry; give what its state_dict() returned")
-        self.step = int(state["step"])
+        check_count(state["step"], "step")
+        if self._running is not None and state["noise"] is not None:
+            self._running.check_state(state["noise"])
+        if self._planned.spectral is not None and state["spectral"] is not None:
+            self._planned.spectral.check_state(state["spectral"])
+        self.step = state["step"]
         if self._running is not None and state["noise"] is not None:
             self._running.load_state_dict(state["noise"])
         if self._planned.spectral is not None and state["spectral"] is not None:

@@ -17,8 +17,11 @@ FIRST = ("loss", "grad_norm")
 
 
 class Terminal:
-    """A callback of `Monitor`: a live table where ``file`` is a terminal and the package rich is there, else one plain line
-    a report. A context manager, or `close` it. The extra ``meshstep[terminal]`` brings rich.
+    """A callback of `Monitor`: a live table where ``file`` is a terminal that shows Unicode and the package rich is
+    installed, else one plain line per report. A context manager, or `close` it. The extra ``meshstep[terminal]`` brings
+    rich.
+
+    Names are shown as text: markup and control characters in them have no effect.
 
     Args:
         file: None: ``sys.stdout`` as it is with the first report.
@@ -44,7 +47,7 @@ class Terminal:
 
     def _start(self, file: TextIO) -> None:
         self._started = True
-        if not file.isatty():
+        if not file.isatty() or not _can_write(file, BARS):
             return
         try:
             from rich.console import Console
@@ -56,6 +59,7 @@ class Terminal:
 
     def _table(self, report: Report) -> Any:
         from rich.table import Table
+        from rich.text import Text
 
         table = Table(title=f"step {report.step:,}", title_justify="left", caption_justify="left", show_edge=False)
         table.add_column("figure", no_wrap=True, overflow="ellipsis")
@@ -64,7 +68,7 @@ class Terminal:
         names = sorted(self._courses, key=_place)
         for name in names[: self.rows]:
             course = self._courses[name]
-            table.add_row(name, f"{course[-1]:.4g}", drawn(course))
+            table.add_row(Text(name), f"{course[-1]:.4g}", drawn(course))  # a str would be read as markup
         if len(names) > self.rows:
             table.caption = f"and {len(names) - self.rows} more"
         return table
@@ -82,6 +86,14 @@ class Terminal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _can_write(file: TextIO, text: str) -> bool:
+    try:
+        text.encode(file.encoding or "utf-8")
+    except (LookupError, UnicodeEncodeError):
+        return False
+    return True
 
 
 def _place(name: str) -> int:

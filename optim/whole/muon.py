@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from math import sqrt
+from math import inf, sqrt
 from typing import Any, Literal
 
 import torch
@@ -57,14 +57,17 @@ class Muon(WholeOptimizer):
 
     Args:
         params: Parameters, ``model.named_parameters()`` (which the rule needs), or groups of them.
-        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: As `torch.optim.Muon`.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, ns_steps, adjust_lr_fn: As `torch.optim.Muon`.
+        eps: The least norm that a matrix is divided by before it is made orthogonal. 0: there is none, and the update does
+            not depend on the scale of the gradient. `torch.optim.Muon` has 1e-7: gradients below it give smaller updates.
         adamw: AdamW's own options: lr (default: ``lr``), betas, eps, weight_decay.
         no_matrices: Globs over names.
         blocks: By glob, the blocks of a fused weight along its rows, each a matrix of its own: their number (``3`` for
             q, k and v; the number of heads for Muon per head) or sizes. Where none matches and a layout has
             `meshstep.parallel.blocks` along the rows, or along the columns, those.
-        ns_dtype: Of the iteration; None: the parameter's. torch's is bfloat16. A matrix that is about twice as long as it
-            is short, or longer, goes on its Gram matrix: other last bits than torch's (see `newton_schulz`).
+        ns_dtype: Of the iteration; None: the parameter's. torch's is bfloat16. In float16 elements below 6e-8 are 0. A
+            matrix that is about twice as long as it is short, or longer, goes on its Gram matrix: other last bits than
+            torch's (see `newton_schulz`).
     A layer that keeps its weight transposed, [in, out], as those in two dimensions do, has the scale of that shape:
     ``"match_rms_adamw"`` is the same for both.
 
@@ -86,7 +89,7 @@ class Muon(WholeOptimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
-        eps: float = 1e-7,
+        eps: float = 0.0,
         ns_steps: int = 5,
         adjust_lr_fn: Scale | None = None,
         *,
@@ -97,6 +100,10 @@ class Muon(WholeOptimizer):
     ) -> None:
         if not lr >= 0 or not weight_decay >= 0 or not 0 <= momentum < 1:
             raise ValueError(f"lr={lr}, weight_decay={weight_decay}, momentum={momentum}: give >= 0, >= 0, in [0, 1)")
+        if not 0 <= eps < inf:
+            raise ValueError(
+                f"eps={eps}: give a finite number >= 0, such as 0 (the default) or 1e-7 (torch.optim.Muon's)"
+            )
         if adjust_lr_fn not in (None, "original", "match_rms_adamw", "spectral_unclamped"):
             raise ValueError(
                 f"adjust_lr_fn={adjust_lr_fn!r}: give 'original', 'match_rms_adamw' or 'spectral_unclamped'"

@@ -15,6 +15,8 @@ Keller Jordan et al. (2024); the second form, and that it must begin anew: "Gram
 
 from __future__ import annotations
 
+from math import frexp
+
 import torch
 from torch import Tensor
 
@@ -33,18 +35,35 @@ more."""
 
 
 def newton_schulz(
-    matrix: Tensor, coefficients: tuple[float, float, float] = COEFFICIENTS, steps: int = 5, eps: float = 1e-7
+    matrix: Tensor, coefficients: tuple[float, float, float] = COEFFICIENTS, steps: int = 5, eps: float = 0.0
 ) -> Tensor:
     """As above, from X = matrix / |matrix|, on its short side; in which form, its shape says alone.
 
     Args:
         matrix: [rows, columns], of the dtype to compute in.
+        eps: The least norm that the matrix is divided by. 0: there is none; zeros stay zeros.
     """
     tall = matrix.size(-2) > matrix.size(-1)
     x = matrix.mT if tall else matrix
-    x = x / x.norm().clamp(min=eps)
+    x = x / x.norm().clamp(min=eps) if eps else normalize(x)
     x = (on_gram if goes_on_gram(tuple(x.shape), steps) else on_matrix)(x, coefficients, steps)
     return x.mT if tall else x
+
+
+def normalize(matrix: Tensor) -> Tensor:
+    """Return ``matrix`` divided by its Frobenius norm, whatever its scale; zeros where it is zero. Host reads: none.
+
+    It is multiplied by a power of two first, so that no square underflows or overflows. That is exact: where plain
+    division is right, the bits are the same.
+    """
+    if not matrix.numel():
+        return matrix.clone()
+    largest = matrix.abs().amax().to(torch.promote_types(matrix.dtype, torch.float32))
+    limit = frexp(torch.finfo(matrix.dtype).max)[1] - 1  # of the largest power of two that the dtype has
+    exponent = torch.frexp(largest).exponent.clamp(-limit, limit)
+    x = matrix * torch.ldexp(torch.ones_like(largest), -exponent).to(matrix.dtype)
+    norm = x.norm()
+    return x.div_(torch.where(norm > 0, norm, torch.ones_like(norm)))
 
 
 def on_matrix(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:

@@ -24,7 +24,7 @@ def muon(
     momentum: float = 0.95,
     nesterov: bool = True,
     coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
-    eps: float = 1e-7,
+    eps: float = 0.0,
     steps: int = 5,
 ) -> None:
     """Of matrices. Keller Jordan et al. (2024)."""
@@ -32,7 +32,8 @@ def muon(
     for w, g, state in zip(params, grads, states, strict=True):
         m = state["m"] = momentum * state.get("m", torch.zeros_like(w)) + (1 - momentum) * g
         u = (1 - momentum) * g + momentum * m if nesterov else m
-        x = u / max(float(u.norm()), eps)
+        norm = max(float(u.norm()), eps)
+        x = u / norm if norm else u
         for _ in range(steps):
             gram = x @ x.T
             x = a * x + (b * gram + c * gram @ gram) @ x

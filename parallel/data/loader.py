@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from ..mesh.agreement import gather_objects, on_all_ranks
 from ..mesh.calls import in_call
+from ..mesh.plain_values import wrong
 from ..mesh.registry import ProcessGroupRegistry
 from .batch_sampler import Batch, ShardedBatchSampler, mixed
 from .random_state import cpu_random_state_kept, seed_cpu_generators
@@ -161,6 +162,9 @@ class ShardedDataLoader(DataLoader[T]):
                 "state_dict() returned"
             )
         epoch, position = state_dict["epoch"], state_dict["position"]
+        for name in ("epoch", "position"):
+            if type(state_dict[name]) is not int:
+                raise wrong(f"{name} of the loader's state", state_dict[name], "an integer")
         if position:
             changed = [name for name, value in self._order().items() if state_dict[name] != value]
             if changed:

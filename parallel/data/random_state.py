@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from ..mesh.plain_values import anything, check_count, check_number, check_text, fields, items, list_of
+
 
 def random_state() -> dict[str, Any]:
     """Of all of them, in containers that ``torch.load(weights_only=True)`` reads. Host reads: one, of a GPU's generator."""
@@ -41,6 +43,27 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
     if "numpy" in state and (numpy := sys.modules.get("numpy")):
         numpy.random.set_state(state["numpy"])
+
+
+def check_random_state(state: object) -> None:
+    """Raise ValueError where `set_random_state` can't take ``state``: each part is set in a generator of its own."""
+    fields({"python": items(check_count, list_of(check_count), anything), "cpu": anything})(state, "the random state")
+    assert isinstance(state, dict)
+    version, numbers, gauss = state["python"]
+    if gauss is not None:
+        check_number(gauss, "python's gauss")
+    devices = {"cpu": "cpu", **({"cuda": "cuda"} if "cuda" in state and torch.cuda.is_available() else {})}
+    try:
+        random.Random().setstate((version, tuple(numbers), gauss))
+        for name, device in devices.items():
+            torch.Generator(device).set_state(state[name])
+        if "numpy" in state and (numpy := sys.modules.get("numpy")):
+            numpy.random.RandomState().set_state(state["numpy"])
+            items(check_text, list_of(check_count), check_count, check_count, check_number)(state["numpy"], "numpy")
+    except ValueError:
+        raise
+    except Exception as problem:
+        raise ValueError(f"the state of a random number generator is none: {str(problem).splitlines()[0]}") from None
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from ..layout.shard import local_index, local_shape
 from ..layout.spec import P
+from ..mesh.calls import track_call
 from ..mesh.registry import ProcessGroupRegistry
 
 Reduction = Literal["mean", "sum", "none"]
@@ -132,7 +133,8 @@ class _Split:
     def over_classes(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduced over their axis, in place."""
         if self.class_axis is not None and self.registry.size(self.class_axis) > 1:
-            dist.all_reduce(tensor, op=op, group=self.registry.group(self.class_axis))
+            with track_call("cross_entropy", self.registry):
+                dist.all_reduce(tensor, op=op, group=self.registry.group(self.class_axis))
         return tensor
 
     def peak(self, values: Tensor) -> Tensor:
@@ -216,7 +218,8 @@ def _reduce(loss: Tensor, ignored: Tensor, split: _Split) -> tuple[Tensor, Tenso
     count = weight.sum()
     if split.batch_axes and split.registry.size(*split.batch_axes) > 1:
         both = torch.stack([total, count])
-        dist.all_reduce(both, group=split.registry.group(*split.batch_axes))
+        with track_call("cross_entropy", split.registry):
+            dist.all_reduce(both, group=split.registry.group(*split.batch_axes))
         total, count = both.unbind()
     if split.reduction == "sum":
         return total, weight

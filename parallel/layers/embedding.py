@@ -114,7 +114,7 @@ class Embedding2D(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.registry.size(self.row) > 1:
-            ids = all_gather(ids, Over(self.registry, (self.row,)))
+            ids = all_gather(ids, Over(self.registry, (self.row,), call=type(self).__name__))
         partial = _lookup(ids, self.weight, self.num_embeddings, self.registry, self.row)
         return reduce_scatter_to(partial, self.registry, self.row, dim=0)
 

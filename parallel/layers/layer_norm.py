@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..layout.spec import P
+from ..mesh.calls import track_call
 from ..mesh.linear_maps import Over, all_gather, all_reduce
 from ..mesh.registry import ProcessGroupRegistry
 from .initialization import depth_axes, kept_piece
@@ -47,7 +48,9 @@ class SplitLayerNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.features, self.eps, self.registry = features, eps, registry
-        self._over_features, self._over_batch = Over(registry, (feature_axis,)), Over(registry, batch_axes)
+        name = type(self).__name__
+        self._over_features = Over(registry, (feature_axis,), call=name)
+        self._over_batch = Over(registry, batch_axes, call=name)
         spec = P(feature_axis, partial=partial)
         self.weight = kept_piece(torch.ones(features, device=device, dtype=dtype), spec, registry)
         zeros = torch.zeros(features, device=device, dtype=dtype)
@@ -141,7 +144,8 @@ class _SplitLayerNorm(torch.autograd.Function):
             terms = (grad * normalized, grad)
             grads = torch.stack([term.reshape(-1, weight.numel()).sum(0) for term in terms])
             if ctx.rows.size > 1:
-                dist.all_reduce(grads, group=ctx.rows.group)
+                with track_call(ctx.rows.call, ctx.rows.registry):
+                    dist.all_reduce(grads, group=ctx.rows.group)
             grad_weight, grad_bias = grads.to(weight.dtype).unbind()
         return grad_input, grad_weight, grad_bias if ctx.has_bias else None, None, None, None, None
 
@@ -166,7 +170,8 @@ def _input_grad(grad_normalized: Tensor, normalized: Tensor, inverse_std: Tensor
     else:
         means = torch.stack([term.mean(-1) for term in terms])
     if cols.size > 1:
-        dist.all_reduce(means, group=cols.group)
+        with track_call(cols.call, cols.registry):
+            dist.all_reduce(means, group=cols.group)
         means /= cols.size
     first, second = means.unsqueeze(-1).unbind()
     return (grad_normalized - first - normalized * second) * inverse_std

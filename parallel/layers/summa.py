@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..mesh.calls import track_call
 from ..mesh.registry import ProcessGroupRegistry
 
 
@@ -189,7 +190,8 @@ def _panels(block: Tensor, dim: int, parts: Sequence[Part], grid: Grid, axis: st
         panel, work = ahead
         if number < len(parts):
             ahead = start(parts[number])
-        work.wait()
+        with track_call("summa", grid.registry):
+            work.wait()
         yield panel
 
 
@@ -199,6 +201,7 @@ class _Reduction:
 
     def __init__(self, dim: int, grid: Grid, axis: str) -> None:
         self._dim, self._own = dim, grid.registry.rank(axis)
+        self._registry = grid.registry
         self._group = grid.registry.group(axis) if grid.registry.size(axis) > 1 else None
         self._mine: list[Tensor] = []
         self._pending: tuple[Any, Tensor] | None = None  # with its buffer, which must live until the reduction is done
@@ -220,4 +223,5 @@ class _Reduction:
 
     def _wait(self) -> None:
         if self._pending is not None:
-            self._pending[0].wait()
+            with track_call("summa", self._registry):
+                self._pending[0].wait()

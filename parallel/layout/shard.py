@@ -111,7 +111,7 @@ def unshard(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Te
     axes = tuple(axis for axis in registry.topology.axes if axis in spec.sharded_axes)
     if not axes or registry.size(*axes) == 1:
         return local.detach().clone(memory_format=torch.contiguous_format)
-    over = Over(registry, axes)
+    over = Over(registry, axes, call="unshard")
     found = all_gather(torch.tensor([local.shape], device=local.device), over)
     if (found == found[0]).all():
         return _join(all_gather(local.detach().unsqueeze(0), over), axes, spec, registry)
@@ -179,7 +179,7 @@ def _from_owner(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -
     if registry.size(*axes) == 1:
         return local
     owner = registry.topology.rank(**{**registry.coordinate, **owner_of(spec.owned, registry.coordinate)})
-    over = Over(registry, axes, root=registry.ranks(*axes).index(owner))
+    over = Over(registry, axes, root=registry.ranks(*axes).index(owner), call="unshard")
     # None from the owner travels too: all ranks then raise, none waits.
     header: list[Any] = [None if local is None else (local.shape, local.dtype)]
     dist.broadcast_object_list(header, group_src=over.root, group=over.group, device=registry.device)

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import atexit
 import json
+import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
+from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
 
 LOOKS_EVERY = 1.0  # seconds
@@ -33,6 +36,7 @@ class Answering:
         self._doing, self.rank, self.world_size = doing, dist.get_rank(), dist.get_world_size()
         # A connection of its own: others may wait on theirs.
         self._store = distributed_c10d._get_default_store().clone()
+        self._server = _Server(self._store)
         self._world, self._stop = weakref.ref(world), threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshstep-calls", daemon=True)
         self._thread.start()
@@ -48,27 +52,61 @@ class Answering:
 
     def _run(self) -> None:
         answered = 0
-        with suppress(RuntimeError):  # the store's server has ended
+        with closing(self._server), suppress(RuntimeError):  # the store's server has ended
             while not self._stop.wait(LOOKS_EVERY) and self.is_of_now():
+                self._server.check()
                 if self._store.check([_QUESTIONS]):
                     question = self._store.add(_QUESTIONS, 0)
                     if question > answered:
                         self._store.set(f"{_ANSWER}/{self.rank}", json.dumps((question, self._doing())))
                         answered = question
 
-    def ask(self, rank: int) -> dict[int, str]:
-        """What other ranks do, of those that answer. Raises RuntimeError where the store's server has ended."""
-        waiting, found = set(range(self.world_size)) - {rank}, dict[int, str]()
+    def ask(self, rank: int, found: dict[int, str]) -> None:
+        """Put the answers of other ranks into ``found``, each as it arrives. Raises RuntimeError where the store's server
+        has ended: those that arrived before are there."""
+        waiting = set(range(self.world_size)) - {rank}
+        time.sleep(LOOKS_EVERY / 5)  # a process that ends closes its connections one after another
+        self._server.check()
         question, until = self._store.add(_QUESTIONS, 1), time.monotonic() + PATIENCE
         while waiting and time.monotonic() < until:
             for other in sorted(waiting):
+                self._server.check()
                 if self._store.check([f"{_ANSWER}/{other}"]):
                     answered, doing = json.loads(self._store.get(f"{_ANSWER}/{other}"))
                     if answered >= question:
                         found[other] = doing
             waiting -= found.keys()
             time.sleep(LOOKS_EVERY / 20 if waiting else 0)
-        return found
+
+
+class _Server:
+    """The process that serves a store: whether it has ended, asked over a connection of our own, which nothing is sent
+    over. Where the store itself finds out, torch logs some 20 lines of a C++ stack trace."""
+
+    def __init__(self, store: Any) -> None:
+        self._socket: socket.socket | None = None
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        if isinstance(store, TCPStore):
+            with suppress(OSError):
+                self._socket = socket.create_connection((store.host, store.port), timeout=PATIENCE)
+                self._socket.setblocking(False)
+
+    def close(self) -> None:
+        """Close the connection; `check` raises from then on."""
+        if self._socket is not None:
+            self._socket.close()
+
+    def check(self) -> None:
+        """Raise RuntimeError where it has ended."""
+        try:
+            ended = self._socket is not None and not self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return
+        except OSError:
+            ended = True
+        if ended:
+            raise RuntimeError("the process that serves the job's store has ended: start the job again")
 
 
 _answering: Answering | None = None
@@ -84,21 +122,22 @@ def start_answering(world: dist.ProcessGroup, doing: Callable[[], str]) -> bool:
 
 
 def answers_of_others(rank: int) -> dict[int, str] | None:
-    """What the other ranks say that they do, of those that answer; None: nobody can be asked."""
+    """What the other ranks say that they do, of those that answer; None: the store gives no answer at all."""
     answering = _answering
     if answering is None or not answering.is_of_now():
         return None
-    found: list[dict[int, str]] = []
+    found, ended = dict[int, str](), threading.Event()
 
     def ask() -> None:
         with suppress(RuntimeError):  # the store's server has ended
-            found.append(answering.ask(rank))
+            answering.ask(rank, found)
+            ended.set()
 
     # In a thread, because a store whose process is stopped would keep us for ever.
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(PATIENCE + LOOKS_EVERY)
-    return found[0] if found else None
+    return found.copy() if found or ended.is_set() else None
 
 
 @atexit.register

@@ -1,6 +1,6 @@
 """Which call of this library each rank is in, for the error of a rank that waited for others in vain.
 
-    with in_call(registry, "save_checkpoint"):
+    with track_call("save_checkpoint", registry):
         ...                                # a collective fails: RuntimeError, which says where all ranks are
 
 Within a call nothing is told to anybody: its name and number stay in this process. A rank whose collective failed asks the
@@ -15,25 +15,28 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import wraps
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 
 from .answers import answers_of_others, start_answering
-from .text import named_ranks
+from .text import named_ranks, printable
 from .topology import Topology
 
 _IN_VAIN = "waited in vain"
 _GLOO_SAYS = ("gloo/transport", "Application timeout caused pair closure")  # the latter after a timeout before
+_CPP_TRACE = ("Exception raised from ", "frame #", "C++ CapturedTraceback:")
 _SAME_CALLS = "Every rank must make the same calls in the same order"
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Call(NamedTuple):
-    """A call of the public interface: its name, and which one of that name it is in this process, from 1."""
+    """A call of the public interface: its name, and its number among the calls of that name in its thread, from 1."""
 
     name: str
     number: int
@@ -49,96 +52,80 @@ class Caller(Protocol):
     global_rank: int
 
 
-begun: dict[str, int] = {}
-"""How often calls of each name have begun since the default group is there; which stands last ended, or began, last."""
-_begun_in_threads: dict[str, int] = {}  # others than the main one, which nobody asks for its last call
-_running: dict[int, Call] = {}  # by thread: the outermost call, if it says that it runs
-_seen_on_the_stack: dict[int, str] = {}  # by id of their code: the functions that don't
-_raised: tuple[Call, str] | None = None  # the main thread's last one that ended with an error, and its type
+class _ThreadCalls:
+    """The calls of one thread: counts by name since the default group exists, the current outermost call, and the last one
+    that ended, with the type of its error."""
+
+    __slots__ = ("__weakref__", "counts", "current", "last", "thread")
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.current: track_call | None = None
+        self.start_over()
+
+    def start_over(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.last: tuple[str, int, type[BaseException] | None] | None = None
 
 
-class in_call:
-    """Around what a public call does: a failure of the transport in it becomes an error that says where all ranks are.
-    Within another call it is a part of that.
+class _Own(threading.local):
+    """The calls of the current thread."""
 
+    def __init__(self) -> None:
+        self.calls = _by_thread[threading.get_ident()] = _ThreadCalls()
+
+
+_by_thread: WeakValueDictionary[int, _ThreadCalls] = WeakValueDictionary()
+_own = _Own()
+
+
+class track_call:
+    """Context of a public call: an error of the transport in it becomes one that names the call of every rank. Within
+    another call of the same thread it does nothing.
+
+    Args:
+        name: The name of the call.
+        registry: The ranks among which it is made.
     Raises:
         RuntimeError: From the transport's own error: a timeout, or a lost connection. It takes seconds.
     Collectives: none. Host reads: none.
     """
 
-    __slots__ = ("_call", "_registry", "_thread")
+    __slots__ = ("_calls", "_name", "_number", "_registry")
 
-    def __init__(self, registry: Caller, name: str) -> None:
-        self._registry, self._thread = registry, threading.get_ident()
-        self._call: Call | None = None
-        if registry.topology.world_size > 1 and _call_of(self._thread, sys._getframe()) is None:
-            counts = _counts_of(self._thread)
-            counts[name] = counts.pop(name, 0) + 1
-            self._call = Call(name, counts[name])
+    def __init__(self, name: str, registry: Caller) -> None:
+        self._name, self._registry = name, registry
 
     def __enter__(self) -> None:
-        if self._call is not None:
-            _running[self._thread] = self._call
+        calls = _own.calls
+        if calls.current is not None:
+            self._calls: _ThreadCalls | None = None
+            return
+        self._number = calls.counts[self._name] = calls.counts.get(self._name, 0) + 1
+        self._calls, calls.current = calls, self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._call is not None:
-            try:
-                _end_with(error, self._registry, self._call, self._thread)
-            finally:
-                del _running[self._thread]
+        calls = self._calls  # of the thread that entered: a generator may end in another one
+        if calls is None:
+            return
+        try:
+            if error is not None and self._registry.topology.world_size > 1 and is_transport_error(error):
+                kind = RuntimeError
+                raise RuntimeError(_explained(self.call, self._registry, error)) from _shortened(error)
+        finally:
+            calls.current, calls.last = None, (self._name, self._number, kind)
+
+    @property
+    def call(self) -> Call:
+        """Its name and number."""
+        return Call(self._name, self._number)
 
 
-def seen_on_the_stack(method: F) -> F:
-    """A method of an object with a ``registry`` as a call of its name, for what is called in each step: nothing stands
-    around it, and whoever asks where this rank is finds it on the stack, with its ``number``:
-
-        @seen_on_the_stack
-        def step(self):
-            number = begun["step"] = begun.pop("step", 0) + 1
-            try:
-                ...
-            except BaseException as error:
-                explain(error, self.registry, "step", number)
-                raise
-    """
-    _seen_on_the_stack[id(method.__code__)] = method.__name__
-    return method
-
-
-def explain(error: BaseException, registry: Caller, name: str, number: int) -> None:
-    """The end of such a call, with an error, unless it is a part of another one. Raises RuntimeError: as `in_call`."""
-    thread = threading.get_ident()
-    if _call_of(thread, sys._getframe()) == (name, number):
-        _end_with(error, registry, Call(name, number), thread)
-
-
-def _end_with(error: BaseException | None, registry: Caller, call: Call, thread: int) -> None:
-    """Note how a call has ended; if with the transport's error, raise one that says where all ranks are."""
-    global _raised
-    counts, given_up = _counts_of(thread), registry.topology.world_size > 1 and is_transport_error(error)
-    counts[call.name] = counts.pop(call.name, call.number)  # what it called has begun after it
-    if error is not None and counts is begun:
-        _raised = call, (RuntimeError if given_up else type(error)).__name__
-    if given_up:
-        raise RuntimeError(_explained(call, registry.global_rank, registry.topology.world_size, error)) from error
-
-
-def _counts_of(thread: int) -> dict[str, int]:
-    return begun if thread == threading.main_thread().ident else _begun_in_threads
-
-
-def _call_of(thread: int, frame: FrameType | None) -> Call | None:
-    """The outermost call that a thread is in, which runs this frame."""
-    if (found := _running.get(thread)) is not None:
-        return found
-    while frame is not None:
-        name = _seen_on_the_stack.get(id(frame.f_code))
-        if name is not None and "number" in frame.f_locals:  # else it has not begun
-            found = Call(name, frame.f_locals["number"])
-        frame = frame.f_back
-    return found
+def in_call(registry: Caller, name: str) -> track_call:
+    """Return ``track_call(name, registry)``."""
+    return track_call(name, registry)
 
 
 def public_call(method: F) -> F:
@@ -146,7 +133,7 @@ def public_call(method: F) -> F:
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with in_call(self.registry, method.__name__):
+        with track_call(method.__name__, self.registry):
             return method(self, *args, **kwargs)
 
     return cast(F, call)
@@ -158,7 +145,7 @@ def public_constructor(init: F) -> F:
     @wraps(init)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         registry: Any = kwargs.get("registry", args[1] if len(args) > 1 else None)
-        with in_call(registry, type(self).__name__) if hasattr(registry, "global_rank") else nullcontext():
+        with track_call(type(self).__name__, registry) if hasattr(registry, "global_rank") else nullcontext():
             return init(self, *args, **kwargs)
 
     return cast(F, call)
@@ -166,8 +153,8 @@ def public_constructor(init: F) -> F:
 
 def current_call() -> str | None:
     """The name of the call that this thread is in."""
-    call = _call_of(threading.get_ident(), sys._getframe())
-    return None if call is None else call.name
+    current = _own.calls.current
+    return None if current is None else current.call.name
 
 
 def check_same_call(calls: Sequence[str | None]) -> None:
@@ -191,15 +178,15 @@ def is_transport_error(error: BaseException | None) -> bool:
 # The error ------------------------------------------------------------------------------------------------------------
 
 
-def _explained(call: Call, rank: int, world_size: int, error: BaseException | None) -> str:
+def _explained(call: Call, registry: Caller, error: BaseException) -> str:
+    rank = registry.global_rank
     waited = f"rank {rank} {_IN_VAIN} in {call}"
-    first_line, _, _ = str(error).partition("\n")
-    said = f"torch says: {first_line}"
+    said = f"torch says: {printable(str(error).partition(chr(10))[0])}"
     answers = answers_of_others(rank)
     if answers is None:
         return f"{waited}, and where the others are is not known: the job's store does not answer either. {said}"
     others: dict[str, list[int]] = {}
-    for other in range(world_size):
+    for other in range(registry.topology.world_size):
         if other != rank:
             doing = answers.get(other, "no answer (the process has ended, or is stopped)")
             others.setdefault(doing, []).append(other)
@@ -212,20 +199,31 @@ def _explained(call: Call, rank: int, world_size: int, error: BaseException | No
     return f"{waited}; {told}. {why}. {said}"
 
 
+def _shortened(error: BaseException) -> BaseException:
+    """Cut torch's C++ stack trace off the text of ``error``, in place, and return it."""
+    lines = str(error).splitlines()
+    kept = list(takewhile(lambda line: not line.startswith(_CPP_TRACE), lines))
+    if len(kept) < len(lines):
+        error.args = ("\n".join(kept),)
+    return error
+
+
 def _doing() -> str:
     """What this process does now."""
-    main, frames, counts = threading.main_thread().ident or 0, sys._current_frames(), begun.copy()
-    del frames[threading.get_ident()]  # it has this frame, which has it
-    calls = {thread: call for thread, frame in frames.items() if (call := _call_of(thread, frame)) is not None}
-    call = calls.pop(main, None)
+    main = threading.main_thread().ident or 0
+    threads = {calls.thread: calls for ref in _by_thread.valuerefs() if (calls := ref()) is not None}
+    current = {thread: calls.current.call for thread, calls in threads.items() if calls.current is not None}
+    call, last = current.pop(main, None), threads[main].last if main in threads else None
     if call is not None:
         doing = f"in {call}"
     else:
-        last = next((Call(name, counts[name]) for name in reversed(counts)), None)
-        ended = f"raised {_raised[1]}" if _raised is not None and _raised[0] == last else "returned"
-        before = "" if last is None else f" (its last, {last}, {ended})"
-        doing = f"in no call of meshstep{before}, but {_place(frames.get(main))}"
-    return ", and in a thread ".join([doing, *(f"in {other}" for other in calls.values())])
+        before = ""
+        if last is not None:
+            name, number, error = last
+            ended = "returned" if error is None else f"raised {error.__name__}"
+            before = f" (its last, {Call(name, number)}, {ended})"
+        doing = f"in no call of meshstep{before}, but {_place(sys._current_frames().get(main))}"
+    return ", and in a thread ".join([doing, *(f"in {other}" for other in current.values())])
 
 
 def _place(frame: FrameType | None) -> str:
@@ -249,7 +247,7 @@ def _ordinal(number: int) -> str:
 
 def answer_questions(world: dist.ProcessGroup) -> None:
     """From now on, answer other ranks that ask what this one does; once for each default group, which counts anew."""
-    global _raised
     if start_answering(world, _doing):
-        begun.clear()
-        _raised = None
+        for ref in _by_thread.valuerefs():
+            if (calls := ref()) is not None:
+                calls.start_over()

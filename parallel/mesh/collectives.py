@@ -54,7 +54,7 @@ def copy_to(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str) -> Tenso
 
     Collectives: none in forward, one all-reduce in backward.
     """
-    return apply(tensor, identity, all_reduce, Over(registry, axes))
+    return apply(tensor, identity, all_reduce, Over(registry, axes, call="copy_to"))
 
 
 def reduce_from(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str) -> Tensor:
@@ -62,7 +62,7 @@ def reduce_from(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str) -> T
 
     Collectives: one all-reduce in forward, none in backward.
     """
-    return apply(tensor, all_reduce, identity, Over(registry, axes))
+    return apply(tensor, all_reduce, identity, Over(registry, axes, call="reduce_from"))
 
 
 def _joined(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over, length: int | None) -> Tensor:
@@ -114,7 +114,7 @@ def gather_from(
         length: Of the joined dim, where its pieces over one axis are uneven.
     Collectives: one all-gather in forward, none in backward.
     """
-    return _joined(tensor, all_gather, own_slice, along(tensor, registry, axes, dim), length)
+    return _joined(tensor, all_gather, own_slice, along(tensor, registry, axes, dim, "gather_from"), length)
 
 
 def scatter_to(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, dim: int, uneven: bool = False) -> Tensor:
@@ -126,7 +126,7 @@ def scatter_to(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, dim: 
         ValueError: The dim doesn't divide over the axes, and ``uneven`` isn't said.
     Collectives: none in forward, one all-gather in backward.
     """
-    return _cut(tensor, own_slice, all_gather, along(tensor, registry, axes, dim), uneven)
+    return _cut(tensor, own_slice, all_gather, along(tensor, registry, axes, dim, "scatter_to"), uneven)
 
 
 def all_gather_to(
@@ -138,7 +138,7 @@ def all_gather_to(
         length: As in `gather_from`.
     Collectives: one all-gather in forward, one reduce-scatter in backward.
     """
-    return _joined(tensor, all_gather, reduce_scatter, along(tensor, registry, axes, dim), length)
+    return _joined(tensor, all_gather, reduce_scatter, along(tensor, registry, axes, dim, "all_gather_to"), length)
 
 
 def reduce_scatter_to(
@@ -152,7 +152,7 @@ def reduce_scatter_to(
         ValueError: The dim doesn't divide over the axes, and ``uneven`` isn't said.
     Collectives: one reduce-scatter in forward, one all-gather in backward.
     """
-    return _cut(tensor, reduce_scatter, all_gather, along(tensor, registry, axes, dim), uneven)
+    return _cut(tensor, reduce_scatter, all_gather, along(tensor, registry, axes, dim, "reduce_scatter_to"), uneven)
 
 
 def broadcast_from(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, root: int = 0) -> Tensor:
@@ -167,7 +167,7 @@ def broadcast_from(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, r
     size = registry.size(*axes)
     if not 0 <= root < size:
         raise ValueError(f"root {root} is not in the group over {' x '.join(axes)}; give an index in 0..{size - 1}")
-    return apply(tensor, broadcast, reduce_to_root, Over(registry, axes, root=root))
+    return apply(tensor, broadcast, reduce_to_root, Over(registry, axes, root=root, call="broadcast_from"))
 
 
 def all_to_all(
@@ -197,8 +197,8 @@ def all_to_all(
         ValueError: Sizes are not one a rank, don't add up to the dim's length, or are missing; the dim doesn't divide.
     Collectives: one all-to-all in forward, one in backward, with the sizes changed about.
     """
-    over = along(tensor, registry, axes, split_dim)
-    target = over.dim if concat_dim is None else along(tensor, registry, axes, concat_dim).dim
+    over = along(tensor, registry, axes, split_dim, "all_to_all")
+    target = over.dim if concat_dim is None else along(tensor, registry, axes, concat_dim, "all_to_all").dim
     sent = [over.piece(tensor)] * over.size if split_sizes is None else list(split_sizes)
     if concat_sizes is None and split_sizes is not None and target == over.dim:
         raise ValueError("pieces of other sizes than equal ones: give concat_sizes too, what comes from each rank")

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from math import prod
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .calls import track_call
 from .flat_collectives import all_gather_flat, reduce_scatter_flat
 from .registry import ProcessGroupRegistry
 
 
 @dataclass(frozen=True)
 class Over:
-    """Where a map acts: the axes, the tensor dim that is split or joined, and the index in the group of the root."""
+    """Where a map acts: the axes, the tensor dim that is split or joined, and the index in the group of the root; and the
+    name of the call that it is a part of, for the error of a rank that waits for the others in vain."""
 
     registry: ProcessGroupRegistry
     axes: tuple[str, ...]
     dim: int = 0
     root: int = 0
+    call: str = "a collective of the model"
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -47,6 +51,23 @@ class Over:
         return length // self.size
 
 
+Map = Callable[[Tensor, Over], Tensor]
+Map_ = TypeVar("Map_", bound=Callable[..., Tensor])
+
+
+def _collective(function: Map_) -> Map_:
+    """Make a map a public call, which an error of a rank that waits in vain names."""
+
+    @wraps(function)
+    def call(tensor: Tensor, over: Over, **options: Any) -> Tensor:
+        if torch.compiler.is_compiling():  # the compiler traces the collective alone
+            return function(tensor, over, **options)
+        with track_call(over.call, over.registry):
+            return function(tensor, over, **options)
+
+    return cast(Map_, call)
+
+
 @dataclass(frozen=True)
 class Cut:
     """A dim as pieces, one for each rank of a group, in its order."""
@@ -63,6 +84,7 @@ def identity(tensor: Tensor, over: Over) -> Tensor:
     return tensor.view_as(tensor)
 
 
+@_collective
 def all_reduce(tensor: Tensor, over: Over) -> Tensor:
     """The sum over the group, of the same shape."""
     total = tensor.clone(memory_format=torch.contiguous_format)
@@ -70,6 +92,7 @@ def all_reduce(tensor: Tensor, over: Over) -> Tensor:
     return total
 
 
+@_collective
 def all_gather(tensor: Tensor, over: Over) -> Tensor:
     """All pieces, joined along the dim: [..., length, ...] -> [..., size * length, ...]."""
     pieces = tensor.new_empty((over.size, *tensor.shape))
@@ -78,6 +101,7 @@ def all_gather(tensor: Tensor, over: Over) -> Tensor:
     return pieces.movedim(0, over.dim).flatten(over.dim, over.dim + 1)
 
 
+@_collective
 def reduce_scatter(tensor: Tensor, over: Over) -> Tensor:
     """This rank's piece of the sum over the group: [..., size * length, ...] -> [..., length, ...]."""
     length = over.piece(tensor)
@@ -94,6 +118,7 @@ def own_slice(tensor: Tensor, over: Over) -> Tensor:
     return tensor.narrow(over.dim, over.rank * length, length).contiguous()
 
 
+@_collective
 def broadcast(tensor: Tensor, over: Over) -> Tensor:
     """What the root has; the others give a tensor of its shape and dtype."""
     if over.rank == over.root:
@@ -105,6 +130,7 @@ def broadcast(tensor: Tensor, over: Over) -> Tensor:
     return received
 
 
+@_collective
 def reduce_to_root(tensor: Tensor, over: Over) -> Tensor:
     """The sum over the group on the root, zeros elsewhere."""
     total = tensor.clone(memory_format=torch.contiguous_format)
@@ -112,6 +138,7 @@ def reduce_to_root(tensor: Tensor, over: Over) -> Tensor:
     return total if over.rank == over.root else total.zero_()
 
 
+@_collective
 def exchange(tensor: Tensor, over: Over, cut: Cut, joined: Cut) -> Tensor:
     """Piece i of the tensor, as ``cut`` says, goes to rank i; the pieces that come from all ranks, ``joined``."""
     sent = tensor.split(cut.sizes, cut.dim)
@@ -123,9 +150,6 @@ def exchange(tensor: Tensor, over: Over, cut: Cut, joined: Cut) -> Tensor:
     packed = torch.cat([piece.reshape(-1) for piece in sent])
     dist.all_to_all_single(received, packed, numels, [piece.numel() for piece in sent], group=over.group)
     return torch.cat([flat.view(s) for flat, s in zip(received.split(numels), shapes, strict=True)], joined.dim)
-
-
-Map = Callable[[Tensor, Over], Tensor]
 
 
 class _LinearMap(torch.autograd.Function):
@@ -149,10 +173,10 @@ def apply(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over) -> Te
     return result
 
 
-def along(tensor: Tensor, registry: ProcessGroupRegistry, axes: tuple[str, ...], dim: int) -> Over:
+def along(tensor: Tensor, registry: ProcessGroupRegistry, axes: tuple[str, ...], dim: int, call: str) -> Over:
     """Where a map acts that cuts or joins ``dim``. ValueError where the tensor has no such dim."""
     if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(
             f"dim {dim} is out of range for a tensor of shape {tuple(tensor.shape)}; give one of its {tensor.dim()} dims"
         )
-    return Over(registry, axes, dim=dim % tensor.dim())
+    return Over(registry, axes, dim=dim % tensor.dim(), call=call)

@@ -41,8 +41,18 @@ def named_ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join('-'.join(map(str, run)) for run in runs)}"
 
 
+def printable(text: str) -> str:
+    """Return ``text`` with control characters, and others that are not printable, as escapes: ``\\x1b``, ``\\n``.
+
+    For text that comes from a file or from names of parameters: a terminal would obey it.
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 def some(names: Iterable[str], most: int = 5) -> str:
-    """``a, b and 7 more``: the first ``most`` names, and how many are left out; empty of none."""
-    names = list(names)
+    """``a, b and 7 more``: the first ``most`` names, and how many are left out; empty of none. Names are `printable`."""
+    names = [printable(name) for name in names]
     shown = ", ".join(names[:most])
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -15,7 +16,7 @@ import pytest
 import torch
 from meshstep.amp import ApexFp16
 from meshstep.parallel import Topology
-from run_example import EXAMPLES, example, torchrun_example
+from run_example import EXAMPLES, example, start_example, torchrun_example
 
 TRAINING = ["train_digits", "train_moe", "accumulate_lm", "pipeline_lm", "amp_vit", "clip_resnet34"]
 SCRIPTS = [*TRAINING, "accumulate_norms", "compare_norms"]
@@ -52,6 +53,28 @@ def test_help_is_printed_and_nothing_is_run(name: str, capsys: pytest.CaptureFix
     assert "default: data=<number of processes>" in printed
     if name in TRAINING:
         assert [flag for flag in SHARED if f" {flag}" not in printed] == []
+
+
+def test_quickstart_prints_its_help_and_trains_nothing() -> None:
+    done = start_example("quickstart", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: quickstart.py [-h]")
+    assert "pip install 'meshstep[examples]'" in " ".join(done.stdout.split())
+    assert "loss" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("clip_resnet34", "torchvision"), ("amp_vit", "torchvision"), ("train_digits", "sklearn")]
+)
+def test_missing_package_is_told_with_the_extra_that_brings_it(name: str, package: str) -> None:
+    program = f"import sys, runpy; sys.modules[{package!r}] = None; sys.argv = sys.argv[1:]; "
+    program += f"sys.path[0] = {str(EXAMPLES)!r}; runpy.run_path(sys.argv[0], run_name='__main__')"
+    script = str(EXAMPLES / f"{name}.py")
+    done = subprocess.run([sys.executable, "-c", program, script, "--help"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"{name}.py: error: {package} is not installed, which this example needs: pip install -e '.[examples]'\n"
+    )
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

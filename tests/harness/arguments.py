@@ -12,12 +12,12 @@ AnyLink = TypeVar("AnyLink", bound=Link)
 def arguments(**options: Any) -> dict[str, Any]:
     """The arguments of `ParallelOptimizer` (or `Booster`) for options as tables have them, each a word.
 
-    ``norm_type reduction per_parameter_norms check_replicas`` are `Measure`'s, ``shard_states shard_gradients``
+    ``norm_type reduction per_parameter_norms check_replicas commit`` are `Measure`'s, ``shard_states shard_gradients``
     `Sharded`'s, ``offload`` is `Offloaded`'s fraction, ``clip_value`` `ByValue`, ``average_data`` `Reduce`'s,
     ``max_skips_in_a_row`` `Skip`'s; all else is what it is.
     """
     measured = {"norm_type": "norm_type", "reduction": "reduction", "check_replicas": "check_replicas"}
-    measured["per_parameter_norms"] = "per_parameter"
+    measured |= {"per_parameter_norms": "per_parameter", "commit": "commit"}
     measure = {new: options.pop(old) for old, new in measured.items() if old in options}
     states: list[Placement] = []
     axis, gradients = options.pop("shard_states", None), options.pop("shard_gradients", False)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import json
+import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from arguments import arguments
 from meshstep.optim import ParallelOptimizer
+from meshstep.optim.checkpoint.checksums import record_of
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from torch import Tensor, nn
 
@@ -39,3 +44,22 @@ def optimizer_of(
         model.bfloat16()
     inner = kind(groups(model), lr=0.1)
     return ParallelOptimizer(inner, ProcessGroupRegistry(Topology()), **arguments(precision=precision, **options))
+
+
+def zipped(value: Any) -> bytes:
+    """Return what `torch.save` writes."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def sealed(checkpoint: Path) -> None:
+    """Make the manifest say that all files are what they should be."""
+    file = checkpoint / "meshstep.json"
+    try:
+        manifest = json.loads(file.read_text())["manifest"]
+    except ValueError:
+        return  # the payload is there
+    manifest["files"] = {name: record_of(checkpoint / name) for name in manifest["files"]}
+    checksum = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+    file.write_text(json.dumps({"crc32": checksum, "manifest": manifest}))

@@ -1,4 +1,4 @@
-"""Configurations of a run, drawn at random: the model's layout, precision, states, accumulation, clipping, rarer turns.
+"""Configurations of a run, drawn at random: layout, memory format, precision, states, accumulation, clipping, events.
 
 The loss is a sum of products of parameters with numbers that a seed gives, so that the gradient of every piece can be
 written down from the definition of its layout alone; `dense_steps` does.
@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from cases import slice_of
 from hypothesis import strategies as st
-from meshstep.amp import NaiveFp16
+from meshstep.amp import Bf16, NaiveFp16, TorchFp16
+from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import P, Topology, blocks
 from torch import Tensor
 
@@ -45,8 +46,13 @@ MODEL = {
     "gain": Logical(()),
     "uneven": Logical((7, 2)),
     "few": Logical((1, 3), group=1),
+    "conv": Logical((6, 4, 2, 2)),
+    "late": Logical((5, 3), group=2),
+    "late_split": Logical((6, 2), group=2),
 }
-ALWAYS_USED = ("first", "second")  # in every window some gradient must come on every stage
+ALWAYS_USED = ("first", "second", "gain")  # in every window some gradient must come on every stage
+SMALL = ("gain",)  # fewer elements than ranks: with sharded states some ranks step nothing
+ADDED_GROUP = 2  # the param group that may be added during the run
 WHOLE = P()
 UNEVEN = ("uneven", "few")  # their pieces are of unequal sizes, some empty, which a checkpoint can't have
 
@@ -78,13 +84,19 @@ class Layout(NamedTuple):
 
 
 def _over(axis: str) -> dict[str, P]:
-    return {name: P(axis) for name in ("split", "experts", *UNEVEN)}
+    return {name: P(axis) for name in ("split", "experts", "conv", "late_split", *UNEVEN)}
+
+
+def _only(spec: P) -> dict[str, P]:
+    return dict.fromkeys(MODEL, spec)
 
 
 _TENSOR = {**_over("tensor"), "fused": P(blocks("tensor", 2)), "terms": P(partial="tensor")}
 _STAGES = {"first": 0, "split": 0, "terms": 0, "experts": 0, "second": 1, "vector": 1, "fused": 1, "gain": 1}
+_STAGES |= {"conv": 0, "late": 1, "late_split": 0}
 _TIED = {"tied": P(tied={"pipe": (0, -1)}), "bias": P(owned={"pipe": 1})}
 _GRID = {"split": P("row"), "fused": P(("col", "row")), "experts": P("row", "col"), "uneven": P("col"), "few": P("row")}
+_GRID |= {"conv": P("row", "col"), "late_split": P("col", "row")}
 _ALIASES = {"data": ("edp", "mid"), "expert": ("mid", "tensor")}
 _FOLDED = {
     "split": P("tensor"),
@@ -94,6 +106,8 @@ _FOLDED = {
     "experts": P(None, ("mid", "tensor")),
     "uneven": P(("mid", "tensor")),
     "few": P(("edp", "mid")),
+    "conv": P(None, ("mid", "tensor")),
+    "late_split": P("tensor"),
 }
 _SAID = {
     "fused": P("expert"),
@@ -101,6 +115,7 @@ _SAID = {
     "experts": P(None, "expert"),
     "uneven": P("expert"),
     "few": P("data"),
+    "conv": P(None, "expert"),
 }
 _MESHES: dict[str, tuple[tuple[tuple[str, ...], int | None], ...]] = {
     "first": ((("tensor",), None),),
@@ -109,6 +124,7 @@ _MESHES: dict[str, tuple[tuple[tuple[str, ...], int | None], ...]] = {
     "experts": ((("mid",), 1), (("tensor",), 1)),
 }
 _UNEVEN_STAGES = {"uneven": 1, "few": 0}
+_FIRST_AND_LAST = {name: 2 * stage for name, stage in {**_STAGES, **_UNEVEN_STAGES}.items()}
 LAYOUTS = {
     "one": Layout(Topology(), {}),
     "data=2": Layout(Topology(data=2), {}),
@@ -147,22 +163,65 @@ LAYOUTS = {
     ),
     "stages": Layout(Topology(pipe=2, data=2), _TIED, {**_STAGES, **_UNEVEN_STAGES}),
     "stages of three": Layout(Topology(pipe=2, data=3), _TIED, {**_STAGES, **_UNEVEN_STAGES}),
+    # Ranks that hold nothing.
+    "owned elsewhere": Layout(Topology(tensor=2), _only(P(owned={"tensor": 0}))),
+    "owned elsewhere, data=2": Layout(Topology(data=2, tensor=2), _only(P(owned={"tensor": 1}))),
+    "a stage without parameters": Layout(Topology(pipe=2, data=2), {}, dict.fromkeys(MODEL, 1)),
+    "a stage without parameters in the middle": Layout(
+        Topology(pipe=3), {"tied": P(tied={"pipe": (0, -1)}), "bias": P(owned={"pipe": 2})}, _FIRST_AND_LAST
+    ),
 }
 
 # A case -----------------------------------------------------------------------------------------------------------------
 
-PRECISIONS: dict[str, tuple[Any, torch.dtype, float]] = {  # the rounding of the weights, relative to each
-    "fp32": ("fp32", torch.float32, 0.0),
-    "bf16": ("bf16", torch.bfloat16, 2**-8),
-    "fp16_naive": (NaiveFp16(init_scale=64.0), torch.float16, 2**-11),
+
+class Mode(NamedTuple):
+    """A precision mode.
+
+    Args:
+        precision: What the optimizer is given.
+        dtype: Of the weights and the gradients' terms.
+        rounding: Of the weights, relative to each element.
+        rounding_per_step: Of what is stepped, relative to the largest element that the parameter had.
+        norm_rounding: Of the norm of gradients that are added up in ``dtype``, relative.
+        has_masters: Weights are copies of what is stepped: those that the user writes must be reloaded.
+    """
+
+    precision: Any
+    dtype: torch.dtype
+    rounding: float = 0.0
+    rounding_per_step: float = 0.0
+    norm_rounding: float = 1e-6
+    has_masters: bool = False
+
+
+PRECISIONS = {
+    "fp32": Mode("fp32", torch.float32),
+    "fp16": Mode(TorchFp16(init_scale=64.0), torch.float32),
+    "bf16": Mode("bf16", torch.bfloat16, 2**-8, has_masters=True),
+    "bf16, half gradients": Mode(Bf16(main_grads=False), torch.bfloat16, 2**-8, has_masters=True),
+    "bf16, split masters": Mode(Bf16(split_masters=True), torch.bfloat16, 2**-8),
+    "bf16, stochastic": Mode(
+        Bf16(stochastic_rounding=True), torch.bfloat16, rounding_per_step=2**-7, norm_rounding=2**-7
+    ),
+    "fp16_naive": Mode(NaiveFp16(init_scale=64.0), torch.float16, 2**-11, has_masters=True),
 }
+RELOADS_MASTERS = hasattr(ParallelOptimizer, "reload_from_model")
+MEMORY_FORMATS = ("contiguous", "channels_last", "permuted", "expanded", "offset", "strided")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a model is spread and stepped: what may be another one after a checkpoint."""
+    """How a model is spread and stepped: what may be another one after a checkpoint.
+
+    Args:
+        memory: Draws the memory format of each parameter; 0: all are contiguous.
+        named: Param groups have names.
+    """
 
     layout: str
+    memory: int
+    named: bool
     states: str
     shard_axis: int
     offload: float | None
@@ -194,8 +253,17 @@ class Case:
         resumed: How it goes on after a checkpoint; the same setting: bit for bit. None: there is none.
         saved_at: Steps before it.
         stepped_before: What the checkpoint is loaded into has stepped already.
+        implementation: Of the optimizer: ``"fused"``, ``"foreach"`` or ``"for-loop"``.
+        small: The model has fewer elements than there are ranks.
         idle: Pieces, and some ranks' copies, are without a gradient in some micro-batches or whole steps.
+        absent: A rank on whose part no loss depends in a micro-batch may give None.
         overflow: The step in which one element of one gradient is infinite.
+        vetoed: The step that one rank refuses.
+        added: The step before which a param group is added; None: it is there from the beginning.
+        frozen: A parameter, the step before which it is frozen (0: before the optimizer is made), and the one before
+            which it is trained again, or None.
+        written: The step before which weights are written, zeros among them, and how: ``"in place"``, ``"loaded"``
+            (`load_state_dict`), ``"moved"`` (other memory) or ``"relaid"`` (another memory format).
         differing: What one rank is told otherwise than the others, who must all refuse.
     """
 
@@ -204,18 +272,45 @@ class Case:
     saved_at: int
     stepped_before: bool
     kind: str
+    implementation: str
     precision: str
+    small: bool
     norm_type: float
     max_norm: float | None
     group_max_norm: float | None
     idle: bool
+    absent: bool
     overflow: int | None
+    vetoed: int | None
+    added: int | None
+    frozen: tuple[str, int, int | None] | None
+    written: tuple[int, str] | None
     differing: str | None
     seed: int
 
     @property
+    def mode(self) -> Mode:
+        return PRECISIONS[self.precision]
+
+    @property
     def names(self) -> list[str]:
+        """Of the whole model, with what is added to it later."""
+        if self.small:
+            return [name for name in MODEL if name in SMALL or (self.added is not None and _is_added(name))]
         return [name for name in MODEL if self.resumed is None or name not in UNEVEN]
+
+    def has(self, name: str, step: int) -> bool:
+        """Whether the optimizer has the parameter in this step."""
+        return self.added is None or self.added <= step or not _is_added(name)
+
+    def is_frozen(self, name: str, step: int) -> bool:
+        if self.frozen is None or self.frozen[0] != name:
+            return False
+        _, start, end = self.frozen
+        return start <= step and (end is None or step < end)
+
+    def is_written(self, step: int) -> bool:
+        return self.written is not None and self.written[0] == step and (RELOADS_MASTERS or not self.mode.has_masters)
 
     def setting_of(self, step: int) -> Setting:
         return self.setting if self.resumed is None or step < self.saved_at else self.resumed
@@ -237,6 +332,8 @@ def weight(case: Case, setting: Setting, at: Coordinate, step: int, micro: int) 
 
 def is_idle(case: Case, setting: Setting, name: str, at: Coordinate, step: int, micro: int) -> bool:
     """Whether the piece of the rank at ``at`` is in no loss of this micro-batch; copies are or are not together."""
+    if not case.has(name, step) or case.is_frozen(name, step):
+        return True
     if not case.idle or name in ALWAYS_USED:
         return False
     spec = setting.at.spec(name)
@@ -256,7 +353,7 @@ def numbers(case: Case, setting: Setting, name: str, at: Coordinate, step: int, 
         case.draw("numbers", name, step, micro, [(axis, at[axis]) for axis in axes])
     )
     sizes = 2.0 ** torch.randint(-8, 3, shape, generator=generator)
-    full = (torch.randn(shape, generator=generator) * sizes).to(PRECISIONS[case.precision][1])
+    full = (torch.randn(shape, generator=generator) * sizes).to(case.mode.dtype)
     names = case.names
     overflows = step == case.overflow and micro == 0 and name == names[case.draw("overflow") % len(names)]
     if overflows and not any(at[axis] for axis in axes):
@@ -270,7 +367,49 @@ def start_of(name: str) -> Tensor:
     return torch.randint(-8, 9, MODEL[name].shape, generator=generator).double() / 8
 
 
+def written_to(case: Case, name: str) -> Tensor:
+    """The full parameter that the user writes: half of it zeros of both signs."""
+    generator = torch.Generator().manual_seed(case.draw("written", name))
+    value = torch.randint(-8, 9, MODEL[name].shape, generator=generator).double() / 8
+    return value * torch.randint(0, 2, value.shape, generator=generator)
+
+
+# Memory formats ---------------------------------------------------------------------------------------------------------
+
+
+def memory_format(case: Case, setting: Setting, name: str, relaid: bool = False) -> str:
+    """Of a rank's part of the parameter; DTensors are contiguous."""
+    if not setting.memory or name in setting.at.meshes:
+        return "contiguous"
+    return MEMORY_FORMATS[case.draw("memory", setting.memory, name, relaid) % len(MEMORY_FORMATS)]
+
+
+def laid_out(value: Tensor, how: str) -> Tensor:
+    """A copy of ``value`` in one of `MEMORY_FORMATS`; those but the last are non-overlapping and dense."""
+    reverse = tuple(range(value.dim()))[::-1]
+    if how == "channels_last" and value.dim() == 4:
+        return value.clone(memory_format=torch.channels_last)
+    if how == "permuted" or how == "channels_last":
+        order = (*reverse[2:], *reverse[:2])
+        inverse = [order.index(dim) for dim in range(value.dim())]
+        return value.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse)
+    if how == "expanded":
+        turned = value.permute(reverse)
+        return turned[:1].expand(turned.shape).clone().permute(reverse).copy_(value) if value.dim() else value.clone()
+    if how == "offset":
+        return value.new_empty(value.numel() + 1)[1:].view(value.shape).copy_(value)
+    if how == "strided":
+        return value.new_empty((*value.shape, 2))[..., 1].copy_(value)
+    return value.clone(memory_format=torch.contiguous_format)
+
+
+def _is_added(name: str) -> bool:
+    return MODEL[name].group == ADDED_GROUP
+
+
 # Drawing ----------------------------------------------------------------------------------------------------------------
+
+WAYS_OF_WRITING = ("in place", "loaded", "moved", "relaid")
 
 # What one rank alone is told, which the error must name; and "weights", which the first step must find.
 DIFFERING = {
@@ -288,8 +427,8 @@ DIFFERING = {
     "weights": "the parameter differs",
 }
 
-# Drawn more often than others: where a piece's gradients are summed with nobody's, and pieces so differ in what they have
-# seen; and where ranks with copies of a parameter have others in their buckets.
+# Drawn more often than others: where the gradients of a piece are summed over one rank, so that pieces differ in their
+# numbers of steps; where ranks with copies of a parameter have other parameters in their buckets; where a rank has nothing.
 _OFTEN = [
     "folded",
     "two meshes of DTensors",
@@ -299,6 +438,9 @@ _OFTEN = [
     "experts, other samples",
     "experts, same samples",
     "data=3,row=2",
+    "owned elsewhere",
+    "owned elsewhere, data=2",
+    "a stage without parameters in the middle",
 ]
 
 
@@ -306,6 +448,8 @@ def setting_of(rng: random.Random) -> Setting:
     """The next one that ``rng`` draws."""
     return Setting(
         layout=rng.choice(sorted(LAYOUTS) + _OFTEN),
+        memory=rng.choice([0, rng.randint(1, 9)]),
+        named=rng.random() < 0.3,
         states=rng.choice(["whole", "overlap", "zero1", "zero2"]),
         shard_axis=rng.randrange(2),
         offload=rng.choice([None, 0.5, 1.0]),
@@ -323,26 +467,48 @@ def case_of(number: int) -> Case:
     rng = random.Random(number)
     setting, resumed = setting_of(rng), setting_of(rng)
     goes_on = rng.choice(["on", "on", "same", "other states", "other layout", "other layout"])
-    precision = rng.choice(sorted(PRECISIONS))
+    precision = rng.choice([*sorted(PRECISIONS), "fp32", "bf16, split masters"])
     if goes_on == "other states":
         resumed = replace(resumed, layout=setting.layout)
-    if precision != "fp32":  # torch adds the gradients of a DTensor up in its own dtype
+    if PRECISIONS[precision].dtype != torch.float32:  # torch adds the gradients of a DTensor up in its own dtype
         setting, resumed = (s if not s.at.meshes else replace(s, micro=1) for s in (setting, resumed))
+    if precision == "bf16, half gradients":  # refused with what would sum them
+        setting, resumed = (replace(s, states="whole", offload=None, micro=1) for s in (setting, resumed))
+    differing = rng.choice([None] * 5 + [*DIFFERING, "weights", "weights"])
+    if precision == "bf16, half gradients" and differing == "offload":  # refused on the rank that differs alone
+        differing = None
+    small = rng.random() < 0.15
+    added = rng.choice([None, None, *range(1, STEPS)])
     return Case(
         setting,
         {"on": None, "same": setting}.get(goes_on, resumed),
         saved_at=rng.randint(1, STEPS - 1),
         stepped_before=rng.random() < 0.5,
         kind=rng.choice(["SGD", "AdamW", "AdamW"]),
+        implementation=rng.choice(["fused", "fused", "foreach", "for-loop"]),
         precision=precision,
+        small=small,
         norm_type=rng.choice([1.0, 2.0, 3.0, inf]),
         max_norm=rng.choice([None, 0.7, 30.0]),
         group_max_norm=rng.choice([None, 0.3]),
         idle=rng.random() < 0.7,
+        absent=rng.random() < 0.6,
         overflow=rng.choice([None, None, None, 0, 1, 2, 3]),
-        differing=rng.choice([None] * 5 + [*DIFFERING, "weights", "weights"]),
+        vetoed=rng.choice([None, None, *range(STEPS)]),
+        added=added,
+        frozen=None if small or rng.random() < 0.5 else _frozen(rng, added),
+        written=rng.choice([None, (rng.randint(1, STEPS - 1), rng.choice(WAYS_OF_WRITING))]),
+        differing=differing,
         seed=number,
     )
+
+
+def _frozen(rng: random.Random, added: int | None) -> tuple[str, int, int | None]:
+    """Frozen when the optimizer is made, or a param group is added, it stays so."""
+    name = rng.choice([name for name in MODEL if name not in (*ALWAYS_USED, *UNEVEN) and not _is_added(name)])
+    start, end = rng.randrange(STEPS), rng.choice([None, *range(1, STEPS)])
+    stays = end is None or end <= start or start == 0 or (added is not None and start <= added <= end)
+    return name, start, None if stays else end
 
 
 CASES = st.integers(0, 2**32 - 1).map(case_of)

@@ -14,19 +14,22 @@ import torch
 from arguments import arguments
 from cases import slice_of
 from configurations import (
+    ADDED_GROUP,
     DIFFERING,
     MODEL,
-    PRECISIONS,
     STEPS,
     Case,
     Layout,
     Setting,
     is_idle,
+    laid_out,
+    memory_format,
     numbers,
     start_of,
     weight,
+    written_to,
 )
-from dense_steps import inner_optimizer
+from dense_steps import hyper_parameters, inner_optimizer
 from dtensors import local
 from meshstep.amp import NaiveFp16
 from meshstep.optim import ParallelOptimizer, Reduce, ReplicaMismatchError, load_checkpoint, save_checkpoint
@@ -45,6 +48,7 @@ class Report:
         norms: By step.
         params: What it holds of each parameter.
         pieces: What it steps: parameter, place in what this rank holds of it, and value.
+        skipped: Steps, by the optimizer's own count.
         warned: Loading said that pieces with different numbers of steps were put together.
         problems: What it saw itself.
     """
@@ -52,36 +56,62 @@ class Report:
     norms: dict[int, float] = field(default_factory=dict)
     params: dict[str, Tensor] = field(default_factory=dict)
     pieces: list[tuple[str, int, Tensor]] = field(default_factory=list)
+    skipped: int = 0
     warned: bool = False
     problems: list[str] = field(default_factory=list)
 
 
 class Rank:
-    """One rank's part of the model and its optimizer."""
+    """One rank's part of the model and its optimizer, as they are made in a step.
 
-    def __init__(self, case: Case, setting: Setting, registry: ProcessGroupRegistry, moved: float = 0.0) -> None:
-        self.case, self.setting, self.registry = case, setting, registry
-        dtype = PRECISIONS[case.precision][1]
+    Args:
+        moved: Added to all weights.
+    """
+
+    def __init__(
+        self, case: Case, setting: Setting, registry: ProcessGroupRegistry, step: int = 0, moved: float = 0.0
+    ) -> None:
+        self.case, self.setting, self.registry, self.made_in = case, setting, registry, step
         self.model = nn.ParameterDict()
+        self.vetoes = False
         for name in case.names:
-            spec = setting.at.spec(name)
-            if setting.at.holds(name, registry.coordinate):
-                piece = slice_of(start_of(name) + moved, spec, setting.at.topology, registry.global_rank).to(dtype)
-                meshed = name in setting.at.meshes
-                self.model[name] = nn.Parameter(_as_dtensor(name, piece, setting.at, registry) if meshed else piece)
-                annotate(self.model[name], P() if meshed else setting.at.said.get(name, spec), name)
+            if case.has(name, step):
+                self._add(name, moved)
+
+    def _add(self, name: str, moved: float = 0.0) -> None:
+        setting, at = self.setting, self.setting.at
+        if not at.holds(name, self.registry.coordinate):
+            return
+        spec, meshed = at.spec(name), name in at.meshes
+        piece = self._piece(start_of(name) + moved, name)
+        piece = laid_out(piece, memory_format(self.case, setting, name))
+        self.model[name] = nn.Parameter(_as_dtensor(name, piece, at, self.registry) if meshed else piece)
+        annotate(self.model[name], P() if meshed else at.said.get(name, spec), name)
+
+    def _piece(self, full: Tensor, name: str) -> Tensor:
+        """This rank's part of a parameter."""
+        at = self.setting.at
+        return slice_of(full, at.spec(name), at.topology, self.registry.global_rank).to(self.case.mode.dtype)
 
     def inner(self, kind: str) -> torch.optim.Optimizer:
-        groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "max_norm": self.case.group_max_norm}]
-        for name, param in self.model.items():
-            groups[MODEL[name].group]["params"].append(param)
-        return inner_optimizer(kind, groups)
+        groups: list[dict[str, Any]] = [{}, {"max_norm": self.case.group_max_norm}]
+        if any(MODEL[name].group == ADDED_GROUP for name in self.case.names if self.case.has(name, self.made_in)):
+            groups.append({})
+        for index, group in enumerate(groups):
+            group["params"] = self._of_group(index)
+            if self.setting.named and not group["params"]:
+                group["param_names"] = []
+        return inner_optimizer(kind, groups, self.case.implementation)
+
+    def _of_group(self, group: int) -> list[Any]:
+        named = [(name, param) for name, param in self.model.items() if MODEL[name].group == group]
+        return named if self.setting.named else [param for _, param in named]
 
     def options(self) -> dict[str, Any]:
         """As words, see `arguments`."""
         case, setting = self.case, self.setting
         options: dict[str, Any] = {
-            "precision": PRECISIONS[case.precision][0],
+            "precision": case.mode.precision,
             "max_norm": case.max_norm,
             "norm_type": case.norm_type,
             "accumulation_steps": setting.micro if setting.managed else None,
@@ -89,6 +119,8 @@ class Rank:
             "reduction": setting.reduction,
             "check_replicas": setting.check_replicas,
         }
+        if case.vetoed is not None:
+            options["commit"] = lambda: not self.vetoes
         if setting.axis is not None:
             options |= {"shard_states": setting.axis, "shard_gradients": setting.states == "zero2"}
         elif setting.states == "overlap":
@@ -98,19 +130,70 @@ class Rank:
     def optimizer(self) -> ParallelOptimizer[Any]:
         return ParallelOptimizer(self.inner(self.case.kind), self.registry, **arguments(**self.options()))
 
+    # Between steps -----------------------------------------------------------------------------------------------------
+
+    def events(self, optimizer: ParallelOptimizer[Any], number: int) -> None:
+        """What happens before a step."""
+        case = self.case
+        for name, param in self.model.items():
+            if case.frozen is not None and case.frozen[0] == name and number in case.frozen[1:]:
+                param.requires_grad_(not case.is_frozen(name, number))
+        if case.is_written(number):
+            self._write(optimizer)
+        if case.added == number:
+            self.add_group(optimizer)
+        self.vetoes = number == case.vetoed and case.draw("vetoes") % self.registry.topology.world_size == (
+            self.registry.global_rank
+        )
+
+    def freeze(self, step: int) -> None:
+        """What is frozen in this step."""
+        for name, param in self.model.items():
+            if self.case.is_frozen(name, step):
+                param.requires_grad_(False)
+
+    def add_group(self, optimizer: ParallelOptimizer[Any]) -> None:
+        for name in self.case.names:
+            if MODEL[name].group == ADDED_GROUP:
+                self._add(name)
+        optimizer.add_param_group({"params": self._of_group(ADDED_GROUP), **hyper_parameters(ADDED_GROUP)})
+
+    @torch.no_grad()
+    def _write(self, optimizer: ParallelOptimizer[Any]) -> None:
+        """New weights, in the model alone."""
+        case, setting = self.case, self.setting
+        assert case.written is not None
+        how, loaded = case.written[1], dict[str, Tensor]()
+        for name, param in self.model.items():
+            value = self._piece(written_to(case, name), name)
+            if how == "in place" or name in setting.at.meshes:
+                _with_gradient(param).copy_(value)
+            elif how == "loaded":
+                loaded[name] = value
+            else:
+                param.data = laid_out(value, memory_format(case, setting, name, relaid=how == "relaid"))
+        self.model.load_state_dict(loaded, strict=False)
+        if case.mode.has_masters:
+            reloads: Any = optimizer
+            reloads.reload_from_model()
+
+    # Steps -------------------------------------------------------------------------------------------------------------
+
     def step(self, optimizer: ParallelOptimizer[Any], number: int) -> Any:
         case, setting, at = self.case, self.setting, self.registry.coordinate
         optimizer.zero_grad()
         for micro in range(setting.micro):
-            loss = torch.zeros((), requires_grad=True) * 1.0
+            loss, terms = torch.zeros((), requires_grad=True) * 1.0, 0
             for name, param in self.model.items():
                 if not is_idle(case, setting, name, at, number, micro):
                     factors = numbers(case, setting, name, at, number, micro).float() / self.averaged(name)
-                    loss = loss + (_with_gradient(param).float() * factors).sum()
+                    loss, terms = loss + (_with_gradient(param).float() * factors).sum(), terms + 1
             count = weight(case, setting, at, number, micro)
+            absent = not terms and case.absent and case.draw("absent", number, micro, at) % 2
             early = setting.states == "overlap" and not setting.managed and micro < setting.micro - 1
             with optimizer.no_sync() if early else nullcontext():
-                optimizer.backward(loss if count else None, **({"weight": count} if setting.weighted else {}))
+                given = None if absent or not count else loss
+                optimizer.backward(given, **({"weight": count} if setting.weighted else {}))
         return optimizer.step()
 
     def averaged(self, name: str) -> int:
@@ -121,6 +204,7 @@ class Rank:
 
     def steps(self, optimizer: ParallelOptimizer[Any], steps: range, report: Report) -> None:
         for number in steps:
+            self.events(optimizer, number)
             stats = self.step(optimizer, number)
             report.norms[number] = float(stats.total_norm)
             if bool(stats.found_inf) == torch.isfinite(stats.total_norm):
@@ -130,8 +214,9 @@ class Rank:
         """What there is at the end."""
         names = {id(local_parameter(param)): name for name, param in self.model.items()}
         report.params = {name: local(param).clone() for name, param in self.model.items()}
-        for piece in optimizer.pieces():
-            report.pieces.append((names[id(piece.param)], piece.offset, piece.piece.detach().clone()))
+        report.skipped = optimizer.skipped_steps
+        for piece, value in zip(optimizer.pieces(), optimizer._states.values(), strict=True):
+            report.pieces.append((names[id(piece.param)], piece.offset, value.detach().clone()))
 
 
 def _as_dtensor(name: str, piece: Tensor, at: Layout, registry: ProcessGroupRegistry) -> Tensor:
@@ -164,6 +249,7 @@ def run(case: Case, path: Path) -> Report:
         report, rank = Report(), Rank(case, case.setting, registry)
         if case.differing is not None and registry.topology.world_size > 1:
             report.problems += problems_of_differing_ranks(case, registry)
+        rank.freeze(step=0)
         optimizer = rank.optimizer()
         first = STEPS if case.resumed is None else case.saved_at
         rank.steps(optimizer, range(first), report)
@@ -179,8 +265,17 @@ def go_on(case: Case, path: Path) -> Report:
     """From the checkpoint to the end."""
     assert case.resumed is not None
     with _registry(case.resumed) as registry:
-        report, rank = Report(), Rank(case, case.resumed, registry, moved=1.0)
+        last, same = case.saved_at - 1, case.resumed == case.setting
+        # Made as the one before was, or with what was added and frozen since.
+        adds_group = case.added is not None and case.added <= last and (same or case.draw("adds group") % 2 == 1)
+        report, rank = Report(), Rank(case, case.resumed, registry, step=0 if adds_group else last, moved=1.0)
+        if case.frozen is not None and case.frozen[2] is None:
+            start = case.frozen[1]
+            rank.freeze(0 if start == 0 or same or case.draw("frozen before") % 2 else last)
         optimizer = rank.optimizer()
+        if adds_group:
+            rank.add_group(optimizer)
+        rank.freeze(last)
         if case.stepped_before:
             rank.step(optimizer, case.saved_at)
         with warnings.catch_warnings(record=True) as caught:
@@ -202,6 +297,8 @@ def problems_of_differing_ranks(case: Case, registry: ProcessGroupRegistry) -> l
     rank, what = Rank(case, case.setting, registry), case.differing
     if what == "weights":
         return _other_weights(rank, other)
+    if what in ("lr", "kind") and not _has_peers(rank, case.draw("differing") % registry.topology.world_size):
+        return []
     options, inner = rank.options(), rank.inner(case.kind)
     if other and what == "kind":
         inner = rank.inner("SGD" if case.kind == "AdamW" else "AdamW")
@@ -224,6 +321,19 @@ def problems_of_differing_ranks(case: Case, registry: ProcessGroupRegistry) -> l
     return problems if unchanged and not inner.state else [*problems, f"{what} differs, and something was changed"]
 
 
+def _has_peers(rank: Rank, differing: int) -> bool:
+    """Whether the rank has parameters of group 0, as another one of its pipeline stage has: what they say is compared."""
+    at, topology = rank.setting.at, rank.setting.at.topology
+    names = [name for name in rank.case.names if MODEL[name].group == 0]
+
+    def stage_of(coordinate: dict[str, int]) -> list[int]:
+        return [coordinate[axis] for axis in topology.pipe_axes]
+
+    where = topology.coordinate(differing)
+    have = [other for other in at.coordinates() if any(at.holds(name, other) for name in names)]
+    return where in have and any(stage_of(other) == stage_of(where) for other in have if other != where)
+
+
 def _same(one: object, other: object) -> bool:
     return one is other
 
@@ -240,7 +350,10 @@ def _another(what: str, value: Any) -> Any:
 def _other_weights(rank: Rank, other: bool) -> list[str]:
     """One copy starts from other values."""
     copies = rank.setting.at.topology.size(*rank.setting.at.spec("vector").replica_axes(rank.setting.at.topology))
-    if rank.setting.check_replicas is False or copies == 1 or "vector" in rank.setting.at.stages:
+    spec = rank.setting.at.spec("vector")
+    if rank.setting.check_replicas is False or copies == 1 or "vector" in rank.setting.at.stages or spec.owned:
+        return []
+    if rank.case.small:
         return []
     if other:
         with torch.no_grad():

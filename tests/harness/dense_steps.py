@@ -26,11 +26,12 @@ from configurations import (
     numbers,
     start_of,
     weight,
+    written_to,
 )
 from torch import Tensor
 
 # Of the param groups.
-RATES, DECAYS = (0.05, 0.02), (0.1, 0.0)
+RATES, DECAYS = (0.05, 0.02, 0.03), (0.1, 0.0, 0.05)
 MOMENTUM, BETAS, EPS = 0.9, (0.9, 0.99), 0.1
 
 
@@ -68,14 +69,20 @@ def _elements(layout: str, name: str, rank: int) -> Tensor:
 
 
 def gradients(case: Case, setting: Setting, step: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Of each parameter, flat: the mean gradient of the window, and which elements have one."""
+    """Of each parameter, flat: the mean gradient of the window, and which elements have one.
+
+    Without weights a micro-batch without a loss counts as one whose loss is 0.
+    """
     found = {}
-    divisor = whole_weight(case, setting, step) if setting.weighted or setting.managed else data_ranks(setting)
+    divisor = data_ranks(setting) * (setting.micro if setting.managed else 1)
+    if setting.weighted:
+        divisor = whole_weight(case, setting, step)
     for name in case.names:
         numel = prod(MODEL[name].shape)
         gradient, present = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.bool)
         seen = set()
-        for at in setting.at.coordinates():
+        trained = case.has(name, step) and not case.is_frozen(name, step)
+        for at in setting.at.coordinates() if trained else ():
             piece = tuple(at[axis] for axis in setting.at.spec(name).sharded_axes)
             if setting.at.holds(name, at) and piece not in seen:
                 seen.add(piece)
@@ -93,6 +100,7 @@ def _summed(case: Case, setting: Setting, name: str, at: Coordinate, step: int) 
     total = torch.zeros(elements(setting, name, at).numel(), dtype=torch.float64)
     terms = 0
     others = [dict(zip(topology.axes, place, strict=True)) for place in product(*ranges)]
+    others = [other for other in others if setting.at.holds(name, other)]
     for other in others:
         for micro in range(setting.micro):
             idle = is_idle(case, setting, name, other, step, micro)
@@ -116,31 +124,43 @@ class DenseRun:
     """The model, whole."""
 
     def __init__(self, case: Case) -> None:
-        self.case = case
+        self.case, self.skipped = case, 0
         self.params = {name: Dense.of(name) for name in case.names}
 
     def step(self, number: int) -> float:
-        """One step, or none where the norm is not finite; the norm."""
+        """One step, or none where the norm is not finite or a rank refuses it; the norm."""
+        if self.case.is_written(number):
+            self._write(number)
         found = gradients(self.case, self.case.setting_of(number), number)
-        norms = [self._norm(found[name][0] for name in found if MODEL[name].group == group) for group in (0, 1)]
+        norms = [self._norm(found[name][0] for name in found if MODEL[name].group == group) for group in (0, 1, 2)]
         total = self._norm(torch.tensor(norms, dtype=torch.float64).unsqueeze(0))
-        if total != total or total == float("inf"):
+        if total != total or total == float("inf") or number == self.case.vetoed:
+            self.skipped += 1
             return total
         factors = self._factors(norms, total)
         for name, (gradient, present) in found.items():
             self._update(self.params[name], MODEL[name].group, gradient * factors[MODEL[name].group], present)
         return total
 
+    def _write(self, number: int) -> None:
+        for name, param in self.params.items():
+            if self.case.has(name, number - 1):
+                param.value = written_to(self.case, name).flatten()
+                param.largest = torch.maximum(param.largest, param.value.abs().max())
+
     def _norm(self, parts: Iterable[Tensor]) -> float:
-        return float(torch.linalg.vector_norm(torch.cat([part.flatten() for part in parts]), self.case.norm_type))
+        elements = torch.cat([torch.zeros(1, dtype=torch.float64), *(part.flatten() for part in parts)])
+        return float(torch.linalg.vector_norm(elements, self.case.norm_type))
 
     def _factors(self, norms: list[float], total: float) -> list[float]:
         def clip(norm: float, threshold: float | None) -> float:
             return 1.0 if threshold is None else min(1.0, threshold / (norm + 1e-6))
 
         if self.case.group_max_norm is not None:
-            return [clip(norms[0], self.case.max_norm), clip(norms[1], self.case.group_max_norm)]
-        return [clip(total, self.case.max_norm)] * 2
+            others = self._norm(torch.tensor([norms[::2]], dtype=torch.float64))
+            by_all, by_own = clip(others, self.case.max_norm), clip(norms[1], self.case.group_max_norm)
+            return [by_all, by_own, by_all]
+        return [clip(total, self.case.max_norm)] * 3
 
     def _update(self, p: Dense, group: int, gradient: Tensor, present: Tensor) -> None:
         rate, decay = RATES[group], DECAYS[group]
@@ -179,10 +199,16 @@ class DenseRun:
         return differed
 
 
-def inner_optimizer(kind: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def hyper_parameters(group: int) -> dict[str, float]:
+    """Of a param group."""
+    return {"lr": RATES[group], "weight_decay": DECAYS[group]}
+
+
+def inner_optimizer(kind: str, groups: list[dict[str, Any]], implementation: str = "fused") -> torch.optim.Optimizer:
     """The same formulas, torch's."""
-    for group, rate, decay in zip(groups, RATES, DECAYS, strict=True):
-        group.update(lr=rate, weight_decay=decay)
+    for index, group in enumerate(groups):
+        group.update(hyper_parameters(index))
+    how = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
     if kind == "SGD":
-        return torch.optim.SGD(groups, momentum=MOMENTUM, fused=True)
-    return torch.optim.AdamW(groups, betas=BETAS, eps=EPS, fused=True)
+        return torch.optim.SGD(groups, momentum=MOMENTUM, **how)
+    return torch.optim.AdamW(groups, betas=BETAS, eps=EPS, **how)

@@ -202,7 +202,9 @@ def backward(scenario: Scenario, model: nn.Module | None, optimizer: ParallelOpt
         ids = shard(ids, P("data"), registry)
     if isinstance(model, Stage):
         model.run(ids)
-    elif model is not None and not (scenario.kind == "idle" and registry.coordinate["data"] == 1):
+    elif scenario.kind == "idle" and registry.coordinate["data"] == 1:
+        optimizer.backward(None)
+    elif model is not None:
         optimizer.backward(model(ids))
 
 

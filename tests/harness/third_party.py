@@ -40,6 +40,21 @@ class TrustRatio(SignDescent):
         return momentum.mul(param.norm() / momentum.norm())
 
 
+class QuantizedMomentum(SignDescent):
+    """Its momentum is rounded to 8 bits in blocks of 256 elements, in tensors of 4,096 or more (torchao, bitsandbytes)."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+
+    def update(self, param: Tensor, momentum: Tensor) -> Tensor:
+        if momentum.numel() >= 4096:
+            blocks = momentum.reshape(-1).view(-1, 256)
+            scale = blocks.abs().amax(1, keepdim=True) / 127
+            momentum.copy_(((blocks / scale).round() * scale).view_as(momentum))
+        return momentum
+
+
 def under_the_name(package: str, name: str, base: type[SignDescent] = SignDescent) -> type[SignDescent]:
     """A class of that name, as if it came from there, with a `step` of its own."""
 

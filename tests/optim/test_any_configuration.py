@@ -1,16 +1,32 @@
-"""Any layout x precision x sharding x offload x accumulation x clipping, and whatever happens on the way: the numbers of a
-float64 model that is stepped an element at a time (`dense_steps`), copies that are the same bits, and checkpoints that go
-on exactly."""
+"""Random configurations: layout, memory format, precision, sharding, offload, accumulation, clipping, events on the way.
+
+The weights and norms must be those of a float64 model that is stepped an element at a time (`dense_steps`), replicas must
+be bitwise identical, and a run must go on exactly from a checkpoint.
+"""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from math import isfinite
 from pathlib import Path
 
 import torch
-from configurations import CASES, PRECISIONS, STEPS, Case, Setting
+from configurations import (
+    CASES,
+    MEMORY_FORMATS,
+    PRECISIONS,
+    SMALL,
+    STEPS,
+    WAYS_OF_WRITING,
+    Case,
+    Setting,
+    case_of,
+    is_idle,
+    memory_format,
+    weight,
+)
 from configured_runs import Report, go_on, run
 from dense_steps import DenseRun, elements
 from properties import random_cases
@@ -38,6 +54,7 @@ def problems_of(case: Case, first: Sequence[Report], second: Sequence[Report] | 
     dense = DenseRun(case)
     found = [problem for report in (*first, *(second or ())) for problem in report.problems]
     norms = [dense.step(number) for number in range(case.saved_at if second else STEPS)]
+    skipped = dense.skipped
     went_on = second is not None and case.resumed == case.setting
     if not went_on:
         found += differences(dense, case, case.setting, first)
@@ -56,9 +73,19 @@ def problems_of(case: Case, first: Sequence[Report], second: Sequence[Report] | 
         found += differences(dense, case, case.resumed, second)
     if went_on and second is not None:
         found += [problem for pair in zip(first, second, strict=True) for problem in other_bits(*pair)]
+    for report in second or ():
+        if report.skipped != dense.skipped:
+            found.append(f"{report.skipped} steps were skipped for {dense.skipped}")
+    for report in first:
+        if report.skipped != (dense.skipped if went_on else skipped):
+            found.append(f"{report.skipped} steps were skipped for {skipped}")
     for report in (*first, *(second or ())):
         for number, norm in report.norms.items():
-            if not (abs(norm / norms[number] - 1) < 1e-6 if isfinite(norms[number]) else not isfinite(norm)):
+            if not (
+                abs(norm / norms[number] - 1) < case.mode.norm_rounding
+                if isfinite(norms[number])
+                else not isfinite(norm)
+            ):
                 found.append(f"step {number}: norm {norm} for {norms[number]}")
     return found
 
@@ -67,21 +94,24 @@ def differences(dense: DenseRun, case: Case, setting: Setting, reports: Sequence
     """Of what ranks hold and step, from the reference and from each other's copies."""
     found = []
     copies: dict[object, Tensor] = {}
-    rounding = PRECISIONS[case.precision][2]
+    rounding, rounding_per_step = case.mode.rounding, case.mode.rounding_per_step
     for rank, (at, report) in enumerate(zip(setting.at.coordinates(), reports, strict=True)):
         mine = [(name, 0, param, rounding) for name, param in report.params.items()]
-        for name, offset, value, rounded in mine + [(*piece, 0.0) for piece in report.pieces]:
+        # A frozen weight may have no master.
+        pieces = [(*piece, rounding if piece[2].dtype == case.mode.dtype else 0.0) for piece in report.pieces]
+        for name, offset, value, rounded in mine + pieces:
             where = elements(setting, name, at)[offset : offset + value.numel()]
             wanted, largest = dense.params[name].value, dense.params[name].largest
-            allowed = rounded * wanted[where].abs() + 3e-6 * largest
+            allowed = rounded * wanted[where].abs() + (3e-6 + STEPS * rounding_per_step) * largest
             error = (value.flatten().double() - wanted[where]).abs()
             if not (error <= allowed).all():
                 found.append(f"{name} on rank {rank} is {float((error - allowed).max()):.1e} off")
             key = name, tuple(where.tolist()), value.dtype
             if not torch.equal(value.flatten(), copies.setdefault(key, value.flatten())):
                 found.append(f"{name} on rank {rank} has other bits than a copy of it")
-        missing = {name for name in case.names if setting.at.holds(name, at)} - report.params.keys()
-        assert not missing
+        last = max(report.norms)
+        missing = {name for name in case.names if case.has(name, last) and setting.at.holds(name, at)}
+        assert report.params.keys() == missing
     return found
 
 
@@ -91,3 +121,90 @@ def other_bits(one: Report, other: Report) -> list[str]:
         torch.equal(mine, others) for (*_, mine), (*_, others) in zip(one.pieces, other.pieces, strict=True)
     )
     return [] if same else ["the run that went on from the checkpoint has other bits"]
+
+
+# What is drawn ----------------------------------------------------------------------------------------------------------
+
+EVENTS = ("overflow", "vetoed", "added", "frozen", "written")
+STATES = ("whole", "overlap", "zero1", "zero2")
+FEATURES = (
+    *(f"memory format {how}" for how in MEMORY_FORMATS),
+    "other memory formats after a checkpoint",
+    *(f"written: {how}" for how in WAYS_OF_WRITING),
+    *(f"{precision}: a rank steps nothing" for precision in PRECISIONS),
+    *(f"{how}: a rank steps nothing" for how in ("fused", "foreach", "for-loop")),
+    "sharded states: fewer elements than ranks",
+    *(f"{kind}: a loss is None" for kind in ("means", "weights")),
+    "a rank without a loss beside one with a loss of the same micro-batch",
+    *(f"{states}: a param group is added" for states in STATES),
+    "named parameters: a param group is added",
+    "offload: a param group is added",
+    *(f"{event}, then another layout" for event in EVENTS),
+    *(f"{event}, then other states" for event in EVENTS),
+    "frozen, then trained again",
+)
+
+
+def test_drawn_configurations_contain_every_feature_often() -> None:
+    counts = Counter(feature for number in range(600) for feature in set(features(case_of(number))))
+    assert not counts.keys() - {*FEATURES}
+    rare = {feature: counts[feature] for feature in FEATURES if counts[feature] < 6}
+    assert not rare, f"of 600 configurations fewer than 6 have {rare}"
+
+
+def features(case: Case) -> Iterator[str]:
+    """What the case has of `FEATURES`."""
+    setting, resumed = case.setting, case.resumed
+    yield from (f"memory format {memory_format(case, setting, name)}" for name in case.names)
+    if resumed is not None and any(
+        memory_format(case, setting, name) != memory_format(case, resumed, name) for name in case.names
+    ):
+        yield "other memory formats after a checkpoint"
+    if case.written is not None and case.is_written(case.written[0]):
+        yield f"written: {case.written[1]}"
+    if has_rank_without_parameters(case, setting):
+        yield f"{case.precision}: a rank steps nothing"
+        yield f"{case.implementation}: a rank steps nothing"
+    if case.names == [*SMALL] and setting.axis is not None and setting.at.topology.size(setting.axis) > 1:
+        yield "sharded states: fewer elements than ranks"
+    yield from features_of_losses(case)
+    if case.added is not None:
+        yield f"{setting.states}: a param group is added"
+        if setting.named:
+            yield "named parameters: a param group is added"
+        if setting.offload is not None:
+            yield "offload: a param group is added"
+    if resumed not in (None, setting):
+        assert resumed is not None
+        kind = "other states" if resumed.layout == setting.layout else "another layout"
+        steps = (
+            case.overflow,
+            case.vetoed,
+            case.added,
+            case.frozen and case.frozen[1],
+            case.written and case.written[0],
+        )
+        for event, step in zip(EVENTS, steps, strict=True):
+            happened = case.is_written(step or 0) if event == "written" else step is not None
+            if happened and step is not None and step < case.saved_at:
+                yield f"{event}, then {kind}"
+    if case.frozen is not None and case.frozen[2] is not None:
+        yield "frozen, then trained again"
+
+
+def has_rank_without_parameters(case: Case, setting: Setting) -> bool:
+    names = [name for name in case.names if case.has(name, 0)]
+    return any(not any(setting.at.holds(name, at) for name in names) for at in setting.at.coordinates())
+
+
+def features_of_losses(case: Case) -> Iterator[str]:
+    """Of the first step."""
+    setting = case.setting
+    for at in setting.at.coordinates():
+        for micro in range(setting.micro):
+            if not weight(case, setting, at, 0, micro):
+                yield "weights: a loss is None" if setting.weighted else "means: a loss is None"
+            elif case.absent and not any(
+                setting.at.holds(name, at) and not is_idle(case, setting, name, at, 0, micro) for name in case.names
+            ):
+                yield "a rank without a loss beside one with a loss of the same micro-batch"

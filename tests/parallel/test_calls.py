@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import re
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +22,20 @@ import torch.distributed as dist
 from forked_python import Forked
 from free_ports import free_port
 from meshstep.optim import ParallelOptimizer
-from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare, gather_objects
+from meshstep.parallel import (
+    P,
+    ProcessGroupRegistry,
+    Topology,
+    all_gather_to,
+    copy_to,
+    declare,
+    gather_objects,
+    reduce_from,
+    vocab_parallel_cross_entropy,
+)
+from meshstep.parallel.mesh import answers as answers_module
 from meshstep.parallel.mesh import calls as calls_module
-from meshstep.parallel.mesh.calls import begun, explain, in_call, seen_on_the_stack
+from meshstep.parallel.mesh.calls import track_call
 from meshstep.parallel.mesh.flat_collectives import all_gather_flat
 from out_of_step import Run, set_timeout
 from world import World
@@ -56,6 +69,7 @@ def waited(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     calls: dict[str, tuple[Any, ...]] = {
         **{name: (2, alone, name, folder("alone")) for name in ("step", "save_checkpoint", "clip_grad_by_norm")},
         "in other orders": (3, in_other_orders, folder("orders")),
+        **{f"{name} of a model": (2, in_a_model, name, folder("model")) for name in IN_A_MODEL},
         "late": (2, late, folder("late")),
         "other collectives": (2, in_one_call_with_other_collectives),
         "again": (2, again),
@@ -69,6 +83,27 @@ def waited(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     finally:
         for own in worlds.values():
             own.close()
+
+
+def in_a_model(name: str, path: Path) -> tuple[str, str, float]:
+    """Rank 0 in a collective of the model's own, in forward or backward; rank 1 in other code."""
+    mark = path / "mark"
+    with ProcessGroupRegistry(Topology(tensor=2), apart=True) as registry:
+        gather_objects(None, registry)
+        set_timeout(registry.group("tensor"), 2.0)
+        tensor = torch.full((2, 4), 3.0, requires_grad=True)
+        calls: dict[str, Call] = {
+            "reduce_from": lambda: reduce_from(tensor, registry, "tensor"),
+            "copy_to": copy_to(tensor, registry, "tensor").sum().backward,
+            "all_gather_to": lambda: all_gather_to(tensor, registry, "tensor", dim=0),
+            "cross_entropy": lambda: vocab_parallel_cross_entropy(tensor, torch.tensor([0, 5]), registry),
+        }
+        found = error_of(calls[name] if registry.global_rank == 0 else partial(in_code_of_its_own, mark))
+    mark.touch()
+    return found
+
+
+IN_A_MODEL = ("reduce_from", "copy_to", "all_gather_to", "cross_entropy")
 
 
 def in_code_of_its_own(mark: Path) -> None:
@@ -106,6 +141,14 @@ def test_a_call_on_one_rank_alone_says_at_the_timeout_which_it_is_and_what_the_o
     assert cause
     assert cause in error
     assert seconds >= 2.0, "not before the timeout"
+    assert other == ""
+
+
+@pytest.mark.parametrize("name", IN_A_MODEL)
+def test_collective_of_a_model_on_one_rank_alone_names_all_ranks_calls(name: str, waited: Ended) -> None:
+    (error, cause, _), (other, *_) = waited[f"{name} of a model"].result()
+    assert error.startswith(f"rank 0 waited in vain in {name} (its 1st); rank 1: in no call of meshstep (its last, ")
+    assert f" in in_code_of_its_own. {SAME}, and none may stop before the others. torch says: {cause}" in error
     assert other == ""
 
 
@@ -167,7 +210,7 @@ def in_one_call_with_other_collectives() -> tuple[str, str, float]:
     group = registry.group("data")
 
     def meet() -> None:
-        with in_call(registry, "step"):
+        with track_call("step", registry):
             if registry.global_rank:
                 dist.all_reduce(torch.ones(1), group=group)
             else:
@@ -210,7 +253,7 @@ def test_a_second_call_that_fails_because_the_first_one_did_says_so_too(waited: 
 
 def with_an_error_of_its_own() -> str:
     registry = ProcessGroupRegistry(Topology(data=2), apart=True)
-    with registry, pytest.raises(RuntimeError) as caught, in_call(registry, "step"):
+    with registry, pytest.raises(RuntimeError) as caught, track_call("step", registry):
         raise RuntimeError("too large")
     return str(caught.value)
 
@@ -223,7 +266,7 @@ def while_a_checkpoint_is_written(path: Path) -> tuple[str, str, float]:
     run, mark = Run(2, 2.0), path / "mark"
 
     def write() -> None:
-        with in_call(run.registry, "writing"):
+        with track_call("writing", run.registry):
             in_code_of_its_own(mark)
 
     thread = threading.Thread(target=write)
@@ -249,7 +292,7 @@ def test_calls_in_threads_are_named_too(waited: Ended) -> None:
 
 
 class Calling:
-    """An object with calls that nothing stands around, on one of two ranks that are none."""
+    """An object with public calls, on one of two ranks that are none."""
 
     class Registry:
         topology, global_rank = Topology(data=2), 0
@@ -257,26 +300,16 @@ class Calling:
     def __init__(self) -> None:
         self.registry = self.Registry()
 
-    @seen_on_the_stack
     def backward(self, then: Call) -> object:
-        number = begun["backward"] = begun.pop("backward", 0) + 1
-        try:
+        with track_call("backward", self.registry):
             return then()
-        except BaseException as error:
-            explain(error, self.registry, "backward", number)
-            raise
 
-    @seen_on_the_stack
     def step(self, then: Call) -> object:
-        number = begun["step"] = begun.pop("step", 0) + 1
-        try:
+        with track_call("step", self.registry):
             return then()
-        except BaseException as error:
-            explain(error, self.registry, "step", number)
-            raise
 
     def window(self, then: Call) -> object:
-        with in_call(self.registry, "window"):
+        with track_call("window", self.registry):
             return then()
 
 
@@ -285,7 +318,6 @@ def calling(monkeypatch: pytest.MonkeyPatch) -> Calling:
     """In a process that has made no calls."""
     monkeypatch.setattr(calls_module, "start_answering", lambda *_: True)
     calls_module.answer_questions(None)  # type: ignore[arg-type]
-    assert begun == {}
     return Calling()
 
 
@@ -310,8 +342,7 @@ def test_a_call_within_another_one_is_a_part_of_it(calling: Calling, outer: str,
         outer = "step"
     first, second = getattr(calling, outer), getattr(calling, inner)
     assert first(lambda: second(said)) == f"in {outer} (its 1st)"
-    last = "step" if (outer, inner) == ("backward", "step") else outer  # these two don't say that they end
-    assert f"(its last, {last} (its 1st), returned), but at test_calls.py:" in said()
+    assert f"(its last, {outer} (its 1st), returned), but at test_calls.py:" in said()
     with pytest.raises(RuntimeError, match=rf"^rank 0 waited in vain in {outer} \(its 2nd\), and where"):
         first(lambda: second(raising(dist.DistError("timed out"))))
     assert f"(its last, {outer} (its 2nd), raised RuntimeError)" in said()
@@ -338,8 +369,77 @@ def test_a_call_that_has_ended_in_a_thread_is_not_the_last_one(calling: Calling)
     assert "(its last, step (its 1st), returned)" in said()
 
 
+def test_call_number_counts_calls_of_its_own_thread(calling: Calling) -> None:
+    """Optimizers that are stepped in several threads."""
+    calling.step(said)
+    for before in (3, 0):
+
+        def step(before: int = before) -> str:
+            for _ in range(before):
+                calling.step(lambda: None)
+            return str(calling.step(said))
+
+        with ThreadPoolExecutor(1) as thread:
+            found = thread.submit(step).result()
+        assert found.endswith(f", and in a thread in step (its {before + 1}{'st' if before == 0 else 'th'})")
+    assert calling.step(said) == "in step (its 2nd)"
+
+
+def test_calls_of_a_thread_that_has_ended_are_forgotten(calling: Calling) -> None:
+    for _ in range(3):
+        thread = threading.Thread(target=calling.step, args=(lambda: None,))
+        thread.start()
+        thread.join()
+    del thread
+    gc.collect()
+    assert {calls.thread for ref in calls_module._by_thread.valuerefs() if (calls := ref()) is not None} == {
+        threading.get_ident()
+    }
+
+
+def test_error_of_torch_is_told_without_its_stack_trace(calling: Calling) -> None:
+    torchs = dist.DistError(
+        "wait timeout after 2000ms\nException raised from recv at TCPStore.cpp:1 (most recent call first):\n"
+        "frame #0: c10::Error::Error() + 0xb0 (0x7f in libc10.so)\nframe #1: <unknown function>\n"
+    )
+    with pytest.raises(RuntimeError) as caught:
+        calling.step(raising(torchs))
+    assert str(caught.value).endswith("torch says: wait timeout after 2000ms")
+    assert caught.value.__cause__ is torchs
+    assert str(torchs) == "wait timeout after 2000ms"
+
+
+class EndingStore:
+    """A store whose server ends after one rank's answer has arrived."""
+
+    def add(self, key: str, amount: int) -> int:
+        return 1
+
+    def check(self, keys: list[str]) -> bool:
+        if keys == ["meshstep/calls/answer/1"]:
+            return True
+        raise dist.DistNetworkError("failed to recv, got 0 bytes")
+
+    def get(self, key: str) -> str:
+        return json.dumps((1, "in save_checkpoint (its 1st)"))
+
+
+def test_answers_that_arrived_are_used_where_the_store_ends(calling: Calling, monkeypatch: pytest.MonkeyPatch) -> None:
+    answering: Any = object.__new__(answers_module.Answering)
+    answering.world_size, answering._store, answering.is_of_now = 3, EndingStore(), lambda: True
+    answering._server, answering.stop = SimpleNamespace(check=lambda: None), lambda: None
+    monkeypatch.setattr(answers_module, "_answering", answering)
+    monkeypatch.setattr(Calling.Registry, "topology", Topology(data=3))
+    with pytest.raises(RuntimeError) as caught:
+        calling.step(raising(dist.DistError("timed out")))
+    assert str(caught.value) == (
+        "rank 0 waited in vain in step (its 1st); rank 1: in save_checkpoint (its 1st); rank 2: no answer (the process has "
+        f"ended, or is stopped). {SAME}, and none may stop before the others. torch says: timed out"
+    )
+
+
 def test_a_call_may_end_in_another_thread(calling: Calling) -> None:
-    call = in_call(calling.registry, "window")
+    call = track_call("window", calling.registry)
     call.__enter__()
     with ThreadPoolExecutor(1) as thread:
         thread.submit(call.__exit__, None, None, None).result()
@@ -393,6 +493,11 @@ PROGRAM = Path(__file__).parent.parent / "harness" / "out_of_step.py"
 
 def printed(*fates: str) -> list[str]:
     """What each of the ranks prints that step, over a store of rank 0's."""
+    return [out for out, _ in printed_and_logged(*fates)]
+
+
+def printed_and_logged(*fates: str) -> list[tuple[str, str]]:
+    """The same, with what they write to stderr."""
     port = free_port()
     processes: list[Forked] = []
     for rank in range(len(fates)):
@@ -407,7 +512,7 @@ def printed(*fates: str) -> list[str]:
         processes.append(Forked(str(PROGRAM), *fates, env=environment))
     try:
         stepping = [process for process, fate in zip(processes, fates, strict=True) if fate == "step"]
-        return [process.communicate(timeout=120)[0] for process in stepping]
+        return [process.communicate(timeout=120) for process in stepping]
     finally:
         for process in processes:
             process.kill()
@@ -417,7 +522,11 @@ def printed(*fates: str) -> list[str]:
 def ended() -> Ended:
     """What those print that are left, by who was not."""
     return at_once(
-        {"killed": (printed, "step", "evaluate", "SIGKILL"), "stopped": (printed, "SIGSTOP", "step", "step")}
+        {
+            "killed": (printed, "step", "evaluate", "SIGKILL"),
+            "stopped": (printed, "SIGSTOP", "step", "step"),
+            "server killed": (printed_and_logged, "SIGKILL", "step", "step"),
+        }
     )
 
 
@@ -435,3 +544,12 @@ def test_a_store_that_is_stopped_keeps_nobody(ended: Ended) -> None:
             f"rank {rank} waited in vain in step (its 3rd), and where the others are is not known: the job's store does "
             "not answer either. torch says: "
         )
+
+
+def test_ranks_that_outlive_the_stores_server_log_no_stack_trace(ended: Ended) -> None:
+    for rank, (error, logged) in enumerate(ended["server killed"].result(), 1):
+        assert error.startswith(
+            f"rank {rank} waited in vain in step (its 3rd), and where the others are is not known: "
+        )
+        assert "frame #" not in logged
+        assert "recvValue failed" not in logged

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from meshstep.parallel.mesh.text import aligned, some
+from meshstep.parallel.mesh.text import aligned, printable, some
 
 CELLS = st.text("abc", min_size=1, max_size=5)
 
@@ -39,3 +39,15 @@ def test_what_is_left_out_of_a_list_is_counted(names: list[str], most: int) -> N
 def test_five_names_are_shown() -> None:
     assert some("abcde") == "a, b, c, d, e"
     assert some("abcdef") == "a, b, c, d, e and 1 more"
+
+
+@given(st.text(max_size=30))
+def test_printable_text_has_no_control_characters(text: str) -> None:
+    assert printable(text).isprintable()
+    assert (printable(text) == text) == text.isprintable()
+    assert some([text]) == printable(text)
+
+
+def test_printable_text_shows_control_characters_as_escapes() -> None:
+    found = printable("a\x1b[31m\n\u202e\udc80\x9b ü[/]")
+    assert found == r"a\x1b[31m\n\u202e\udc80\x9b ü[/]"

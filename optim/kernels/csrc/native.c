@@ -242,8 +242,8 @@ static void powers_of_chunks(void *given, int64_t begin, int64_t end) {
     for (int64_t chunk = begin; chunk < end; chunk++) {
         while (chunk >= p->first_chunk[tensor + 1]) tensor++;
         int64_t start = (chunk - p->first_chunk[tensor]) * CHUNK, rest = p->numels[tensor] - start;
-        p->partial[chunk] = loops->power(
-            p->dtype, p->norm_type, (const void *)(uintptr_t)p->addresses[tensor], start, rest < CHUNK ? rest : CHUNK);
+        const void *at = (const void *)(uintptr_t)p->addresses[tensor]; /* NULL: zeros that torch has given no memory */
+        p->partial[chunk] = at ? loops->power(p->dtype, p->norm_type, at, start, rest < CHUNK ? rest : CHUNK) : 0;
     }
 }
 

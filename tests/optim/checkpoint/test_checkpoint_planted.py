@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import content, model_of, optimizer_of
+from checkpoints import content, model_of, optimizer_of, sealed, zipped
 from hypothesis import given
 from hypothesis import strategies as st
 from meshstep.optim import ParallelOptimizer, load_checkpoint, save_checkpoint
@@ -33,12 +33,6 @@ class Payload:
         return (os.mkdir, (self.mark,))
 
 
-def zipped(value: Any) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
-
-
 def as_extra(file: Path, payload: Payload) -> None:
     file.write_bytes(zipped({**torch.load(file, weights_only=True), "extra": payload}))
 
@@ -55,18 +49,6 @@ PLANTS: list[tuple[str, Plant]] = [
     ),
     ("shared.pt", as_extra),
 ]
-
-
-def sealed(checkpoint: Path) -> None:
-    """Make the manifest say that all files are what they should be."""
-    file = checkpoint / "meshstep.json"
-    try:
-        manifest = json.loads(file.read_text())["manifest"]
-    except ValueError:
-        return  # the payload is there
-    manifest["files"] = {name: record_of(checkpoint / name) for name in manifest["files"]}
-    checksum = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
-    file.write_text(json.dumps({"crc32": checksum, "manifest": manifest}))
 
 
 def started(path: Path) -> tuple[nn.Module, Any, Path]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from meshstep.amp import Bf16
 from meshstep.optim import ParallelOptimizer, load_checkpoint, save_checkpoint
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, declare, shard
 from torch import Tensor, nn
@@ -285,3 +286,34 @@ def test_torchs_data_parallelism(world: World, tmp_path: Path, saved: str, loade
     for found in world.run(1 if loaded == "alone" else 2, wrapped, tmp_path, loaded, False):
         for one, other in zip(found, expected, strict=True):
             assert one == pytest.approx(other, rel=1e-6, abs=1e-7)
+
+
+# Frozen parameters ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split_masters", [False, True])
+def test_checkpoint_masters_load_where_a_parameter_is_frozen(tmp_path: Path, split_masters: bool) -> None:
+    def make(value: float, frozen: bool) -> tuple[nn.ParameterDict, ParallelOptimizer]:
+        weights = {name: nn.Parameter(torch.full((3,), value, dtype=torch.bfloat16)) for name in ("base", "head")}
+        model = nn.ParameterDict(weights)
+        declare(model, {"*": P()})
+        model["base"].requires_grad_(not frozen)
+        adamw = torch.optim.AdamW(model.parameters(), lr=0.3, fused=True)
+        precision = Bf16(split_masters=split_masters)
+        return model, ParallelOptimizer(adamw, ProcessGroupRegistry(Topology()), precision=precision)
+
+    def step(model: nn.ParameterDict, optimizer: ParallelOptimizer) -> None:
+        optimizer.zero_grad()
+        optimizer.backward(torch.stack([param.float().square().sum() for param in model.values()]).sum())
+        optimizer.step()
+
+    saved, optimizer = make(1.37, frozen=False)
+    step(saved, optimizer)
+    save_checkpoint(tmp_path, saved, optimizer)
+    loaded, its_optimizer = make(5.0, frozen=True)
+    load_checkpoint(tmp_path, loaded, its_optimizer)
+    base = saved["base"].detach().clone()
+    for run in ((saved, optimizer), (loaded, its_optimizer)):
+        step(*run)
+    assert torch.equal(loaded["base"], base)
+    assert torch.equal(loaded["head"], saved["head"])

@@ -28,7 +28,6 @@ HOW = [
     "plain",
     "unused",
     "idle",
-    "silent",
     "managed",
     "short",
     "announced",
@@ -42,7 +41,7 @@ HOW = [
     "frozen later",
     "offloaded",
 ]
-# In the step; but "silent" and "past the optimizer" mean that backward is not the optimizer's, "short" is not announced.
+# In the step: "past the optimizer" means that backward is not the optimizer's, and "short" is not announced.
 NOT_IN_BACKWARD = ("all under no_sync", "past the optimizer", "short")
 
 
@@ -63,6 +62,18 @@ def test_two_ranks_get_the_same_bits_as_without_overlap(world: World, how: str, 
         assert same_bits(one, found[0])
     assert (found[0].in_backward > 0) == (how not in NOT_IN_BACKWARD)
     assert not torch.equal(found[0]["head.weight"].float(), Replica().head.weight.detach())
+
+
+def without_backward(overlap: bool) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        train_replicas(2, "fp32", "silent", overlap)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_rank_without_backward_is_an_error_in_the_first_step(world: World, overlap: bool) -> None:
+    for text in world.run(2, without_backward, overlap):
+        assert "the number of micro-batches is 1 on rank 0 and 0 on rank 1" in text
 
 
 @pytest.mark.parametrize("ranks", [3, 4])

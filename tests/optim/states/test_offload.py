@@ -268,3 +268,21 @@ def test_states_are_on_the_cpu_and_steps_the_same(mode: str) -> None:
         if piece.param.requires_grad:
             assert offloading.state[piece.piece]["exp_avg"].device == piece.piece.device
             assert piece.param.is_cuda
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_offload_add_param_group_keeps_weights_written_before(fraction: float) -> None:
+    registry = ProcessGroupRegistry(Topology())
+    first, second, late = (nn.Parameter(torch.full((size,), 1.0)) for size in (4, 3, 5))
+    model = nn.ParameterList([first, second, late])
+    declare(model, {"*": P()})
+    inner = torch.optim.SGD([first, second], lr=0.5)
+    optimizer = ParallelOptimizer(inner, registry, states=Offloaded(fraction))
+    with torch.no_grad():
+        for param in (first, second):
+            param.fill_(7.0)
+    optimizer.add_param_group({"params": [late]})
+    optimizer.backward(torch.stack([param.sum() for param in model]).sum())
+    optimizer.step()
+    for param, value in ((first, 6.5), (second, 6.5), (late, 0.5)):
+        assert torch.equal(param, torch.full_like(param, value))

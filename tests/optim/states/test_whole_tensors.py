@@ -26,6 +26,12 @@ MAKE: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "norm clipping": lambda params: under_the_name("pytorch_optimizer", "Adan")(params, max_grad_norm=1.0),
     "said not to be": lambda params: said(torch.optim.AdamW(params), False),
     "Prodigy": under_the_name("prodigyopt", "Prodigy"),
+    "8-bit": under_the_name("torchao", "AdamW8bit"),
+    "4-bit": under_the_name("torchao", "Adam4bit"),
+    "8-bit floating point": under_the_name("torchao", "AdamWFp8"),
+    "8-bit, paged": under_the_name("bitsandbytes", "PagedAdamW8bit"),
+    "8-bit, by an option": lambda params: under_the_name("bitsandbytes", "AdamW")(params, optim_bits=8),
+    "8-bit, a subclass": type("MyAdamW", (under_the_name("torchao", "AdamW8bit"),), {}),
     # From here on right on pieces.
     "AdamW": torch.optim.AdamW,
     "a subclass of AdamW": type("MyAdamW", (torch.optim.AdamW,), {}),
@@ -33,12 +39,14 @@ MAKE: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Tiger": under_the_name("pytorch_optimizer", "Tiger"),
     "Adan": lambda params: under_the_name("pytorch_optimizer", "Adan")(params, max_grad_norm=0.0),
     "schedule-free": under_the_name("schedulefree", "AdamWScheduleFree"),
-    "low-bit": under_the_name("torchao", "AdamW8bit"),
-    "low-bit, paged": under_the_name("bitsandbytes", "PagedAdamW8bit"),
+    "32-bit states": lambda params: under_the_name("bitsandbytes", "AdamW")(params, optim_bits=32),
+    "32-bit states, paged": under_the_name("bitsandbytes", "PagedAdamW32bit"),
+    "8-bit, accepted": lambda params: said(under_the_name("torchao", "AdamW8bit")(params), True),
     "said to be": lambda params: said(under_the_name("my_research", "Lion")(params), True),
 }
-WHOLE = list(MAKE)[:10]
-PIECES = list(MAKE)[10:]
+WHOLE = list(MAKE)[:16]
+PIECES = list(MAKE)[16:]
+QUANTIZED = [kind for kind in WHOLE if kind.startswith(("8-bit", "4-bit"))]
 
 
 def said(optimizer: torch.optim.Optimizer, elementwise: bool) -> torch.optim.Optimizer:
@@ -92,6 +100,17 @@ def test_whoever_cuts_the_parameters_an_optimizer_that_needs_whole_ones_is_refus
             assert ("weight (P(" in text) == (where != "sharded"), kind
     (texts,) = world.run_each(made, [(2, ("norm clipping", where))])
     assert "max_grad_norm=1.0 is not (with max_grad_norm=0.0 it is)" in texts[0]
+
+
+@pytest.mark.parametrize("where", ["split", "DTensor", "sharded"])
+def test_quantized_states_are_refused_on_pieces(world: World, where: str) -> None:
+    for kind, texts in zip(QUANTIZED, world.run_each(made, [(2, (kind, where)) for kind in QUANTIZED]), strict=True):
+        name = "optim_bits=8" if kind == "8-bit, by an option" else "8bit" if "8-bit" in kind else "4bit"
+        for text in texts:
+            assert "quantizes its states" in text, kind
+            assert (name if kind != "8-bit floating point" else "AdamWFp8") in text, kind
+            assert "Step whole tensors with meshstep.optim.whole.whole(optimizer)" in text, kind
+            assert "accept the difference with optimizer.elementwise = True" in text, kind
 
 
 @pytest.mark.parametrize("where", ["split", "DTensor", "sharded"])

@@ -59,7 +59,7 @@ def test_a_micro_batch_with_nothing_in_it(first: bool) -> None:
     for empty in (first, not first):
         optimizer.backward(None if empty else (w * 3).sum())
     optimizer.step()
-    assert w.tolist() == [-3.0] * 4, "the mean over those that have something in them"
+    assert w.tolist() == [-1.5] * 4, "the mean over both: one without a loss counts as a loss of 0"
 
 
 def one_rank_runs_out() -> list[float]:
@@ -73,7 +73,7 @@ def one_rank_runs_out() -> list[float]:
 
 
 def test_a_rank_that_runs_out_of_data(world: World) -> None:
-    assert world.run(2, one_rank_runs_out) == [[-4.0] * 4] * 2  # (3 + 6 + 3) / 3
+    assert world.run(2, one_rank_runs_out) == [[-3.0] * 4] * 2  # (3 + 6 + 3 + 0) / 4
 
 
 class Fails(torch.autograd.Function):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -157,6 +158,47 @@ def test_a_live_table_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert final.index("loss") < final.index("grad_norm/total") < final.index("clip_coef")
 
 
+NAMES = {"grad_norm/[/]": 1.0, "grad_norm/[bold]up[/bold]": 2.0, "grad_norm/\x1b]0;title\x07\x1b[31m": 3.0}
+
+
+def test_terminal_shows_markup_and_escape_codes_in_names_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    screen = Screen()
+    with Terminal(screen) as terminal:
+        terminal(report(1, figures=NAMES))
+    found = screen.getvalue()
+    for name in ("grad_norm/[/]", "grad_norm/[bold]up[/bold]", r"grad_norm/\x1b]0;title\x07\x1b[31m"):
+        assert name in found
+    assert "\x1b]0" not in found
+    assert "\x07" not in found
+
+
+def test_terminal_without_unicode_gets_plain_lines() -> None:
+    class Ascii(Screen):
+        encoding = "ascii"
+
+    screen = Ascii()
+    with Terminal(screen) as terminal:
+        terminal(report(10, loss=0.25, unit="\x1b[31mtokens"))
+    assert screen.getvalue() == "step 10: loss 0.2500, norm 20, clip 0.5, 10 \\x1b[31mtokens/s\n"
+
+
+@pytest.mark.parametrize("kind", [JsonLines, CsvFile])
+def test_files_have_no_control_characters_of_names(kind: Any, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with kind(path) as file:
+        file(report(1, figures={**NAMES, "grad_norm/a\nb\udc80": 4.0}))
+    lines = path.read_bytes().decode().splitlines()
+    assert len(lines) == (1 if kind is JsonLines else 2)
+    assert all(line.isprintable() for line in lines)
+    assert r"\x1b]0;title" in lines[0].replace("\\\\", "\\")
+    with kind(path) as file:  # the header is read again
+        file(report(2, figures=NAMES))
+    assert len(path.read_text().splitlines()) == len(lines) + 1
+
+
 def test_what_is_always_one_is_not_drawn_as_what_is_always_zero() -> None:
     assert [drawn(deque([value] * 2)) for value in (0.0, 1.0, math.inf)] == ["▁▁", "██", "!!"]
 
@@ -258,11 +300,44 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     assert "RUN.jsonl" in done.stdout
 
 
+def test_report_title_in_an_ascii_locale_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with JsonLines(path) as lines:
+        lines(report(10))
+    ascii_locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for title, shown in (
+        ("Lauf für Änne".encode(), "<h1>Lauf für Änne</h1>"),
+        (b"\xff\x1b[31m", "<h1>\ufffd\\x1b[31m</h1>"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "meshstep.optim", "report", str(path), "--title", title],
+            capture_output=True,
+            env={**os.environ, **ascii_locale},
+        )
+        assert done.returncode == 0, done.stderr
+        assert shown in (tmp_path / "run.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("line", ['{"step": 1, "x": [1]}', '{"step": 1, "x": "a"}', '{"step": 1' + "0" * 400 + "}"])
+def test_command_says_that_a_line_with_no_numbers_is_no_report(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run\x1b[31m.jsonl"
+    path.write_text(line + "\n")
+    assert main(["report", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert r"line 1 of " in error
+    assert r"run\x1b[31m.jsonl is no report" in error
+
+
 def test_what_a_user_writes_is_text_on_the_page() -> None:
     text = page("<b>&", [{"step": 1, "x/<script>": 1.0}])
     assert "<b>&</" not in text
     assert "x/<script>" not in text
     assert "&lt;script&gt;" in text
+    text = page("a\x1b[31m", [{"step": 1, "x/\x1b]0;\x07": 1.0}])
+    assert "\x1b" not in text
+    assert "\x07" not in text
 
 
 def test_scales_have_round_ticks_within_them() -> None:

@@ -21,7 +21,7 @@ from meshstep.optim import (
     Sharded,
 )
 from meshstep.optim.whole import reference
-from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, shard, unshard
 from planted import LAYOUTS, Layout, Planted, parts, run_step
 from properties import number_of_cases
 from torch import Tensor, nn
@@ -48,6 +48,54 @@ def test_its_numbers_are_torchs(rule: Any, nesterov: bool) -> None:
         step_both(one, ours, other, theirs)
     for param, same in zip(ours, theirs, strict=True):
         torch.testing.assert_close(param, same, rtol=1e-6, atol=1e-6)
+
+
+def first_step(registry: ProcessGroupRegistry, scales: dict[str, float], **options: Any) -> dict[str, Tensor]:
+    """The updates, full matrices, of gradients that are multiplied by ``scales``."""
+    generator, params, losses = torch.Generator().manual_seed(3), dict[str, nn.Parameter](), []
+    for name, scale in scales.items():
+        factors = shard(torch.randn(6, 10, generator=generator), P("tensor"), registry)
+        params[name] = nn.Parameter(torch.zeros_like(factors))
+        annotate(params[name], P("tensor"), name)
+        losses.append((params[name] * (factors * scale)).sum())
+    optimizer = ParallelOptimizer(
+        Muon(params.items(), lr=1.0, ns_dtype=torch.float32, **options), registry, max_norm=1.0
+    )
+    optimizer.backward(torch.stack(losses).sum())
+    optimizer.step()
+    updates = {name: unshard(param.detach(), P("tensor"), registry) for name, param in params.items()}
+    registry.close()
+    return updates
+
+
+def updates_of_scaled_gradients(scales: dict[str, float], **options: Any) -> dict[str, Tensor]:
+    return first_step(ProcessGroupRegistry(Topology(tensor=2)), scales, **options)
+
+
+def test_muon_matrix_is_not_stalled_by_another_gradient_spike(world: World) -> None:
+    """The spike is clipped away, and the other matrix's gradient with it, to 1e-12 of what it was."""
+    quiet = world.run(2, updates_of_scaled_gradients, {"other": 1.0, "spike": 1.0})
+    spiked = world.run(2, updates_of_scaled_gradients, {"other": 1.0, "spike": 2.0**40})
+    assert all(float(update.norm()) > 1.5 for updates in quiet for update in updates.values())
+    for before, after in zip(quiet, spiked, strict=True):
+        for name, update in after.items():
+            torch.testing.assert_close(update, before[name], rtol=1e-4, atol=1e-4)
+            assert torch.equal(update, spiked[0][name])
+    alone = first_step(ProcessGroupRegistry(Topology(tensor=1)), {"other": 1.0, "spike": 2.0**40})
+    assert all(torch.equal(update, alone[name]) for name, update in spiked[0].items())
+    floored = partial(updates_of_scaled_gradients, eps=1e-7)
+    assert float(world.run(2, floored, {"other": 1.0, "spike": 2.0**40})[0]["other"].norm()) < 0.1
+
+
+def test_muon_leaves_a_matrix_without_gradient_values_alone() -> None:
+    updates = first_step(ProcessGroupRegistry(Topology(tensor=1)), {"zero": 0.0, "other": 1.0})
+    assert torch.equal(updates["zero"], torch.zeros(6, 10))
+
+
+@pytest.mark.parametrize("eps", [-1e-7, float("inf"), float("nan")])
+def test_muon_refuses_eps_out_of_range(eps: float) -> None:
+    with pytest.raises(ValueError, match=r"eps=.*: give a finite number >= 0, such as 0 \(the default\) or 1e-7"):
+        Muon([nn.Parameter(torch.ones(2, 2))], eps=eps)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

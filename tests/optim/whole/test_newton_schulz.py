@@ -17,6 +17,7 @@ from meshstep.optim.whole.newton_schulz import (
     flops,
     goes_on_gram,
     newton_schulz,
+    normalize,
     on_gram,
     on_matrix,
 )
@@ -71,6 +72,37 @@ def test_five_steps_without_a_new_gram_matrix_fail_the_same_comparison(name: str
     with mock.patch.object(module, "RUN", 5):
         of_gram = error(on_gram(x.clone(), COEFFICIENTS, 5), exact)
     assert of_gram > 3 * error(on_matrix(x, COEFFICIENTS, 5), exact)
+
+
+# The norm ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6), LONG])
+def test_newton_schulz_is_bitwise_independent_of_scale(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    matrix = SPECTRA["random"](*shape).to(dtype)
+    expected = newton_schulz(matrix)
+    for exponent in (-80, -40, 40, 80):
+        assert torch.equal(newton_schulz(matrix * 2.0**exponent), expected), exponent
+    with_floor = newton_schulz(matrix * 2.0**-80, eps=1e-7)
+    assert float(with_floor.norm()) < 0.1 * float(expected.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_normalize_handles_zeros_and_extremes(dtype: torch.dtype) -> None:
+    limits = torch.finfo(dtype)
+    for value in (limits.smallest_normal * limits.eps, limits.smallest_normal, 1.0, limits.max):
+        found = normalize(torch.full((3, 4), value, dtype=dtype))
+        torch.testing.assert_close(found.double().norm(), torch.tensor(1.0).double(), rtol=8 * limits.eps, atol=0)
+    assert torch.equal(normalize(torch.zeros(3, 4, dtype=dtype)), torch.zeros(3, 4, dtype=dtype))
+    assert normalize(torch.full((3, 4), torch.nan, dtype=dtype)).isnan().all()
+    assert normalize(torch.empty(0, 4, dtype=dtype)).shape == (0, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_normalize_has_the_bits_of_plain_division(dtype: torch.dtype) -> None:
+    matrix = torch.randn(40, 60, dtype=torch.float64).to(dtype)
+    assert torch.equal(normalize(matrix), matrix / matrix.norm())
 
 
 # Which is taken ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,354 @@
+"""What all ranks must agree on in a step, compared in the collective that measures the gradient norm.
+
+Each rank turns its facts into integers h (hashes of `BITS` bits) and adds one number to one slot of that collective. Of the
+n ranks that must agree on a fact the first adds -(n - 1) h and the others add h. Equal facts cancel exactly, because all
+sums are integers below 2^53; a difference goes unnoticed once in 2^28. A slot that is not 0 skips the step on every rank.
+The facts of the last steps stay on the host, for the error that names what differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from operator import is_
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...parallel.mesh.agreement import describe, gather_objects
+from ...parallel.mesh.default_group import is_fake
+from ...parallel.mesh.registry import ProcessGroupRegistry
+from ...parallel.mesh.text import named_ranks
+from ..norm.agreement import Called, Holders
+from ..norm.bits import permuted
+from ..norm.plan import ReductionPlan
+
+BITS = 28  # of a hash: a million ranks add up to less than 2^53
+MASK = 2**BITS - 1
+NOT_COMPARED = frozenset({"params", "param_names", "max_norm"})  # the plan compares these, and `AgreedThresholds`
+MOST = 6  # differences named in an error
+SINCE = "ranks disagree about a step, which was skipped on all of them"
+
+IMMUTABLE = (int, float, str, type(None))
+
+
+def hash_of(*fact: object) -> int:
+    """Return a number below 2^`BITS` that is the same in every process. Args: fact: Printed, it says all."""
+    digest = int.from_bytes(blake2b(repr(fact).encode(), digest_size=4).digest(), "little")
+    return int(digest & MASK)
+
+
+class Facts(NamedTuple):
+    """What one rank sent in one step.
+
+    Args:
+        micro_batches: The number in the window.
+        weighted: The window has a weight.
+        settings: For each compared param group its settings, by key, as text.
+        frozen: Indices of parameters frozen since the plan was agreed.
+        thawed: Indices of those that were frozen then and are not now: never allowed.
+    """
+
+    micro_batches: int
+    weighted: bool
+    settings: Sequence[Mapping[str, str]] = ()
+    frozen: tuple[int, ...] = ()
+    thawed: tuple[int, ...] = ()
+
+
+class NamedFacts(NamedTuple):
+    """One rank's facts with a name for each, to be compared with the other ranks' facts of the same name."""
+
+    facts: Mapping[str, str]
+    frozen: tuple[str, ...] = ()
+    thawed: tuple[str, ...] = ()
+
+
+class _Class(NamedTuple):
+    """Ranks that must agree. Args: coefficient: Of this rank's hashes. label: The same on all of them, and only there."""
+
+    coefficient: int
+    label: int
+
+    @classmethod
+    def of(cls, ranks: Sequence[int], rank: int, kind: str) -> _Class:
+        """Args: ranks: Ascending, this one among them. kind: Of the facts."""
+        size = len(ranks)
+        return cls(0 if size == 1 else 1 - size if rank == ranks[0] else 1, hash_of(kind, tuple(ranks)))
+
+    def term(self, *fact: object) -> int:
+        """Return what this rank adds for a fact."""
+        return self.coefficient * hash_of(self.label, fact) if self.coefficient else 0
+
+
+class _Setting(NamedTuple):
+    """One setting of a param group. Args: value: As it was read. number: The hash of its text."""
+
+    value: object
+    text: str
+    number: int
+
+
+class _Group:
+    """The settings of one param group: compared by identity, hashed where one has changed.
+
+    Args:
+        index: Of the group.
+        ranks: Those that must agree.
+
+    Attributes:
+        number: The sum of the hashes.
+        texts: By key; made anew at every change.
+        tensors: Those that are on a device, by key.
+    """
+
+    def __init__(self, index: int, ranks: _Class) -> None:
+        self.index, self.ranks = index, ranks
+        self._values: list[object] = []
+        self._known: dict[str, _Setting] = {}
+        self._mutable = True
+        self.number, self.texts, self.tensors = 0, dict[str, str](), dict[str, Tensor]()
+
+    def is_unchanged(self, group: Mapping[str, object]) -> bool:
+        """Return whether all settings are the objects that `read` saw, and can't be written to."""
+        values = self._values
+        return not self._mutable and len(values) == len(group) and all(map(is_, group.values(), values))
+
+    def read(self, group: Mapping[str, object]) -> bool:
+        """Take the settings as they are now; return whether one has changed. Host reads: none."""
+        self._values, self._mutable, self.tensors = [*group.values()], False, {}
+        known, now = self._known, dict[str, _Setting]()
+        for key, value in group.items():
+            if key in NOT_COMPARED:
+                continue
+            before = known.get(key)
+            if before is not None and before.value is value and isinstance(value, IMMUTABLE):
+                now[key] = before
+            elif (text := self._text_of(key, value)) is not None:
+                same = before if before is not None and before.text == text else None
+                now[key] = _Setting(value, text, hash_of(self.index, key, text) if same is None else same.number)
+        number = sum(setting.number for setting in now.values())
+        has_changed = number != self.number
+        self._known, self.number = now, number
+        if has_changed:
+            self.texts = {key: setting.text for key, setting in now.items()}
+        return has_changed
+
+    def _text_of(self, key: str, value: object) -> str | None:
+        """Return the value as text; None for a tensor on a device, which is noted, and for objects."""
+        if isinstance(value, Tensor):
+            if not value.is_cpu:
+                self.tensors[key] = value
+                return None
+            self._mutable = True  # schedules write to it
+            return describe(value)
+        if isinstance(value, list | tuple):
+            self._mutable |= isinstance(value, list)
+            texts = [self._text_of(f"{key}[{at}]", item) for at, item in enumerate(value)]
+            return f"({', '.join(filter(None, texts))})"
+        if hasattr(value, "item"):  # a number of numpy's
+            value = value.item()
+        return describe(value) if isinstance(value, IMMUTABLE) else None
+
+
+class StepAgreement:
+    """Compares what all ranks must agree on: the window, hyper-parameters, and which parameters are trained.
+
+    Args:
+        plan: Of the model's parameters, agreed.
+        registry: The groups.
+        optimizer: Its param groups are compared, of one pipeline stage and only on ranks with parameters of the group.
+        groups: For each rank the indices of its param groups that have parameters.
+
+    Attributes:
+        sent: The facts that `number` was made of last.
+    """
+
+    def __init__(
+        self,
+        plan: ReductionPlan,
+        registry: ProcessGroupRegistry,
+        optimizer: torch.optim.Optimizer,
+        groups: Sequence[frozenset[int]],
+    ) -> None:
+        self.plan, self.registry, self.optimizer = plan, registry, optimizer
+        self._is_fake = is_fake()  # one process plays a rank among others that answer nothing
+        topology, rank = registry.topology, registry.global_rank
+        within = [axis for axis in topology.axes if axis not in topology.pipe_axes]
+        stage = registry.ranks(*within) if within else (rank,)
+        self._stage = self._class_of(stage, "stage")
+        model = topology.model_axes
+        self._sharers = self._class_of(registry.ranks(*model) if model else (rank,), "sharers")
+        members = {index: [other for other in stage if index in groups[other]] for index in sorted(groups[rank])}
+        self._groups = [_Group(index, self._class_of(ranks, "group")) for index, ranks in members.items()]
+        self._of_groups = self._of_frozen = self._of_window = 0
+        self._window: tuple[int, bool] | None = None
+        self._settings: Sequence[Mapping[str, str]] = ()
+        self._changed: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
+        self._keys: Called | None = None
+        self.sent = Facts(0, False)
+
+    def _class_of(self, ranks: Sequence[int], kind: str) -> _Class:
+        found = _Class.of(ranks, self.registry.global_rank, kind)
+        return found._replace(coefficient=0) if self._is_fake else found
+
+    # What travels ----------------------------------------------------------------------------------------------------
+
+    def number(self, micro_batches: int, weighted: bool, frozen: tuple[int, ...], thawed: tuple[int, ...]) -> int:
+        """Return what this rank adds to the slot; arguments as for `Facts`. Host reads, collectives: none."""
+        param_groups, changed = self.optimizer.param_groups, False
+        for group in self._groups:
+            if not group.is_unchanged(param_groups[group.index]):
+                changed = group.read(param_groups[group.index]) or changed
+        same_window = (micro_batches, weighted) == self._window
+        if not changed and same_window and (frozen, thawed) == self._changed:
+            return self._of_window + self._of_groups + self._of_frozen
+        if changed:
+            by_class: dict[_Class, int] = {}
+            for group in self._groups:
+                by_class[group.ranks] = by_class.get(group.ranks, 0) + group.number
+            self._of_groups = sum(ranks.term(number) for ranks, number in by_class.items())
+            self._settings = [group.texts for group in self._groups]
+        if not same_window:
+            self._window = micro_batches, weighted
+            # Sums of losses over sums of weights are right whatever the number of micro-batches of each data rank.
+            numbers = self._sharers.term(micro_batches) if weighted else 0
+            self._of_window = numbers + self._stage.term(weighted, 0 if weighted else micro_batches)
+        if (frozen, thawed) != self._changed:
+            self._changed = frozen, thawed
+            self._of_frozen = self._frozen_number(frozen) + sum(hash_of("thawed", index) | 1 for index in thawed)
+        self.sent = Facts(micro_batches, weighted, self._settings, frozen, thawed)
+        return self._of_window + self._of_groups + self._of_frozen
+
+    def _frozen_number(self, frozen: Sequence[int]) -> int:
+        """Return what a rank adds that has frozen parameters; ranks that hold them and have not add 0."""
+        names: dict[Holders, list[str | int]] = {}
+        for index in frozen:
+            holders, name = self._called.keys[index]
+            names.setdefault(holders, []).append(name)
+        topology, number = self.plan.topology, 0
+        for holders, of_holders in names.items():
+            ranks = [rank for rank in range(topology.world_size) if holders.include(topology.coordinate(rank))]
+            number += self._class_of(ranks, "frozen").term(*of_holders)
+        return number
+
+    @property
+    def _called(self) -> Called:
+        if self._keys is None:
+            self._keys = Called.of(self.plan)
+        return self._keys
+
+    def of_tensors(self) -> Tensor | None:
+        """Return what this rank adds for settings that are tensors on a device, 0-dim float64; None: there are none.
+
+        Call it after `number`. Host reads, collectives: none.
+        """
+        terms = [
+            group.ranks.coefficient * _hashed(value, hash_of(group.index, key))
+            for group in self._groups
+            if group.tensors and group.ranks.coefficient
+            for key, value in group.tensors.items()
+        ]
+        return torch.stack(terms).sum() if terms else None
+
+    # What is said ----------------------------------------------------------------------------------------------------
+
+    def _named(self, facts: Facts | None) -> NamedFacts:
+        """Name this rank's facts. Args: facts: None: those sent last. Host reads: of tensors on a device."""
+        facts = self.sent if facts is None else facts
+        topology, coordinate = self.registry.topology, self.registry.coordinate
+        stage = [coordinate[axis] for axis in topology.pipe_axes]
+        where = f" of pipeline stage {stage}" if topology.size(*topology.pipe_axes) > 1 else ""
+        at = ", ".join(f"{axis}={coordinate[axis]}" for axis in topology.data_axes)
+        facts_by_name = {f"weight= of the window{where}": "given" if facts.weighted else "not given"}
+        facts_by_name[f"the number of micro-batches{where}{f' at {at}' if facts.weighted and at else ''}"] = str(
+            facts.micro_batches
+        )
+        for group, settings in zip(self._groups, facts.settings, strict=False):
+            now = {key: f"{describe(value)} (a tensor on {value.device.type})" for key, value in group.tensors.items()}
+            facts_by_name |= {
+                f"{key} of param group {group.index}{where}": text for key, text in {**settings, **now}.items()
+            }
+        if not facts.frozen and not facts.thawed:
+            return NamedFacts(facts_by_name)
+        names = self._called.names
+        return NamedFacts(facts_by_name, _at(names, facts.frozen), _at(names, facts.thawed))
+
+    def error(self, facts: Facts | None = None, since: str = SINCE) -> RuntimeError:
+        """Return the error that names what differs, the same on every rank. Every rank must call it.
+
+        Args:
+            facts: This rank's, of the step in which the ranks disagreed; None: of the last one.
+            since: What has become of the step.
+        Collectives: an object all-gather; another one where a parameter is frozen. Host reads: some.
+        """
+        return RuntimeError(f"{since}: {self._text_of(gather_objects(self._named(facts), self.registry))}")
+
+    def _text_of(self, by_rank: Sequence[NamedFacts]) -> str:
+        """Say what differs between ranks, and what to do. Args: by_rank: The facts of every rank."""
+        thawed = [(name, rank) for rank, of_rank in enumerate(by_rank) for name in of_rank.thawed]
+        if thawed:
+            name, ranks = thawed[0][0], sorted({rank for other, rank in thawed if other == thawed[0][0]})
+            return thawed_text(name, f" on {named_ranks(ranks)}")
+        found = [*_different(of_rank.facts for of_rank in by_rank)]
+        frozen = {name for of_rank in by_rank for name in of_rank.frozen}
+        if frozen:
+            own = by_rank[self.registry.global_rank].frozen
+            held = {f"requires_grad of {name}": str(name not in own) for name in self._called.names if name in frozen}
+            found += _different(gather_objects(held, self.registry))
+        if not found:
+            return UNNAMED
+        more = f"; and {len(found) - MOST} more" if len(found) > MOST else ""
+        lines = "; ".join(text for _, text in found[:MOST]) + more
+        starts = {next((start for start in ADVICE if name.startswith(start)), "") for name, _ in found}
+        return f"{lines}. {' '.join(ADVICE[start] for start in ADVICE if start in starts)}"
+
+
+ADVICE = {  # by the beginning of a fact's name
+    "the number of micro-batches": (
+        "Every rank must call backward equally often before step(): call backward(None) on a rank without samples, or, "
+        "for the mean over all samples, give weight= everywhere and backward(None, weight=0) there. A rank that skips a "
+        "batch after an error, or whose loader is shorter, misses one."
+    ),
+    "weight=": "Give every rank's backward a weight, or none: backward(None, weight=0) on a rank without samples.",
+    "requires_grad": "Call requires_grad_ on every rank that holds the parameter, between the same two steps.",
+    "": (
+        "Give all ranks the same hyper-parameters: a rank that sets them by what only it knows, such as a "
+        "ReduceLROnPlateau fed with its own loss, drifts away from the others. All-reduce the metric before you give it to "
+        "the schedule."
+    ),
+}
+UNNAMED = "what differed is equal again, such as a learning rate that is a tensor on a device. " + ADVICE[""]
+
+
+def thawed_text(name: str, where: str = "") -> str:
+    """Say that a parameter was unfrozen, and what to do. Args: where: On which ranks."""
+    return (
+        f"{name} was frozen when the optimizer was made, and is not now{where}; whose gradients are averaged was agreed "
+        "then: unfreeze before making ParallelOptimizer, or leave it out and add it later with add_param_group"
+    )
+
+
+def _at(names: Sequence[str], indices: Iterable[int]) -> tuple[str, ...]:
+    return tuple(names[index] for index in indices)
+
+
+def _different(by_rank: Iterable[Mapping[str, str]]) -> Iterator[tuple[str, str]]:
+    """(name, text) of each fact on which ranks that have one of that name differ."""
+    ranks: dict[str, dict[str, list[int]]] = {}
+    for rank, facts in enumerate(by_rank):
+        for name, value in facts.items():
+            ranks.setdefault(name, {}).setdefault(value, []).append(rank)
+    for name, values in ranks.items():
+        if len(values) > 1:
+            yield name, f"{name} is " + " and ".join(f"{value} on {named_ranks(of)}" for value, of in values.items())
+
+
+def _hashed(tensor: Tensor, salt: int) -> Tensor:
+    """0-dim float64, an integer below 2^`BITS`: of the bits of a tensor, where it is. Host reads: none."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
+    words = tensor.detach().reshape(-1).view(integers).to(torch.int64)
+    mixed = permuted(words + salt)
+    total: Tensor = (mixed if words.numel() == 1 else permuted(mixed.cumsum(0))).sum()
+    return torch.bitwise_and(total, MASK).double()

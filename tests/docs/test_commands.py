@@ -1,0 +1,43 @@
+"""``python -m meshstep`` lists the commands of the packages and runs them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from meshstep.__main__ import COMMANDS
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "meshstep", *arguments], capture_output=True, text=True)
+
+
+def test_help_lists_every_package_with_a_command() -> None:
+    done = run("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    folders = [ROOT, ROOT / "src" / "meshstep"]
+    packages = {path.parent.name for folder in folders for path in folder.glob("[a-z]*/__main__.py")}
+    assert packages == {*COMMANDS}
+    for name in COMMANDS:
+        assert f"python -m meshstep.{name}" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize("arguments", [(), ("report",)])
+def test_wrong_command_is_an_error_that_names_the_commands(arguments: tuple[str, ...]) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: python -m meshstep")
+    assert "COMMAND" in done.stderr
+
+
+def test_command_runs_with_its_own_arguments() -> None:
+    done = run("parallel", "data=2", "row=2", "--rank", "1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "data" in done.stdout
+    done = run("parallel", "--help")
+    assert done.stdout.startswith("usage: python -m meshstep.parallel")
+    assert run("optim", "report", "nowhere.jsonl").returncode == 2

@@ -1,0 +1,104 @@
+"""First states that the library makes itself are those that torch makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kernel_steps import close
+from loops import using
+from meshstep.optim import ParallelOptimizer, Sharded, TorchStates, load_checkpoint, save_checkpoint
+from meshstep.optim.kernels.choice import Kernels
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, declare
+from torch import Tensor, nn
+from world import World
+
+
+def step(params: list[nn.Parameter], optimizer: torch.optim.Optimizer, number: int) -> None:
+    for param in params:
+        param.grad = torch.arange(1.0, 1 + param.numel()).view(param.shape) * (1 + number)
+    optimizer.step()
+
+
+def adagrad(params: list[nn.Parameter]) -> torch.optim.Adagrad:
+    return torch.optim.Adagrad(params, lr=0.1, initial_accumulator_value=0.7, fused=True)
+
+
+def added_states(registry: ProcessGroupRegistry, options: dict[str, Any]) -> list[Tensor]:
+    """Weights of a parameter that was added later, and of one whose optimizer was made with it."""
+    first, later, alone = (nn.Parameter(torch.ones(2, 3)) for _ in range(3))
+    declare(nn.ParameterList([first, later]), {"*": P()})
+    optimizer = ParallelOptimizer(adagrad([first]), registry, **options)
+    optimizer.add_param_group({"params": [later]})
+    expected = adagrad([alone])
+    for number in range(2):
+        step([first, later], optimizer, number)
+        step([alone], expected, number)
+    return [later.detach(), alone.detach()]
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_adagrad_starts_added_parameters_at_its_initial_value(kernels: Kernels) -> None:
+    with using(kernels):
+        close(*added_states(ProcessGroupRegistry(Topology()), {}))
+
+
+def added_on_ranks() -> list[Tensor]:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        return added_states(registry, {"states": Sharded("data")})
+
+
+def test_adagrad_starts_added_pieces_at_its_initial_value(world: World) -> None:
+    for found in world.run(2, added_on_ranks):
+        close(*found)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop", "Adadelta"])
+def test_states_made_for_saving_leave_the_first_update_unchanged(name: str) -> None:
+    """`TorchStates` makes states before the first step."""
+    found = []
+    for makes in (True, False):
+        param = nn.Parameter(torch.ones(2, 3))
+        declare(nn.ParameterList([param]), {"*": P()})
+        options = (
+            {"momentum": 0.9}
+            if name == "SGD"
+            else {"amsgrad": True}
+            if name.startswith("Adam") and name != "Adamax"
+            else {}
+        )
+        inner = getattr(torch.optim, name)([param], lr=0.1, **options)
+        optimizer = ParallelOptimizer(inner, ProcessGroupRegistry(Topology()))
+        if makes:
+            TorchStates(optimizer)
+        for number in range(2):
+            step([param], optimizer, number)
+        found.append(param.detach())
+    close(*found)
+
+
+def idle_piece(path: Path, ranks: int) -> list[Tensor]:
+    """The step sizes of a parameter in two pieces, of which one has had no gradient when the checkpoint was written."""
+    topology = Topology(tensor=ranks)
+    with ProcessGroupRegistry(topology) as registry:
+        model = nn.Linear(3, 4 // ranks, bias=False)
+        annotate(model.weight, P("tensor"), "weight")
+        optimizer = ParallelOptimizer(torch.optim.Rprop(model.parameters(), lr=0.3), registry)
+        if ranks == 2:
+            for _ in range(2):
+                model.weight.grad = torch.ones(2, 3) if registry.global_rank == 0 else None
+                optimizer.step()
+            save_checkpoint(path, model, optimizer)
+        else:
+            with pytest.warns(UserWarning, match="different numbers"):
+                load_checkpoint(path, model, optimizer)
+        return [state["step_size"] for state in optimizer.state.values()]
+
+
+def test_rprop_starts_idle_pieces_at_the_rate_on_another_mesh(world: World, tmp_path: Path) -> None:
+    (busy,), idle = world.run(2, idle_piece, tmp_path, 2)
+    assert idle == []
+    ((whole,),) = world.run(1, idle_piece, tmp_path, 1)
+    close(whole, torch.cat([busy, torch.full((2, 3), 0.3)]))

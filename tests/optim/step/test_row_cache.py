@@ -1,0 +1,133 @@
+"""The row cache of the compiled loops: a row is stepped as before only while its tensors are what they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import pytest
+import torch
+from kernel_steps import MAKE, close
+from loops import using
+from meshstep.amp import Bf16
+from meshstep.optim import ParallelOptimizer
+from meshstep.optim.kernels import memory
+from meshstep.optim.kernels.memory import Signature
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from torch import Tensor, nn
+
+STEPS = 3
+
+
+@pytest.fixture(autouse=True, params=["guards of torch", "Python"])
+def _compared_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if request.param == "Python":
+        monkeypatch.setattr(memory, "TensorGuards", None)
+    with using("auto"):
+        yield
+
+
+def base() -> Tensor:
+    return torch.ones(2, 4, 3, 3)
+
+
+CHANGES: dict[str, Callable[[], Tensor]] = {
+    "dtype": lambda: base().bfloat16(),
+    "dtype of as many bytes": lambda: base().int(),
+    "device": lambda: base().to("meta"),
+    "shape": lambda: torch.ones(4, 2, 3, 3),
+    "dims": lambda: torch.ones(8, 9),
+    "channels_last": lambda: base().contiguous(memory_format=torch.channels_last),
+    "transposed": lambda: base().transpose(2, 3),
+    "gaps": lambda: torch.ones(2, 4, 3, 4)[..., :3],
+    "negative bit": lambda: torch._neg_view(base()),
+    "zeros without memory": lambda: torch._efficientzerotensor(2, 4, 3, 3),
+    "class": lambda: nn.Parameter(base()),
+    "layout": lambda: base().to_sparse(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_signature_differs_for_every_property(change: str) -> None:
+    signature = Signature([base(), torch.ones(3)])
+    assert signature.fits([base(), torch.ones(3)])
+    assert signature.fits([torch.ones(3, 4, 3, 3)[1:], torch.ones(3)])  # at another address
+    assert not signature.fits([CHANGES[change](), torch.ones(3)])
+
+
+def test_signature_fits_no_other_count_of_tensors() -> None:
+    signature = Signature([base()])
+    assert not any(map(signature.fits, ([], [base(), base()], [None])))
+    assert Signature([]).fits([])
+
+
+def made(param: nn.Parameter, name: str = "AdamW", **options: object) -> ParallelOptimizer[object]:
+    declare(nn.ParameterList([param]), {"*": P()})
+    return ParallelOptimizer(MAKE[name]([param]), ProcessGroupRegistry(Topology()), max_norm=0.7, **options)  # type: ignore[arg-type]
+
+
+def step(param: nn.Parameter, optimizer: ParallelOptimizer[object]) -> None:
+    dtype = param.grad_dtype or param.dtype
+    param.grad = torch.arange(1.0, 1 + param.numel()).view(param.shape).to(dtype)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "SGD, Nesterov", "Adagrad"])
+def test_memory_behind_a_parameter_remade_smaller_is_left_alone(name: str, dtype: torch.dtype) -> None:
+    """In half precision at the same address: stepped as float32 it would be read and written beyond its end."""
+    whole = torch.ones(16)
+    param = nn.Parameter(whole[:8])
+    optimizer = made(param, name)
+    for _ in range(STEPS):
+        step(param, optimizer)
+    param.grad = None
+    param.data = whole.view(dtype)[:8]
+    assert param.data_ptr() == whole.data_ptr()
+    whole.fill_(1.0)
+    param.data.fill_(0.5)
+    with suppress(RuntimeError):  # of torch's kernels: float32 states of a half-precision parameter
+        step(param, optimizer)
+    assert bool((whole[4:] == 1).all())
+    close(param.detach().float() < 0.5 + 1e-6, torch.ones(8, dtype=torch.bool))
+
+
+def test_weights_and_remainders_remade_in_other_strides_are_paired() -> None:
+    """Of split masters, between two steps."""
+    found = []
+    for transposed in (True, False):
+        param = nn.Parameter(torch.arange(1.0, 13.0).view(3, 4).bfloat16())
+        optimizer = made(param, precision=Bf16(split_masters=True))
+        for number in range(2 * STEPS):
+            if number == STEPS and transposed:
+                param.data = param.data.t().contiguous().t()
+            step(param, optimizer)
+        found.append(param.detach().contiguous())
+    assert torch.equal(*found)
+
+
+def test_gradients_of_changing_strides_and_dtypes_are_read_as_they_lie() -> None:
+    """Those of one step lie as those of another before, or not; in half precision or not."""
+    changes: list[Callable[[Tensor], Tensor]] = [
+        Tensor.clone,
+        Tensor.clone,
+        lambda grad: grad.t().contiguous().t(),
+        lambda grad: torch.cat([grad, grad], 1)[:, :4],
+        lambda grad: torch._neg_view(-grad),
+        Tensor.clone,
+        Tensor.bfloat16,
+        Tensor.bfloat16,
+        lambda grad: grad.bfloat16().t().contiguous().t(),
+        Tensor.clone,
+    ]
+    found = []
+    for changed in (True, False):
+        param = nn.Parameter(torch.arange(12.0).view(3, 4))
+        param.grad_dtype = None
+        optimizer = made(param)
+        for change in changes:
+            grad = torch.arange(-6.0, 6.0).view(3, 4)  # exact in bfloat16
+            param.grad = change(grad) if changed else grad
+            optimizer.step()
+        found.append(param.detach())
+    close(*found)

@@ -1,0 +1,586 @@
+"""What all ranks must agree on in a step: a difference skips the step everywhere and is an error that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from meshstep.amp import TorchFp16
+from meshstep.optim import ParallelOptimizer, Sharded
+from meshstep.optim.step.skips import LAG
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from probes import collectives, no_host_reads
+from small_models import parameter
+from torch import nn
+from world import World
+
+BAD = 3  # the step in which ranks differ
+MESHES: list[dict[str, int]] = [{"data": 2}, {"tensor": 2}, {"data": 2, "tensor": 2}, {"pipe": 2, "data": 2}]
+
+
+def adamw(*groups: Any, **options: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(groups, fused=True, **{"lr": 0.1, **options})
+
+
+class Run:
+    """One replicated parameter, trained until an error: its text, its step, and what had happened by then.
+
+    Args:
+        change: Called on the last rank before the backward of step `BAD` with this run; it returns True to leave out the
+            backward.
+    """
+
+    def __init__(
+        self, mesh: dict[str, int], change: Callable[[Run], bool | None], steps: int = BAD + LAG + 2, **options: Any
+    ) -> None:
+        self.errors: list[tuple[int, str]] = []
+        self.disagreed: list[float] = []
+        self.moved: list[bool] = []
+        self.weight: float | None = options.pop("weight", None)
+        every = options.pop("every", None)
+        with ProcessGroupRegistry(Topology(roles=None, **mesh)) as self.registry:
+            self.rank = self.registry.global_rank
+            self.last = self.rank == self.registry.topology.world_size - 1
+            stage = self.registry.rank("pipe") if "pipe" in mesh else 0
+            self.w, self.b = parameter(f"w{stage}", value=1.0), parameter(f"b{stage}", value=1.0)
+            inner = options.pop("inner", adamw)({"params": [self.w]}, {"params": [self.b]})
+            self.optimizer = ParallelOptimizer(inner, self.registry, **options)
+            for step in range(steps):
+                self.optimizer.zero_grad()
+                skips_backward = change(self) if self.last and step == BAD else None
+                if every is not None:
+                    every(self, step)
+                if not skips_backward:
+                    self.backward()
+                before = self.w.detach().clone()
+                try:
+                    stats: Any = self.optimizer.step()
+                    self.disagreed.append(float(stats.disagreed))
+                except RuntimeError as error:
+                    self.errors.append((step, str(error)))
+                    self.disagreed.append(-1.0)
+                self.moved.append(not torch.equal(before, self.w))
+            self.skipped = self.optimizer.skipped_steps
+            self.polled: list[str] = []
+            for _ in range(2):
+                try:
+                    self.optimizer.poll()
+                except RuntimeError as error:
+                    self.polled.append(str(error))
+
+    def backward(self) -> None:
+        self.optimizer.backward(self.w.square().sum() + self.b.square().sum(), weight=self.weight)
+
+
+def miss_a_backward(run: Run) -> bool:
+    return True
+
+
+def make_one_more(run: Run) -> None:
+    run.backward()
+
+
+def forget_the_weight(run: Run) -> None:
+    run.weight = None
+
+
+def give_a_weight(run: Run) -> None:
+    run.weight = 2.0
+
+
+WINDOWS: dict[str, tuple[Callable[[Run], bool | None], dict[str, Any], str]] = {
+    "missing": (miss_a_backward, {}, "the number of micro-batches{where} is 1 on rank{first} and 0 on rank {last}"),
+    "one more": (make_one_more, {}, "the number of micro-batches{where} is 1 on rank{first} and 2 on rank {last}"),
+    "missing with weights": (
+        miss_a_backward,
+        {"weight": 3.0},
+        "weight= of the window{where} is given on rank{first} and not given on rank {last}",
+    ),
+    "weight": (give_a_weight, {}, "weight= of the window{where} is not given on rank{first} and given on rank {last}"),
+    "no weight": (
+        forget_the_weight,
+        {"weight": 3.0},
+        "weight= of the window{where} is given on rank{first} and not given on rank {last}",
+    ),
+}
+
+
+def expected(text: str, mesh: dict[str, int]) -> str:
+    size = 4 if len(mesh) == 2 else 2
+    first = {"pipe": " 2"}.get(next(iter(mesh)), "s 0-2" if size == 4 else " 0")
+    where = " of pipeline stage [1]" if "pipe" in mesh else ""
+    return text.format(where=where, first=first, last=size - 1)
+
+
+def window_run(mesh: dict[str, int], case: str, options: dict[str, Any]) -> tuple[Any, ...]:
+    change, settings, _ = WINDOWS[case]
+    restored = settings.get("weight")
+
+    def every(run: Run, step: int) -> None:
+        if step > BAD:
+            run.weight = restored
+
+    run = Run(mesh, change, every=every, **settings, **options)
+    return run.errors, run.disagreed, run.moved, run.skipped, run.w.tolist()
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("case", WINDOWS)
+def test_windows_that_differ_skip_the_step_and_raise(world: World, mesh: dict[str, int], case: str) -> None:
+    """Sixteen steps later on every rank, and training can go on."""
+    size = 4 if len(mesh) == 2 else 2
+    results = world.run(size, window_run, mesh, case, {})
+    for errors, disagreed, moved, skipped, _ in results:
+        ((step, text),) = errors
+        assert step == BAD + LAG
+        assert text == results[0][0][0][1]
+        assert expected(WINDOWS[case][2], mesh) in text
+        assert [at for at, found in enumerate(disagreed) if found == 1] == [BAD]
+        assert [at for at, has_moved in enumerate(moved) if not has_moved] == [BAD, BAD + LAG]
+        assert skipped == 1
+    if "pipe" not in mesh:
+        assert len({tuple(weights) for *_, weights in results}) == 1
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_windows_that_differ_raise_at_once_with_on_nonfinite_raise(world: World, mesh: dict[str, int]) -> None:
+    for errors, _, moved, skipped, _ in world.run(4 if len(mesh) == 2 else 2, window_run, mesh, "missing", AT_ONCE):
+        assert [step for step, _ in errors] == [BAD]
+        assert expected(WINDOWS["missing"][2], mesh) in errors[0][1]
+        assert [at for at, has_moved in enumerate(moved) if not has_moved] == [BAD]
+        assert skipped == 1
+
+
+AT_ONCE = {"on_nonfinite": "raise"}
+
+
+def one_more_for_tensor_rank() -> list[tuple[int, str]]:
+    """With weights data ranks may differ in the number of micro-batches; the last tensor rank of data=1 makes one more."""
+
+    def every(run: Run, step: int) -> None:
+        if run.registry.coordinate["data"]:
+            run.backward()
+
+    return Run({"data": 2, "tensor": 2}, make_one_more, every=every, weight=2.0).errors
+
+
+def test_weighted_windows_are_compared_within_a_data_coordinate(world: World) -> None:
+    for ((step, text),) in world.run(4, one_more_for_tensor_rank):
+        assert step == BAD + LAG
+        assert "the number of micro-batches at data=1 is 2 on rank 2 and 3 on rank 3. Every rank must call" in text
+
+
+def unchanged(mesh: dict[str, int]) -> tuple[Any, ...]:
+    run = Run(mesh, lambda run: None, steps=2 * LAG + 3)
+    return run.errors, sum(run.disagreed), run.skipped
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_equal_windows_are_never_skipped(world: World, mesh: dict[str, int]) -> None:
+    assert world.run(4 if len(mesh) == 2 else 2, unchanged, mesh) == [([], 0, 0)] * (4 if len(mesh) == 2 else 2)
+
+
+def first_step(weighted: bool) -> str:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        w = parameter("w", value=1.0)
+        optimizer = ParallelOptimizer(adamw(w), registry)
+        for _ in range(1 if weighted else 1 + registry.global_rank):
+            optimizer.backward(w.sum(), weight=2 if weighted and registry.global_rank else None)
+        with pytest.raises(RuntimeError) as caught:
+            optimizer.step()
+        assert w.tolist() == [1.0] * 4
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_windows_that_differ_in_the_first_step_raise_there(world: World, weighted: bool) -> None:
+    said = (
+        "weight= of the window is not given on" if weighted else "the number of micro-batches is 1 on rank 0 and 2 on"
+    )
+    for text in world.run(2, first_step, weighted):
+        assert text.startswith(f"ranks disagree about the first step, nothing was stepped: {said}")
+
+
+def polled() -> tuple[int, list[str]]:
+    run = Run({"data": 2}, miss_a_backward, steps=BAD + 2)
+    return len(run.errors), run.polled
+
+
+def test_poll_raises_once_for_windows_that_differed(world: World) -> None:
+    for errors, (text,) in world.run(2, polled):
+        assert errors == 0
+        assert "the number of micro-batches is 1 on rank 0 and 0 on rank 1" in text
+
+
+def loss_scales() -> tuple[list[float], list[float]]:
+    """(loss scales, found_inf) of steps of which the second has windows that differ, the third overflows."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        w = nn.Parameter(torch.ones(4, dtype=torch.float16))
+        annotate(w, P(), "w")
+        optimizer = ParallelOptimizer(adamw(w), registry, precision=TorchFp16(init_scale=64.0))
+        scales, found = [], []
+        for step in range(4):
+            optimizer.zero_grad()
+            if step != 1 or registry.global_rank == 0:
+                optimizer.backward((w.float() * (torch.inf if step == 2 else 1.0)).sum())
+            stats = optimizer.step()
+            assert optimizer.loss_scale is not None
+            scales.append(float(optimizer.loss_scale.scale))
+            found.append(float(stats.found_inf))
+        return scales, found
+
+
+def test_windows_that_differ_are_no_overflow(world: World) -> None:
+    for scales, found in world.run(2, loss_scales):
+        assert found == [0, 0, 1, 0]
+        assert scales[0] == scales[1] > scales[2]
+
+
+def costs() -> tuple[int, int]:
+    """Collectives of a step, as the lr moves; and the norms that steps without host reads found."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        w = parameter("w", value=1.0)
+        optimizer = ParallelOptimizer(adamw(w), registry, max_norm=0.5)
+        for step in range(3):
+            optimizer.zero_grad()
+            optimizer.backward(w.square().sum())
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+            with collectives() as seen, no_host_reads() if step else collectives():
+                optimizer.step()
+        return sum(seen.values()), optimizer.skipped_steps
+
+
+def test_comparing_costs_no_collective_and_no_host_read(world: World) -> None:
+    assert world.run(2, costs) == [(2, 0)] * 2  # the gradients, and the norm
+
+
+# Hyper-parameters -----------------------------------------------------------------------------------------------------
+
+
+def set_lr(run: Run) -> None:
+    run.optimizer.param_groups[1]["lr"] = 0.05
+
+
+def set_betas(run: Run) -> None:
+    run.optimizer.param_groups[0]["betas"] = (0.8, 0.999)
+
+
+def set_weight_decay(run: Run) -> None:
+    run.optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+def set_amsgrad(run: Run) -> None:
+    run.optimizer.param_groups[0]["amsgrad"] = True
+
+
+def write_lr(run: Run) -> None:
+    run.optimizer.param_groups[1]["lr"].fill_(0.5)
+
+
+def adamw_of_tensor(*groups: Any) -> torch.optim.AdamW:
+    return adamw(*({**group, "lr": torch.tensor(0.25)} for group in groups))
+
+
+HYPER: dict[str, tuple[Callable[[Run], None], dict[str, Any], str]] = {
+    "lr": (set_lr, {}, "lr of param group 1{where} is 0.1 on rank{first} and 0.05 on rank {last}"),
+    "betas": (
+        set_betas,
+        {},
+        "betas of param group 0{where} is (0.9, 0.999) on rank{first} and (0.8, 0.999) on rank {last}",
+    ),
+    "weight_decay": (
+        set_weight_decay,
+        {},
+        "weight_decay of param group 0{where} is 0.01 on rank{first} and 0.5 on rank {last}",
+    ),
+    "lr, a tensor": (
+        write_lr,
+        {"inner": adamw_of_tensor},
+        "lr of param group 1{where} is 0.25 on rank{first} and 0.5 on rank {last}",
+    ),
+    "lr with ZeRO": (
+        set_lr,
+        {"states": Sharded("data")},
+        "lr of param group 1{where} is 0.1 on rank{first} and 0.05 on rank {last}",
+    ),
+}
+
+
+def hyper_run(mesh: dict[str, int], case: str) -> tuple[Any, ...]:
+    change, options, _ = HYPER[case]
+    run = Run(mesh, change, steps=BAD + LAG + 1, **options)
+    return run.errors, run.disagreed, run.skipped, run.w.tolist()
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("case", HYPER)
+def test_hyper_parameters_that_differ_skip_steps_and_raise(world: World, mesh: dict[str, int], case: str) -> None:
+    if "ZeRO" in case and "data" not in mesh:
+        pytest.skip("nothing to shard over")
+    size = 4 if len(mesh) == 2 else 2
+    results = world.run(size, hyper_run, mesh, case)
+    for errors, disagreed, skipped, _ in results:
+        ((step, text),) = errors
+        assert step == BAD + LAG
+        assert expected(HYPER[case][2], mesh) in text
+        assert "All-reduce the metric before you give it to the schedule" in text
+        assert disagreed == [0.0] * BAD + [1.0] * LAG + [-1.0]
+        assert skipped == LAG + 1
+    if "pipe" not in mesh:
+        assert len({tuple(weights) for *_, weights in results}) == 1
+
+
+def own_plateau() -> tuple[list[tuple[int, str]], float]:
+    """A schedule that each rank feeds with its own loss: rank 1's never falls."""
+    rates: list[Any] = []
+
+    def every(run: Run, step: int) -> None:
+        if not rates:
+            rates.append(torch.optim.lr_scheduler.ReduceLROnPlateau(run.optimizer, patience=1))
+        else:
+            rates[0].step(1.0 if run.rank else 1.0 / step)
+
+    run = Run({"data": 2}, lambda run: None, every=every, steps=2 * LAG)
+    return run.errors, float(run.w.detach().sum())
+
+
+def test_a_schedule_fed_with_a_ranks_own_loss_is_found(world: World) -> None:
+    (first, one), (second, other) = world.run(2, own_plateau)
+    assert first == second
+    assert one == other
+    assert "lr of param group 0 is 0.1 on rank 0 and 0.01000000" in first[0][1]
+
+
+def same_schedule(mesh: dict[str, int]) -> tuple[Any, ...]:
+    """All ranks of a stage change everything alike; stages have rates of their own."""
+
+    def every(run: Run, step: int) -> None:
+        stage = run.registry.rank("pipe") if "pipe" in mesh else 0
+        for index, group in enumerate(run.optimizer.param_groups):
+            group["lr"] = 0.1 / (1 + step + index + 10 * stage)
+            group["betas"] = [0.9 - 0.01 * step, 0.99]
+            group["note"] = object()
+
+    run = Run(mesh, lambda run: None, every=every, steps=LAG + 3)
+    return run.errors, sum(run.disagreed), run.skipped
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_schedules_that_move_alike_are_never_skipped(world: World, mesh: dict[str, int]) -> None:
+    assert world.run(4 if len(mesh) == 2 else 2, same_schedule, mesh) == [([], 0, 0)] * (4 if len(mesh) == 2 else 2)
+
+
+def in_place_list() -> list[tuple[int, str]]:
+    def every(run: Run, step: int) -> None:
+        if step == 0:
+            run.optimizer.param_groups[0]["betas"] = [0.9, 0.99]
+
+    def change(run: Run) -> None:
+        run.optimizer.param_groups[0]["betas"][1] = 0.5
+
+    return Run({"data": 2}, change, every=every).errors
+
+
+def test_a_list_written_to_in_place_is_found(world: World) -> None:
+    for errors in world.run(2, in_place_list):
+        assert "betas of param group 0 is (0.9, 0.99) on rank 0 and (0.9, 0.5) on rank 1" in errors[0][1]
+
+
+def group_of_some_ranks(differs: bool) -> tuple[list[str], int]:
+    """Group 1 is owned by tensor=1: on tensor=0 it is empty, whatever its lr."""
+    with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
+        w, owned = parameter("w", value=1.0), nn.Parameter(torch.ones(3))
+        annotate(owned, P(owned={"tensor": 1}), "owned")
+        tensor = registry.coordinate["tensor"]
+        optimizer = ParallelOptimizer(
+            adamw({"params": [w]}, {"params": [owned] if tensor else [], "lr": 0.3 if tensor else 0.7}), registry
+        )
+        texts = []
+        for step in range(LAG + 2):
+            optimizer.zero_grad()
+            if step == 1 and (not tensor or (differs and registry.global_rank == 3)):
+                optimizer.param_groups[1]["lr"] = 0.9
+            optimizer.backward(w.sum() + (owned.sum() if tensor else 0.0))
+            try:
+                optimizer.step()
+            except RuntimeError as error:
+                texts.append(str(error))
+        return texts, optimizer.skipped_steps
+
+
+def test_a_group_is_compared_where_it_has_parameters(world: World) -> None:
+    assert world.run(4, group_of_some_ranks, False) == [([], 0)] * 4
+    for (text,), skipped in world.run(4, group_of_some_ranks, True):
+        assert "lr of param group 1 is 0.3 on rank 1 and 0.9 on rank 3. Give all ranks" in text
+        assert skipped == LAG + 1
+
+
+# Frozen parameters ----------------------------------------------------------------------------------------------------
+
+
+def freeze(run: Run) -> None:
+    run.b.requires_grad_(False)
+
+
+def frozen_run(mesh: dict[str, int], everywhere: bool) -> tuple[Any, ...]:
+    def every(run: Run, step: int) -> None:
+        if everywhere and step == BAD:
+            freeze(run)
+
+    run = Run(mesh, (lambda run: None) if everywhere else freeze, every=every, steps=BAD + LAG + 1)
+    return run.errors, run.skipped, run.b.tolist()
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_parameter_frozen_on_one_rank_is_an_error(world: World, mesh: dict[str, int]) -> None:
+    size = 4 if len(mesh) == 2 else 2
+    results = world.run(size, frozen_run, mesh, False)
+    for errors, skipped, _ in results:
+        ((step, text),) = errors
+        assert step == BAD + LAG
+        name = "b1" if "pipe" in mesh else "b0"
+        assert expected(f"requires_grad of {name} is True on rank{{first}} and False on rank {{last}}", mesh) in text
+        assert skipped == LAG + 1
+    if "pipe" not in mesh:
+        assert len({tuple(values) for *_, values in results}) == 1
+    for errors, skipped, _ in world.run(size, frozen_run, mesh, True):
+        assert (errors, skipped) == ([], 0)
+
+
+def thawed_run(everywhere: bool) -> tuple[list[list[tuple[int, str]]], list[float], bool]:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        w, b = parameter("w", value=1.0), parameter("b", value=1.0, trained=False)
+        optimizer = ParallelOptimizer(adamw(w, b), registry)
+        errors: list[tuple[int, str]] = []
+        for step in range(BAD + LAG + 1):
+            optimizer.zero_grad()
+            if step == BAD and (everywhere or registry.global_rank):
+                b.requires_grad_(True)
+            optimizer.backward(w.sum() + b.sum())
+            try:
+                optimizer.step()
+            except RuntimeError as error:
+                errors.append((step, str(error)))
+        return [errors], w.tolist(), b.tolist() == [1.0] * 4
+
+
+def test_a_parameter_unfrozen_on_one_rank_stops_no_rank_from_stepping(world: World) -> None:
+    """It was an error there before the collectives of the step, in which the others waited."""
+    ((first,), one, kept), ((second,), other, _) = world.run(2, thawed_run, False)
+    assert [step for step, _ in first] == [BAD + LAG]
+    assert [step for step, _ in second] == [*range(BAD, BAD + LAG + 1)]
+    assert "b was frozen when the optimizer was made, and is not now on rank 1" in first[0][1]
+    assert "b was frozen when the optimizer was made, and is not now" in second[0][1]
+    assert one == other
+    assert kept
+    for (errors,), values, kept in world.run(2, thawed_run, True):
+        assert [step for step, _ in errors] == [*range(BAD, BAD + LAG + 1)]
+        assert kept
+        assert values == one
+
+
+# A micro-batch without a loss -----------------------------------------------------------------------------------------
+
+WINDOWS_OF: list[int | None] = [None, 1, 2]
+
+
+def owned_norm(mesh: dict[str, int], steps: int | None) -> float:
+    """A parameter of gradient (3, 4) that tensor=0 owns; the other tensor ranks have nothing to compute."""
+    with ProcessGroupRegistry(Topology(roles=None, **mesh)) as registry:
+        mine = registry.coordinate["tensor"] == 0
+        w = nn.Parameter(torch.zeros(2))
+        annotate(w, P(owned={"tensor": 0}), "w")
+        sgd = torch.optim.SGD([{"params": [w] if mine else []}], lr=1.0)
+        optimizer = ParallelOptimizer(sgd, registry, accumulation_steps=steps)
+        for _ in range(steps or 1):
+            optimizer.backward((w * torch.tensor([3.0, 4.0])).sum() if mine else None)
+        stats: Any = optimizer.step()
+        assert not mine or w.tolist() == [-3.0, -4.0]
+        return float(stats.total_norm)
+
+
+@pytest.mark.parametrize("steps", WINDOWS_OF)
+@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"data": 2, "tensor": 2}, {"tensor": 3}], ids=str)
+def test_backward_none_on_model_ranks_leaves_the_norm(world: World, mesh: dict[str, int], steps: int | None) -> None:
+    size = 4 if len(mesh) == 2 else mesh["tensor"]
+    assert world.run(size, owned_norm, mesh, steps) == [pytest.approx(5.0, rel=1e-12)] * size
+
+
+def mean_with_gaps(steps: int | None, weighted: bool) -> list[float]:
+    """Losses 3, 6 on rank 0 and 12, none on rank 1, each a sum over two samples."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        w = parameter("w", 1)
+        optimizer = ParallelOptimizer(torch.optim.SGD([w], lr=1.0), registry, accumulation_steps=steps)
+        for slope in ([3.0, 6.0], [12.0, None])[registry.global_rank]:
+            loss = None if slope is None else (w * slope).sum() / (1 if weighted or steps == 2 else 2)
+            optimizer.backward(loss, weight=(0 if slope is None else 2) if weighted else None)
+            optimizer.step() if steps == 1 else None
+            optimizer.zero_grad() if steps == 1 else None
+        if steps != 1:
+            optimizer.step()
+        return w.tolist()
+
+
+@pytest.mark.parametrize("steps", WINDOWS_OF)
+def test_backward_none_on_a_data_rank_counts_as_zero(world: World, steps: int | None) -> None:
+    expected = -(3.0 + 6.0 + 12.0 + 0.0) / 4
+    assert world.run(2, mean_with_gaps, steps, False) == [[expected]] * 2
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+def test_weights_make_the_mean_over_the_samples(world: World, steps: int | None) -> None:
+    assert world.run(2, mean_with_gaps, steps, True) == [[pytest.approx(-(3.0 + 6.0 + 12.0) / 6, rel=1e-6)]] * 2
+
+
+def weights_of_last_stage(steps: int | None) -> list[float]:
+    """Only the last of two stages knows the weights, which are smaller than the number of micro-batches."""
+    with ProcessGroupRegistry(Topology(pipe=2, data=2)) as registry:
+        w, last = nn.Parameter(torch.zeros(1)), registry.coordinate["pipe"] == 1
+        annotate(w, P(), f"w{int(last)}")
+        optimizer = ParallelOptimizer(torch.optim.SGD([w], lr=1.0), registry, accumulation_steps=steps)
+        for weight in (0.5, 0.25):
+            with optimizer.window(weight=weight if last else None):
+                (w * 3.0).sum().backward()
+        optimizer.step()
+        return w.tolist()
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+def test_stages_that_know_no_weight_divide_by_the_last_stages(world: World, steps: int | None) -> None:
+    assert world.run(4, weights_of_last_stage, steps) == [[-(4 * 3.0) / 1.5]] * 4
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+def test_backward_none_without_weight_in_a_weighted_window_is_an_error(steps: int | None) -> None:
+    w = parameter("w")
+    sgd = torch.optim.SGD([w], lr=1.0)
+    optimizer = ParallelOptimizer(sgd, ProcessGroupRegistry(Topology()), accumulation_steps=steps)
+    optimizer.backward(w.sum(), weight=2)
+    with pytest.raises(ValueError, match=r"without samples has the weight 0: backward\(None, weight=0\)"):
+        optimizer.backward(None)
+
+
+# Managed accumulation -------------------------------------------------------------------------------------------------
+
+
+def step_without_backward() -> str:
+    with ProcessGroupRegistry(Topology(data=2), timeout=timedelta(seconds=4), apart=True) as registry:
+        w = parameter("w", value=1.0)
+        optimizer = ParallelOptimizer(adamw(w), registry, accumulation_steps=1)
+        for step in range(3):
+            if step < 2 or registry.global_rank == 0:
+                optimizer.backward(w.sum())
+            try:
+                optimizer.step()
+            except RuntimeError as error:
+                return str(error)
+        return "no error"
+
+
+def test_a_managed_step_without_backward_on_one_rank_ends_in_an_error(world: World) -> None:
+    first, second = world.run(2, step_without_backward)
+    assert "rank 0 waited in vain in step (its 3rd); rank 1: in " in first
+    assert second.startswith("rank 1 called step() before any backward of its window of accumulation_steps=1")

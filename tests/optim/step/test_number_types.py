@@ -103,7 +103,7 @@ def test_numbers_of_other_types_are_accepted(max_norm: Any) -> None:
         (lambda optimizer: optimizer.clip_grad_by_norm(True), "max_norm=True"),
         (lambda optimizer: optimizer.clip_grad_by_value("1"), "clip_value='1'"),
         (
-            lambda optimizer: clip_grad_norm_(optimizer._model_params, "1.0", optimizer.registry),
+            lambda optimizer: clip_grad_norm_(optimizer._model_params, "1.0", optimizer.registry),  # type: ignore[arg-type]
             "max_norm='1.0'",
         ),
         (

@@ -131,7 +131,7 @@ class Completion:
             return seen
         name, ranks = found
         return seen._replace(
-            wrong=f"a DistributedDataParallel over the ranks {ranks} is around {name}, and they hold different shards. "
+            wrong=f"a DistributedDataParallel over the ranks {ranks} is around {name}, of which they hold other shards. "
             "It has given all of them the shard of one rank, and averages gradients of different shards. Make the model "
             "anew; wrap it by DistributedDataParallel(model, process_group=registry.group(...)) with the data axes, and "
             "give that as data_parallel=; or don't wrap it"

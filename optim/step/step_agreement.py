@@ -33,7 +33,8 @@ SINCE = "ranks disagree about a step, which was skipped on all of them"
 
 def hash_of(*fact: object) -> int:
     """Return a number below 2^`BITS` that is the same in every process. Args: fact: Printed, it says all."""
-    return int.from_bytes(blake2b(repr(fact).encode(), digest_size=4).digest(), "little") & MASK
+    digest = int.from_bytes(blake2b(repr(fact).encode(), digest_size=4).digest(), "little")
+    return int(digest & MASK)
 
 
 class Facts(NamedTuple):
@@ -169,7 +170,7 @@ def _number_of(value: object, salt: int) -> int:
     if isinstance(value, Tensor):
         return _number_of(value.tolist(), salt) if value.is_cpu else 0
     if isinstance(value, list | tuple):
-        return hash((salt, *(_number_of(item, at) for at, item in enumerate(value)))) & MASK
+        return int(hash((salt, *(_number_of(item, at) for at, item in enumerate(value)))) & MASK)
     if hasattr(value, "item"):  # a number of numpy's
         return _number_of(value.item(), salt)
     return hash_of(salt, value) if isinstance(value, str | None) else 0
@@ -378,4 +379,5 @@ def _hashed(tensor: Tensor, salt: int) -> Tensor:
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
     words = tensor.detach().reshape(-1).view(integers).to(torch.int64)
     mixed = permuted(words + salt)
-    return ((mixed if words.numel() == 1 else permuted(mixed.cumsum(0))).sum() & MASK).double()
+    total: Tensor = (mixed if words.numel() == 1 else permuted(mixed.cumsum(0))).sum()
+    return torch.bitwise_and(total, MASK).double()

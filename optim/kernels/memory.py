@@ -46,7 +46,10 @@ class Signature:
 def _guards_of(tensors: Sequence[Tensor]) -> Any:
     if TensorGuards is None:
         return None
-    return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)  # none is dynamic
+    try:
+        return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)  # none is dynamic
+    except TypeError:  # another version's arguments
+        return None
 
 
 def _describe(tensor: Tensor | None) -> tuple[object, ...]:

@@ -10,7 +10,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 from unittest import mock
 
@@ -62,10 +62,17 @@ def timed(spans: list[Span], stage: str, function: Callable[..., Any], *args: An
         spans.append([stage, 1e3 * start, 1e3 * time.perf_counter()])
 
 
+def _timed(
+    self: object, timed: Callable[..., Any], stage: str, call: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    return timed(stage, call, self, *args, **kwargs)
+
+
 def watch(optimizer: ParallelOptimizer, timed: Callable[..., Any], stack: ExitStack) -> None:
     """Time the stages of `ParallelOptimizer.step`, and what is sent within them."""
     for name, stage in (("_completion", "reduce-scatter"), ("_clipping", "measure, decide")):
-        stack.enter_context(mock.patch.object(optimizer, name, partial(timed, stage, getattr(optimizer, name))))
+        kind = type(getattr(optimizer, name))
+        stack.enter_context(mock.patch.object(kind, "__call__", partialmethod(_timed, timed, stage, kind.__call__)))
     within: Callable[..., None] = Update.within
     stack.enter_context(
         mock.patch.object(

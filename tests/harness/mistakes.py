@@ -353,10 +353,8 @@ PENDING: dict[str, str] = {
     "parameter_replaced": "parameters without a gradient on any rank are not named yet",
     "model_cast_after_sharded_states": "a dtype that has changed is torch's error yet",
     "model_cast_after_first_step": "a dtype that has changed is torch's error yet",
-    "frozen_later_on_one_rank": "a parameter that is frozen on one rank is not found yet",
     "weights_clamped_beside_masters": "weights that are written beside other copies are not found yet",
     "weights_copied_beside_offloaded": "weights that are written beside other copies are not found yet",
-    "evaluated_on_one_rank": "the transport's own text is raised yet",
 }
 """By the name of the script, why its outcome is not yet what is written there. Each must fail; take it out when it does
 not."""

@@ -245,7 +245,9 @@ def test_replaced_schedules_leave_no_hooks(registry: ProcessGroupRegistry) -> No
 
 
 def param(size: int = 2) -> Tensor:
-    return nn.Parameter(torch.ones(size))
+    value = nn.Parameter(torch.ones(size))
+    value.grad = torch.ones(size)
+    return value
 
 
 def test_a_param_group_that_is_added_follows_the_schedule_from_its_own_rate(registry: ProcessGroupRegistry) -> None:

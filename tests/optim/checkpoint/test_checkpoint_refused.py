@@ -167,6 +167,8 @@ def test_a_schedule_that_fails_half_way(tmp_path: Path) -> None:
     optimizer = optimizer_of(model)
     save_checkpoint(tmp_path, model, optimizer, lr_scheduler=Fussy(optimizer, 1, gamma=0.5))
     schedule = Fussy(optimizer, 1, gamma=0.7)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
     optimizer.step()
     schedule.step()
     before = content([model.state_dict(), optimizer.state_dict(), schedule.state_dict()])

@@ -180,6 +180,9 @@ def test_a_schedule_that_steps_first_is_warned_of_as_on_the_plain_optimizer(
 ) -> None:
     def said(optimizer: torch.optim.Optimizer, first: bool) -> list[str]:
         schedule: LRScheduler = SCHEDULES[name](optimizer)
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = torch.ones_like(param)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             calls = (schedule.step, optimizer.step) if first else (optimizer.step, schedule.step)

@@ -54,9 +54,11 @@ def check_split(binding: Binding, params: Sequence[tuple[str | None, Tensor]]) -
 class SplitMasters(Link):
     """Keeps the remainders of bfloat16 tensors that are trained.
 
-    A weight that was written between two steps drops its remainder: its master is the written value. A write is visible
-    where it changes the tensor's version counter or address; then all remainders of that tensor become 0. Writes through
-    ``.data`` change neither. Their remainders stay, and the master still rounds to the written value (`join`).
+    A weight that was written between two steps drops its remainders: its master is the written value. A write is visible
+    where it changes the tensor's version counter, or gives the tensor other memory with other values. The same values in
+    other memory, as ``model.to(memory_format=...)`` sets, keep their remainders. For this comparison the previous memory,
+    2 bytes per element, stays allocated until the next step. In-place writes through ``.data`` are invisible. Their
+    remainders stay, and the master still rounds to the written value (`join`).
 
     Attributes:
         remainders: int16, of each trained bfloat16 tensor; 0 where none was loaded: the master is the weight.
@@ -71,6 +73,7 @@ class SplitMasters(Link):
         self._index: dict[Tensor, int] = {}
         self._versions: list[int] = []
         self._addresses: list[int] = []
+        self._memory: list[Tensor] = []  # aliases, so that replaced memory can be compared and is not allocated again
         self._loaded: list[int] = []  # sums over the bits of the weights, from a load until the next step
         self._writes = 0  # consecutive steps that found written weights
         load_states_exactly(self.optimizer, self.remainders)
@@ -92,27 +95,29 @@ class SplitMasters(Link):
         if len(self._weights) != len(self.remainders):
             self._weights = list(self.remainders)
             self._index = {weight: index for index, weight in enumerate(self._weights)}
+            self._addresses = []
         self._versions = list(map(_version, self._weights))
-        self._addresses = list(map(Tensor.data_ptr, self._weights))
+        addresses = list(map(Tensor.data_ptr, self._weights))
+        if addresses != self._addresses:
+            self._addresses, self._memory = addresses, list(map(Tensor.detach, self._weights))
 
     @torch.no_grad()
     def _drop_written(self) -> list[Tensor]:
-        """Set the remainders of written weights to 0, and return these weights."""
+        """Set the remainders of written weights to 0. Return the weights that were written or have other memory."""
         weights, versions = self._weights, list(map(_version, self._weights))
         addresses = list(map(Tensor.data_ptr, weights))
         if versions == self._versions and addresses == self._addresses:
             return []
-        now = zip(versions, addresses, strict=True)
-        before = zip(self._versions, self._addresses, strict=True)
-        written = [index for index, (one, other) in enumerate(zip(now, before, strict=True)) if one != other]
+        written, moved = _changed(versions, self._versions), _changed(addresses, self._addresses)
         if self._loaded:  # the model may be loaded after the optimizer: with the same weights
             sums = _bit_sums([weights[index] for index in written])
             written = [index for index, found in zip(written, sums, strict=True) if found != self._loaded[index]]
-        dropped = [weights[index] for index in written]
-        if dropped:
-            torch._foreach_zero_([self.remainders[weight] for weight in dropped])
-        self._versions, self._addresses = versions, addresses
-        return dropped
+        if written:
+            torch._foreach_zero_([self.remainders[weights[index]] for index in written])
+        for index in moved:
+            _drop_if_other(self.remainders[weights[index]], weights[index], self._memory[index])
+        self._note_weights()
+        return [weights[index] for index in sorted({*written, *moved})]
 
     def bring(self, window: AnyWindow, averaged: bool) -> None:
         """Drop the remainders of written weights. Host synchronization: none, except once after a load.
@@ -208,6 +213,19 @@ class SplitMasters(Link):
                 target.copy_(value)
         self._note_weights()
         self._loaded = _bit_sums(self._weights)
+
+
+def _changed(now: Sequence[int], before: Sequence[int]) -> list[int]:
+    return [index for index, (one, other) in enumerate(zip(now, before, strict=True)) if one != other]
+
+
+def _drop_if_other(remainder: Tensor, weight: Tensor, before: Tensor) -> None:
+    """Set a weight's remainders to 0 unless its bits are those of ``before``. Host synchronization: none."""
+    if (weight.shape, weight.dtype, weight.device) != (before.shape, before.dtype, before.device):
+        remainder.zero_()
+        return
+    same = weight.detach().view(torch.int16) == before.view(torch.int16)
+    remainder.mul_(same.all())
 
 
 def _bit_sums(weights: Sequence[Tensor]) -> list[int]:

@@ -52,7 +52,9 @@ class Seen(NamedTuple):
         )
         # Where backward has reduced them they are taken, or sums that every rank has.
         some = window.came if window.reduced else bool(gradients)
-        if isinstance(param_groups, list):  # torch's state-dict functions give gradients to what the optimizer steps
+        # torch's state-dict functions set gradients of zeros on the tensors that the optimizer steps. A reduction in
+        # backward does so too, for parameters without a gradient.
+        if isinstance(param_groups, list) and not window.reduced:
             some = some or any(param.grad is not None for group in param_groups for param in group["params"])
         elsewhere = any(getattr(param, "main_grad", None) is not None for param in params)
         wrong, sums = None if param_groups is None else wrong_around(param_groups), dict[Any, Any]()

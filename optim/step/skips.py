@@ -77,7 +77,8 @@ class SkipMonitor:
         self._step = 0
         self._sent: list[Facts | None] = [None] * LAG
         self.facts: Facts | None = None
-        # Slices cost more than what is added to them.
+        # Views that are made once: a slice per step costs more than the addition.
+        self._total_and_in_a_row = self.counts[:2]
         self._total, self._in_a_row, self._past, self._vetoed, self._has_parted, self._disagreed = self.counts.unbind()
 
     def count(
@@ -145,8 +146,12 @@ class SkipMonitor:
 
     def _add(self, verdict: Verdict) -> None:
         stats, past = verdict.stats, verdict.past
-        self._total.add_(verdict.skipped)
-        self._in_a_row.add_(stats.found_inf).mul_(stats.found_inf)
+        if verdict.skipped is stats.found_inf:  # overflow is the only reason to skip: one kernel for both counts
+            self._total_and_in_a_row.add_(stats.found_inf)
+        else:
+            self._total.add_(verdict.skipped)
+            self._in_a_row.add_(stats.found_inf)
+        self._in_a_row.mul_(stats.found_inf)
         if past is not None:
             self._past.add_(past)
         if stats.vetoed is not None:

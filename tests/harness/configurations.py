@@ -183,7 +183,8 @@ class Mode(NamedTuple):
         dtype: Of the weights and the gradients' terms.
         rounding: Of the weights, relative to each element.
         rounding_per_step: Of what is stepped, relative to the largest element that the parameter had.
-        norm_rounding: Of the norm of gradients that are added up in ``dtype``, relative.
+        norm_rounding: Of the norm, relative to it; where gradients are added up in ``dtype``, relative to the norm of the
+            sums of their terms' absolute values.
         has_masters: Weights are copies of what is stepped: those that the user writes must be reloaded.
     """
 

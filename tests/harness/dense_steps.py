@@ -68,8 +68,9 @@ def _elements(layout: str, name: str, rank: int) -> Tensor:
 # Gradients --------------------------------------------------------------------------------------------------------------
 
 
-def gradients(case: Case, setting: Setting, step: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Of each parameter, flat: the mean gradient of the window, and which elements have one.
+def gradients(case: Case, setting: Setting, step: int) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """Of each parameter, flat: the mean gradient of the window, which elements have one, and the same mean of the terms'
+    absolute values, by which a sum in low precision may be off.
 
     Without weights a micro-batch without a loss counts as one whose loss is 0.
     """
@@ -80,6 +81,7 @@ def gradients(case: Case, setting: Setting, step: int) -> dict[str, tuple[Tensor
     for name in case.names:
         numel = prod(MODEL[name].shape)
         gradient, present = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.bool)
+        absolute = torch.zeros_like(gradient)
         seen = set()
         trained = case.has(name, step) and not case.is_frozen(name, step)
         for at in setting.at.coordinates() if trained else ():
@@ -87,17 +89,19 @@ def gradients(case: Case, setting: Setting, step: int) -> dict[str, tuple[Tensor
             if setting.at.holds(name, at) and piece not in seen:
                 seen.add(piece)
                 where = elements(setting, name, at)
-                gradient[where], present[where] = _summed(case, setting, name, at, step)
-        found[name] = gradient / divisor, present
+                gradient[where], present[where], absolute[where] = _summed(case, setting, name, at, step)
+        found[name] = gradient / divisor, present, absolute / divisor
     return found
 
 
-def _summed(case: Case, setting: Setting, name: str, at: Coordinate, step: int) -> tuple[Tensor, bool]:
-    """Over all that a piece's gradient is summed over; a sum of several ranks is there though none has a term."""
+def _summed(case: Case, setting: Setting, name: str, at: Coordinate, step: int) -> tuple[Tensor, bool, Tensor]:
+    """Over all that a piece's gradient is summed over; a sum of several ranks is there though none has a term. The last is
+    the sum of the terms' absolute values."""
     topology, spec = setting.at.topology, setting.at.spec(name)
     summed = {*(axis for axis in topology.data_axes if axis not in spec.named_axes), *spec.partial, *dict(spec.tied)}
     ranges = [range(topology.size(axis)) if axis in summed else (at[axis],) for axis in topology.axes]
     total = torch.zeros(elements(setting, name, at).numel(), dtype=torch.float64)
+    absolute = torch.zeros_like(total)
     terms = 0
     others = [dict(zip(topology.axes, place, strict=True)) for place in product(*ranges)]
     others = [other for other in others if setting.at.holds(name, other)]
@@ -105,9 +109,11 @@ def _summed(case: Case, setting: Setting, name: str, at: Coordinate, step: int) 
         for micro in range(setting.micro):
             idle = is_idle(case, setting, name, other, step, micro)
             if weight(case, setting, other, step, micro) and not idle:
-                total += numbers(case, setting, name, other, step, micro).flatten()
+                term = numbers(case, setting, name, other, step, micro).flatten()
+                total += term
+                absolute += term.abs()
                 terms += 1
-    return total, terms > 0 or len(others) > 1
+    return total, terms > 0 or len(others) > 1, absolute
 
 
 def whole_weight(case: Case, setting: Setting, step: int) -> int:
@@ -121,10 +127,15 @@ def whole_weight(case: Case, setting: Setting, step: int) -> int:
 
 
 class DenseRun:
-    """The model, whole."""
+    """The model, whole.
+
+    Attributes:
+        absolute_norms: Of each step so far, the norm of the means of the gradient terms' absolute values.
+    """
 
     def __init__(self, case: Case) -> None:
         self.case, self.skipped = case, 0
+        self.absolute_norms: list[float] = []
         self.params = {name: Dense.of(name) for name in case.names}
 
     def step(self, number: int) -> float:
@@ -134,11 +145,12 @@ class DenseRun:
         found = gradients(self.case, self.case.setting_of(number), number)
         norms = [self._norm(found[name][0] for name in found if MODEL[name].group == group) for group in (0, 1, 2)]
         total = self._norm(torch.tensor(norms, dtype=torch.float64).unsqueeze(0))
+        self.absolute_norms.append(self._norm(absolute for _, _, absolute in found.values()))
         if total != total or total == float("inf") or number == self.case.vetoed:
             self.skipped += 1
             return total
         factors = self._factors(norms, total)
-        for name, (gradient, present) in found.items():
+        for name, (gradient, present, _) in found.items():
             self._update(self.params[name], MODEL[name].group, gradient * factors[MODEL[name].group], present)
         return total
 

@@ -74,7 +74,7 @@ def files_of_step(precision: Any, states: str) -> list[str]:
 
 
 def test_step_enters_files_that_page_lists(world: World) -> None:
-    _, text = Path(ROOT, "optim", "README.md").read_text().split("comes through these files")
+    _, text = Path(ROOT, "optim", "README.md").read_text().split("enters these files, in this order")
     plain, zero = text.partition("The gradients of")[0].split("lead through these as well")
     listed, listed_for_zero = (re.findall(r"^    .{11}(\S+\.py)\b", part, re.MULTILINE) for part in (plain, zero))
     plain_files = world.run(2, files_of_step, "fp32", "whole")

@@ -92,10 +92,11 @@ def test_gradients_of_zeros_and_missing_ones_are_torchs(wrap: Wrap, kind: Kind) 
     def run(wrapped: bool) -> list[Any]:
         model = Net(kind.name)
         optimizer = wrap(kind.plain(model.parameters())) if wrapped else kind.plain(model.parameters())
-        optimizer.step()
-        for param in model.layers[0].parameters():
-            param.grad = torch.zeros_like(param)
-        optimizer.step()
+        for given in (model.layers[:1], model.layers[:0], model.layers[:1], model.layers):
+            optimizer.zero_grad()
+            for param in given.parameters():
+                param.grad = torch.zeros_like(param)
+            optimizer.step()
         return numbers(model, optimizer)
 
     assert same(run(wrapped=True), run(wrapped=False))

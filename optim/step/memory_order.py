@@ -7,15 +7,17 @@ written from contiguous tensors, and so have all states after ``model.to(memory_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import is_
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...amp import by_bucket
+from ...parallel.layout.annotation import copy_annotation
 from ..kernels.memory import Signature, is_lazy, laid_out, lay_out_, lies_densely
 from .several import asks_other_ranks, parts_of
 
@@ -82,3 +84,41 @@ def lay_out_gradients(params: Sequence[Tensor]) -> None:
         as_it_is = param.is_contiguous() and grad.is_contiguous() and not is_lazy(grad)
         if not as_it_is and (ordered := laid_out(grad, param)) is not grad:
             param.grad = ordered
+
+
+@contextmanager
+def dense_stand_ins(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let a fused optimizer step dense copies of parameters that have gaps in memory, and copy the result back.
+
+    Fused kernels on a CPU would write into the gaps. Other kernels round differently, so replicas that lie differently
+    in memory, or beside other parameters, would drift apart. Collectives, host synchronization: none.
+    """
+    groups = optimizer.param_groups
+    is_fused = not asks_other_ranks(optimizer) and any(group.get("fused") for group in groups)
+    params = [param for group in groups for param in group["params"]] if is_fused else []
+    gaps = [param for param in params if param.is_cpu and param.grad is not None and not lies_densely(param)]
+    if not gaps:
+        yield
+        return
+    copies = {param: _dense_copy(optimizer, param) for param in gaps}
+    try:
+        with by_bucket.holding(
+            optimizer, [[copies.get(param, param) for param in group["params"]] for group in groups]
+        ):
+            yield
+    finally:
+        for param, copy in copies.items():
+            if state := optimizer.state.pop(copy, None):
+                optimizer.state[param] = state
+    torch._foreach_copy_([param.detach() for param in copies], list(copies.values()))
+
+
+def _dense_copy(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
+    """Return a dense parameter with the values, gradient, annotation and optimizer state of ``param``."""
+    copy = nn.Parameter(torch.empty_like(param, requires_grad=False).copy_(param.detach()))
+    copy_annotation(param, copy)
+    copy.grad_dtype = param.grad_dtype
+    copy.grad = param.grad
+    if state := optimizer.state.pop(param, None):
+        optimizer.state[copy] = state
+    return copy

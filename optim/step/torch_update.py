@@ -13,7 +13,6 @@ from torch.optim import optimizer as torch_optimizer
 
 from ...amp.casting import is_half
 from ..gradients.in_place import scale_gradients, widen_gradients
-from ..kernels.memory import lies_densely
 from .call_guard import own_calls
 from .captured_update import capturable
 from .counted_once import CountedOnce
@@ -67,7 +66,7 @@ def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
 
 def step_rightly(optimizer: torch.optim.Optimizer) -> None:
     """Step, without fused kernels where those are wrong."""
-    groups = optimizer.param_groups if is_miscomputed(optimizer) or _starts_late(optimizer) else []
+    groups = optimizer.param_groups if is_miscomputed(optimizer) else []
     fused = [group["fused"] for group in groups]
     try:
         for group in groups:
@@ -78,30 +77,13 @@ def step_rightly(optimizer: torch.optim.Optimizer) -> None:
             group["fused"] = value
 
 
-def _starts_late(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether some parameters of a fused SGD have momentum and others get theirs only now, which its kernel can't do."""
+def is_miscomputed(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether torch's fused SGD would step a half-precision parameter on a CPU wrongly."""
     if not isinstance(optimizer, torch.optim.SGD):
         return False
-    for group in optimizer.param_groups:
-        if group.get("fused") and group["momentum"] and group["dampening"]:
-            with_gradient = sum(param.grad is not None for param in group["params"])
-            if 0 < len(without_momentum(optimizer, group)) < with_gradient:
-                return True
-    return False
-
-
-def is_miscomputed(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether torch's fused kernels would step a parameter on a CPU wrongly: one whose elements do not lie densely, where
-    they write between them; a half-precision one of SGD's."""
-    sgd = isinstance(optimizer, torch.optim.SGD)
-    for group in optimizer.param_groups:
-        if group.get("fused"):
-            params = [param for param in group["params"] if param.is_cpu]
-            if not all(map(lies_densely, params)):
-                return True
-            if sgd and any(map(is_half, params)) and _fused_sgd_is_wrong():
-                return True
-    return False
+    groups = [group for group in optimizer.param_groups if group.get("fused")]
+    has_half = any(param.is_cpu and is_half(param) for group in groups for param in group["params"])
+    return has_half and _fused_sgd_is_wrong()
 
 
 @cache

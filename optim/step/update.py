@@ -3,8 +3,8 @@ loops, its kernels in Triton, or torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from inspect import Parameter, signature
 
@@ -16,7 +16,7 @@ from ..gradients.in_place import scale_gradients, widen_gradients
 from .again import Again, Call, Rows, loops_for
 from .call_guard import has_step_hooks
 from .half_copies import HalfCopies
-from .memory_order import lay_out_all
+from .memory_order import dense_stand_ins, lay_out_all
 from .native_update import step_by_loops, taken_of
 from .several import asks_other_ranks, parts_of
 from .split_weights import SplitWeights, offered
@@ -110,20 +110,51 @@ def _update_split(
 
 
 def _apply_anew(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
-    """Ask of each optimizer by whom it is stepped."""
-    parts = parts_of(optimizer)
-    on_host = [part for part in parts if not steps_on_device(part)]
-    for part in parts:
-        if part not in on_host:
-            _update_on_device(part, found_inf, factor)
+    """Step each optimizer by the kernels that suit it. Which ones step a parameter depends on no other parameter."""
+    on_host = list[tuple[torch.optim.Optimizer, list[list[Tensor]] | None]]()
+    for part in parts_of(optimizer):
+        for bucket in _by_start(part):
+            with _holding(part, bucket):
+                if steps_on_device(part):
+                    _update_on_device(part, found_inf, factor)
+                else:
+                    on_host.append((part, bucket))
     if on_host and not bool(found_inf):
-        for part in on_host:
-            widen_gradients(params_of(part))
-            if factor is not None:
-                scale_gradients(params_of(part), factor)
-            if any(group.get("fused") for group in part.param_groups):
-                lay_out_all(part)
-            step_rightly(part)
+        for part, bucket in on_host:
+            with _holding(part, bucket):
+                _update_on_host(part, factor)
+
+
+@contextmanager
+def _holding(optimizer: torch.optim.Optimizer, bucket: list[list[Tensor]] | None) -> Iterator[None]:
+    """Let param groups hold a bucket (None: all), with dense copies of parameters that have gaps in memory."""
+    with nullcontext() if bucket is None else holding(optimizer, bucket), dense_stand_ins(optimizer):
+        yield
+
+
+def _by_start(optimizer: torch.optim.Optimizer) -> list[list[list[Tensor]] | None]:
+    """Return two buckets for a fused SGD with dampening: parameters with momentum, and those that get theirs in this step.
+
+    Its kernels step only one kind at a time, and only the first kind skips on the device. [None] is all parameters at once.
+    """
+    groups = optimizer.param_groups
+    if not any(group.get("fused") and group.get("momentum") and group.get("dampening") for group in groups):
+        return [None]
+    late = [without_momentum(optimizer, group) if group.get("momentum") else [] for group in groups]
+    ids = {id(param) for params in late for param in params}
+    rest = [[param for param in group["params"] if id(param) not in ids] for group in groups]
+    has_both = any(late) and any(param.grad is not None for params in rest for param in params)
+    return [rest, late] if has_both else [None]
+
+
+def _update_on_host(optimizer: torch.optim.Optimizer, factor: Tensor | None) -> None:
+    """Step an optimizer that knows neither a factor nor skipped steps."""
+    widen_gradients(params_of(optimizer))
+    if factor is not None:
+        scale_gradients(params_of(optimizer), factor)
+    if any(group.get("fused") for group in optimizer.param_groups):
+        lay_out_all(optimizer)
+    step_rightly(optimizer)
 
 
 def _update_on_device(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:

@@ -274,6 +274,8 @@ def go_on(case: Case, path: Path) -> Report:
             rank.freeze(0 if start == 0 or same or case.draw("frozen before") % 2 else last)
         optimizer = rank.optimizer()
         if adds_group:
+            assert case.added is not None
+            rank.freeze(case.added)  # before, as in the first run: the buckets are made without frozen parameters
             rank.add_group(optimizer)
         rank.freeze(last)
         if case.stepped_before:

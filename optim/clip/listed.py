@@ -20,10 +20,10 @@ from ..norm.plan import ReductionPlan
 
 Params = Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 Pending = list[tuple[int, Annotation]]
-Given = tuple[str | None, Tensor]
+NamedParam = tuple[str | None, Tensor]
 
 
-def given_in(params: Params) -> list[Given]:
+def given_in(params: Params) -> list[NamedParam]:
     """(name, parameter), each parameter once."""
     check_unused(params)
     items: list[Any] = [params] if isinstance(params, Tensor) else list(params)
@@ -43,7 +43,7 @@ class Listed:
     annotations: list[Annotation | None]
 
     @classmethod
-    def of(cls, given: Sequence[Given], registry: ProcessGroupRegistry) -> Listed:
+    def of(cls, given: Sequence[NamedParam], registry: ProcessGroupRegistry) -> Listed:
         """Raises ValueError: the layout of a DTensor or of its gradient is none that can be worked with."""
         return cls([name for name, _ in given], *local_gradients([param for _, param in given], registry.topology))
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ..norm.norms import Level, Norms
-from ..norm.numbers import check_number, is_whole
+from ..norm.numbers import check_scalar, is_whole
 from ..norm.units import UnitDim
 
 Threshold = float | Callable[[Tensor], Tensor]
@@ -182,7 +182,7 @@ def checked_threshold(value: Threshold, name: str, infinite: bool = False) -> No
     if callable(value):
         getattr(value, "check", bool)()
         return
-    check_number(value, name, "a number, a function of the number of steps, or None")
+    check_scalar(value, name, "a number, a function of the number of steps, or None")
     value = float(value)
     if not (value > 0 and (infinite or isfinite(value))):
         without = "math.inf: this group is not clipped" if infinite else "None: no clipping"
@@ -191,7 +191,7 @@ def checked_threshold(value: Threshold, name: str, infinite: bool = False) -> No
 
 def checked_positive(value: float, name: str) -> None:
     """Raise ValueError unless it is a finite number above 0, TypeError if it is no number."""
-    check_number(value, name)
+    check_scalar(value, name)
     if not (value > 0 and isfinite(value)):
         raise ValueError(f"{name}={value}: give a finite number > 0")
 
@@ -204,6 +204,6 @@ def checked_count(value: int, name: str, least: int) -> None:
 
 def checked_decay(value: float, name: str) -> None:
     """Raise ValueError unless it is the weight of an exponential mean, TypeError if it is no number."""
-    check_number(value, name)
+    check_scalar(value, name)
     if not 0 <= value < 1:
         raise ValueError(f"{name}={value!r}: give a number >= 0 and < 1, the weight of what was before")

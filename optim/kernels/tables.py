@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
-KEPT = 64
+TABLES_KEPT = 64
 DTYPES = {"q": torch.int64, "Q": torch.int64, "d": torch.float64}
 
 
@@ -34,7 +34,7 @@ class Chunks:
 
 
 class Tables:
-    """The last `KEPT`, by what is in them: as long as gradients stay where they are, nothing is copied.
+    """The last `TABLES_KEPT`, by what is in them: as long as gradients stay where they are, nothing is copied.
 
     A table is never written again: a kernel that is still to run reads what it was launched with. On a GPU it travels from
     pinned memory, and nobody waits. It belongs to the stream on which it was asked for.
@@ -58,7 +58,7 @@ class Tables:
             self._kept.move_to_end(key)
         else:
             self._kept[key] = make()
-            if len(self._kept) > KEPT:
+            if len(self._kept) > TABLES_KEPT:
                 self._kept.popitem(last=False)
         found: T = self._kept[key]
         return found

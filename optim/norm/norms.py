@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from .numbers import check_number
+from .numbers import check_scalar
 
 Reduction = Literal["packed", "per_group"]
 Level = Literal["total", "groups", "parameters", "named", "units"]
@@ -42,7 +42,7 @@ def checked_norm_type(norm_type: float) -> float:
         TypeError: It is no number.
         ValueError: It is below 1 or NaN.
     """
-    check_number(norm_type, "norm_type", "a number >= 1 (2.0 is the usual norm) or float('inf')")
+    check_scalar(norm_type, "norm_type", "a number >= 1 (2.0 is the usual norm) or float('inf')")
     value = float(norm_type)
     if 0 < value < 1:
         raise ValueError(

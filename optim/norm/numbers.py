@@ -7,7 +7,7 @@ from numbers import Real
 from torch import Tensor
 
 
-def check_number(value: object, name: str, write: str = "a number") -> None:
+def check_scalar(value: object, name: str, write: str = "a number") -> None:
     """Raise TypeError unless ``value`` is an int, a float, a NumPy number or a 0-dim tensor. Host reads: none.
 
     Args:

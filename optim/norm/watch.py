@@ -18,7 +18,7 @@ from .bits import as_words
 from .replicas import Mismatch, ReplicaCheck, ReplicaMismatchError
 
 SINCE = "copies have parted; the step in which they were compared was not made, nor any since"
-ADVICE = (
+WATCH_ADVICE = (
     "One of many copies that differs alone tells of a flipped bit on its rank: put what the others have in its place "
     "(load_checkpoint, or align_copies where the first copy is right), or the machine out of service. Several at once, or "
     "the same ones again, tell of a kernel that adds in no fixed order (torch.use_deterministic_algorithms), a forgotten "
@@ -112,7 +112,7 @@ class Watch:
             for what, ranks, copies in _who(kind, [held.get((name, kind), {}) for held in everybody])
             for axis in along
         )
-        return ReplicaMismatchError([*mismatches], SINCE, ADVICE)
+        return ReplicaMismatchError([*mismatches], SINCE, WATCH_ADVICE)
 
 
 def _held(check: ReplicaCheck, wanted: set[tuple[int, str]], numbers: Tensor) -> Held:

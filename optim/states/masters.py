@@ -12,7 +12,7 @@ from ...amp.master_weights import MasterWeights
 from ...amp.stochastic_rounding import StochasticRounding
 from ...parallel.mesh.plain_values import check_text, list_of
 from ..gradients.in_place import clear_gradients
-from ..step.half_copies import HalfCopies, offered
+from ..step.half_copies import HalfCopies, offered_copies
 from .link import AnyWindow, Binding, Link
 from .pieces import Held, StandIns
 from .split_masters import SplitMasters
@@ -118,11 +118,11 @@ class Masters(Link):
                 master.grad = tensor.grad.float()
                 late.append(master)
         copies = HalfCopies(masters.param_of)
-        before = offered.set(copies)
+        before = offered_copies.set(copies)
         try:
             update()
         finally:
-            offered.reset(before)
+            offered_copies.reset(before)
         masters.publish(copies.written)
         if late:
             clear_gradients(late, set_to_none=True)  # the copy's memory gets another before the next step

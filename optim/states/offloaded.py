@@ -30,7 +30,7 @@ from ...parallel.layout.annotation import copy_annotation
 from ..gradients.bucket import BUCKET_BYTES
 from ..gradients.flat import flat_buckets
 from ..gradients.in_place import clear_gradients, gradient_dtype
-from ..norm.numbers import check_number
+from ..norm.numbers import check_scalar
 from ..step.update import only, steps_in_parts
 from .host_bucket import HostBucket
 from .link import AnyWindow, Binding, Link, Placement, Position
@@ -62,7 +62,7 @@ class Offloaded(Placement):
     fraction: float = 1.0
 
     def check(self, binding: Binding) -> None:
-        check_number(self.fraction, "fraction", "the fraction of the elements that goes to the CPU")
+        check_scalar(self.fraction, "fraction", "the fraction of the elements that goes to the CPU")
         if not 0 <= self.fraction <= 1:
             raise ValueError(
                 f"Offloaded({self.fraction}): give the fraction of the elements that goes to the CPU, between 0 and 1"

@@ -18,7 +18,7 @@ from ...amp.master_weights import check_saved, label_of, use_main_grad_
 from ...amp.optimizer_state import load_states_exactly
 from ...amp.split_masters import join, split
 from ..norm.bits import BitSums
-from ..step.split_weights import SplitWeights, offered
+from ..step.split_weights import SplitWeights, offered_weights
 from .elementwise import check_in_buckets
 from .link import AnyWindow, Binding, Link
 from .pieces import Held, StandIns
@@ -141,11 +141,11 @@ class SplitMasters(Link):
             )
 
     def step(self, update: Callable[[], object]) -> None:
-        before = offered.set(SplitWeights(self.remainders))
+        before = offered_weights.set(SplitWeights(self.remainders))
         try:
             update()
         finally:
-            offered.reset(before)
+            offered_weights.reset(before)
             self._versions, self._loaded = list(map(_version, self._weights)), []
 
     def publish(self) -> None:

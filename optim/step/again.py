@@ -184,7 +184,11 @@ def step_rows(
     loops: Native, optimizer: Optimizer, calls: Sequence[Sequence[Call]], found_inf: Tensor, factor: Tensor | None
 ) -> None:
     """Make the calls of each param group; ``found_inf`` and ``factor`` as for `Again`, both on the CPU."""
-    known, times, copies = KNOWN[type(optimizer)], 1.0 if factor is None else number(factor), half_copies.offered.get()
+    known, times, copies = (
+        KNOWN[type(optimizer)],
+        1.0 if factor is None else number(factor),
+        half_copies.offered_copies.get(),
+    )
     hypers = [numbers_in(group, known) for group in optimizer.param_groups]
     for group, of_group, hyper in zip(optimizer.param_groups, calls, hypers, strict=True):
         signed = -times if group["maximize"] else times
@@ -290,12 +294,12 @@ class Again(ABC):
     def __call__(self) -> None:
         if rounded_weights.KEPT:
             rounded_weights.forget_rounded()
-        if split_weights.offered.get() is not None or not self._again():
+        if split_weights.offered_weights.get() is not None or not self._again():
             self.anew()
 
     def _again(self) -> bool:
         """Make it by the loops, if they made all of the last one, and nothing but numbers has changed."""
-        optimizer, copies = self.optimizer, half_copies.offered.get()
+        optimizer, copies = self.optimizer, half_copies.offered_copies.get()
         loops = loops_for(optimizer, self.skipped, self.factor)
         if loops is None or any(rows.others for rows in kept.get(optimizer, {}).values()):
             return False

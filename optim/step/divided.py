@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 
-class Window(Protocol):
+class DivisionRecord(Protocol):
     """What a window is told, and of which micro-batch."""
 
     micro_batches: int
@@ -22,7 +22,7 @@ class Window(Protocol):
 
 
 @contextmanager
-def watching_stages(window: Window, params: Sequence[Tensor]) -> Iterator[None]:
+def watching_stages(window: DivisionRecord, params: Sequence[Tensor]) -> Iterator[None]:
     """Around a schedule's step: note in the window where stages divide what was divided already.
 
     Args:

@@ -24,5 +24,5 @@ class HalfCopies:
     written: list[Tensor] = field(default_factory=list)
 
 
-offered: ContextVar[HalfCopies | None] = ContextVar("half copies", default=None)
+offered_copies: ContextVar[HalfCopies | None] = ContextVar("half copies", default=None)
 """Else it would be an argument of all calls between, torch's among them."""

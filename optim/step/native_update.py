@@ -32,7 +32,7 @@ def step_by_loops(
         Of each param group the parameters with gradients that are left for torch.
     Collectives, host reads: none.
     """
-    copies, weights = half_copies.offered.get(), split_weights.offered.get()
+    copies, weights = half_copies.offered_copies.get(), split_weights.offered_weights.get()
     remainders = {} if weights is None else weights.remainders
     groups = rows_of(optimizer, found_inf.device, remainders)
     taken = [taken_of(rows, copies) for rows in groups]

@@ -117,5 +117,5 @@ def _lend(optimizer: torch.optim.Optimizer, weight: Tensor, master: Tensor) -> N
         optimizer.state[master] = state
 
 
-offered: ContextVar[SplitWeights | None] = ContextVar("split weights", default=None)
+offered_weights: ContextVar[SplitWeights | None] = ContextVar("split weights", default=None)
 """Else they would be an argument of all calls between."""

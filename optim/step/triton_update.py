@@ -15,7 +15,7 @@ from torch import Tensor
 from ...amp.capture import is_captured
 from ..kernels.choice import triton_on
 from .again import is_known, is_number, numbers_in
-from .half_copies import offered
+from .half_copies import offered_copies
 from .known import KNOWN
 from .native_update import rows_of, taken_of
 
@@ -60,7 +60,7 @@ def step_by_triton(
     """
     from ..kernels.triton import Part
 
-    known, copies, left = KNOWN[type(optimizer)], offered.get(), list[list[Tensor]]()
+    known, copies, left = KNOWN[type(optimizer)], offered_copies.get(), list[list[Tensor]]()
     parts, alive, halves = list[Part](), list[Tensor](), list[Tensor]()
     for group, rows in zip(optimizer.param_groups, rows_of(optimizer, found_inf.device, {}), strict=True):
         rate = _rate_on(found_inf.device, group)

@@ -19,7 +19,7 @@ from .half_copies import HalfCopies
 from .memory_order import dense_stand_ins, lay_out_all
 from .native_update import step_by_loops, taken_of
 from .several import asks_other_ranks, parts_of
-from .split_weights import SplitWeights, offered
+from .split_weights import SplitWeights, offered_weights
 from .torch_update import is_miscomputed, params_of, step_rightly, update_by_torch, without_momentum
 from .triton_update import step_by_triton, triton_for
 
@@ -88,7 +88,7 @@ class Update(Again):
 
 
 def _apply(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
-    if (weights := offered.get()) is None:
+    if (weights := offered_weights.get()) is None:
         _apply_anew(optimizer, found_inf, factor)
         return
     for part in parts_of(optimizer):

@@ -28,7 +28,7 @@ from torch import Tensor
 from ...parallel.interop.local import has_dtensors
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..clip.verdict import Divisor
-from ..norm.numbers import check_number, is_whole
+from ..norm.numbers import check_scalar, is_whole
 from .divided import watching_stages
 from .weights import Place, Weight, place_of, weight_slots
 
@@ -304,7 +304,7 @@ class Window(Generic[Asked, Verdict]):
                 "samples has the weight 0: backward(None, weight=0)"
             )
         if weight is not None:
-            check_number(weight, "weight", "a number or a 0-dim tensor, such as the number of tokens in the loss")
+            check_scalar(weight, "weight", "a number or a 0-dim tensor, such as the number of tokens in the loss")
         if weight is not None and not isinstance(weight, Tensor) and not 0 <= weight < inf:
             raise ValueError(f"weight={weight}: give a finite number >= 0, such as the number of tokens in the loss")
         if weight is not None:

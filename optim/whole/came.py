@@ -21,12 +21,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from .adafactor import Moments
 from .adamw import moments
 from .factored import is_factored, outer, rms, row_and_column_sums, row_and_column_zeros, total, toward
 from .optimizer import Slot, Update, WholeOptimizer
 from .tensors import Request
-
-Moments = Mapping[str, Tensor]
 
 
 class CAME(WholeOptimizer):

@@ -21,7 +21,8 @@ from unittest import SkipTest
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import distributed_c10d
 
 from ..launch import init_distributed
 from ..launch.environment import read_environment

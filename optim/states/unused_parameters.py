@@ -50,11 +50,12 @@ class UnusedParameters:
         """Whether the next call of `end_window` gathers what ranks found."""
         return self.windows >= WINDOWS - 1
 
-    def end_window(self, overwritten: str | None = None) -> bool:
+    def end_window(self, overwritten: str | None = None, has_fingerprints: bool = False) -> bool:
         """Look at the gradients before they are reduced; return False once there is nothing more to watch.
 
         Args:
-            overwritten: In the last window: a parameter of this rank whose weights the step would undo.
+            overwritten, has_fingerprints: In the last window: a parameter of this rank whose weights the step would undo, and
+                the argument of `check_not_overwritten`.
         Raises:
             RuntimeError: On every rank, in the last window, if a rank has such a parameter.
         Collectives: in the last window an object all-gather. Host reads: only there.
@@ -64,11 +65,11 @@ class UnusedParameters:
         self.windows += 1
         if self.windows < WINDOWS:
             return True
-        self._warn(overwritten)
+        self._warn(overwritten, has_fingerprints)
         self._params.clear()
         return False
 
-    def _warn(self, overwritten: str | None) -> None:
+    def _warn(self, overwritten: str | None, has_fingerprints: bool) -> None:
         topology, ranks_of = self.plan.topology, dict[Holders, int]()
         keys, names = Called.of(self.plan)[:2] if self._without else ([], [])
         mine = dict[tuple[str, str | int], tuple[str, int]]()
@@ -79,7 +80,7 @@ class UnusedParameters:
                     ranks_of[holders] = sum(map(holders.include, map(topology.coordinate, range(topology.world_size))))
                 mine[str(holders), position] = names[index], ranks_of[holders]
         found = gather_objects((mine, overwritten), self.registry)
-        check_not_overwritten([name for _, name in found])
+        check_not_overwritten([name for _, name in found], has_fingerprints)
         by_rank = [of_rank for of_rank, _ in found]
         counted: dict[tuple[str, str | int], list[str]] = {}
         holding = {key: ranks for of_rank in by_rank for key, (_, ranks) in of_rank.items()}

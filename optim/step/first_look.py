@@ -39,7 +39,6 @@ class Seen(NamedTuple):
     looked: bool = False  # an earlier step was checked
     written: tuple[int, int] = (0, 0)  # of so many gradients, since the last backward
     has_copies: bool = False  # of weights, in memory of their own
-    overwritten: str | None = None  # a parameter whose weights the step would undo
 
     @classmethod
     def of(

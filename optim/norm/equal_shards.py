@@ -72,7 +72,9 @@ class EqualShards:
         """
         values = totals.view(len(self.plan.parameter_names), len(self.plan.topology.axes), WORDS + 1)
         equal = (values[..., :WORDS] == 0).all(-1) & (values[..., WORDS] > 0)
-        return [(self.plan.parameter_names[slot], self.plan.topology.axes[axis]) for slot, axis in equal.nonzero().tolist()]
+        return [
+            (self.plan.parameter_names[slot], self.plan.topology.axes[axis]) for slot, axis in equal.nonzero().tolist()
+        ]
 
     def check(self, totals: Tensor) -> None:
         """Raise ValueError, on every rank alike, if shards are equal; ``totals`` as for `find`."""

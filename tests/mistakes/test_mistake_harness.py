@@ -12,7 +12,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from mistakes import MISTAKES, PENDING, AsTorch, Dense, Error, Mistake, Outcome, Right, Run, Script, Warned, check, table
+from mistakes import (
+    MISTAKES,
+    PENDING,
+    AsTorch,
+    Dense,
+    Error,
+    Mistake,
+    Outcome,
+    Right,
+    Run,
+    Script,
+    Warned,
+    check,
+    table,
+)
 from world import World
 
 FILES = {

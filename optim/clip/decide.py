@@ -73,7 +73,7 @@ class Clipping:
         optimizer: Its param groups may have them.
         checks: Of copies, in the first measurement or in all; the first one of what is measured, gradients too.
         ballot: What else ranks say there.
-        shards: The comparison of shards in the first measurement, with the first of ``checks``; None: they are not compared.
+        shards: The comparison of shards in the first measurement, with the first of ``checks``; None: not compared.
 
     Attributes:
         checks: Those that are still to be made.

@@ -83,10 +83,10 @@ class EqualShards:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             size = self.plan.topology.size(axis)
             raise ValueError(
-                f"{name}{more} is declared sharded along axis {axis!r}, but all {size} shards are bitwise equal, in weights "
-                f"and gradients, as those of a replica are; the norm would count it {size} times. Nothing was stepped. If it "
-                f"is a replica, declare it without {axis!r}: P(). If the shards are equal on purpose, turn the comparison off: "
-                "Measure(check_replicas=False)"
+                f"{name}{more} is declared sharded along axis {axis!r}, but all {size} shards are bitwise equal, in "
+                f"weights and gradients, as those of a replica are; the norm would count it {size} times. Nothing was "
+                f"stepped. If it is a replica, declare it without {axis!r}: P(). If the shards are equal on purpose, turn "
+                "the comparison off: Measure(check_replicas=False)"
             )
 
 

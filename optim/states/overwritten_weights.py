@@ -1,4 +1,4 @@
-"""The error that weights were written through ``.data`` beside master weights or other copies, which would undo the write."""
+"""The error that weights were written through ``.data`` beside master weights or other copies."""
 
 from __future__ import annotations
 

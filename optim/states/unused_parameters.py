@@ -54,8 +54,8 @@ class UnusedParameters:
         """Look at the gradients before they are reduced; return False once there is nothing more to watch.
 
         Args:
-            overwritten, has_fingerprints: In the last window: a parameter of this rank whose weights the step would undo, and
-                the argument of `check_not_overwritten`.
+            overwritten: In the last window: a parameter of this rank whose weights the step would undo.
+            has_fingerprints: The argument of `check_not_overwritten`.
         Raises:
             RuntimeError: On every rank, in the last window, if a rank has such a parameter.
         Collectives: in the last window an object all-gather. Host reads: only there.

@@ -1,4 +1,4 @@
-"""Weights written through ``.data`` beside copies raise on every rank in the second and 16th step, before they are undone."""
+"""Weights written through ``.data`` beside copies raise on every rank in the second and 16th step."""
 
 from __future__ import annotations
 

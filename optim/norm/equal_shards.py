@@ -1,9 +1,10 @@
 """Find replicated parameters that are declared sharded, in the collective that measures the norm in the first step.
 
 A replica declared ``P("tensor")`` is counted once per rank of the axis in the norm. Its "shards" along the axis are bitwise
-equal, in the weights and in the gradients; those of a parameter that is really sharded are not. Each rank makes a number h
-of both (`BitSums`); along each axis that shards the parameter, coordinate 0 adds -(n - 1) h to a slot, the n - 1 other
-coordinates add h, and all add 1 to a count. A slot of 0 whose count is not 0 names a parameter and an axis.
+equal, in the weights and in the gradients. Those of a parameter that is really sharded are equal only if all ranks drew them
+from the same seed, which is a mistake too. Each rank makes a number h of both (`BitSums`). Along each axis that shards the
+parameter, coordinate 0 adds -(n - 1) h to a slot, the n - 1 other coordinates add h, and all add 1 to a count. A slot of 0
+whose count is not 0 names a parameter and an axis.
 
 Shards that may be equal by right put a number of their own rank in the place of h, so the slot is not 0:
 
@@ -85,8 +86,9 @@ class EqualShards:
             raise ValueError(
                 f"{name}{more} is declared sharded along axis {axis!r}, but all {size} shards are bitwise equal, in "
                 f"weights and gradients, as those of a replica are; the norm would count it {size} times. Nothing was "
-                f"stepped. If it is a replica, declare it without {axis!r}: P(). If the shards are equal on purpose, turn "
-                "the comparison off: Measure(check_replicas=False)"
+                f"stepped. If it is a replica, declare it without {axis!r}: P(). If each rank drew its shard from the same "
+                "seed, draw the full tensor and cut it with shard(), or take another seed on each rank. If the shards are "
+                "equal on purpose, turn the comparison off: Measure(check_replicas=False)"
             )
 
 

@@ -302,6 +302,7 @@ def shards_of_the_same_seed(run: Run) -> None:
         for name in ("up.weight", "up.bias", "down.weight"):
             torch.manual_seed(1)
             nn.init.normal_(run.model.get_parameter(name))
+    run.begin()
     run.train(run.optimizer())
 
 

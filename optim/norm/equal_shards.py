@@ -2,9 +2,9 @@
 
 A replica declared ``P("tensor")`` is counted once per rank of the axis in the norm. Its "shards" along the axis are
 bitwise equal, in the weights and in the gradients. Those of a really sharded parameter are equal only if all ranks drew
-them from the same seed, which is a mistake too. Each rank makes a number h of both (`BitSums`). Along each axis that shards the
-parameter, coordinate 0 adds -(n - 1) h to a slot, the n - 1 other coordinates add h, and all add 1 to a count. A slot of 0
-whose count is not 0 names a parameter and an axis.
+them from the same seed, which is a mistake too. Each rank makes a number h of both (`BitSums`). Along each axis that
+shards the parameter, coordinate 0 adds -(n - 1) h to a slot, the n - 1 other coordinates add h, and all add 1 to a
+count. A slot of 0 whose count is not 0 names a parameter and an axis.
 
 Shards that may be equal by right put a number of their own rank in the place of h, so the slot is not 0:
 

@@ -28,6 +28,19 @@ def copy_each_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(of_targets, of_sources)
 
 
+def has_equal_values(tensor: Tensor, copy: Tensor) -> bool:
+    """Return True if ``copy``, cast to the dtype and device of ``tensor``, equals it. NaNs are equal, and so are 0 and -0.
+
+    Memory: of one cast copy; where the two differ, of three masks. Host synchronization: one or two.
+    """
+    if tensor.shape != copy.shape:
+        return False
+    cast = copy.to(tensor.device, tensor.dtype)
+    if torch.equal(tensor, cast):
+        return True
+    return bool(((tensor == cast) | (tensor.isnan() & cast.isnan())).all())
+
+
 def float32_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies in float32, of the same strides."""
     copies = [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..parallel.layout.annotation import annotation_of, copy_annotation
 from ..parallel.mesh.plain_values import wrong
 from .casting import is_half
-from .copies import copy_each_, float32_of
+from .copies import copy_each_, float32_of, has_equal_values
 
 _COLLECTED = "_meshstep_collected"
 
@@ -58,7 +58,7 @@ class MasterWeights:
         self.optimizer, self.main_grads, self.cast = optimizer, main_grads, cast
         self.pairs: list[tuple[Tensor, nn.Parameter]] = []
         self._frozen: list[Tensor] = []
-        self._versions: dict[Tensor, int] = {}  # of the parameters, after the last step
+        self._versions: dict[Tensor, int] = {}  # of the parameters and masters, after the last step
         self._addresses: list[int] = []  # of the parameters in `pairs`
         self.param_of: dict[Tensor, Tensor] = {}  # of each master
         self.refresh()
@@ -202,12 +202,24 @@ class MasterWeights:
                 param.grad.zero_()
 
     def _note_versions(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        self._versions |= {param: param._version for param, _ in pairs}
+        self._versions |= {tensor: tensor._version for pair in pairs for tensor in pair}
+
+    @torch.no_grad()
+    def find_overwritten(self) -> Tensor | None:
+        """Return the first parameter that does not have its master's value, as after a write through ``.data``.
+
+        Masters that were written to after the last step are left out: the next step brings them into the model. Host
+        synchronization: one per master.
+        """
+        for param, master in self.held():
+            if master._version == self._versions[master] and not has_equal_values(param, master):
+                return param
+        return None
 
     def _check_weights(self) -> None:
         """Find weights that were written since the last step: a checkpoint that was loaded into the model, say.
 
-        Writes through ``.data`` are not seen, except where they give the parameter other memory.
+        Writes through ``.data`` are not seen, except where they give the parameter other memory; see `find_overwritten`.
         """
         addresses = [param.data_ptr() for param, _ in self.pairs]
         moved = addresses != self._addresses

@@ -28,10 +28,10 @@ from .gradients.sync import gradient_buckets
 from .kernels.choice import kernels_here
 from .norm.agreement import Summary, agree
 from .norm.entries import count_as_copies, entries_of
-from .norm.measure import Measure
+from .norm.measure import Fingerprints, Measure
 from .norm.plan import ReductionPlan
 from .states.chain import Chain
-from .states.compared import check_stepped_alike, checks_of, watch_of
+from .states.compared import check_stepped_alike, checks_of, equal_shards_of, watch_of
 from .states.completion import Completion
 from .states.elementwise import check_in_buckets, check_whole
 from .states.link import Binding, Placement, Position
@@ -264,6 +264,7 @@ class Setup:
             self.optimizer,
             checks_of(plan, chain, self.measure, device),
             Ballot(commit, watch, device) if commit is not None or watch is not None else None,
+            equal_shards_of(plan, chain, self.measure, device),
         )
 
     def completion(self, plan: ReductionPlan, chain: Chain, agreement: StepAgreement | None = None) -> Completion:
@@ -288,7 +289,8 @@ class Setup:
         buckets = lambda p: gradient_buckets(measured, p, self.registry, **options)  # noqa: E731
         in_backward = early is not None or bool(chain.around_backward)
         unused = UnusedParameters([param for _, param, _ in chain.given], plan, self.registry, in_backward)
-        return Completion(chain, derived, buckets, early, agreement, unused)
+        fingerprints = isinstance(self.measure.check_replicas, Fingerprints)
+        return Completion(chain, derived, buckets, early, agreement, unused, fingerprints)
 
     def switch(self, completion: Completion, before: Switch | None) -> Switch | None:
         """Who reduces gradients in backward; None: nobody.

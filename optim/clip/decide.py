@@ -21,6 +21,7 @@ from ...parallel.layout.pieces import Region
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..gradients.in_place import is_complete, mark_complete, widen_gradients
 from ..norm.constants import Constants
+from ..norm.equal_shards import EqualShards
 from ..norm.global_norm import GlobalNorm
 from ..norm.measure import Measure
 from ..norm.named import Named
@@ -72,6 +73,7 @@ class Clipping:
         optimizer: Its param groups may have them.
         checks: Of copies, in the first measurement or in all; the first one of what is measured, gradients too.
         ballot: What else ranks say there.
+        shards: The comparison of shards in the first measurement, with the first of ``checks``; None: not compared.
 
     Attributes:
         checks: Those that are still to be made.
@@ -88,10 +90,12 @@ class Clipping:
         optimizer: torch.optim.Optimizer,
         checks: Sequence[ReplicaCheck] = (),
         ballot: Ballot | None = None,
+        shards: EqualShards | None = None,
     ) -> None:
         self.params, self.plan, self.registry, self.measure = list(params), plan, registry, measure
         self.thresholds, self.optimizer = thresholds, optimizer
         self._regions, self.checks, self.ballot = list(regions), list(checks), ballot
+        self._shards = shards if self.checks else None
         self._measurers: dict[Needs, GlobalNorm] = {}
         self._named: dict[tuple[str, ...], Named] = {}
         self._constants = Constants()
@@ -128,6 +132,7 @@ class Clipping:
         Raises:
             ValueError: A group's threshold was changed, of which other ranks would not know.
             ReplicaMismatchError: On every rank, if copies are compared and differ.
+            ValueError: On every rank, in the first measurement, if shards of a parameter are copies.
         Collectives: one. Host reads: none, unless copies are compared.
         """
         given = None if clip is None else clip.rule
@@ -230,7 +235,10 @@ class Clipping:
             self._measurers[needs] = self._measurer(needs)
         gradients = [param.grad for param in self.params]
         weights = self.params if needs.weights else ()
-        slots = [check.slots(None if index else gradients) for index, check in enumerate(self.checks)]
+        numbers = [check.numbers(None if index else gradients) for index, check in enumerate(self.checks)]
+        slots = [check.weighted(of_check) for check, of_check in zip(self.checks, numbers, strict=True)]
+        if self._shards is not None:
+            slots.append(self._shards.slots(numbers[0], self.checks[0].params, gradients))
         cast = [] if ballot is None else ballot.slots(gradients)
         more = torch.cat([extra, *slots, *cast]) if slots or cast else extra
         norms = self._measurers[needs](gradients, more, weights)
@@ -244,15 +252,18 @@ class Clipping:
         return norms._replace(extra=extra), totals[len(slots) :]
 
     def _compare(self, total: Tensor, sums: Sequence[Tensor]) -> None:
-        """Raise ReplicaMismatchError where copies differ. Host reads: one."""
+        """Raise ReplicaMismatchError where copies differ, ValueError where shards are copies. Host reads: one."""
         # One read of all of it.
         total, *totals = torch.cat([total.view(1), *sums]).cpu().split([1, *map(len, sums)])
         # A step that is skipped says nothing of copies yet: an overflow may be in one of them alone.
         first = self.measure.check_replicas is not True
         if not first or bool(total.isfinite()):
-            found = (check.mismatches(of_check) for check, of_check in zip(self.checks, totals, strict=True))
+            found = (check.mismatches(of_check) for check, of_check in zip(self.checks, totals, strict=False))
             if mismatches := [mismatch for of_check in found for mismatch in of_check]:
                 raise ReplicaMismatchError(mismatches)
+            if self._shards is not None:
+                self._shards.check(totals[-1])
+                self._shards = None
             self.checks = [] if first else self.checks
 
     def _measurer(self, needs: Needs) -> GlobalNorm:

@@ -58,11 +58,11 @@ class Measure:
         per_parameter: Put the norm of every logical parameter into GradStats.
         check_replicas: Compare the bits of all copies, of parameters and of their completed gradients, and raise
             `ReplicaMismatchError` on every rank, before anything is stepped, where they differ. ``"first"``: in the first
-            step, and in the first after parameters were added; it finds other seeds on replicas, a forgotten all-reduce, a
-            split weight declared ``P()``, other batches on tensor peers. True: before every step, for debugging; it reads
-            everything once more and costs one host read. False: never, where copies may differ by rounding (which
-            `align_copies` undoes from time to time). `Fingerprints`: as "first", and every so many steps from there on,
-            optimizer states too, without a host read.
+            step, and in the first after parameters were added; it finds other seeds on replicas, a forgotten all-reduce,
+            a split weight declared ``P()``, other batches on tensor peers, and a replica declared sharded (ValueError).
+            True: before every step, for debugging; it reads everything once more and costs one host read. False: never,
+            where copies may differ by rounding (which `align_copies` undoes from time to time). `Fingerprints`: as
+            "first", and every so many steps from there on, optimizer states too, without a host read.
         commit: Asked on each rank, once before each update, when gradients are complete: "did all come through?" It returns
             a bool, or a 0-dim bool tensor that the host does not read. Where any rank says False all skip, which is no
             overflow to the loss scale. What it raises is a False to the others, and is raised on its rank after the step.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...amp.master_weights import label_of
 from ...parallel.layout.pieces import Region
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..kernels.memory import PLAIN, resolve_
@@ -212,6 +213,20 @@ class Chain:
     def around_backward(self) -> list[Callable[[AnyWindow], AbstractContextManager[None]]]:
         """What every rank enters around the backward of one micro-batch, with the window."""
         return [link.micro_batch for link in self._those_with("micro_batch")]
+
+    def has_copies(self) -> bool:
+        """Return True if on this rank a stand-in has memory of its own."""
+        return any(link.has_copies() for link in self.links)
+
+    @torch.no_grad()
+    def find_overwritten(self) -> str | None:
+        """Return the name of the first parameter whose values the next step would undo. Host synchronization: yes."""
+        for link in self.links:
+            tensor = link.find_overwritten()
+            if tensor is not None:
+                names = (h.name for h in self.held if any(tensor is given for given in h.path))
+                return next(names, None) or label_of(tensor)
+        return None
 
     def clear(self, set_to_none: bool = True) -> None:
         """Clear all gradients."""

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 
 import torch
 
-from ...parallel.interop.local import local_parameter
+from ...parallel.interop.local import has_dtensors, local_parameter
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from ..norm.equal_shards import EqualShards
 from ..norm.measure import Fingerprints, Measure
 from ..norm.plan import ReductionPlan
 from ..norm.replicas import ReplicaCheck
@@ -64,6 +65,22 @@ def checks_of(plan: ReductionPlan, chain: Chain, measure: Measure, device: torch
         whole = [local_parameter(param, topology) for _, param, _ in chain.given]
         checks.append(ReplicaCheck(plan, whole, device))
     return checks
+
+
+def equal_shards_of(plan: ReductionPlan, chain: Chain, measure: Measure, device: torch.device) -> EqualShards | None:
+    """Return the comparison of shards in the first measurement; None where replicas are not compared.
+
+    Args: as for `checks_of`.
+    """
+    topology = plan.topology
+    if not measure.check_replicas or topology.world_size == 1:
+        return None
+    axes: list[tuple[str, ...]] = []
+    for entry, (_, param, _) in zip(plan.entries, chain.given, strict=True):
+        spec = entry.spec.on(topology)
+        is_declared = not (spec.owned or spec.tied or has_dtensors((param,)))
+        axes.append(tuple(a for a in spec.sharded_axes if topology.size(a) > 1) if is_declared else ())
+    return EqualShards(chain.derive(plan), [axes[h.index] for h in chain.held], device)
 
 
 def watch_of(

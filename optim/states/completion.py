@@ -20,6 +20,7 @@ from ..step.first_look import Seen, check_gradients_came, warn_of_written_gradie
 from ..step.step_agreement import StepAgreement, thawed_text
 from .chain import Chain
 from .link import AnyWindow
+from .overwritten_weights import check_not_overwritten
 from .unused_parameters import UnusedParameters
 
 
@@ -34,6 +35,7 @@ class Completion:
             wanted.
         agreement: What ranks must agree on is compared in the first window; None: on one rank.
         unused: Watches for parameters without gradients.
+        has_fingerprints: `Fingerprints` compare replicas; the same on all ranks.
 
     Attributes:
         looked: The first window has been looked at, by all ranks together.
@@ -48,11 +50,13 @@ class Completion:
         early: Sequence[Reducible] | None,
         agreement: StepAgreement | None,
         unused: UnusedParameters,
+        has_fingerprints: bool = False,
     ) -> None:
         self.chain, self.plan, self.early = chain, plan, early
         self.params = chain.measured()
         self._make_buckets, self._buckets = buckets, list(buckets(plan))
-        self.looked, self._agreement = False, agreement
+        self.looked, self._agreement, self._has_copies = False, agreement, False
+        self._has_fingerprints = has_fingerprints
         self._unused: UnusedParameters | None = unused
         self.changed: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
         self._looked_at = 0
@@ -68,11 +72,12 @@ class Completion:
         Raises:
             RuntimeError: A parameter was converted to another dtype or device; torch's data parallelism has not reduced
                 what only it can reduce; on every rank, the first time: there are no gradients, or they have not come
-                through `backward` or `window`, or ranks disagree.
+                through `backward` or `window`, or ranks disagree; on every rank, in the second and 16th window: the
+                step would undo weights that were written through ``.data``.
             TypeError, ValueError: On every rank, the first time, where on any a gradient is sparse or complex, or one of a
                 DTensor is laid out in a way of which nothing can be made.
-        Collectives: those of the buckets and links; the first time, and in the 16th window, an object all-gather. Host
-        reads: only then.
+        Collectives: those of the buckets and links; the first time, and in the 16th window, an object all-gather; in the
+        second window another one, if a rank has copies of weights (masters, `Offloaded`). Host reads: only then.
         """
         if window.phase in ("complete", "clipped"):
             return None
@@ -89,8 +94,8 @@ class Completion:
         if window.scaled and not window.calls:
             window.strays = window.has_strays([param for _, param, _ in self.chain.given])
         seen = None if self.looked else self._seen(window)
-        if self._unused is not None and not window.captured and not self._unused.end_window():
-            self._unused = None
+        if self._unused is not None and not window.captured:
+            self._watch_first_windows(self._unused)
         # Before anybody else takes, or looks at, the gradients of the model's parameters: a rank has the same order of
         # collectives whether it ran a backward or not.
         if self.early is not None and not window.reduced:
@@ -121,10 +126,24 @@ class Completion:
             watcher.complete(window)
         return problem
 
+    def _watch_first_windows(self, unused: UnusedParameters) -> None:
+        """Look for parameters without gradients and, in the second and last watched window, for weights that the step would
+        undo. Raises RuntimeError on every rank, and again in the next call unless they were reloaded.
+
+        Collectives: an object all-gather in the last window; in the second one too, if a rank has copies of weights.
+        """
+        if self._has_copies and unused.windows == 1:
+            found = gather_objects(self.chain.find_overwritten(), self.chain.registry)
+            check_not_overwritten(found, self._has_fingerprints)
+        overwritten = self.chain.find_overwritten() if self._has_copies and unused.is_last else None
+        if not unused.end_window(overwritten, self._has_fingerprints):
+            self._unused = None
+
     def _seen(self, window: AnyWindow) -> Seen:
         """What this rank sees of the gradients that backward left, and of what is around the model."""
         params = [param for _, param, _ in self.chain.given]
         seen = Seen.of(window, params, self.chain.optimizer.param_groups, self._facts(window))
+        seen = seen._replace(has_copies=self.chain.has_copies())
         held = [h.path[0] for h in self.chain.held]
         found = find_misplaced_ddp(held, self.plan.entries, self.chain.registry) if seen.wrong is None else None
         if found is None:
@@ -147,6 +166,7 @@ class Completion:
         params = [param for _, param, _ in self.chain.given]
         seen = gather_objects(mine, self.chain.registry)
         check_gradients_came(seen, window.scaled)
+        self._has_copies = any(of_rank.has_copies for of_rank in seen)
         if self._agreement is not None and sum(of_rank.facts for of_rank in seen) != 0:
             raise self._agreement.error(
                 self._agreement.sent, "ranks disagree about the first step, nothing was stepped"

@@ -162,6 +162,17 @@ class Link:
     def reload(self) -> None:
         """Set the stand-ins to the values of what they stand for, after the model's weights were written."""
 
+    def has_copies(self) -> bool:
+        """Return True if a stand-in has memory of its own, so that `publish` would undo a write to what it stands for."""
+        return False
+
+    def find_overwritten(self) -> Tensor | None:
+        """Return the first tensor whose values `publish` would undo, because its stand-in does not have them.
+
+        Tensors that `bring` reads anew are left out. Host synchronization: one per tensor that has a copy.
+        """
+        return None
+
     def clear(self, set_to_none: bool) -> None:
         """Clear the gradients of what it replaced."""
 

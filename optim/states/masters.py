@@ -133,6 +133,12 @@ class Masters(Link):
     def reload(self) -> None:
         self._made.reload_from_model()
 
+    def has_copies(self) -> bool:
+        return bool(self._made.pairs)
+
+    def find_overwritten(self) -> Tensor | None:
+        return self._made.find_overwritten()
+
     def clear(self, set_to_none: bool) -> None:
         self._made.zero_grad(set_to_none)
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ...amp.casting import is_half
+from ...amp.copies import has_equal_values
 from ...amp.master_weights import use_main_grad_
 from ...parallel.layout.annotation import copy_annotation
 from ..gradients.bucket import BUCKET_BYTES
@@ -95,6 +96,7 @@ class Copies(Link):
         self.buckets: list[HostBucket] = []
         self._places: dict[Tensor, tuple[int, int]] = {}  # param group and position of each
         self._seen: dict[Tensor, tuple[int, int, tuple[int, ...]]] = {}
+        self._copy_versions: dict[Tensor, int] = {}  # by parameter, after the last step
 
     def holds_back(self, tensor: Tensor) -> bool:
         return tensor in self.copies
@@ -118,9 +120,9 @@ class Copies(Link):
         self.copies |= made
         for index, group in enumerate(optimizer.param_groups):
             self._places |= {param: (index, at) for at, param in enumerate(group["params"]) if param in made}
-        self._seen |= {
-            param: _look(param) for param in made
-        }  # weights of others may have been written since the last step
+        # Weights of others may have been written since the last step.
+        self._seen |= {param: _look(param) for param in made}
+        self._copy_versions |= {param: copy._version for param, copy in made.items()}
         return {param: [(copy, 0)] for param, copy in made.items()}
 
     # The step --------------------------------------------------------------------------------------------------------
@@ -200,6 +202,18 @@ class Copies(Link):
 
     def _note_versions(self) -> None:
         self._seen = {param: _look(param) for param in self.copies}
+        self._copy_versions = {param: copy._version for param, copy in self.copies.items()}
+
+    def has_copies(self) -> bool:
+        return bool(self.copies)
+
+    def find_overwritten(self) -> Tensor | None:
+        """Return the first parameter that does not have its copy's values. Copies that were written to are left out."""
+        for param, copy in self.copies.items():
+            is_settled = self._seen[param] == _look(param) and self._copy_versions[param] == copy._version
+            if is_settled and not has_equal_values(param, copy):
+                return param
+        return None
 
     def clear(self, set_to_none: bool) -> None:
         """Clear the gradients on both sides."""

@@ -271,6 +271,12 @@ class Shards(Link):
         for bucket in self.buckets:
             bucket.reload()
 
+    def has_copies(self) -> bool:
+        return any(bucket.has_copies() for bucket in self.buckets)
+
+    def find_overwritten(self) -> Tensor | None:
+        return next((found for bucket in self.buckets if (found := bucket.find_overwritten()) is not None), None)
+
     def clear(self, set_to_none: bool) -> None:
         """Clear the gradients of the pieces and of the model's parameters."""
         for bucket in self.buckets:

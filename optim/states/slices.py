@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...amp.copies import copy_each_
+from ...amp.copies import copy_each_, has_equal_values
 from ...parallel.mesh.flat_collectives import ALL_GATHER
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..gradients.bucket import Exchange, Finish, GradientBucket, dense
@@ -65,6 +65,7 @@ class Slices:
         self.pieces: list[Tensor] = [nn.Parameter(self._piece(segment)) for segment in self.segments]
         self.gradients: list[Tensor | None] = [None] * len(self.segments)
         self._seen = self._look()
+        self._piece_versions = self._look_at_pieces()
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
@@ -81,6 +82,9 @@ class Slices:
     def _look(self) -> list[tuple[int, int, tuple[int, ...]]]:
         return [(param.data_ptr(), param._version, param.stride()) for param in self.params]
 
+    def _look_at_pieces(self) -> list[int]:
+        return [piece._version for piece in self.pieces]
+
     @torch.no_grad()
     def refresh(self) -> None:
         """Set the pieces to the parameters where somebody wrote to those or gave them other memory. Host reads: none."""
@@ -89,7 +93,23 @@ class Slices:
             if now[segment.position] != self._seen[segment.position]:
                 piece.data = self._piece(segment)
                 torch.autograd.graph.increment_version(piece)  # tells masters to compare
-        self._seen = now
+        self._seen, self._piece_versions = now, self._look_at_pieces()
+
+    def has_copies(self) -> bool:
+        """Return True if a piece is a copy and not a view."""
+        return any(not self.params[segment.position].is_contiguous() for segment in self.segments)
+
+    def find_overwritten(self) -> Tensor | None:
+        """Return the first parameter of which a piece is a copy with other values. Pieces that were written to, and
+        parameters that `refresh` reads, are left out. Host synchronization: one per copy."""
+        now = self._look()
+        for segment, piece, version in zip(self.segments, self.pieces, self._piece_versions, strict=True):
+            position = segment.position
+            if self.params[position].is_contiguous() or now[position] != self._seen[position]:
+                continue
+            if piece._version == version and not has_equal_values(self._part(segment), piece.detach()):
+                return self.params[position]
+        return None
 
     def reload(self) -> None:
         """Set the pieces to the parameters, whether or not a write was seen."""
@@ -119,7 +139,7 @@ class Slices:
                     torch._foreach_copy_(self.params, arrived)
                 else:  # where one lies in another order it would be a kernel each
                     copy_each_(self.params, arrived)
-            self._seen = self._look()
+            self._seen, self._piece_versions = self._look(), self._look_at_pieces()
 
         return finish
 

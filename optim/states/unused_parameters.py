@@ -13,6 +13,7 @@ from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import some
 from ..norm.agreement import Called, Holders
 from ..norm.plan import ReductionPlan
+from .overwritten_weights import check_not_overwritten
 
 WINDOWS = 16  # an expert may lack tokens in some
 
@@ -25,13 +26,16 @@ class UnusedParameters:
         plan: Of the model's parameters, agreed.
         registry: The groups.
         reduces_in_backward: Gradients may be reduced, moved or cleared before a window ends, so hooks note their arrival.
+
+    Attributes:
+        windows: The number of windows that have ended.
     """
 
     def __init__(
         self, params: Sequence[Tensor], plan: ReductionPlan, registry: ProcessGroupRegistry, reduces_in_backward: bool
     ) -> None:
         self.plan, self.registry, self._params = plan, registry, list(params)
-        self._reduces_in_backward, self._windows = reduces_in_backward, 0
+        self._reduces_in_backward, self.windows = reduces_in_backward, 0
         self._without = {index for index, param in enumerate(self._params) if param.requires_grad}
         if reduces_in_backward:
             for index in self._without:
@@ -41,21 +45,31 @@ class UnusedParameters:
         """Count a parameter as used."""
         self._without.discard(index)
 
-    def end_window(self) -> bool:
+    @property
+    def is_last(self) -> bool:
+        """Whether the next call of `end_window` gathers what ranks found."""
+        return self.windows >= WINDOWS - 1
+
+    def end_window(self, overwritten: str | None = None, has_fingerprints: bool = False) -> bool:
         """Look at the gradients before they are reduced; return False once there is nothing more to watch.
 
+        Args:
+            overwritten: In the last window: a parameter of this rank whose weights the step would undo.
+            has_fingerprints: The argument of `check_not_overwritten`.
+        Raises:
+            RuntimeError: On every rank, in the last window, if a rank has such a parameter.
         Collectives: in the last window an object all-gather. Host reads: only there.
         """
         if not self._reduces_in_backward:
             self._without = {index for index in self._without if self._params[index].grad is None}
-        self._windows += 1
-        if self._windows < WINDOWS:
+        self.windows += 1
+        if self.windows < WINDOWS:
             return True
-        self._warn()
+        self._warn(overwritten, has_fingerprints)
         self._params.clear()
         return False
 
-    def _warn(self) -> None:
+    def _warn(self, overwritten: str | None, has_fingerprints: bool) -> None:
         topology, ranks_of = self.plan.topology, dict[Holders, int]()
         keys, names = Called.of(self.plan)[:2] if self._without else ([], [])
         mine = dict[tuple[str, str | int], tuple[str, int]]()
@@ -65,7 +79,9 @@ class UnusedParameters:
                 if holders not in ranks_of:
                     ranks_of[holders] = sum(map(holders.include, map(topology.coordinate, range(topology.world_size))))
                 mine[str(holders), position] = names[index], ranks_of[holders]
-        by_rank = gather_objects(mine, self.registry)
+        found = gather_objects((mine, overwritten), self.registry)
+        check_not_overwritten([name for _, name in found], has_fingerprints)
+        by_rank = [of_rank for of_rank, _ in found]
         counted: dict[tuple[str, str | int], list[str]] = {}
         holding = {key: ranks for of_rank in by_rank for key, (_, ranks) in of_rank.items()}
         for of_rank in by_rank:

@@ -38,6 +38,7 @@ class Seen(NamedTuple):
     facts: int = 0  # of a `StepAgreement`; 0 in all where ranks agree
     looked: bool = False  # an earlier step was checked
     written: tuple[int, int] = (0, 0)  # of so many gradients, since the last backward
+    has_copies: bool = False  # of weights, in memory of their own
 
     @classmethod
     def of(

@@ -148,6 +148,12 @@ def fake_cuda(*, collectives_on: torch.device = CUDA) -> Iterator[Callable[[], A
 
         return made
 
+    def equal(one: Tensor, other: Tensor) -> bool:
+        """As `torch.equal` of tensors of one shape, whose elements nobody wrote."""
+        if "cuda" in (one.device.type, other.device.type):
+            waits.append(f"aten.equal {_place()}")
+        return True
+
     kept: list[Tensor] = []
 
     @contextmanager
@@ -168,6 +174,7 @@ def fake_cuda(*, collectives_on: torch.device = CUDA) -> Iterator[Callable[[], A
             (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
             (torch.cuda, "current_stream", lambda *_: _Stream(waits)),
             (torch, "Generator", _Generator),
+            (torch, "equal", equal),
             *((torch, name, pinning(getattr(torch, name))) for name in ("zeros", "tensor", "empty", "empty_like")),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))

@@ -12,7 +12,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from mistakes import MISTAKES, PENDING, AsTorch, Error, Mistake, Outcome, Right, Run, Script, Warned, check, table
+from mistakes import (
+    MISTAKES,
+    PENDING,
+    AsTorch,
+    Dense,
+    Error,
+    Mistake,
+    Outcome,
+    Right,
+    Run,
+    Script,
+    Warned,
+    check,
+    table,
+)
 from world import World
 
 FILES = {
@@ -69,6 +83,22 @@ def error_after_right_steps(run: Run) -> None:
     raise ValueError("a remedy")
 
 
+def error_after_a_step_and_zeros(run: Run) -> None:
+    """An error after a correct step, and after the script set a bias to zeros."""
+    run.train(run.optimizer(), [0])
+    run.model.down.bias.data.zero_()
+    raise ValueError("a remedy")
+
+
+def step_and_zeros(dense: Dense) -> None:
+    dense.train([0])
+    dense.model.down.bias.data.zero_()
+
+
+def one_step(dense: Dense) -> None:
+    dense.train([0])
+
+
 REMEDY = Error(ValueError, "a remedy")
 
 
@@ -79,6 +109,7 @@ REMEDY = Error(ValueError, "a remedy")
         (warned, Warned("a remedy")),
         (error_after_right_steps, REMEDY),
         (error_on_one_rank, Error(ValueError, "remedy", ranks=(1,))),
+        (error_after_a_step_and_zeros, Error(ValueError, "a remedy", dense=step_and_zeros)),
     ],
 )
 def test_harness_accepts_the_stated_outcome(script: Script, outcome: Outcome, world: World) -> None:
@@ -98,6 +129,7 @@ def test_harness_accepts_the_stated_outcome(script: Script, outcome: Outcome, wo
         (error_on_one_rank, Error(ValueError, "remedy", ranks=(0,)), "rank 0 raised nothing"),
         (error_after_a_wrong_step, REMEDY, "not those of any number of correct steps"),
         (error_after_right_steps, Error(ValueError, "another text"), "is not"),
+        (error_after_a_step_and_zeros, Error(ValueError, "a remedy", dense=one_step), "down.bias is off by"),
         (error_after_right_steps, Error(TypeError, "a remedy"), "rank 0: ValueError"),
     ],
 )

@@ -202,7 +202,7 @@ def shard_declared_replicated(run: Run) -> None:
 
 @mistake(
     "data=2,tensor=2",
-    Error(ValueError, "down.bias"),
+    Error(ValueError, "down.bias is declared sharded along axis 'tensor' ... declare it without 'tensor': P()"),
     write="`P()`; `prove` finds it as well",
 )
 def replica_declared_sharded(run: Run) -> None:
@@ -291,23 +291,9 @@ def replicas_of_different_seeds(run: Run) -> None:
     run.train(run.optimizer())
 
 
-def equal_shards(dense: Dense) -> None:
-    with torch.no_grad():
-        for name, spec in SPECS.items():
-            if spec != P():
-                weight, dim = (
-                    dense.model.get_parameter(name),
-                    next(at for at, entry in enumerate(spec.entries) if entry),
-                )
-                torch.manual_seed(1)
-                shape = [size // 2 if at == dim else size for at, size in enumerate(weight.shape)]
-                weight.copy_(torch.cat([nn.init.normal_(torch.empty(shape).double())] * 2, dim))
-    dense.train()
-
-
 @mistake(
     "tensor=2",
-    AsTorch(equal_shards),
+    Error(ValueError, "up.weight ... from the same seed, draw the full tensor"),
     write="draw the full weight from one seed and `shard` it, or another seed for each shard",
 )
 def shards_of_the_same_seed(run: Run) -> None:
@@ -316,6 +302,7 @@ def shards_of_the_same_seed(run: Run) -> None:
         for name in ("up.weight", "up.bias", "down.weight"):
             torch.manual_seed(1)
             nn.init.normal_(run.model.get_parameter(name))
+    run.begin()
     run.train(run.optimizer())
 
 

@@ -184,8 +184,17 @@ def weights_clamped(run: Run) -> None:
             param.data.clamp_(-0.2, 0.2)
 
 
+def clamped_once(dense: Dense) -> None:
+    dense.train([0])
+    for param in dense.model.parameters():
+        param.data.clamp_(-0.2, 0.2)
+
+
 @mistake(
-    "data=2", Error(RuntimeError, "reload_from_model()"), write="`optimizer.reload_from_model()` after it", mode="bf16"
+    "data=2",
+    Error(RuntimeError, "reload_from_model()", dense=clamped_once),
+    write="`optimizer.reload_from_model()` after it",
+    mode="bf16",
 )
 def weights_clamped_beside_masters(run: Run) -> None:
     """Weights are clamped through `.data` after every step, beside master weights."""
@@ -207,7 +216,13 @@ def weights_copied_beside_masters(run: Run) -> None:
     run.train(optimizer, [1, 2])
 
 
-@mistake("data=2", Error(RuntimeError, "reload_from_model()"), write="`optimizer.reload_from_model()` after it")
+def loaded_after_a_step(dense: Dense) -> None:
+    dense.train([0])
+    dense.model.load_state_dict(full_model().state_dict())
+    dense.train([1, 2])
+
+
+@mistake("data=2", Right(loaded_after_a_step), write="nothing: the next step begins with the loaded weights")
 def weights_copied_beside_offloaded(run: Run) -> None:
     """`model.load_state_dict()` after an optimizer with `states=Offloaded(1.0)` was made."""
     optimizer = run.optimizer(states=Offloaded(1.0))

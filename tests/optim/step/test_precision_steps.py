@@ -77,7 +77,9 @@ def cost(name: str, mode: str, kind: str, norm_type: float, watch: bool = True) 
         for step in range(20):  # further than the skip monitor looks back
             optimizer.zero_grad()
             loss = model(batch(step))
-            with no_host_reads() if step and watch else nullcontext():  # the first step checks gradients with all ranks
+            # The first step checks gradients with all ranks; the second and 16th compare master weights with the model's.
+            compares = step in (1, 15) and MODES[mode].masters
+            with no_host_reads() if step and watch and not compares else nullcontext():
                 optimizer.backward(loss)
                 if step == 3:
                     for param in model.parameters():

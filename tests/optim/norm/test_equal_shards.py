@@ -1,0 +1,98 @@
+"""A replica that is declared sharded is named in the first step; shards that are equal by right are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from meshstep.optim import Measure, ParallelOptimizer, Sharded
+from meshstep.optim.norm.equal_shards import EqualShards
+from meshstep.optim.norm.plan import ReductionPlan
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
+from torch import nn
+from world import World
+
+VARYING = [0.5, -1.0, 2.0, 0.25, 3.0, -0.125, 1.5, 0.75]
+
+
+def first_step(weights: Any, gradients: Any, spec: P, options: dict[str, Any]) -> str:
+    """Return the error of a step of one parameter on data=2, tensor=2.
+
+    Args:
+        weights, gradients: By coordinate of the tensor axis.
+    """
+    with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
+        at = registry.coordinate["tensor"]
+        param, other = nn.Parameter(torch.tensor(weights[at])), nn.Parameter(torch.ones(3))
+        annotate(param, spec, "w")
+        annotate(other, P(), "other")
+        optimizer = ParallelOptimizer(torch.optim.SGD([other, param], lr=1.0), registry, **options)
+        optimizer.backward((param * torch.tensor(gradients[at])).sum() + other.sum())
+        try:
+            optimizer.step()
+        except ValueError as error:
+            assert torch.equal(param, torch.tensor(weights[at])), "stepped"
+            return str(error)
+        return ""
+
+
+ZEROS, OTHER, FOUR = [0.0] * 8, [value + 1 for value in VARYING], VARYING[:4]
+SPLIT = P("tensor")
+COPIES: dict[str, tuple[Any, Any, P, dict[str, Any]]] = {
+    "replicated": ([VARYING] * 2, [OTHER] * 2, SPLIT, {}),
+    "zeros as weights": ([ZEROS] * 2, [OTHER] * 2, SPLIT, {}),
+    "four elements": ([FOUR] * 2, [FOUR] * 2, SPLIT, {}),
+    "ZeRO-1": ([VARYING] * 2, [OTHER] * 2, SPLIT, {"states": Sharded("data")}),
+    "in every step": ([VARYING] * 2, [OTHER] * 2, SPLIT, {"measure": Measure(check_replicas=True)}),
+}
+RIGHT: dict[str, tuple[Any, Any, P, dict[str, Any]]] = {
+    "other weights": ([VARYING, OTHER], [OTHER] * 2, SPLIT, {}),
+    "other gradients": ([VARYING] * 2, [OTHER, VARYING], SPLIT, {}),
+    "constant gradients": ([VARYING] * 2, [[1.0] * 8] * 2, SPLIT, {}),
+    "zeros as gradients": ([VARYING] * 2, [ZEROS] * 2, SPLIT, {}),
+    "NaN": ([VARYING] * 2, [[float("nan"), *VARYING[1:]]] * 2, SPLIT, {}),
+    "three elements": ([VARYING[:3]] * 2, [VARYING[:3]] * 2, SPLIT, {}),
+    "four elements, zeros": ([ZEROS[:4]] * 2, [FOUR] * 2, SPLIT, {}),
+    "uneven": ([VARYING, VARYING[:7]], [OTHER, OTHER[:7]], SPLIT, {}),
+    "empty": ([VARYING, []], [OTHER, []], SPLIT, {}),
+    "replica": ([VARYING] * 2, [OTHER] * 2, P(), {}),
+    "not compared": ([VARYING] * 2, [OTHER] * 2, SPLIT, {"measure": Measure(check_replicas=False)}),
+}
+
+
+@pytest.mark.parametrize("case", COPIES)
+def test_replica_declared_sharded_is_named_on_every_rank(world: World, case: str) -> None:
+    for error in world.run(4, first_step, *COPIES[case]):
+        assert error.startswith("w is declared sharded along axis 'tensor', but all 2 shards are bitwise equal")
+        assert "without 'tensor': P()" in error
+        assert "Measure(check_replicas=False)" in error
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_shards_that_may_be_equal_by_right_raise_nothing(world: World, case: str) -> None:
+    assert world.run(4, first_step, *RIGHT[case]) == [""] * 4
+
+
+def owned_experts() -> str:
+    """Each tensor rank owns an expert; both are equal, and sharded over data by their spec."""
+    with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
+        param = nn.Parameter(torch.tensor(VARYING))
+        rank = registry.coordinate["tensor"]
+        annotate(param, P("data", owned={"tensor": rank}), f"expert {rank}")
+        optimizer = ParallelOptimizer(torch.optim.SGD([param], lr=1.0), registry)
+        optimizer.backward((param * torch.tensor(OTHER)).sum())
+        optimizer.step()
+    return "stepped"
+
+
+def test_owned_parameters_are_not_compared(world: World) -> None:
+    assert world.run(4, owned_experts) == ["stepped"] * 4
+
+
+def test_slots_tell_unheld_parameters_from_equal_ones() -> None:
+    topology = Topology(tensor=2)
+    plan = ReductionPlan(topology, 0, (), (), parameter_names=("equal", "unheld", "different"))
+    totals = torch.tensor([[0.0, 0.0, 2.0], [0.0, 0.0, 0.0], [0.0, 3.0, 2.0]], dtype=torch.float64)
+    check = EqualShards(plan, [], torch.device("cpu"))
+    assert check.find(totals.view(-1)) == [("equal", "tensor")]

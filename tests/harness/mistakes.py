@@ -256,12 +256,14 @@ class Error:
         ranks: The ranks that raise; None: all. Other ranks come to the end of the script.
         stepped_before: False: each rank's weights are those of some number of correct steps; True: no such promise (the
             mistake is in steps that torch would make as well).
+        left_out: Steps that were skipped on every rank, which the correct steps leave out.
     """
 
     kind: type[BaseException]
     shown: str
     ranks: tuple[int, ...] | None = None
     stepped_before: bool = False
+    left_out: tuple[int, ...] = ()
 
     @property
     def is_specific(self) -> bool:
@@ -340,8 +342,6 @@ def mistake(
 
 
 PENDING: dict[str, str] = {
-    "bad_batch_left_out_on_one_rank": "windows that differ between ranks are not found yet",
-    "one_more_micro_batch_on_one_rank": "windows that differ between ranks are not found yet",
     "weight_differs_between_tensor_ranks": "windows that differ between ranks are not found yet",
     "plain_backward_for_the_last_micro_batch": "gradients that others change within a window are not found yet",
     "replica_declared_sharded": "shards that are bitwise equal are not found yet",
@@ -349,10 +349,6 @@ PENDING: dict[str, str] = {
     "group_threshold_changed_on_one_rank": "thresholds that differ between ranks in a later step are not found yet",
     "explicit_threshold_differs": "thresholds that differ between ranks in a later step are not found yet",
     "explicit_clipping_on_one_rank": "thresholds that differ between ranks in a later step are not found yet",
-    "tensor_learning_rate_differs": "hyper-parameters that differ between ranks in a later step are not found yet",
-    "parameter_replaced": "parameters without a gradient on any rank are not named yet",
-    "model_cast_after_sharded_states": "a dtype that has changed is torch's error yet",
-    "model_cast_after_first_step": "a dtype that has changed is torch's error yet",
     "weights_clamped_beside_masters": "weights that are written beside other copies are not found yet",
     "weights_copied_beside_offloaded": "weights that are written beside other copies are not found yet",
 }
@@ -468,6 +464,8 @@ def check_error(expected: Error, results: list[Result], topology: Topology, mode
     check_replicas(results, topology)
     weights, dense = full_weights([result.weights for result in results], topology), Dense()
     for step in range(30):
+        if step in expected.left_out:
+            continue
         with suppress(AssertionError):
             assert_weights(weights, dense, mode)
             return
@@ -496,7 +494,8 @@ def assert_weights(weights: Mapping[str, Tensor], dense: Dense, mode: str | Prec
     """Raise AssertionError unless the weights are the dense model's."""
     start = dict(full_model().named_parameters())
     for name, expected in dense.model.named_parameters():
-        tolerance = TOLERANCE[torch.float64 if mode == "fp32" else torch.bfloat16]
+        of_mode = TOLERANCE[torch.float64 if mode == "fp32" else torch.bfloat16]
+        tolerance = max(of_mode, TOLERANCE[weights[name].dtype])  # the script may have cast the model
         scale = max((expected - start[name]).abs().max().item(), 1e-2)
         error = ((weights[name].double() - expected).abs().max() / scale).item()
         assert error <= tolerance, f"{name} is off by {error:.2e} of the update"

@@ -342,13 +342,7 @@ def mistake(
 
 
 PENDING: dict[str, str] = {
-    "weight_differs_between_tensor_ranks": "windows that differ between ranks are not found yet",
-    "plain_backward_for_the_last_micro_batch": "gradients that others change within a window are not found yet",
     "replica_declared_sharded": "shards that are bitwise equal are not found yet",
-    "max_norm_changed_on_one_rank": "thresholds that differ between ranks in a later step are not found yet",
-    "group_threshold_changed_on_one_rank": "thresholds that differ between ranks in a later step are not found yet",
-    "explicit_threshold_differs": "thresholds that differ between ranks in a later step are not found yet",
-    "explicit_clipping_on_one_rank": "thresholds that differ between ranks in a later step are not found yet",
     "weights_clamped_beside_masters": "weights that are written beside other copies are not found yet",
     "weights_copied_beside_offloaded": "weights that are written beside other copies are not found yet",
 }

@@ -40,10 +40,16 @@ def clip_or_ask(parts: ClippingParts, call: str, clip: Clip) -> GradStats | None
 def clip_now(parts: ClippingParts, clip: Clip | None) -> Verdict:
     """Complete, measure, unscale and clip the gradients, in place. Collectives: those of a step. Host reads: none."""
     window = parts._window
-    problem = parts._completion(window, parts._switch)
-    divisor = parts._divisor(parts._scale)
-    rule = parts._clip if clip is parts.clip else in_use(clip)
-    verdict = parts._clipping(rule, divisor, now=True, earlier=window.verdict, captured=window.captured)
+    before = window.explicit
+    window.explicit = (*before, clip)
+    try:
+        problem = parts._completion(window, parts._switch)
+        divisor = parts._divisor(parts._scale)
+        rule = parts._clip if clip is parts.clip else in_use(clip)
+        verdict = parts._clipping(rule, divisor, now=True, earlier=window.verdict, captured=window.captured)
+    except BaseException:
+        window.explicit = before
+        raise
     window.clipped(verdict)
     if problem is not None:
         raise problem  # only now: `step` must do on this rank what it does on the others

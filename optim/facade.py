@@ -238,6 +238,8 @@ class OptimizerFacade(Copied, torch.optim.Optimizer):
         self._setup, self._plan, new = setup, plan, in_use(value)
         if new is None or new.rule != self.clip:
             self._clip = new
+        if self._agreement is not None:
+            self._agreement.used_clip.set_rule(self.clip)
         if self._clip is not None:
             self._clip.bind(plan.parameter_names)
 

@@ -183,9 +183,9 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         Raises:
             TypeError: The loss is no tensor, or the weight no number.
             ValueError: Only some micro-batches of a window have a weight, or it is negative.
-            RuntimeError: Gradients were cleared in the middle of a window by somebody else; the gradients have been clipped
-                already; an earlier backward of the window raised (`zero_grad` then gives the window up); the loss is what
-                `scale_loss` returned; it is called within `window`.
+            RuntimeError: Other code cleared gradients in the middle of a window or, in managed accumulation, called
+                ``loss.backward()`` there; the gradients have been clipped already; an earlier backward of the window raised
+                (`zero_grad` then gives the window up); the loss is what `scale_loss` returned; it is within `window`.
         Collectives: those of the model's and data_parallel's backward, of `Sharded` and `Reduce`. Host reads: none.
         """
         if loss is not None:
@@ -262,9 +262,9 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
                 `window_ends`); a backward of the window raised; a parameter was unfrozen that was frozen when the optimizer
                 was made. On every rank: there are no gradients in the first step, or they did not come through `backward`
                 or `window` (with a loss scale, from the second step on, 16 steps late; those with them were skipped).
-                Ranks made different numbers of micro-batches, some gave weights, or they differ in hyper-parameters or
-                frozen parameters: such a step is skipped, and the error follows 16 steps late, in the first step and with
-                ``on_nonfinite="raise"`` at once.
+                Ranks made different numbers of micro-batches, some gave weights, or they differ in weights, clipping,
+                hyper-parameters or frozen parameters: such a step is skipped, and the error follows 16 steps late, in the
+                first step and with ``on_nonfinite="raise"`` at once.
         Collectives, host reads: as the class says.
         """
         if closure is not None:
@@ -312,7 +312,7 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         window, agreement = self._window, self._agreement
         if agreement is None:
             return window.divisor(self.registry, scale, self._device)
-        facts = agreement.number(window.micro_batches, window.is_weighted, *self._completion.changed)
+        facts = window.number_of_facts(agreement, self._completion.changed)
         return window.divisor(self.registry, scale, self._device, facts, agreement.of_tensors())
 
     # Explicit clipping -----------------------------------------------------------------------------------------------

@@ -124,7 +124,9 @@ class Setup:
         thresholds = agreed_thresholds([declared.thresholds for declared in by_rank])
         if topology.world_size == 1:
             return plan, thresholds, None
-        agreement = StepAgreement(plan, self.registry, self.optimizer, [declared.groups for declared in by_rank])
+        filled = [declared.groups for declared in by_rank]
+        rule, all_groups = clip_of(self.max_norm), thresholds.everywhere
+        agreement = StepAgreement(plan, self.registry, self.optimizer, filled, rule, all_groups)
         return plan, thresholds, agreement
 
     def _check_prepared(self, found: set[torch.dtype]) -> None:

@@ -31,8 +31,13 @@ class Verdict(NamedTuple):
     def after(self, earlier: Verdict) -> Verdict:
         """Of a second clip in one window, which must not hide what the first one found."""
         found_inf = torch.maximum(self.stats.found_inf, earlier.stats.found_inf)
-        said = {name: getattr(earlier.stats, name) for name in ("vetoed", "parted", "spiked", "disagreed")}
-        stats = replace(self.stats, found_inf=found_inf, **said)
+        said = {name: getattr(earlier.stats, name) for name in ("vetoed", "parted", "spiked")}
+        disagreed, before = self.stats.disagreed, earlier.stats.disagreed
+        if disagreed is None or before is None:
+            disagreed = before if disagreed is None else disagreed
+        else:
+            disagreed = disagreed | before
+        stats = replace(self.stats, found_inf=found_inf, disagreed=disagreed, **said)
         return self._replace(stats=stats, skipped=stats.skipped, factor=None, problem=earlier.problem)
 
 

@@ -33,8 +33,8 @@ class GradStats:
         spiked: 0-dim float32: 1 when the clip rule skips the step, though its norm is finite, else 0; None where no rule
             does that (`SkipSpikes`).
         named_norms: By pattern, under `ByName`: the global p-norm of the parameters that it matches first.
-        disagreed: 0-dim bool: True when ranks differ in the number of micro-batches, in having weights, in hyper-parameters
-            or in which parameters are frozen, so that the step is skipped; None on one rank.
+        disagreed: 0-dim bool: True when ranks differ in the number of micro-batches, in weights, in clipping, in
+            hyper-parameters or in which parameters are frozen, so that the step is skipped; None on one rank.
     """
 
     total_norm: Tensor

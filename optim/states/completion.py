@@ -202,7 +202,7 @@ class Completion:
         """Return what this rank adds to the slot of facts. Host reads: of settings that are tensors on a device."""
         if self._agreement is None:
             return 0
-        number = self._agreement.number(window.micro_batches, window.is_weighted, *self.changed)
+        number = window.number_of_facts(self._agreement, self.changed)
         of_tensors = self._agreement.of_tensors()
         return number if of_tensors is None else number + int(of_tensors)
 

@@ -9,7 +9,6 @@ The facts of the last steps stay on the host, for the error that names what diff
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from hashlib import blake2b
 from operator import is_
 from typing import NamedTuple
 
@@ -20,21 +19,18 @@ from ...parallel.mesh.agreement import describe, gather_objects
 from ...parallel.mesh.default_group import is_fake
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import named_ranks
+from ..clip.rule import Clip
 from ..norm.agreement import Called, Holders
 from ..norm.bits import permuted
 from ..norm.plan import ReductionPlan
+from .clip_facts import EXPLICIT, ClipFacts, UsedClip
+from .fact_hash import MASK, hash_of
 
-BITS = 28  # of a hash: a million ranks add up to less than 2^53
-MASK = 2**BITS - 1
-NOT_COMPARED = frozenset({"params", "param_names", "max_norm"})  # the plan compares these, and `AgreedThresholds`
+NOT_COMPARED = frozenset({"params", "param_names", "max_norm"})  # the plan compares these, and `UsedClip`
+MICRO_BATCHES = "the number of micro-batches"
+SUM_OF_WEIGHTS = "the sum of weight= of the window"
 MOST = 6  # differences named in an error
 SINCE = "ranks disagree about a step, which was skipped on all of them"
-
-
-def hash_of(*fact: object) -> int:
-    """Return a number below 2^`BITS` that is the same in every process. Args: fact: Printed, it says all."""
-    digest = int.from_bytes(blake2b(repr(fact).encode(), digest_size=4).digest(), "little")
-    return int(digest & MASK)
 
 
 class Facts(NamedTuple):
@@ -46,6 +42,8 @@ class Facts(NamedTuple):
         settings: Of each compared param group.
         frozen: Indices of parameters frozen since the plan was agreed.
         thawed: Indices of those that were frozen then and are not now: never allowed.
+        weight: The sum of the window's weights; its device where it is on one; None: not compared.
+        clip: The clipping of the window.
     """
 
     micro_batches: int
@@ -53,6 +51,8 @@ class Facts(NamedTuple):
     settings: Sequence[Settings] = ()
     frozen: tuple[int, ...] = ()
     thawed: tuple[int, ...] = ()
+    weight: float | str | None = None
+    clip: ClipFacts = ClipFacts()
 
 
 class NamedFacts(NamedTuple):
@@ -193,9 +193,12 @@ class StepAgreement:
         registry: The groups.
         optimizer: Its param groups are compared, of one pipeline stage and only on ranks with parameters of the group.
         groups: For each rank the indices of its param groups that have parameters.
+        rule: The optimizer's clipping rule; None: it does not clip.
+        all_groups: Every rank has all param groups, so that their ``max_norm`` can be compared.
 
     Attributes:
         sent: The facts that `number` was made of last.
+        used_clip: The clipping rules and thresholds that are compared.
     """
 
     def __init__(
@@ -204,6 +207,8 @@ class StepAgreement:
         registry: ProcessGroupRegistry,
         optimizer: torch.optim.Optimizer,
         groups: Sequence[frozenset[int]],
+        rule: Clip | None = None,
+        all_groups: bool = True,
     ) -> None:
         self.plan, self.registry, self.optimizer = plan, registry, optimizer
         self._is_fake = is_fake()  # one process plays a rank among others that answer nothing
@@ -215,8 +220,10 @@ class StepAgreement:
         self._sharers = self._class_of(registry.ranks(*model) if model else (rank,), "sharers")
         members = {index: [other for other in stage if index in groups[other]] for index in sorted(groups[rank])}
         self._groups = [_Group(index, self._class_of(ranks, "group")) for index, ranks in members.items()]
+        self._world = self._class_of(range(topology.world_size), "world")
+        self.used_clip = UsedClip(rule, all_groups)
         self._of_groups = self._of_frozen = self._of_window = self._sum = 0
-        self._window: tuple[int, bool] | None = None
+        self._window: tuple[int, bool, float | str | None] | None = None
         self._settings: Sequence[Settings] = ()
         self._changed: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
         self._keys: Called | None = None
@@ -228,14 +235,30 @@ class StepAgreement:
 
     # What travels ----------------------------------------------------------------------------------------------------
 
-    def number(self, micro_batches: int, weighted: bool, frozen: tuple[int, ...], thawed: tuple[int, ...]) -> int:
-        """Return what this rank adds to the slot; arguments as for `Facts`. Host reads, collectives: none."""
+    def number(
+        self,
+        micro_batches: int,
+        weight: float | Tensor | None,
+        frozen: tuple[int, ...],
+        thawed: tuple[int, ...],
+        explicit: tuple[Clip | None, ...] = (),
+    ) -> int:
+        """Return what this rank adds to the slot. Host reads, collectives: none.
+
+        Args:
+            micro_batches, frozen, thawed: As for `Facts`.
+            weight: The sum of the window's weights; None: its micro-batches have none.
+            explicit: The rules of the explicit clips of the window.
+        """
         param_groups, changed = self.optimizer.param_groups, False
         for group in self._groups:
             if group.read(param_groups[group.index]):
                 changed = True
-        same_window = (micro_batches, weighted) == self._window
-        if not changed and same_window and (frozen, thawed) == self._changed:
+        weighted = weight is not None
+        shared_weight = self._shared_weight(weight)
+        same_window = (micro_batches, weighted, shared_weight) == self._window
+        same_clip = not self.used_clip.read(explicit, param_groups)
+        if not changed and same_window and same_clip and (frozen, thawed) == self._changed:
             return self._sum
         if changed:
             by_class: dict[_Class, int] = {}
@@ -244,16 +267,26 @@ class StepAgreement:
             self._of_groups = sum(ranks.coefficient * (number & MASK) for ranks, number in by_class.items())
             self._settings = [group.settings for group in self._groups]
         if not same_window:
-            self._window = micro_batches, weighted
+            self._window = micro_batches, weighted, shared_weight
             # Sums of losses over sums of weights are right whatever the number of micro-batches of each data rank.
-            numbers = self._sharers.term(micro_batches) if weighted else 0
+            numbers = self._sharers.term(micro_batches, _number_of(shared_weight, 0)) if weighted else 0
             self._of_window = numbers + self._stage.term(weighted, 0 if weighted else micro_batches)
         if (frozen, thawed) != self._changed:
             self._changed = frozen, thawed
             self._of_frozen = self._frozen_number(frozen) + sum(hash_of("thawed", index) | 1 for index in thawed)
-        self.sent = Facts(micro_batches, weighted, self._settings, frozen, thawed)
-        self._sum = self._of_window + self._of_groups + self._of_frozen
+        clip = self.used_clip.facts
+        self.sent = Facts(micro_batches, weighted, self._settings, frozen, thawed, shared_weight, clip)
+        of_clip = self._world.coefficient * self.used_clip.number
+        self._sum = self._of_window + self._of_groups + self._of_frozen + of_clip
         return self._sum
+
+    def _shared_weight(self, weight: float | Tensor | None) -> float | str | None:
+        """Return a weight that ranks of one data coordinate must share, which is on the host; else its device."""
+        if weight is None or not self._sharers.coefficient:
+            return None
+        if not isinstance(weight, Tensor):
+            return weight
+        return float(weight) if weight.is_cpu else f"a tensor on {weight.device.type}"
 
     def _frozen_number(self, frozen: Sequence[int]) -> int:
         """Return what a rank adds that has frozen parameters; ranks that hold them and have not add 0."""
@@ -293,9 +326,12 @@ class StepAgreement:
         where = f" of pipeline stage {stage}" if topology.size(*topology.pipe_axes) > 1 else ""
         at = ", ".join(f"{axis}={coordinate[axis]}" for axis in topology.data_axes)
         facts_by_name = {f"weight= of the window{where}": "given" if facts.weighted else "not given"}
-        facts_by_name[f"the number of micro-batches{where}{f' at {at}' if facts.weighted and at else ''}"] = str(
+        facts_by_name[f"{MICRO_BATCHES}{where}{f' at {at}' if facts.weighted and at else ''}"] = str(
             facts.micro_batches
         )
+        if facts.weight is not None:
+            facts_by_name[f"{SUM_OF_WEIGHTS}{where}{f' at {at}' if at else ''}"] = describe(facts.weight)
+        facts_by_name |= facts.clip.as_text()
         for group, settings in zip(self._groups, facts.settings, strict=False):
             for key, text in settings.as_text().items():
                 facts_by_name[f"{key} of param group {group.index}{where}"] = text
@@ -321,6 +357,8 @@ class StepAgreement:
             name, ranks = thawed[0][0], sorted({rank for other, rank in thawed if other == thawed[0][0]})
             return thawed_text(name, f" on {named_ranks(ranks)}")
         found = [*_different(of_rank.facts for of_rank in by_rank)]
+        if any(name.startswith(MICRO_BATCHES) for name, _ in found):  # and so do their weights
+            found = [(name, text) for name, text in found if not name.startswith(SUM_OF_WEIGHTS)]
         frozen = {name for of_rank in by_rank for name in of_rank.frozen}
         if frozen:
             own = by_rank[self.registry.global_rank].frozen
@@ -335,10 +373,22 @@ class StepAgreement:
 
 
 ADVICE = {  # by the beginning of a fact's name
-    "the number of micro-batches": (
+    MICRO_BATCHES: (
         "Every rank must call backward equally often before step(): call backward(None) on a rank without samples, or, "
         "for the mean over all samples, give weight= everywhere and backward(None, weight=0) there. A rank that skips a "
         "batch after an error, or whose loader is shorter, misses one."
+    ),
+    SUM_OF_WEIGHTS: (
+        "Give the same weight= on all ranks that see the same samples, such as tensor-parallel ranks: a number on all of "
+        "them, or a tensor on all of them."
+    ),
+    "max_norm": (
+        "Set optimizer.max_norm, and max_norm of the param groups, to the same value on every rank, between the same two "
+        "steps."
+    ),
+    EXPLICIT: (
+        "Call clip_grad_by_norm or clip_grad_by_value on every rank, with the same threshold: one that a rank computes of "
+        "its own loss or gradients must be all-reduced first."
     ),
     "weight=": "Give every rank's backward a weight, or none: backward(None, weight=0) on a rank without samples.",
     "requires_grad": "Call requires_grad_ on every rank that holds the parameter, between the same two steps.",

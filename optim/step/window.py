@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from math import inf
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,22 @@ from .weights import Place, Weight, place_of, weight_slots
 Phase = Literal["open", "accumulating", "complete", "clipped", "broken"]
 Asked = TypeVar("Asked")
 Verdict = TypeVar("Verdict")
+AnyAsked = TypeVar("AnyAsked", contravariant=True)
+
+
+class AgreedWindow(Protocol[AnyAsked]):
+    """The facts of a window that ranks compare: `StepAgreement`."""
+
+    def number(
+        self,
+        micro_batches: int,
+        weight: float | Tensor | None,
+        frozen: tuple[int, ...],
+        thawed: tuple[int, ...],
+        explicit: tuple[AnyAsked | None, ...],
+        /,
+    ) -> int:
+        """Return this rank's part of the slot."""
 
 
 class Window(Generic[Asked, Verdict]):
@@ -60,6 +76,7 @@ class Window(Generic[Asked, Verdict]):
         reduced: A backward has reduced the gradients while it ran.
         asked: What an explicit call in the middle of the window wants done at its end.
         verdict: What was decided and done in this window by an explicit call.
+        explicit: The rules of the window's explicit clips, in their order.
         holds_old: The gradients of the window before have been reduced and nobody has cleared them.
         came: A backward has left a gradient on this rank, ever.
         divided_again: A pipeline schedule has divided gradients that were divided before, ever.
@@ -76,6 +93,7 @@ class Window(Generic[Asked, Verdict]):
         self._weight = Weight()
         self._slots: tuple[tuple[object, ...], Tensor, Place] | None = None
         self._facts: int | None = None  # in their slot
+        self._watched: _OtherBackward | None = None
         self.close()
 
     def close(self, params: Sequence[Tensor] = ()) -> None:
@@ -95,9 +113,11 @@ class Window(Generic[Asked, Verdict]):
         self.reduced = False
         self.asked: Asked | None = None
         self.verdict: Verdict | None = None
+        self.explicit: tuple[Asked | None, ...] = ()
         self._weighted: bool | None = None
         self._with_gradient: list[int] = []
         self._recorded: list[_Gradient] = []
+        self._stop_watching()
         self._handled: BaseException | None = None  # when the last micro-batch began
 
     def clear(self) -> None:
@@ -140,6 +160,14 @@ class Window(Generic[Asked, Verdict]):
     def is_weighted(self) -> bool:
         """Whether the micro-batches so far were given weights, 0 among them."""
         return bool(self._weighted)
+
+    def number_of_facts(self, agreement: AgreedWindow[Asked], changed: tuple[tuple[int, ...], tuple[int, ...]]) -> int:
+        """Return this rank's part of the slot of a `StepAgreement`. Host reads: none.
+
+        Args:
+            changed: The indices of parameters that were frozen, and of those that were unfrozen.
+        """
+        return agreement.number(self.micro_batches, self.weight if self.is_weighted else None, *changed, self.explicit)
 
     @property
     def count(self) -> int:
@@ -268,6 +296,8 @@ class Window(Generic[Asked, Verdict]):
             self._recorded = _Gradient.all_of(params)
         if self.steps != 1:
             self._with_gradient = [index for index, param in enumerate(params) if param.grad is not None]
+        if self.steps is not None and not self.is_full:
+            self._watch(params)
 
     def begin(self, weight: float | Tensor | None, params: Sequence[Tensor]) -> None:
         """Count one micro-batch, before its backward.
@@ -279,7 +309,8 @@ class Window(Generic[Asked, Verdict]):
         Raises:
             ValueError: The window is full; some of its micro-batches have a weight and some have none; a number is
                 negative or infinite.
-            RuntimeError: The gradients have been clipped; an earlier backward raised; somebody has cleared gradients.
+            RuntimeError: The gradients have been clipped; an earlier backward raised; gradients were cleared in between;
+                or, in managed accumulation, another backward was called since the last micro-batch.
         """
         if self.phase == "clipped":
             raise RuntimeError(
@@ -330,6 +361,29 @@ class Window(Generic[Asked, Verdict]):
                     f"shape {tuple(params[index].shape)}): a forward, module.zero_grad() or another optimizer did it; "
                     "clear them with this optimizer's zero_grad(), which waits for the end of the window"
                 )
+        if self._watched is not None and self._watched.has_come:
+            raise RuntimeError(
+                f"loss.backward() was called after micro-batch {self.micro_batches} of a window of accumulation_steps="
+                f"{self.steps}, and has added gradients that are not counted: write optimizer.backward(loss) for every "
+                "micro-batch, and clear the gradients with zero_grad() while this error is handled"
+            )
+        self._stop_watching()
+
+    def _watch(self, params: Sequence[Tensor]) -> None:
+        """Notice a backward between this micro-batch and the next, by the last parameter with a gradient.
+
+        By a hook, because scripts may clip or mask gradients in between.
+        """
+        for param in reversed(params):
+            if param.grad is not None and param.requires_grad:
+                self._watched = _OtherBackward()
+                self._remove_hook = param.register_post_accumulate_grad_hook(self._watched).remove
+                return
+
+    def _stop_watching(self) -> None:
+        if self._watched is not None:
+            self._remove_hook()
+            self._watched = None
 
     def _check_whole(self) -> None:
         if self.phase == "broken":
@@ -340,6 +394,15 @@ class Window(Generic[Asked, Verdict]):
 
 
 _SCALED = 2.0**30  # more than there are ranks: one that knows of a scaled loss speaks for all
+
+
+class _OtherBackward:
+    """A hook that notes a backward; it keeps no window alive."""
+
+    has_come = False
+
+    def __call__(self, _: Tensor) -> None:
+        self.has_come = True
 
 
 class _Gradient(NamedTuple):

@@ -105,7 +105,7 @@ def check_all_say_the_same(by_rank: Sequence[Mapping[str, str]]) -> None:
 def describe(value: object, depth: int = 4) -> str:
     """What an argument is, as text that is the same in every process; 1 and 1.0 are the same."""
     if isinstance(value, float):
-        return str(int(value)) if value.is_integer() else repr(value)
+        return str(int(value)) if value.is_integer() else float.__repr__(value)
     if isinstance(value, Tensor):
         return describe(value.tolist()) if value.numel() <= 16 else f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, (tuple, list)):
@@ -114,6 +114,8 @@ def describe(value: object, depth: int = 4) -> str:
         return f"{{{', '.join(f'{key}: {describe(item, depth)}' for key, item in sorted(value.items()))}}}"
     if value is None or isinstance(value, (bool, int, str, type)):
         return repr(value)
+    if getattr(value, "shape", None) == () and hasattr(value, "item") and type(item := value.item()) is not type(value):
+        return describe(item)  # a number of numpy's
     if isinstance(value, nn.Module) or depth == 0:
         return type(value).__name__
     if is_dataclass(value):

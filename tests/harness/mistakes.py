@@ -257,6 +257,7 @@ class Error:
         stepped_before: False: each rank's weights are those of some number of correct steps; True: no such promise (the
             mistake is in steps that torch would make as well).
         dense: The script in one process up to the error, where it writes weights itself: each rank has these weights.
+        left_out: Steps that were skipped on every rank, which the correct steps leave out.
     """
 
     kind: type[BaseException]
@@ -264,6 +265,7 @@ class Error:
     ranks: tuple[int, ...] | None = None
     stepped_before: bool = False
     dense: Callable[[Dense], None] | None = None
+    left_out: tuple[int, ...] = ()
 
     @property
     def is_specific(self) -> bool:
@@ -341,20 +343,7 @@ def mistake(
     return add
 
 
-PENDING: dict[str, str] = {
-    "bad_batch_left_out_on_one_rank": "windows that differ between ranks are not found yet",
-    "one_more_micro_batch_on_one_rank": "windows that differ between ranks are not found yet",
-    "weight_differs_between_tensor_ranks": "windows that differ between ranks are not found yet",
-    "plain_backward_for_the_last_micro_batch": "gradients that others change within a window are not found yet",
-    "max_norm_changed_on_one_rank": "thresholds that differ between ranks in a later step are not found yet",
-    "group_threshold_changed_on_one_rank": "thresholds that differ between ranks in a later step are not found yet",
-    "explicit_threshold_differs": "thresholds that differ between ranks in a later step are not found yet",
-    "explicit_clipping_on_one_rank": "thresholds that differ between ranks in a later step are not found yet",
-    "tensor_learning_rate_differs": "hyper-parameters that differ between ranks in a later step are not found yet",
-    "parameter_replaced": "parameters without a gradient on any rank are not named yet",
-    "model_cast_after_sharded_states": "a dtype that has changed is torch's error yet",
-    "model_cast_after_first_step": "a dtype that has changed is torch's error yet",
-}
+PENDING: dict[str, str] = {}
 """By the name of the script, why its outcome is not yet what is written there. Each must fail; take it out when it does
 not."""
 
@@ -471,6 +460,8 @@ def check_error(expected: Error, results: list[Result], topology: Topology, mode
         assert_weights(weights, dense, mode)
         return
     for step in range(30):
+        if step in expected.left_out:
+            continue
         with suppress(AssertionError):
             assert_weights(weights, dense, mode)
             return
@@ -499,7 +490,8 @@ def assert_weights(weights: Mapping[str, Tensor], dense: Dense, mode: str | Prec
     """Raise AssertionError unless the weights are the dense model's."""
     start = dict(full_model().named_parameters())
     for name, expected in dense.model.named_parameters():
-        tolerance = TOLERANCE[torch.float64 if mode == "fp32" else torch.bfloat16]
+        of_mode = TOLERANCE[torch.float64 if mode == "fp32" else torch.bfloat16]
+        tolerance = max(of_mode, TOLERANCE[weights[name].dtype])  # the script may have cast the model
         scale = max((expected - start[name]).abs().max().item(), 1e-2)
         error = ((weights[name].double() - expected).abs().max() / scale).item()
         assert error <= tolerance, f"{name} is off by {error:.2e} of the update"

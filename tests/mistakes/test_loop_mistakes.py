@@ -413,7 +413,7 @@ SOME_RANKS = "... micro-batch..."
 
 @mistake(
     "data=2",
-    Error(RuntimeError, SOME_RANKS),
+    Error(RuntimeError, SOME_RANKS, left_out=(1,)),
     write="the same number of micro-batches on every rank; `backward(None)` for one without data",
 )
 def bad_batch_left_out_on_one_rank(run: Run) -> None:
@@ -428,7 +428,7 @@ def bad_batch_left_out_on_one_rank(run: Run) -> None:
 
 @mistake(
     "data=2,tensor=2",
-    Error(RuntimeError, SOME_RANKS),
+    Error(RuntimeError, SOME_RANKS, left_out=(1,)),
     write="the same number of micro-batches on every rank; `backward(None)` for one without data",
 )
 def one_more_micro_batch_on_one_rank(run: Run) -> None:

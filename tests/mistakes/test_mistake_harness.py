@@ -99,7 +99,21 @@ def one_step(dense: Dense) -> None:
     dense.train([0])
 
 
+def error_after_a_skipped_step(run: Run) -> None:
+    """An error after the steps 0 and 2."""
+    run.train(run.optimizer(), [0, 2])
+    raise ValueError("a remedy")
+
+
+def error_after_a_cast(run: Run) -> None:
+    """An error after a correct step and a cast to float32."""
+    run.train(run.optimizer(), [0])
+    run.model.float()
+    raise ValueError("a remedy")
+
+
 REMEDY = Error(ValueError, "a remedy")
+LEFT_OUT = Error(ValueError, "a remedy", left_out=(1,))
 
 
 @pytest.mark.parametrize(
@@ -110,6 +124,8 @@ REMEDY = Error(ValueError, "a remedy")
         (error_after_right_steps, REMEDY),
         (error_on_one_rank, Error(ValueError, "remedy", ranks=(1,))),
         (error_after_a_step_and_zeros, Error(ValueError, "a remedy", dense=step_and_zeros)),
+        (error_after_a_skipped_step, LEFT_OUT),
+        (error_after_a_cast, REMEDY),
     ],
 )
 def test_harness_accepts_the_stated_outcome(script: Script, outcome: Outcome, world: World) -> None:
@@ -128,6 +144,8 @@ def test_harness_accepts_the_stated_outcome(script: Script, outcome: Outcome, wo
         (error_on_one_rank, REMEDY, "rank 0 raised nothing"),
         (error_on_one_rank, Error(ValueError, "remedy", ranks=(0,)), "rank 0 raised nothing"),
         (error_after_a_wrong_step, REMEDY, "not those of any number of correct steps"),
+        (error_after_a_skipped_step, REMEDY, "not those of any number of correct steps"),
+        (error_after_right_steps, LEFT_OUT, "not those of any number of correct steps"),
         (error_after_right_steps, Error(ValueError, "another text"), "is not"),
         (error_after_a_step_and_zeros, Error(ValueError, "a remedy", dense=one_step), "down.bias is off by"),
         (error_after_right_steps, Error(TypeError, "a remedy"), "rank 0: ValueError"),

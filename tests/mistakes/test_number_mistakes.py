@@ -70,21 +70,21 @@ def group_threshold_changed_on_one_rank(run: Run) -> None:
         run.train(optimizer, [step])
 
 
-@mistake("data=2", Error(RuntimeError, "clip_grad_by_norm"), write="the same threshold on every rank")
+@mistake("data=2", Error(RuntimeError, "clip_grad_by_norm", left_out=(1,)), write="the same threshold on every rank")
 def explicit_threshold_differs(run: Run) -> None:
     """`clip_grad_by_norm(threshold)` with a threshold that each rank computes of its own loss."""
     optimizer = run.optimizer(max_norm=None)
     for step in range(20):
         optimizer.zero_grad()
         optimizer.backward(run.loss(step))
-        optimizer.clip_grad_by_norm(0.5 + run.rank if step == 1 else 100.0)
+        optimizer.clip_grad_by_norm(0.5 + run.rank if step == 1 else MAX_NORM)
         optimizer.step()
 
 
-@mistake("data=2", Error(RuntimeError, "clip_grad_by_norm"), write="call it on every rank")
+@mistake("data=2", Error(RuntimeError, "clip_grad_by_norm", left_out=(1,)), write="call it on every rank")
 def explicit_clipping_on_one_rank(run: Run) -> None:
     """`clip_grad_by_norm()` on rank 0 only."""
-    optimizer = run.optimizer(max_norm=None)
+    optimizer = run.optimizer()
     for step in range(20):
         optimizer.zero_grad()
         optimizer.backward(run.loss(step))
@@ -344,7 +344,8 @@ def weight_decay_changed_on_one_rank(run: Run) -> None:
 @mistake("data=2", Error(RuntimeError, "lr"), write="the same learning rate on every rank")
 def tensor_learning_rate_differs(run: Run) -> None:
     """The learning rate is a tensor, and it is changed in place on rank 0 only."""
-    optimizer = run.optimizer(torch.optim.SGD(run.model.parameters(), lr=torch.tensor(LR), momentum=0.9, fused=True))
+    lr = torch.tensor(LR, dtype=torch.float64)
+    optimizer = run.optimizer(torch.optim.SGD(run.model.parameters(), lr=lr, momentum=0.9, fused=True))
     for step in range(20):
         if step == 1 and run.rank == 0:
             optimizer.param_groups[0]["lr"] *= 0.5

@@ -49,7 +49,7 @@ def model_moved_to_its_device(run: Run) -> None:
 
 def without_down_bias(dense: Dense) -> None:
     dense.model.down.bias.requires_grad_(False)
-    dense.train()
+    dense.train(range(17))
 
 
 @mistake("data=2", Warned("down.bias", Right(without_down_bias)), write="make the optimizer after the model is final")
@@ -57,7 +57,7 @@ def parameter_replaced(run: Run) -> None:
     """A parameter is replaced after the optimizer was made: the new one is not stepped."""
     optimizer = run.optimizer()
     run.model.down.bias = nn.Parameter(run.model.down.bias.detach().clone())
-    run.train(optimizer)
+    run.train(optimizer, range(17))  # the warning comes in the 16th step
 
 
 @mistake(

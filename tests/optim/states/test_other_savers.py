@@ -30,7 +30,8 @@ class Built:
         if kind == FSDP:
             self.model: nn.Module = sharded_net(registry, torch.bfloat16 if precision == "bf16" else torch.float32)
         else:
-            torch.manual_seed(4)
+            # Shards of the same seed would be replicas.
+            torch.manual_seed(4 + (registry.global_rank if kind == SPLIT else 0))
             self.model = nn.Linear(6, 4)
             if precision == "bf16":
                 Bf16().prepare(self.model, registry)

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from meshstep.amp import TorchFp16
-from meshstep.optim import ParallelOptimizer, Sharded
+from meshstep.optim import ByNorm, ParallelOptimizer, Sharded, WarmUp
 from meshstep.optim.step.skips import LAG
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from probes import collectives, no_host_reads
@@ -31,6 +32,7 @@ class Run:
     Args:
         change: Called on the last rank before the backward of step `BAD` with this run; it returns True to leave out the
             backward.
+        every, after: Called on every rank with this run and the step, before and after each backward.
     """
 
     def __init__(
@@ -39,8 +41,8 @@ class Run:
         self.errors: list[tuple[int, str]] = []
         self.disagreed: list[float] = []
         self.moved: list[bool] = []
-        self.weight: float | None = options.pop("weight", None)
-        every = options.pop("every", None)
+        self.weight: float | torch.Tensor | None = options.pop("weight", None)
+        every, after = options.pop("every", None), options.pop("after", None)
         with ProcessGroupRegistry(Topology(roles=None, **mesh)) as self.registry:
             self.rank = self.registry.global_rank
             self.last = self.rank == self.registry.topology.world_size - 1
@@ -55,6 +57,8 @@ class Run:
                     every(self, step)
                 if not skips_backward:
                     self.backward()
+                if after is not None:
+                    after(self, step)
                 before = self.w.detach().clone()
                 try:
                     stats: Any = self.optimizer.step()
@@ -480,6 +484,242 @@ def test_a_parameter_unfrozen_on_one_rank_stops_no_rank_from_stepping(world: Wor
         assert [step for step, _ in errors] == [*range(BAD, BAD + LAG + 1)]
         assert kept
         assert values == one
+
+
+# Clipping -------------------------------------------------------------------------------------------------------------
+
+
+def set_max_norm(run: Run) -> None:
+    run.optimizer.max_norm = 0.1 + 0.2  # not 0.3
+
+
+def stop_clipping(run: Run) -> None:
+    run.optimizer.max_norm = None
+
+
+def set_schedule(run: Run) -> None:
+    run.optimizer.max_norm = WarmUp(2.0, 1.0, steps=11)
+
+
+def set_group_threshold(run: Run) -> None:
+    run.optimizer.param_groups[1]["max_norm"] = 0.5
+
+
+THRESHOLDS: dict[str, tuple[Callable[[Run], None], dict[str, Any], str]] = {
+    "max_norm": (
+        set_max_norm,
+        {"max_norm": 0.3},
+        "max_norm is 0.3 on rank{first} and 0.30000000000000004 on rank {last}. Set",
+    ),
+    "no max_norm": (stop_clipping, {"max_norm": 0.3}, "max_norm is 0.3 on rank{first} and None on rank {last}. Set"),
+    "schedule": (
+        set_schedule,
+        {"max_norm": WarmUp(2.0, 1.0, steps=10)},
+        "steps=10) on rank{first} and WarmUp(start=2, end=1, steps=11) on rank {last}. Set optimizer.max_norm, and",
+    ),
+    "group": (
+        set_group_threshold,
+        {"max_norm": 0.3},
+        "max_norm of param group 1 is None on rank{first} and 0.5 on rank {last}. Set optimizer.max_norm, and max_norm of",
+    ),
+}
+
+
+def threshold_run(mesh: dict[str, int], case: str) -> tuple[Any, ...]:
+    change, options, _ = THRESHOLDS[case]
+    run = Run(mesh, change, steps=BAD + LAG + 1, **options)
+    return run.errors, run.disagreed, run.w.tolist()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "case"),
+    [*((MESHES[0], case) for case in THRESHOLDS), *((mesh, "max_norm") for mesh in MESHES[1:])],
+    ids=str,
+)
+def test_thresholds_that_differ_skip_steps_and_raise(world: World, mesh: dict[str, int], case: str) -> None:
+    size = 4 if len(mesh) == 2 else 2
+    results = world.run(size, threshold_run, mesh, case)
+    first = "s 0-2" if size == 4 else " 0"
+    for errors, disagreed, weights in results:
+        ((step, text),) = errors
+        assert step == BAD + LAG
+        assert THRESHOLDS[case][2].format(first=first, last=size - 1) in text
+        assert disagreed == [0.0] * BAD + [1.0] * LAG + [-1.0]
+        assert weights == results[0][2]
+
+
+def clip_apart(run: Run, step: int) -> None:
+    run.optimizer.clip_grad_by_norm(2.0 if run.last and step == BAD else 1.0)
+
+
+def clip_on_last(run: Run, step: int) -> None:
+    if run.last and step == BAD:
+        run.optimizer.clip_grad_by_norm(2.0)
+
+
+def clip_otherwise(run: Run, step: int) -> None:
+    if run.last and step == BAD:
+        run.optimizer.clip_grad_by_value(2.0)
+    else:
+        run.optimizer.clip_grad_by_norm(2.0, norm_type=2)
+
+
+def clip_twice(run: Run, step: int) -> None:
+    clip_apart(run, step)
+    run.optimizer.clip_grad_by_norm(5.0)
+
+
+EXPLICIT: dict[str, tuple[Callable[[Run, int], None], str]] = {
+    "threshold": (
+        clip_apart,
+        "is clip_grad_by_norm(1) on rank 0 and clip_grad_by_norm(2) on rank 1. Call clip_grad_by",
+    ),
+    "one rank": (
+        clip_on_last,
+        "is none on rank 0 and clip_grad_by_norm(2) on rank 1. Call clip_grad_by_norm or clip_grad",
+    ),
+    "call": (
+        clip_otherwise,
+        "is clip_grad_by_norm(2, norm_type=2) on rank 0 and clip_grad_by_value(2) on rank 1. Call",
+    ),
+    "twice": (
+        clip_twice,
+        "is clip_grad_by_norm(1), then clip_grad_by_norm(5) on rank 0 and clip_grad_by_norm(2), then clip_grad_by_norm(5)",
+    ),
+}
+
+
+def explicit_run(case: str, options: dict[str, Any]) -> tuple[Any, ...]:
+    run = Run({"data": 2}, lambda run: None, after=EXPLICIT[case][0], **options)
+    return run.errors, run.disagreed, run.moved, run.skipped, run.w.tolist()
+
+
+@pytest.mark.parametrize("case", EXPLICIT)
+@pytest.mark.parametrize("options", [{}, {"on_nonfinite": "raise", "max_norm": 1.5}], ids=["late", "at once"])
+def test_explicit_clips_that_differ_skip_the_step_and_raise(world: World, case: str, options: dict[str, Any]) -> None:
+    results = world.run(2, explicit_run, case, options)
+    found = BAD if options else BAD + LAG
+    for errors, disagreed, moved, skipped, weights in results:
+        ((step, text),) = errors
+        assert step == found
+        assert f"explicit clipping {EXPLICIT[case][1]}" in text
+        assert options or [at for at, differs in enumerate(disagreed) if differs == 1] == [BAD]
+        assert [at for at, has_moved in enumerate(moved) if not has_moved] == sorted({BAD, found})
+        assert skipped == 1
+        assert weights == results[0][4]
+
+
+def equal_clips() -> tuple[Any, ...]:
+    """Ranks that give the same numbers as other types and by new objects, in every step others."""
+
+    def number(run: Run, value: float) -> Any:
+        return numpy.float64(value) if run.rank else value
+
+    def every(run: Run, step: int) -> None:
+        run.optimizer.max_norm = ByNorm(number(run, 1.0 + step)) if step % 2 else number(run, 1.0 + step)
+        if step > LAG:
+            run.optimizer.param_groups[1]["max_norm"] = number(run, 2.0 + step)
+
+    def after(run: Run, step: int) -> None:
+        if step % 3 == 1:
+            run.optimizer.clip_grad_by_norm(number(run, 0.1 * (1 + step)))
+        if step % 3 == 2:
+            run.optimizer.clip_grad_by_value(numpy.float32(0.5) if run.rank else 0.5)
+        if step % 6 == 2:
+            run.optimizer.clip_grad_by_norm(2 if run.rank else 2.0)
+
+    run = Run({"data": 2}, lambda run: None, every=every, after=after, steps=2 * LAG)
+    return run.errors, sum(run.disagreed), run.skipped
+
+
+def test_equal_thresholds_are_never_skipped(world: World) -> None:
+    assert world.run(2, equal_clips) == [([], 0, 0)] * 2
+
+
+def managed_clips() -> tuple[list[str], float]:
+    """An explicit clip in the middle of a window, which its step makes, on rank 1 only."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        w, texts = parameter("w", value=1.0), []
+        optimizer = ParallelOptimizer(adamw(w), registry, accumulation_steps=2, on_nonfinite="raise")
+        for step in range(6):
+            optimizer.backward(w.square().sum())
+            if step == 2 and registry.global_rank:
+                optimizer.clip_grad_by_norm(0.5)
+            try:
+                optimizer.step()
+            except RuntimeError as error:
+                texts.append(str(error))
+            optimizer.zero_grad()
+        return texts, optimizer.skipped_steps
+
+
+def test_a_clip_asked_for_on_one_rank_in_a_managed_window_is_found(world: World) -> None:
+    for (text,), skipped in world.run(2, managed_clips):
+        assert "explicit clipping is none on rank 0 and clip_grad_by_norm(0.5) on rank 1" in text
+        assert skipped == 1
+
+
+def explicit_costs() -> tuple[int, int]:
+    """As `costs`, of explicit clips by thresholds that move."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        w = parameter("w", value=1.0)
+        optimizer = ParallelOptimizer(adamw(w), registry, max_norm=0.5)
+        for step in range(3):
+            optimizer.zero_grad()
+            optimizer.backward(w.square().sum())
+            with collectives() as seen, no_host_reads() if step else collectives():
+                optimizer.clip_grad_by_norm(0.1 + step)
+                optimizer.step()
+        return sum(seen.values()), optimizer.skipped_steps
+
+
+def test_comparing_explicit_clips_costs_no_collective_and_no_host_read(world: World) -> None:
+    assert world.run(2, explicit_costs) == [(2, 0)] * 2
+
+
+# Weights --------------------------------------------------------------------------------------------------------------
+
+
+def weight_of(kind: str, value: float) -> Any:
+    return torch.tensor(value, dtype=torch.float64) if kind == "tensor" else value
+
+
+def weights_run(mesh: dict[str, int], kinds: tuple[str, str], difference: float) -> tuple[Any, ...]:
+    def every(run: Run, step: int) -> None:
+        differs = run.last and step == BAD
+        run.weight = weight_of(kinds[run.last], 3.1 + step + (difference if differs else 0.0))
+
+    run = Run(mesh, lambda run: None, every=every)
+    return run.errors, run.moved, run.skipped, run.w.tolist()
+
+
+@pytest.mark.parametrize("kinds", [("number", "number"), ("tensor", "tensor"), ("tensor", "number")], ids=str)
+@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"data": 2, "tensor": 2}], ids=str)
+def test_weights_that_differ_at_a_data_coordinate_skip_the_step(
+    world: World, mesh: dict[str, int], kinds: tuple[str, str]
+) -> None:
+    size = 4 if len(mesh) == 2 else 2
+    results = world.run(size, weights_run, mesh, kinds, 0.5)
+    at, first = (" at data=1", 2) if "data" in mesh else ("", 0)
+    for errors, moved, skipped, weights in results:
+        ((step, text),) = errors
+        assert step == BAD + LAG
+        assert f"the sum of weight= of the window{at} is 6.1 on rank {first} and 6.6 on rank {size - 1}. Give" in text
+        assert [at for at, has_moved in enumerate(moved) if not has_moved] == [BAD, BAD + LAG]
+        assert skipped == 1
+        assert weights == results[0][3]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "difference"),
+    [({"data": 2}, 0.5), ({"tensor": 2}, 0.0), ({"data": 2, "tensor": 2}, 0.0), ({"pipe": 2, "data": 2}, 0.5)],
+    ids=str,
+)
+def test_weights_of_data_ranks_may_differ(world: World, mesh: dict[str, int], difference: float) -> None:
+    for errors, _, skipped, _ in world.run(
+        4 if len(mesh) == 2 else 2, weights_run, mesh, ("number", "tensor"), difference
+    ):
+        assert (errors, skipped) == ([], 0)
 
 
 # A micro-batch without a loss -----------------------------------------------------------------------------------------

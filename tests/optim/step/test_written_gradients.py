@@ -13,9 +13,11 @@ from meshstep.amp import GradScaler, precision_of
 from meshstep.optim import Fingerprints, Measure, ParallelOptimizer, Reduce
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from world import World
-from zero_models import ZERO1
+from zero_models import ZERO1, ZERO2
 
 Change = Callable[[Iterable[Tensor]], object]
 
@@ -177,3 +179,110 @@ def silenced() -> None:
 
 def test_warning_of_written_gradients_can_be_silenced(world: World) -> None:
     world.run(2, silenced)
+
+
+# A backward that the window of managed accumulation is not told of ----------------------------------------------------
+
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "zero1": ZERO1,
+    "zero2": ZERO2,
+    "overlap": {"data_parallel": Reduce(overlap=True)},
+    "ddp": {"data_parallel": "ddp"},
+    "fsdp": {"data_parallel": "fsdp"},
+}
+
+
+def mask(params: Iterable[Tensor]) -> None:
+    for param in params:
+        if param.grad is not None:
+            param.grad[:1] = 0
+
+
+def managed(mode: str, precision: str, plain_at: tuple[int, int] | None) -> tuple[list[str], int, list[float]]:
+    """Five windows of three micro-batches; ``loss.backward()`` is called for one micro-batch of one of them."""
+    options = MODES[mode]
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        model = small()
+        precision_of(precision).prepare(model, registry)
+        wrapped: nn.Module = model
+        if mode == "ddp":
+            wrapped = DistributedDataParallel(model, process_group=registry.group("data"))
+            options = {"data_parallel": wrapped}
+        if mode == "fsdp":
+            fully_shard(model, mesh=registry.device_mesh("data"))
+            options = {"data_parallel": model}
+        inner = torch.optim.SGD(model.named_parameters(), lr=0.1)
+        optimizer = ParallelOptimizer(
+            inner, registry, precision=precision, accumulation_steps=3, **arguments(**options)
+        )
+        texts, steps, dtype = [], 0, next(model.parameters()).dtype
+        for window in range(5):
+            for part in range(3):
+                x = torch.linspace(-1, 2 + part + window, 8).view(2, 4).to(dtype)
+                loss = wrapped(x).float().square().mean()
+                try:
+                    if (window, part) == plain_at:
+                        loss.backward()
+                    else:
+                        optimizer.backward(loss)
+                except RuntimeError as error:
+                    texts.append(str(error))
+                    optimizer.zero_grad()
+                    break
+                steps += optimizer.step() is not None
+                optimizer.zero_grad()
+        return texts, steps, [value for param in model.parameters() for value in _local(param).flatten().tolist()]
+
+
+def _local(param: Tensor) -> Tensor:
+    return param.detach().float() if not isinstance(param, DTensor) else param.to_local().detach().float()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("mode", ["plain", "zero1"])
+@pytest.mark.parametrize("part", [1, 2])
+def test_plain_backward_in_a_managed_window_raises_in_the_next_micro_batch(
+    world: World, mode: str, precision: str, part: int
+) -> None:
+    for texts, steps, _ in world.run(2, managed, mode, precision, (1, part)):
+        (text,) = texts
+        assert text.startswith(
+            f"loss.backward() was called after micro-batch {part} of a window of accumulation_steps=3"
+        )
+        assert "write optimizer.backward(loss) for every micro-batch" in text
+        assert steps == (4 if part == 1 else 3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_managed_window_by_optimizer_backward_never_raises(world: World, mode: str) -> None:
+    for precision in ("fp32", "bf16") if mode not in ("fsdp", "ddp") else ("fp32",):
+        for texts, steps, _ in world.run(2, managed, mode, precision, None):
+            assert (texts, steps) == ([], 5)
+
+
+@pytest.mark.parametrize("change", [mask, clip, clip_value])
+def test_gradients_changed_within_a_managed_window_are_no_backward(change: Change) -> None:
+    model = small()
+    inner = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    optimizer = ParallelOptimizer(inner, ProcessGroupRegistry(Topology()), accumulation_steps=2)
+    for _ in range(4):
+        optimizer.backward(model(torch.ones(2, 4)).sum())
+        change(model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_backward_between_two_managed_windows_is_left_alone() -> None:
+    """A hook that looks for it stays only within a window."""
+    model = small()
+    inner = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    optimizer = ParallelOptimizer(inner, ProcessGroupRegistry(Topology()), accumulation_steps=2)
+    for _ in range(3):
+        for _ in range(2):
+            optimizer.backward(model(torch.ones(2, 4)).sum())
+            optimizer.step()
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        model.zero_grad()
+    assert not any(param._post_accumulate_grad_hooks for param in model.parameters())

@@ -3,13 +3,11 @@
 from .apex import ApexFp16
 from .by_name import Mode, precision_of
 from .fp8.mode import Fp8, fp8_layers
-from .grad_scaler import GradScaler
-from .loss_scale import ConstantLossScale, DynamicLossScale, LossScale
+from .loss_scale import ConstantLossScale, DynamicLossScale, GradScaler, LossScale
 from .master_weights import MasterWeights
 from .modes import Bf16, Fp32, NaiveFp16, TorchFp16
 from .precision import Precision
-from .rounding import stochastic_round_
-from .stochastic_rounding import StochasticRounding
+from .stochastic_rounding import StochasticRounding, stochastic_round_
 
 __all__ = [
     "ApexFp16",

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from ..amp.capture import is_captured
 from ..parallel.mesh.registry import ProcessGroupRegistry
-from .clip.decide import Clipping
+from .clip.clipper import Clipping
 from .norm.measure import Fingerprints
-from .states.chain import Chain
-from .states.completion import Completion
-from .states.link import AnyWindow
+from .states.chain import AnyWindow, Chain
+from .states.gradient_completion import Completion
+from .step.combined_optimizer import kind_of, parts_of
 from .step.data_parallel import DataParallelSwitch, Switch
-from .step.several import kind_of, parts_of
 from .step.skips import OnNonfinite
 from .step.update import steps_on_device
 

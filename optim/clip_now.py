@@ -7,11 +7,10 @@ from typing import Protocol
 from torch import Tensor
 
 from .capture import Parts, check_captured
-from .clip.given import in_use
-from .clip.rule import Clip
-from .clip.state import ClipState
-from .clip.verdict import Divisor, Verdict
-from .norm.stats import GradStats
+from .clip.clipper import Divisor, Verdict
+from .clip.rule import Clip, ClipState
+from .clip.rules import in_use
+from .norm.measure import GradStats
 
 
 class ClippingParts(Parts, Protocol):

@@ -15,34 +15,27 @@ from torch import Tensor
 from ..amp.loss_scale import LossScale
 from ..amp.precision import Precision
 from ..parallel.mesh.agreement import on_all_ranks
-from ..parallel.mesh.calls import public_call, public_constructor
+from ..parallel.mesh.call_tracker import public_call, public_constructor
 from ..parallel.mesh.registry import ProcessGroupRegistry
-from .clip.decide import Clipping
-from .clip.given import Given, in_use
-from .clip.rule import ByNorm, Clip
-from .clip.state import ClipState
-from .clip.thresholds import AgreedThresholds
-from .clip.verdict import Verdict
-from .norm.entries import check_unused
-from .norm.plan import ReductionPlan
-from .norm.stats import GradStats
-from .setup import Setup
-from .states.chain import Chain
-from .states.completion import Completion
-from .states.coordinates import Coordinates, check_caller
-from .states.copies import Copied
-from .states.pieces import Piece, match_names, named_params_of
-from .states.saved import Saved
+from .build import Setup
+from .clip.clipper import AgreedThresholds, Clipping, Verdict
+from .clip.rule import ByNorm, Clip, ClipState
+from .clip.rules import Given, in_use
+from .norm.measure import GradStats
+from .norm.plan import ReductionPlan, check_unused
+from .states.chain import Chain, Piece, match_names, named_params_of
+from .states.gradient_completion import Completion
+from .states.optimizer_state import Coordinates, Copied, Saved, check_caller
 from .step.call_guard import own_calls
+from .step.combined_optimizer import WHOSE
 from .step.data_parallel import Switch
 from .step.grad_scaler import scale_of_scaler
-from .step.memory_order import lay_out_states
-from .step.several import WHOSE
 from .step.skips import OnNonfinite, SkipMonitor
 from .step.step_agreement import StepAgreement
 from .step.stopped import stopped
+from .step.torch_engine import lay_out_states
 from .step.window import Window
-from .whole.binding import bind_whole
+from .whole.optimizer import bind_whole
 
 
 def _run_as_it_is(kind: Any) -> None:

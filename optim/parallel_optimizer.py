@@ -13,25 +13,21 @@ from torch import Tensor, nn
 from ..amp.by_name import Mode, precision_of
 from ..amp.precision import Precision
 from ..parallel.interop.transformers import registry_of
-from ..parallel.mesh.calls import public_call, track_call
+from ..parallel.mesh.call_tracker import public_call, track_call
 from ..parallel.mesh.registry import ProcessGroupRegistry
+from .build import AllOptions, Setup, Stats_co, as_one, check_loss, wrong_arguments
 from .capture import check_captured
-from .clip.given import Given, in_use
-from .clip.policies import ByValue
+from .clip.clipper import Divisor, Verdict
 from .clip.rule import ByNorm, Clip
-from .clip.verdict import Divisor, Verdict
+from .clip.rules import ByValue, Given, in_use
 from .clip_now import clip_now, clip_or_ask
 from .facade import OptimizerFacade
-from .norm.measure import Measure
-from .norm.stats import GradStats
-from .options import AllOptions, Stats_co, as_one, check_loss, wrong_arguments
-from .setup import Setup
-from .states.link import Placement
-from .states.pieces import named_params_of
+from .norm.measure import GradStats, Measure
+from .states.chain import Placement, named_params_of
 from .step.call_guard import guard_calls
+from .step.combined_optimizer import unchanged
 from .step.data_parallel import Reduce
-from .step.first_look import check_window_is_used
-from .step.several import unchanged
+from .step.first_window_checks import check_window_is_used
 from .step.skips import OnNonfinite, SkipMonitor
 from .step.stopped import stopped
 from .step.update import Update

@@ -2,22 +2,20 @@
 
 from .data import ShardedDataLoader, prepare_dataloader
 from .interop.deepspeed import ModelParallelUnit, mark_model_parallel
-from .interop.local import spec_of
+from .interop.local_parameters import spec_of
 from .interop.transformers import registry_of
 from .launch import Launch, get_dist_logger, init_distributed
-from .layers.classifier_2d import Classifier2D
 from .layers.cross_entropy import cross_entropy_2d, cross_entropy_3d, vocab_parallel_cross_entropy
-from .layers.embedding import Embedding2D, VocabParallelEmbedding
+from .layers.embedding import Classifier2D, Embedding2D, VocabParallelEmbedding
 from .layers.layer_norm import LayerNorm2D
 from .layers.tensor_1d import ColumnParallelLinear, LayerNorm1D, RowParallelLinear
 from .layers.tensor_2d import BiasLayout, Linear2D
 from .layers.tensor_2p5d import Classifier2p5D, Embedding2p5D, LayerNorm2p5D, Linear2p5D
 from .layers.tensor_3d import Classifier3D, Embedding3D, LayerNorm3D, Linear3D
 from .layout.annotation import annotate, declare
-from .layout.blocks import blocks
-from .layout.pieces import Region
+from .layout.regions import Region
 from .layout.shard import full_shape, join, local_shape, shard, unshard
-from .layout.spec import P
+from .layout.spec import P, blocks
 from .mesh.agreement import gather_objects, on_all_ranks
 from .mesh.collectives import (
     all_gather_to,
@@ -30,8 +28,7 @@ from .mesh.collectives import (
     scatter_to,
 )
 from .mesh.registry import ProcessGroupRegistry
-from .mesh.roles import Role
-from .mesh.topology import Topology
+from .mesh.topology import Role, Topology
 
 __all__ = [
     "BiasLayout",

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...parallel.mesh.calls import track_call
+from ...parallel.mesh.call_tracker import track_call
 from ...parallel.mesh.registry import ProcessGroupRegistry
 
 E4M3 = torch.float8_e4m3fn

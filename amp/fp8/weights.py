@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...parallel.interop.local import has_dtensors
+from ...parallel.interop.local_parameters import has_dtensors
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..capture import is_captured
 from .tensor import E4M3, Quantized, agreed, amax_of, quantize

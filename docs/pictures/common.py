@@ -17,7 +17,7 @@ from math import log10
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshstep.parallel.mesh.svg import box, line, text
+from meshstep.parallel.layout.picture import box, line, text
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

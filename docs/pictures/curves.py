@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from common import HERE, Figures, Frame, example, figures_of, keep, main
 from meshstep.parallel import ProcessGroupRegistry, Topology
-from meshstep.parallel.mesh.svg import COLOURS, line, page, text
+from meshstep.parallel.layout.picture import COLOURS, line, page, text
 from meshstep.testing import run_ranks
 
 LAYOUTS = {  # the dense one first

@@ -12,7 +12,7 @@ import torch
 from common import Figures, Frame, example, main
 from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import P, ProcessGroupRegistry, gather_objects, spec_of
-from meshstep.parallel.mesh.svg import COLOURS, line, page, text
+from meshstep.parallel.layout.picture import COLOURS, line, page, text
 from meshstep.testing import run_ranks
 from torch import nn
 

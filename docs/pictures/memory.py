@@ -13,7 +13,7 @@ from meshstep.amp import Bf16
 from meshstep.optim import Offloaded, ParallelOptimizer, Sharded
 from meshstep.optim.states.sharded import Shards
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
-from meshstep.parallel.mesh.svg import COLOURS, box, page, text
+from meshstep.parallel.layout.picture import COLOURS, box, page, text
 from meshstep.testing import run_ranks
 from torch import Tensor, nn
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from common import ROOT, Figures, figures_of, main
-from meshstep.parallel.mesh.svg import COLOURS, box, page, text
+from meshstep.parallel.layout.picture import COLOURS, box, page, text
 
 OURS, OTHERS = COLOURS[2], COLOURS[7]
 LABELS, WIDTH, BAR, STEP, TOP = 250, 210, 16, 22, 84

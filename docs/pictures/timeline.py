@@ -20,7 +20,7 @@ from common import Figures, main
 from meshstep.optim import ParallelOptimizer, Sharded
 from meshstep.optim.step.update import Update
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
-from meshstep.parallel.mesh.svg import COLOURS, box, line, page, text
+from meshstep.parallel.layout.picture import COLOURS, box, line, page, text
 from meshstep.testing import run_ranks
 from torch import nn
 

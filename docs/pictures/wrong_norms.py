@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from common import Figures, example, main
 from meshstep.parallel import ProcessGroupRegistry
-from meshstep.parallel.mesh.svg import COLOURS, box, line, page, text
+from meshstep.parallel.layout.picture import COLOURS, box, line, page, text
 from meshstep.testing import run_ranks
 
 RIGHT, WRONG = COLOURS[2], COLOURS[1]

@@ -15,23 +15,422 @@ And a `RankRecord` from every rank, for what is no tensor or depends on the rank
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from ...parallel.layout.pieces import Region
+from ...parallel.interop.local_parameters import local_parameter
+from ...parallel.layout.annotation import Annotation, annotation_of
+from ...parallel.layout.regions import Box, Region, Shape
+from ...parallel.layout.spec import Span
+from ...parallel.mesh.agreement import on_all_ranks, on_all_ranks_with
+from ...parallel.mesh.registry import ProcessGroupRegistry
+from ...parallel.mesh.topology import Topology
+from ...parallel.mesh.value_checks import (
+    anything,
+    check_count,
+    check_number,
+    check_text,
+    dict_of,
+    fields,
+    items,
+    list_of,
+    wrong,
+)
+from ..norm.plan import ParameterEntry, ReductionPlan, entries_of, logical_shape
+from ..norm.plan_agreement import Summary, agree
 from ..parallel_optimizer import ParallelOptimizer
-from ..states.pieces import params_of
-from ..step.known import first_value
-from ..step.several import parts_of
+from ..states.chain import SCALAR_STATE, params_of
+from ..states.optimizer_state import check_state_value
+from ..step.c_engine import first_value
+from ..step.combined_optimizer import parts_of
 from ..whole.optimizer import WholeOptimizer
-from .logical_parameters import LogicalParameters
-from .logical_tensor import LogicalTensor, part_of
-from .piece_states import PieceState, PieceStates, Place, place_of
+
+# The parameters of a model under names that mean the same on every rank and in every layout ---------------------------
+
+
+class LogicalParameters:
+    """This rank's parameters and declared buffers, each with its logical name and what the rank has of it.
+
+    Pipeline stages may use a name for different parameters: it is made unique by the stage then. Tied parameters have the
+    name that the first rank gives them.
+
+    Args:
+        model: This rank's part of it.
+    Raises:
+        ValueError: On every rank, when one has an undeclared parameter, or ranks declare different things.
+    Collectives: object all-gathers.
+
+    Attributes:
+        names: The names of all logical parameters of the model, the same on every rank.
+        regions: (name, local tensor, region) of those that this rank holds.
+        buffers: The persistent buffers that nothing declared, by their names in the model.
+        buffer_names: Of all ranks' such buffers.
+    """
+
+    def __init__(self, model: nn.Module, registry: ProcessGroupRegistry) -> None:
+        self.topology = registry.topology
+
+        def declared() -> tuple[tuple[dict[str, Tensor], dict[str, Tensor], ReductionPlan], tuple[Summary, set[str]]]:
+            buffers, held = _parameters_and_buffers(unwrapped(model))
+            plan = self._plan(held, registry.global_rank)
+            return (buffers, held, plan), (Summary.of(plan, names=True), set(buffers))
+
+        (self.buffers, held, plan), everybody = on_all_ranks_with(declared, registry)
+        plan = agree(plan, [summary for summary, _ in everybody], registry)
+        self.names = plan.parameter_names
+        self.buffer_names = {name for _, buffers in everybody for name in buffers}
+        self._index: dict[int, int] = {}
+        self.regions = on_all_ranks(lambda: self._regions(list(held.values()), plan), registry)
+        self._first = [_is_first_holder(entry, plan) for entry in plan.entries]
+
+    def _regions(self, held: list[Tensor], plan: ReductionPlan) -> list[tuple[str, Tensor, Region]]:
+        regions: list[tuple[str, Tensor, Region]] = []
+        for entry, slot, tensor in zip(plan.entries, plan.parameter_slots, held, strict=True):
+            local = local_parameter(tensor, self.topology)
+            self._index[id(tensor)] = self._index[id(local)] = len(regions)
+            regions.append((self.names[slot], local.detach(), self._region(tensor, local, entry, plan)))
+        return regions
+
+    def _plan(self, held: dict[str, Tensor], rank: int) -> ReductionPlan:
+        return ReductionPlan.of(entries_of([list(held.items())], self.topology), self.topology, rank)
+
+    def _region(self, tensor: Tensor, local: Tensor, entry: ParameterEntry, plan: ReductionPlan) -> Region:
+        """The region of ``local``; ValueError where it is not of the size that its spec makes."""
+        full = logical_shape(tensor, annotation_of(local) or Annotation(entry.spec), self.topology)
+        return Region.of_shard(full, local.shape, entry.spec, self.topology, plan.coordinate, entry.name)
+
+    def writes(self) -> Iterator[tuple[str, Tensor, Region]]:
+        """Those of `regions` that this rank contributes to a checkpoint: of tied copies only the first stage's."""
+        return (held for held, first in zip(self.regions, self._first, strict=True) if first)
+
+    def is_first(self, param: Tensor) -> bool:
+        """Whether this rank contributes what belongs to a parameter to a checkpoint."""
+        return self._first[self._find(param)]
+
+    def of(self, param: Tensor) -> tuple[str, Region]:
+        """Name and region of one of the model's parameters.
+
+        Raises:
+            ValueError: It is none of the model's.
+        """
+        name, _, region = self.regions[self._find(param)]
+        return name, region
+
+    def _find(self, param: Tensor) -> int:
+        if id(param) not in self._index:
+            annotation = annotation_of(param)
+            label = (annotation.name if annotation else None) or "a parameter"
+            raise ValueError(
+                f"the optimizer steps {label} of shape {tuple(param.shape)}, which is not in the model; give the whole "
+                "model whose parameters the optimizer was made with"
+            )
+        return self._index[id(param)]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside of `DistributedDataParallel`, ``torch.compile`` and frameworks' wrappers, whose parameters have the
+    plain names."""
+    while True:
+        within = (model._modules.get(name) for name in ("_orig_mod", "_forward_module"))
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif (inner := next((module for module in within if module is not None), None)) is not None:
+            model = inner
+        else:
+            return model
+
+
+def _parameters_and_buffers(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Undeclared persistent buffers; parameters and declared buffers."""
+    params: dict[str, Tensor] = dict(model.named_parameters())
+    buffers = dict(model.named_buffers())
+    saved = model.state_dict(keep_vars=True)
+    for name, value in saved.items():
+        own_kind = name.endswith("_extra_state") and name not in params and name not in buffers
+        if own_kind and not _is_nothing(value):
+            raise ValueError(
+                f"{name} is state of a kind of its own (get_extra_state), which can't be laid out anew; give it as extra="
+            )
+    persistent = {name: buffer for name, buffer in buffers.items() if name in saved}
+    declared = {name: buffer for name, buffer in persistent.items() if annotation_of(buffer) is not None}
+    return {name: b for name, b in persistent.items() if name not in declared}, {**params, **declared}
+
+
+def _is_nothing(value: object) -> bool:
+    """What layers say that could have state of their own and have none (those of Megatron and Transformer Engine)."""
+    return value is None or (isinstance(value, Tensor) and value.numel() == 0)
+
+
+def _is_first_holder(entry: ParameterEntry, plan: ReductionPlan) -> bool:
+    """Tied copies on several stages may be cut into other pieces there, which can't be mixed."""
+    tied = ((axis, entry.spec.tied_coordinates(axis, plan.topology)) for axis, _ in entry.spec.tied)
+    return all(plan.coordinate[axis] == where[0] for axis, where in tied)
+
+
+# Logical tensors: what a checkpoint holds, whatever the layout of those who wrote it ----------------------------------
+
+
+@dataclass(frozen=True)
+class LogicalTensor:
+    """A tensor of which this rank has parts: ``{offsets: part}``, rectangles that don't overlap."""
+
+    shape: Shape
+    dtype: torch.dtype
+    parts: dict[Shape, Tensor]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank has of a logical tensor, without its elements: rectangles of it."""
+
+    shape: Shape
+    dtype: torch.dtype
+    boxes: tuple[Box, ...]
+
+    def __str__(self) -> str:
+        return f"a tensor of shape {self.shape}, {str(self.dtype)[6:]}"
+
+
+def held_of(tensor: LogicalTensor) -> Held:
+    """What this rank has of ``tensor``."""
+    boxes = (Box(offsets, tuple(part.shape)) for offsets, part in tensor.parts.items())
+    return Held(tensor.shape, tensor.dtype, tuple(boxes))
+
+
+def part_of(region: Region, tensor: Tensor) -> LogicalTensor:
+    """``tensor``, which has the region's elements in their order, as a part of the logical one."""
+    return LogicalTensor(region.full_shape, tensor.dtype, region.parts(tensor))
+
+
+# What an optimizer keeps for a piece of a parameter, and whose it is where pieces are put together anew ---------------
+
+# Step counts, and whatever else is one number, belong to the piece: experts on different ranks have made different
+# numbers of steps, and one without tokens has no state at all. In the layout of the checkpoint each piece has its own
+# again. In another one a piece may come from several; where these differ, its numbers are all those of the one with the
+# fewest steps, and elements that had no state yet have that of a new one.
+
+Place = tuple[tuple[tuple[Span, ...], ...], int, int]
+"""A region of a parameter whose full shape is known: spans, start, stop."""
+
+
+@dataclass(frozen=True)
+class PieceState:
+    """The state of one piece; of tensors only which there are.
+
+    Args:
+        tensors: The dtypes of those of the piece's shape, by key.
+        odd: The keys of those of other shapes.
+        scalars: dtype and value of those that are one number.
+        values: What is no tensor.
+    """
+
+    tensors: dict[str, str] = field(default_factory=dict)
+    odd: list[str] = field(default_factory=list)
+    scalars: dict[str, tuple[str, float]] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], piece: Tensor, region: Region) -> PieceState:
+        """From an optimizer's state. Host reads: one for each 0-dim tensor."""
+        found = cls()
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                found.values[key] = value
+            elif is_scalar(key, value, region):
+                found.scalars[key] = (_name(value), value.item())
+            elif value.shape == piece.shape:
+                found.tensors[key] = _name(value)
+            else:
+                found.odd.append(key)
+        return found
+
+    def plain(self) -> dict[str, Any]:
+        """``values``, and ``scalars`` as the tensors that they were, on the CPU."""
+        scalars = {
+            key: torch.tensor(number, dtype=getattr(torch, name)) for key, (name, number) in self.scalars.items()
+        }
+        return {**self.values, **scalars}
+
+    @property
+    def steps(self) -> Any:
+        """The count of steps; None where it has none."""
+        return self.scalars["step"][1] if "step" in self.scalars else self.values.get("step")
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether it has been stepped: fused optimizers make a state of zeros, after 0 steps, in one that is skipped."""
+        return not same(self, PieceState()) and self.steps != 0
+
+
+def _check_dtype(value: object, field: str) -> None:
+    if not isinstance(value, str) or not isinstance(getattr(torch, value, None), torch.dtype):
+        raise wrong(field, value, "the name of a dtype")
+
+
+def _check_scalar(value: object, field: str) -> None:
+    if isinstance(value, (list, tuple)) and len(value) == 2 and isinstance(value[1], (bool, complex)):
+        _check_dtype(value[0], field)
+        return
+    items(_check_dtype, check_number)(value, field)
+
+
+def check_piece_state(value: object, field: str) -> None:
+    """Raise ValueError where ``value`` is not a `PieceState` in plain containers, or its numbers are out of range."""
+    checks = {
+        "tensors": dict_of(_check_dtype),
+        "odd": list_of(check_text),
+        "scalars": dict_of(_check_scalar),
+        "values": dict_of(anything),
+    }
+    fields(checks)(value, field)
+    assert isinstance(value, Mapping)
+    if unknown := value.keys() - checks.keys():
+        raise ValueError(f"{field} has {', '.join(map(repr, unknown))}, which is no part of a state")
+    numbers = {**value["values"], **{key: number for key, (_, number) in value["scalars"].items()}}
+    for key, number in numbers.items():
+        check_state_value(key, number, field)
+
+
+def check_place(value: object, field: str) -> None:
+    """Raise ValueError where ``value`` is no `Place`."""
+    items(list_of(list_of(items(check_count, check_count))), check_count, check_count)(value, field)
+
+
+def is_scalar(key: str, value: Tensor, region: Region) -> bool:
+    """Whether a state is one number for the piece, and not an element for each of the parameter's."""
+    return value.dim() == 0 and (region.full_shape != () or key in SCALAR_STATE)
+
+
+def place_of(region: Region) -> Place:
+    """Where in its parameter a region is."""
+    return region.spans, region.start, region.stop
+
+
+# Of all ranks ---------------------------------------------------------------------------------------------------------
+
+OfRank = Mapping[str, Mapping[Place, PieceState]]  # by parameter
+
+
+def merged(ranks: Sequence[OfRank]) -> dict[str, list[tuple[dict[str, Any], dict[Place, list[int]]]]]:
+    """The different states of each parameter's pieces, as plain containers, and which ranks had each where; no places
+    where all are the same."""
+    found: dict[str, list[tuple[PieceState, dict[Place, list[int]]]]] = {}
+    for rank, own in enumerate(ranks):
+        for name, pieces in own.items():
+            states = found.setdefault(name, [])
+            for place, state in pieces.items():
+                at = next((places for known, places in states if same(known, state)), None)
+                if at is None:
+                    states.append((state, at := {}))
+                at.setdefault(place, []).append(rank)
+    return {
+        name: [(asdict(state), places if len(states) > 1 else {}) for state, places in states]
+        for name, states in found.items()
+    }
+
+
+class PieceStates:
+    """What `merged` returned, for the pieces of another layout.
+
+    Args:
+        ranks: The saved ranks that are like this one; of copies that differ theirs is taken.
+
+    Attributes:
+        together: What `of` has put together of pieces that differed, in words.
+    """
+
+    def __init__(self, content: Mapping[str, Any], ranks: set[int]) -> None:
+        self._states = {
+            name: [(PieceState(**state), places) for state, places in states] for name, states in content.items()
+        }
+        self._ranks = ranks
+        self.together: list[str] = []
+
+    @property
+    def keys(self) -> set[tuple[str, str]]:
+        """(key, parameter) of every state of a parameter's shape that a piece has."""
+        return {(key, name) for name, states in self._states.items() for state, _ in states for key in state.tensors}
+
+    def missing(self, name: str, region: Region) -> Iterator[tuple[str, torch.dtype]]:
+        """The tensors that other pieces of the parameter have and this one does not, on any rank: key and dtype."""
+        states = self._states.get(name, [])
+        here = {key for state, places in states if place_of(region) in places for key in state.tensors}
+        known = {key: dtype for state, places in states for key, dtype in state.tensors.items() if places}
+        return ((key, getattr(torch, known[key])) for key in sorted(known.keys() - here))
+
+    def of(self, name: str, region: Region) -> PieceState:
+        """The state of a piece.
+
+        Raises:
+            ValueError: It would come from pieces whose states differ and can't be put together.
+        """
+        states = self._states.get(name, [])
+        if len(states) < 2:
+            return states[0][0] if states else PieceState()
+        here = [(state, places[place_of(region)]) for state, places in states if place_of(region) in places]
+        found = [state for state, ranks in here if not self._ranks.isdisjoint(ranks)] or [state for state, _ in here]
+        if not found:
+            found = [state for state, places in states if any(_region(region, at).overlaps(region) for at in places)]
+        return self._put_together(name, found) if len(found) > 1 else found[0] if found else PieceState()
+
+    def _put_together(self, name: str, states: Sequence[PieceState]) -> PieceState:
+        stepped = [state for state in states if state.is_begun]
+        begun = stepped or [state for state in states if not same(state, PieceState())]
+        counts = [state.steps for state in begun]
+        differing = _differing([{**state.scalars, **state.values} for state in begun])
+        if differing and (None in counts or not all(_is_number(state, key) for state in begun for key in differing)):
+            raise ValueError(
+                f"the optimizer's {', '.join(differing)} of {name} differed between pieces that are put together here, and "
+                "nothing says which to take; continue on the mesh of the checkpoint"
+            )
+        fewest = begun[counts.index(min(counts))] if differing else begun[0]
+        tensors = {key: dtype for state in begun for key, dtype in state.tensors.items()}
+        how = [f"{min(counts):g} to {max(counts):g} steps"] if differing else []
+        missing = any(not state.is_begun or state.tensors.keys() != tensors.keys() for state in states)
+        how += ["no state yet"] if missing else []
+        if stepped:
+            self.together.append(f"{name} ({', '.join(how)})")
+        return PieceState(
+            tensors,
+            sorted({key for state in begun for key in state.odd}),
+            fewest.scalars,
+            fewest.values,
+        )
+
+
+def _region(of_same_parameter: Region, place: Place) -> Region:
+    return Region(of_same_parameter.full_shape, *place)
+
+
+def _differing(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    keys = {key for one in found for key in one}
+    return sorted(key for key in keys if any(not same(one.get(key), found[0].get(key)) for one in found))
+
+
+def _is_number(state: PieceState, key: str) -> bool:
+    return key in state.scalars or isinstance(state.values.get(key), (int, float))
+
+
+def same(one: object, other: object) -> bool:
+    """Whether two values are equal; tensors of several elements are not."""
+    try:
+        return bool(one == other)
+    except RuntimeError:  # tensors within
+        return False
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+# Contents -------------------------------------------------------------------------------------------------------------
 
 _FIELDS = {"model": 1, "state": 2, "whole": 2, "piece": 3, "master": 1, "buffer": 2}
 LAYOUT = (
@@ -192,3 +591,119 @@ def digest(tensor: Tensor) -> str:
     local = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     content = ctypes.string_at(local.data_ptr(), local.nbytes) if local.nbytes else b""
     return blake2b(repr((local.dtype, tuple(local.shape))).encode() + content, digest_size=8).hexdigest()
+
+
+# What all ranks said besides tensors, as one record, and what of it is a rank's on another mesh -----------------------
+
+T = TypeVar("T")
+Variants = list[tuple[T, list[int]]]
+"""Different values, and the ranks that had each."""
+
+
+def check_content(content: object, world_size: int) -> None:
+    """Raise ValueError, and name the field, where what `SHARED_FILE` holds is not what `save_checkpoint` writes.
+
+    Args:
+        world_size: The number of ranks that saved.
+    """
+    ranks = list_of(partial(_check_rank, world_size=world_size))
+    fields(
+        {
+            "record": fields(
+                {
+                    "groups": list_of(items(list_of(check_text), list_of(items(dict_of(anything), ranks), least=1))),
+                    "buffers": dict_of(list_of(items(check_text, ranks), least=1)),
+                    "pieces": dict_of(list_of(items(check_piece_state, dict_of(ranks, key=check_place)))),
+                }
+            ),
+            "rest": fields({"precision": check_text, "loss_scale": anything, "weights": dict_of(anything)}),
+            "optimizer": check_text,
+            "schedule": anything,
+            "schedule_kind": check_text,
+            "extra": anything,
+        }
+    )(content, "content")
+
+
+def _check_rank(value: object, field: str, world_size: int) -> None:
+    if type(value) is not int or not 0 <= value < world_size:
+        raise wrong(field, value, f"a rank from 0 to {world_size - 1}")
+
+
+class SharedRecord:
+    """All ranks' records as one, and what of it is this rank's on a mesh that may be another one.
+
+    What ranks said differently (batch norm's running statistics on data ranks, a learning rate on pipeline stages) goes to
+    the rank at the same coordinates. On another mesh it comes from the saved ranks whose coordinates are the same along
+    every axis that has the same size in both, and 0 along other data axes; if these differ among themselves it is an error.
+
+    Attributes:
+        groups: The names of each param group's parameters, and the variants of its hyper-parameters.
+        buffers: The variants of the undeclared buffers' digests.
+        pieces: What the optimizer had for the pieces of parameters.
+    """
+
+    def __init__(self, content: Mapping[str, Any], saved: Topology, now: Topology, rank: int) -> None:
+        self.groups: list[tuple[list[str], Variants[dict[str, Any]]]] = content["groups"]
+        self.buffers: dict[str, Variants[str]] = content["buffers"]
+        self._saved, self._now, self._ranks = saved, now, _similar_ranks(saved, now, rank)
+        self.pieces = PieceStates(content["pieces"], self._ranks)
+
+    @staticmethod
+    def merge(records: Sequence[RankRecord]) -> dict[str, Any]:
+        """The content of a shared record, in plain containers, from all ranks' records."""
+        groups = []
+        for index in range(max(len(record.groups) for record in records)):
+            found = {rank: record.groups[index] for rank, record in enumerate(records) if index < len(record.groups)}
+            names = sorted({name for own, _ in found.values() for name in own})
+            # A rank without parameters has a group only because torch wants one.
+            groups.append((names, _variants({rank: hyper for rank, (own, hyper) in found.items() if own or not names})))
+        return {
+            "groups": groups,
+            "buffers": _by_name([record.buffers for record in records]),
+            "pieces": merged([record.pieces for record in records]),
+        }
+
+    def hyper(self, index: int) -> dict[str, Any]:
+        """The hyper-parameters of a param group for this rank."""
+        return self._choose(self.groups[index][1], f"the hyper-parameters of param group {index}")
+
+    def buffer(self, name: str) -> str:
+        """The digest of an undeclared buffer for this rank."""
+        return self._choose(self.buffers[name], f"the buffer {name}")
+
+    def _choose(self, variants: Variants[T], what: str) -> T:
+        alike = [value for value, ranks in variants if not self._ranks.isdisjoint(ranks)]
+        chosen = alike or [value for value, _ in variants]
+        if len(chosen) > 1:
+            raise ValueError(
+                f"{what} differed between ranks of {self._saved!r}, and nothing says which belongs to a rank of "
+                f"{self._now!r}; continue on the mesh of the checkpoint, or say how a buffer is laid out with "
+                "annotate(buffer, P(...)) before saving"
+            )
+        return chosen[0]
+
+
+def _similar_ranks(saved: Topology, now: Topology, rank: int) -> set[int]:
+    coordinate = now.coordinate(rank)
+    wanted = dict.fromkeys(saved.data_axes, 0)
+    wanted |= {axis: coordinate[axis] for axis in saved.axes if axis in now.axes and saved.size(axis) == now.size(axis)}
+    return set(saved.filter(**wanted))
+
+
+def _by_name(by_rank: Sequence[Mapping[str, T]]) -> dict[str, Variants[T]]:
+    """The variants of each name, from what each rank says of those it knows."""
+    names = sorted({name for own in by_rank for name in own})
+    return {name: _variants({rank: own[name] for rank, own in enumerate(by_rank) if name in own}) for name in names}
+
+
+def _variants(values: Mapping[int, T]) -> Variants[T]:
+    found: Variants[T] = []
+    for rank, value in values.items():
+        for known, ranks in found:
+            if same(known, value):
+                ranks.append(rank)
+                break
+        else:
+            found.append((value, [rank]))
+    return found

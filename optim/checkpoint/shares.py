@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from ...parallel.layout.pieces import Box
-from .logical_tensor import Held
+from ...parallel.layout.regions import Box
+from .contents import Held
 
 
 def shares(held: Sequence[Mapping[str, Held]]) -> list[dict[str, list[Box]]]:

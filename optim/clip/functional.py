@@ -2,28 +2,196 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from math import inf
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
+from ...amp.capture import is_captured
+from ...parallel.interop.local_parameters import local_gradients, local_parameters
 from ...parallel.layout.annotation import Annotation, annotate
+from ...parallel.layout.regions import Region
 from ...parallel.layout.spec import P
-from ...parallel.mesh.calls import in_call
+from ...parallel.mesh.call_tracker import in_call
 from ...parallel.mesh.registry import ProcessGroupRegistry, check_registry
-from ..gradients.in_place import clamp_each, scale_each
-from ..norm.agreement import agreed
-from ..norm.entries import entries_of
+from ..gradients.buckets import sync_axes
+from ..gradients.in_place import clamp_each, is_complete, mark_complete, scale_each
 from ..norm.global_norm import GlobalNorm
-from ..norm.norms import Norms, Reduction, checked_norm_type, checked_reduction
-from ..norm.plan import ReductionPlan
-from ..norm.stats import GradStats
-from .given import Given, check_packed, clip_of
-from .listed import Listed, Params, Pending, check_gradients, given_in
-from .on_list import OnList
-from .rule import checked_threshold
-from .state import ClipState
+from ..norm.measure import GradStats, Measure, Norms, Reduction, checked_norm_type, checked_reduction
+from ..norm.plan import ReductionPlan, check_dense_real, check_unused, entries_of
+from ..norm.plan_agreement import agreed
+from .clipper import AgreedThresholds, Clipping, Divisor
+from .rule import ClipState, checked_threshold
+from .rules import Given, check_packed, clip_of, planned_for
+
+# A list of parameters that was given to a function, and what is to be true of their gradients -------------------------
+
+Params = Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
+Pending = list[tuple[int, Annotation]]
+NamedParam = tuple[str | None, Tensor]
+
+
+def given_in(params: Params) -> list[NamedParam]:
+    """(name, parameter), each parameter once."""
+    check_unused(params)
+    items: list[Any] = [params] if isinstance(params, Tensor) else list(params)
+    if not any(issubclass(kind, tuple) for kind in {*map(type, items)}):
+        return [(None, param) for param in {id(param): param for param in items}.values()]
+    pairs = [item if isinstance(item, tuple) else (None, item) for item in items]
+    return [*{id(param): (name, param) for name, param in pairs}.values()]
+
+
+@dataclass
+class Listed:
+    """Parameters, each once: their names, themselves or the local ones of DTensors, their gradients and annotations."""
+
+    names: list[str | None]
+    params: list[Tensor]
+    gradients: list[Tensor | None]
+    annotations: list[Annotation | None]
+
+    @classmethod
+    def of(cls, given: Sequence[NamedParam], registry: ProcessGroupRegistry) -> Listed:
+        """Raises ValueError: the layout of a DTensor or of its gradient is none that can be worked with."""
+        return cls([name for name, _ in given], *local_gradients([param for _, param in given], registry.topology))
+
+    @cached_property
+    def pending(self) -> Pending:
+        """The positions of those whose gradients may be sums that are still to be made."""
+        return [
+            (index, annotation)
+            for index, annotation in enumerate(self.annotations)
+            if annotation is not None and ((spec := annotation.spec).partial or spec.tied)
+        ]
+
+    def change(self, change: Callable[[list[Tensor | None]], None]) -> None:
+        """Change the gradients in place; sums that have been made stay so."""
+        complete = [
+            (self.params[i], self.gradients[i])
+            for i, _ in self.pending
+            if is_complete(self.params[i], self.gradients[i])
+        ]
+        change(self.gradients)
+        for param, gradient in complete:
+            mark_complete(param, gradient)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each gradient; of the parameter where there is none."""
+        return [
+            (param if grad is None else grad).numel() for param, grad in zip(self.params, self.gradients, strict=True)
+        ]
+
+    def plan(self, registry: ProcessGroupRegistry) -> ReductionPlan:
+        """As this rank sees it. Raises ValueError, TypeError: as `entries_of` and `ReductionPlan.of`."""
+        named = [param if name is None else (name, param) for name, param in zip(self.names, self.params, strict=True)]
+        return ReductionPlan.of(entries_of([named], registry.topology), registry.topology, registry.global_rank)
+
+
+def check_gradients(listed: Listed, registry: ProcessGroupRegistry) -> None:
+    """Raise TypeError for a gradient that is sparse or complex, and ValueError for one that is still a pending sum."""
+    gradients = [gradient for gradient in listed.gradients if gradient is not None]
+    dense = {gradient.layout for gradient in gradients} <= {torch.strided}
+    if not dense or any(dtype.is_complex for dtype in {gradient.dtype for gradient in gradients}):
+        for index, gradient in enumerate(listed.gradients):
+            if gradient is not None:
+                check_dense_real(gradient, f"the gradient of {_name(listed, index)}")
+    for index, annotation in listed.pending:
+        if not is_complete(listed.params[index], listed.gradients[index]):
+            over = sync_axes(annotation.spec_on(registry.topology), registry.topology, average_data=False)
+            if registry.topology.size(*over) > 1:
+                raise ValueError(
+                    f"the gradient of {_name(listed, index)} ({annotation.spec}) is still a pending sum over "
+                    f"{', '.join(over)}: call sync_gradients(params, registry) after the last backward, or use "
+                    "ParallelOptimizer, which does"
+                )
+
+
+def _name(listed: Listed, index: int) -> str:
+    annotation = listed.annotations[index]
+    return listed.names[index] or (annotation.name if annotation else None) or f"parameter {index}"
+
+
+# On list --------------------------------------------------------------------------------------------------------------
+
+# A rule that speaks of single parameters, on a list of them that is no optimizer's: ranks agree once what is in it.
+
+
+class OnList:
+    """Measures the gradients of one list, in one collective, and applies a rule to them.
+
+    Raises, collectives: where it is made, as `agreed`, on every rank.
+    """
+
+    def __init__(
+        self, listed: Listed, registry: ProcessGroupRegistry, clip: ClipState, norm_type: float, reduction: Reduction
+    ) -> None:
+        def checked_plan() -> ReductionPlan:
+            check_gradients(listed, registry)
+            return listed.plan(registry)
+
+        plan = planned_for(clip.rule, agreed(checked_plan, registry, names=True), registry)
+        clip.bind(plan.parameter_names)
+        self.registry, self.key = registry, _key(listed)
+        self._annotations = listed.annotations  # their ids are in the key
+        no_groups: Any = SimpleNamespace(param_groups=[])
+        measure = Measure(norm_type, reduction, check_replicas=False)
+        self.clipping = Clipping(
+            listed.params, _regions(plan), plan, registry, measure, AgreedThresholds((), True), no_groups
+        )
+
+    def __call__(self, clip: ClipState, params: list[Tensor], listed: Listed) -> GradStats:
+        """Clip in place, and what was measured. Collectives: one. Host reads: none.
+
+        Args:
+            clip: That of the first call.
+            params: As they were given, DTensors among them.
+            listed: The same, taken apart.
+        Raises:
+            ValueError, TypeError: On the rank that has another list, or gradients that can't be measured; on the others the
+                step is one that is skipped.
+        """
+        try:
+            check_gradients(listed, self.registry)
+            if _key(listed) != self.key:
+                raise ValueError(
+                    f"{type(clip.rule).__name__} speaks of single parameters, and this is another list of them than in the "
+                    "first call: give the same one in every call, or make a ClipState for each list"
+                )
+        except (ValueError, TypeError):
+            self._clip(clip, [torch.empty(0)] * len(self._annotations), wrong=True)
+            raise
+        with local_parameters(params, self.registry.topology) as local:
+            return self._clip(clip, local, wrong=False)
+
+    def _clip(self, clip: ClipState, params: list[Tensor], wrong: bool) -> GradStats:
+        slots = torch.full((1,), float(wrong), dtype=torch.float64, device=self.registry.device)
+        self.clipping.params = params
+        divisor = Divisor(slots, is_missing=lambda totals: totals[0] > 0)
+        return self.clipping(clip, divisor, now=True, captured=is_captured()).stats
+
+
+def _key(listed: Listed) -> tuple[object, ...]:
+    return *map(id, listed.annotations), *listed.sizes
+
+
+def _regions(plan: ReductionPlan) -> list[Region | None]:
+    """For each entry which part of the logical tensor it is."""
+    return [
+        None
+        if entry.full_shape is None
+        else Region.of_shard(entry.full_shape, entry.shape, entry.spec, plan.topology, plan.coordinate, entry.name)
+        for entry in plan.entries
+    ]
+
+
+# Functional -----------------------------------------------------------------------------------------------------------
 
 
 def global_norm(

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .bucket import Exact, Exchange, Finish, Memory
+from .buckets import Exact, Exchange, Finish, Memory
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from torch import Tensor
 from triton.runtime import JITFunction
 
 from . import triton_powers, triton_updates
+from .device_constants import Tables
 from .memory import PLAIN
 from .native import DTYPES, Columns, Kind, in_memory_order
-from .tables import Tables
 
 MOST = 11  # p from which on powers leave the range of float64
 

@@ -22,16 +22,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...amp.capture import is_captured
-from ...parallel.mesh.flat_collectives import all_gather_flat
+from ...parallel.mesh.process_group_collectives import all_gather_flat
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..kernels.choice import chosen, triton_on
+from ..kernels.device_constants import Constants
 from ..kernels.memory import PLAIN
 from ..kernels.native import DTYPES, NO_MEMORY, NORM_TYPES, Native, in_memory_order
-from .constants import Constants
-from .norms import Level, Norms, Reduction, checked_norm_type, checked_reduction
+from .groupings import Units
+from .measure import Level, Norms, Reduction, checked_norm_type, checked_reduction
 from .plan import ReductionPlan
 from .powers import HIGH, accumulation_dtype, p_norm, powers_by_torch
-from .units import Units
 
 
 class GlobalNorm:

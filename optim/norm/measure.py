@@ -2,14 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import isnan
+from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
-from .norms import Reduction, checked_norm_type, checked_reduction
-from .numbers import is_whole
+from ...parallel.mesh.value_checks import check_scalar, is_whole
+
+# What is measured of gradients: which norms, of what, and how they are reduced ----------------------------------------
+
+Reduction = Literal["packed", "per_group"]
+Level = Literal["total", "groups", "parameters", "named", "units"]
+
+
+class Norms(NamedTuple):
+    """Global p-norms of gradients, device tensors of the accumulation dtype.
+
+    Args:
+        total: 0-dim.
+        groups: [param groups].
+        parameters: [logical parameters], or empty where they are not measured.
+        extra: What travelled along.
+        units: [units of all parameters], or empty.
+        weights: Norms of the weights themselves, shaped as the gradients' at the level that was asked for; or empty.
+        named: [named groups, and the others], or empty; see `Named`.
+    """
+
+    total: Tensor
+    groups: Tensor
+    parameters: Tensor
+    extra: Tensor
+    units: Tensor
+    weights: Tensor
+    named: Tensor
+
+
+def checked_norm_type(norm_type: float) -> float:
+    """``norm_type`` as a float.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is below 1 or NaN.
+    """
+    check_scalar(norm_type, "norm_type", "a number >= 1 (2.0 is the usual norm) or float('inf')")
+    value = float(norm_type)
+    if 0 < value < 1:
+        raise ValueError(
+            f"norm_type={norm_type}: give a number >= 1 (2.0 is the usual norm) or float('inf'); below 1 it is no norm (a "
+            "sum of two gradients could be longer than both together), and grows with the number n of elements so fast, as "
+            f"n^{1 / value:.3g}, that a threshold means little"
+        )
+    if isnan(value) or value < 1:
+        raise ValueError(f"norm_type={norm_type}: give a number >= 1 (2.0 is the usual norm) or float('inf')")
+    return value
+
+
+def checked_reduction(reduction: Reduction) -> Reduction:
+    """``reduction``.
+
+    Raises:
+        ValueError: It is none of the two.
+    """
+    if reduction not in ("packed", "per_group"):
+        raise ValueError(f"reduction={reduction!r}: give 'packed' or 'per_group'")
+    return reduction
+
+
+# Measure --------------------------------------------------------------------------------------------------------------
 
 Commit = Callable[[], bool | Tensor]
 
@@ -86,3 +148,69 @@ class Measure:
             )
         if self.commit is not None and not callable(self.commit):
             raise TypeError(f"commit={self.commit!r}: give a function without arguments that returns True or False")
+
+
+# What one measurement of the gradients says ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GradStats:
+    """The gradients of one step, measured. All tensors are on the device and the same bits on every rank.
+
+    Nothing here has been read by the host; ``float(stats.total_norm)`` reads it, and waits for the device. So does
+    ``str(stats)``, one line for a person: ``norm 0.913, clipped x0.548``. Each step has tensors of its own; those of a step
+    that a CUDA graph captured are written anew by every replay: clone what you want to keep.
+
+    Args:
+        total_norm: 0-dim float64 (float32 where a device has none): the global p-norm of the unscaled gradients before
+            clipping, inf or NaN as it is.
+        clip_coef: 0-dim, same dtype: what the gradients were (or will be) multiplied by; 1 without clipping or when the
+            norm is not finite. Where param groups have their own ``max_norm``, that of the others.
+        found_inf: 0-dim float32: 1 when the norm is not finite and the step is skipped, else 0. It may be skipped for other
+            reasons, see `skipped`.
+        group_norms: [number of param groups]: the global p-norm of each param group.
+        loss_scale: 0-dim float32: what backward had multiplied the loss by; None in modes without a loss scale.
+        parameter_norms: By parameter name, where asked for: the global p-norm of each logical parameter.
+        vetoed: 0-dim float32: 1 when ``commit=`` of any rank refused the step, else 0; None without ``commit=``.
+        parted: 0-dim float32: 1 from the step on in which copies were found to differ until the error is raised that names
+            them, else 0; None without `Fingerprints`.
+        spiked: 0-dim float32: 1 when the clip rule skips the step, though its norm is finite, else 0; None where no rule
+            does that (`SkipSpikes`).
+        named_norms: By pattern, under `ByName`: the global p-norm of the parameters that it matches first.
+        disagreed: 0-dim bool: True when ranks differ in the number of micro-batches, in weights, in clipping, in
+            hyper-parameters or in which parameters are frozen, so that the step is skipped; None on one rank.
+    """
+
+    total_norm: Tensor
+    clip_coef: Tensor
+    found_inf: Tensor
+    group_norms: Tensor
+    loss_scale: Tensor | None = None
+    parameter_norms: Mapping[str, Tensor] = field(default_factory=dict)
+    vetoed: Tensor | None = None
+    parted: Tensor | None = None
+    spiked: Tensor | None = None
+    named_norms: Mapping[str, Tensor] = field(default_factory=dict)
+    disagreed: Tensor | None = None
+
+    @property
+    def skipped(self) -> Tensor:
+        """0-dim float32: 1 when the step is skipped, for whatever reason, else 0. Host reads: none."""
+        all_reasons = self.found_inf, self.vetoed, self.parted, self.spiked, self.disagreed
+        reasons = [reason for reason in all_reasons if reason is not None]
+        if len(reasons) > 2:
+            return torch.stack(reasons).amax()
+        return torch.maximum(*reasons) if len(reasons) == 2 else reasons[0]
+
+    def __str__(self) -> str:
+        parts = [f"norm {float(self.total_norm):.3g}"]
+        if self.skipped:
+            whys = {"a rank's veto": self.vetoed, "copies that differ": self.parted, "a spike": self.spiked}
+            whys["ranks that disagree"] = self.disagreed
+            why = ", ".join(reason for reason, flag in whys.items() if flag is not None and flag)
+            parts.append(f"skipped ({why})" if why else "skipped")
+        elif self.clip_coef < 1:
+            parts.append(f"clipped x{float(self.clip_coef):.3g}")
+        if self.loss_scale is not None:
+            parts.append(f"loss scale {float(self.loss_scale):g}")
+        return ", ".join(parts)

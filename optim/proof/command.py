@@ -6,27 +6,71 @@ import argparse
 import importlib
 import importlib.util
 import inspect
+import io
 import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ...parallel.launch.environment import read_environment
+from ...parallel.launch.start import read_environment
 from ...parallel.layout.spec import P
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from ...parallel.mesh.text import named_ranks
+from ...parallel.mesh.text import aligned, named_ranks, printable
 from ...parallel.mesh.topology import Topology
-from ...parallel.ranks.errors import RanksError
+from ...parallel.ranks.interface import RanksError
 from ...parallel.ranks.run import run_ranks
-from .findings import Proof
-from .infer import Inferred, infer
-from .prove import prove
-from .report import report
+from .findings import Finding, Proof
+from .prove import Inferred, infer, prove
+
+# A proof as a table, for people ---------------------------------------------------------------------------------------
+
+_HEADER = ("parameter", "declared", "it is", "what is wrong", "over", "factor")
+
+
+def report(proof: Proof) -> str:
+    """A table of the findings in forward order, each of them in words, and what is right. With rich's lines where it is
+    installed."""
+    if proof.right:
+        return str(proof)
+    table = _with_rich if find_spec("rich") else _plain
+    return f"{table([_row(finding) for finding in proof.findings])}\n\n{proof}"
+
+
+def _row(finding: Finding) -> tuple[str, ...]:
+    return (
+        printable(finding.name),
+        "" if finding.declared is None else str(finding.declared),
+        "" if finding.inferred is None else str(finding.inferred),
+        finding.cause,
+        " x ".join(finding.axes),
+        "" if finding.factor is None else f"{finding.factor:.4f}",
+    )
+
+
+def _plain(rows: list[tuple[str, ...]]) -> str:
+    return "\n".join(aligned([_HEADER, *rows], right={5}))
+
+
+def _with_rich(rows: list[tuple[str, ...]]) -> str:
+    table: Any = import_module("rich.table").Table(*_HEADER)
+    table.columns[5].justify = "right"
+    text: Any = import_module("rich.text").Text
+    for row in rows:
+        table.add_row(*map(text, row))
+    widest = sum(max(map(len, column)) + 3 for column in zip(_HEADER, *rows, strict=True)) + 1
+    written = io.StringIO()
+    import_module("rich.console").Console(file=written, width=widest).print(table)
+    return written.getvalue().rstrip()
+
+
+# Command --------------------------------------------------------------------------------------------------------------
 
 WRONG, UNTOLD = 1, 2  # exit codes: something is wrong; the arguments are, or the script, so that nothing is told
 

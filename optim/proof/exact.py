@@ -18,15 +18,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ...parallel.interop.local import local_gradients, local_parameter, spec_of
-from ...parallel.layout.pieces import Region
+from ...parallel.interop.local_parameters import local_gradients, local_parameter, spec_of
+from ...parallel.layout.regions import Region
 from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import named_ranks
 from ..clip.functional import global_norm
-from ..gradients.sync import sync_gradients
-from ..norm.stats import GradStats
+from ..gradients.buckets import sync_gradients
+from ..norm.measure import GradStats
 
 # What a step returns: the model, of which gradients are compared; or the model and the norm of a step that was taken.
 Step = Callable[[], "nn.Module | tuple[nn.Module, GradStats | Tensor | float]"]

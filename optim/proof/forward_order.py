@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ...parallel.interop.local import local_tensor
+from ...parallel.interop.local_parameters import local_tensor
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from .measured import Known, bits_of

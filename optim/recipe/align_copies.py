@@ -16,14 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...amp.optimizer_state import SCALAR_STATE
+from ...amp.master_weights import SCALAR_STATE
 from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import gather_objects
-from ...parallel.mesh.calls import in_call
+from ...parallel.mesh.call_tracker import in_call
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
-from ..gradients.axes import layout_kind
-from ..gradients.bucket import BUCKET_BYTES
+from ..gradients.buckets import BUCKET_BYTES, layout_kind
 from ..norm.plan import Bucket, ReductionPlan
 from ..parallel_optimizer import ParallelOptimizer
 from ..states.chain import Chain

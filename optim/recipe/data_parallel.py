@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...amp.fp8.weights import forget_rounded
 from ...parallel.layout.annotation import annotation_of
-from ...parallel.mesh.calls import in_call
+from ...parallel.mesh.call_tracker import in_call
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
-from ..states.link import Placement
+from ..states.chain import Placement
 from ..states.sharded import Sharded
 
 DataParallel = Literal["ddp", "zero1", "zero2", "fsdp"]

@@ -2,24 +2,351 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ...amp.master_weights import SCALAR_STATE as SCALAR_STATE
 from ...amp.master_weights import label_of
-from ...parallel.layout.pieces import Region
+from ...amp.precision import Precision
+from ...parallel.layout.annotation import annotation_of
+from ...parallel.layout.regions import Region
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..kernels.memory import PLAIN, resolve_
-from ..norm.entries import ParameterEntry
-from ..norm.plan import ReductionPlan
+from ..norm.plan import ParameterEntry, ReductionPlan
 from ..step.call_guard import own_calls
-from .link import AnyWindow, Link
-from .pieces import Held, Piece, held_in, params_of, replaced
-from .watcher import Watcher
+from ..step.data_parallel import DataParallelSwitch
+from ..step.window import Window
+
+# What the optimizer holds at each position of its param groups, and what that is of the model -------------------------
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor that the optimizer steps, and what it is of the model.
+
+    Args:
+        name: The model parameter's.
+        param: The model parameter: this rank's shard of it.
+        piece: What the optimizer steps, and keeps its state for: the elements of ``param`` from ``offset`` on, float32
+            where it is a master. 1-dim where optimizer states are sharded, else of the parameter's shape.
+        offset: In the flattened (row-major) parameter.
+        region: Which part of the logical tensor that is; None where ranks have pieces of unequal sizes.
+    """
+
+    name: str
+    param: Tensor
+    piece: Tensor
+    offset: int
+    region: Region | None = None
+
+
+@dataclass(frozen=True)
+class Held:
+    """One position of the param groups: the model's parameter number ``index`` of those that the optimizer was given.
+
+    Args:
+        offset: In the flattened parameter, where what is stepped for it begins.
+        path: What each link of the chain was given, from the model's (local) parameter on; what is stepped is not among it.
+    """
+
+    index: int
+    name: str
+    param: Tensor
+    offset: int = 0
+    path: tuple[Tensor, ...] = field(default=(), repr=False)
+
+
+StandIns = Mapping[Tensor, Sequence[tuple[Tensor, int]]]
+"""For each tensor that is replaced the (tensor, offset) pairs that stand for it, none or several."""
+
+
+def params_of(param_groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    """The parameters of param groups, in one list."""
+    return [param for _, param in named_params_of(param_groups)]
+
+
+def named_params_of(param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[str | None, Tensor]]:
+    """The parameters of param groups, with the names that the optimizer was given, else the annotations'."""
+    named: list[tuple[str | None, Tensor]] = []
+    for group in param_groups:
+        given = group.get("param_names")
+        for position, item in enumerate(group["params"]):
+            name, param = item if isinstance(item, tuple) else (given[position] if given else None, item)
+            annotation = annotation_of(param)
+            named.append((name or (annotation.name if annotation else None), param))
+    return named
+
+
+def match_names(new: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
+    """Give groups without parameters an empty ``param_names`` where the others have names: torch wants all or none.
+
+    Args:
+        new: The param group to add; its parameters may be (name, parameter) pairs.
+        groups: The optimizer's groups. Empty ones may be changed.
+    """
+    if not new["params"]:
+        if any("param_names" in group for group in groups):
+            new["param_names"] = []
+        else:
+            new.pop("param_names", None)
+    elif not any(group["params"] for group in groups):
+        named = "param_names" in new or isinstance(new["params"][0], tuple)
+        for group in groups:
+            group.update({"param_names": []}) if named else group.pop("param_names", None)
+
+
+def held_in(param_groups: Sequence[Mapping[str, Any]], first: int = 0) -> list[Held]:
+    """What param groups hold in which nothing has been replaced; their parameters are numbered from ``first`` on."""
+    return [
+        Held(index, name or f"parameter {index}", param)
+        for index, (name, param) in enumerate(named_params_of(param_groups), first)
+    ]
+
+
+def replaced(param_group: Mapping[str, Any], replacement: Callable[[Tensor], Iterable[Tensor]]) -> dict[str, Any]:
+    """The ``params`` of a group with others, none or several, in the place of each, and ``param_names`` if it has any."""
+    named = [(name or "", new) for name, param in named_params_of([param_group]) for new in replacement(param)]
+    result: dict[str, Any] = {"params": [param for _, param in named]}
+    return {**result, "param_names": [name for name, _ in named]} if "param_names" in param_group else result
+
+
+def move_state(optimizer: torch.optim.Optimizer, param: Tensor, targets: Sequence[tuple[Tensor, int]]) -> None:
+    """Move the optimizer's state of ``param``, if it has any, to those that stand for pieces of it.
+
+    Args:
+        targets: (tensor, offset): it has the elements from ``offset`` on of the flattened parameter.
+    """
+    state = optimizer.state.pop(param, None)
+    for target, offset in targets if state else ():
+        optimizer.state[target] = {
+            key: _part_of(value, key, param, target, offset) for key, value in (state or {}).items()
+        }
+
+
+def _part_of(value: Any, key: str, param: Tensor, target: Tensor, offset: int) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if key not in SCALAR_STATE and value.shape == param.shape != target.shape:
+        value = value.reshape(-1)[offset : offset + target.numel()].view(target.shape)
+    elif target.device == param.device:
+        return value.clone()  # torch keeps step counts on the CPU for optimizers that are not fused
+    return value.to(target.device, copy=True)
+
+
+# One link of the chain: something that stands in for parameters in an optimizer's param groups ------------------------
+
+# A placement (`Placement`) is what a user writes, ``states=(Sharded("data"), Offloaded(0.5))``: a frozen object that
+# checks itself and makes the link. Links are installed in the order of their `Position`, each over what the one before
+# put there:
+#
+#     model's parameter -> local tensor of a DTensor -> piece -> copy on the CPU -> float32 master -> stepped
+#
+# Gradients go down the chain (`bring`), the update comes up (`step`). A link knows its own replacement and nothing else;
+# nesting, order, clearing and which piece is what are the chain's (`meshstep.optim.states.chain`).
+
+AnyWindow = Window[Any, Any]
+
+
+class Position(IntEnum):
+    """Where in the chain a link belongs."""
+
+    LOCAL = 0
+    """A plain tensor for a DTensor."""
+    CUT = 1
+    """Pieces of parameters."""
+    DEVICE = 2
+    """Copies elsewhere."""
+    DTYPE = 3
+    """Copies of another dtype."""
+    STATE = 4
+    """Nothing is replaced; the optimizer's state is."""
+    UPDATE = 5
+    """Nothing is replaced at all; next to the optimizer."""
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What a placement is to fit.
+
+    Args:
+        optimizer: The torch optimizer, as it was given.
+        precision: The mode.
+        registry: The groups.
+        averages_data: Whether the optimizer itself averages gradients over the data axes.
+        data_parallel: torch's, if that is used.
+        overlap: Whether gradients are reduced while backward runs.
+        placements: All that were given.
+    """
+
+    optimizer: torch.optim.Optimizer
+    precision: Precision
+    registry: ProcessGroupRegistry
+    averages_data: bool = True
+    data_parallel: DataParallelSwitch | None = None
+    overlap: bool = False
+    placements: Sequence[Placement] = ()
+
+    @property
+    def main_grads(self) -> bool:
+        """Whether half-precision parameters have float32 gradients."""
+        wanted = self.precision.masters and self.precision.main_grads
+        return wanted and (self.data_parallel is None or self.data_parallel.float32_grads)
+
+
+class Placement(ABC):
+    """Where optimizer states and what they belong to are kept; an argument, frozen."""
+
+    position: ClassVar[Position]
+    draws: ClassVar[bool] = False
+    """Its link rounds by draws of the step's own."""
+
+    @abstractmethod
+    def check(self, binding: Binding) -> None:
+        """Raise ValueError, before anything is changed, where it does not fit. Collectives: none."""
+
+    @abstractmethod
+    def link(self, binding: Binding) -> Link:
+        """The link, not installed yet. Collectives: none."""
+
+
+class Link:
+    """Stands in for nothing; subclasses override what they need.
+
+    ``update`` is what steps the optimizer, or skips; `step` is around it.
+    """
+
+    idle = False
+    """There is nothing that it stands in for; asked after `install`."""
+    is_local = False
+    """Its stand-ins are what the library calls the model's parameters."""
+    differs = False
+    """Ranks that hold copies of a tensor may differ in whether it is replaced."""
+    divisible = False
+    """`step` may be called several times for one update, each time with a part of what the param groups hold."""
+    in_parts = False
+    """All links between this one and the optimizer are; the chain says so."""
+
+    def holds_back(self, tensor: Tensor) -> bool:
+        """Whether the gradient stays at ``tensor``, which it was given, to be completed, measured and clipped there."""
+        return False
+
+    def not_captured(self) -> str | None:
+        """Why a step can't be captured in a CUDA graph with it: its name, and what it does in Python or on the host."""
+        return None
+
+    def install(self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]) -> StandIns:
+        """What stands for each of ``tensors``, which the optimizer holds now at the positions ``held``, of those that are
+        replaced. Called again for param groups that are added."""
+        return {}
+
+    def move_state(
+        self, optimizer: torch.optim.Optimizer, tensor: Tensor, targets: Sequence[tuple[Tensor, int]]
+    ) -> None:
+        """Give the stand-ins of ``tensor`` its optimizer state."""
+        move_state(optimizer, tensor, targets)
+
+    def derive(self, plan: ReductionPlan, held: Sequence[Held], tensors: Sequence[Tensor]) -> ReductionPlan:
+        """The plan of the stand-ins, from that of the model's parameters."""
+        return plan
+
+    def micro_batch(self, window: AnyWindow) -> AbstractContextManager[None]:
+        """Around the backward of one micro-batch; every rank enters it, whether it has something to compute or not."""
+        return nullcontext()
+
+    def catch_up(self, window: AnyWindow) -> None:
+        """Do what backward does, where this rank ran none: ranks then have done the same collectives, in one order, before
+        anything that they do together at the end of a window."""
+
+    def bring(self, window: AnyWindow, averaged: bool) -> Exception | None:
+        """Give the stand-ins the gradients of what they stand for, at the end of a window.
+
+        Args:
+            averaged: False where torch's data parallelism was to average them over the data axes, but has not.
+        Returns:
+            What is wrong with those of this rank, of which it has put NaN there.
+        """
+        return None
+
+    def step(self, update: Callable[[], object]) -> None:
+        """Call ``update`` and bring the result back; a skipped step changes nothing."""
+        update()
+        self.publish()
+
+    def publish(self) -> None:
+        """Bring the values of the stand-ins into what they stand for; on all ranks."""
+
+    def reload(self) -> None:
+        """Set the stand-ins to the values of what they stand for, after the model's weights were written."""
+
+    def has_copies(self) -> bool:
+        """Return True if a stand-in has memory of its own, so that `publish` would undo a write to what it stands for."""
+        return False
+
+    def find_overwritten(self) -> Tensor | None:
+        """Return the first tensor whose values `publish` would undo, because its stand-in does not have them.
+
+        Tensors that `bring` reads anew are left out. Host synchronization: one per tensor that has a copy.
+        """
+        return None
+
+    def clear(self, set_to_none: bool) -> None:
+        """Clear the gradients of what it replaced."""
+
+    def cut_over(self, tensor: Tensor) -> tuple[str, ...] | None:
+        """The axes over whose ranks ``tensor``, which it was given, is cut into pieces; None: it is not."""
+        return None
+
+    def kept(self, tensor: Tensor) -> Mapping[str, Tensor]:
+        """What belongs to a tensor that the optimizer steps, besides its state, by name: it has copies where that has."""
+        return {}
+
+    def master_of(self, tensor: Tensor) -> Tensor | None:
+        """A float32 copy of what a tensor that the optimizer holds is stepped as, where that is more than the tensor."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be saved beside the optimizer's own state. No other link has the same keys. But for masters and layouts
+        a checkpoint keeps rank 0's: plain values that are the same on all ranks."""
+        return {}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if the state was saved in another layout; nothing is changed."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore it on this rank; `publish` follows, on all. ValueError where it does not fit, and nothing changed."""
+
+
+# Who looks on at a step: at gradients and weights as they come by, which it leaves as they are ------------------------
+
+
+class Watcher:
+    """Is told, on every rank and in this order, at the end of a window; it may take part in collectives of its own, and
+    changes nothing. Subclasses override what they need; `meshstep.optim.states.chain.Chain.watchers` has them."""
+
+    def not_captured(self) -> str | None:
+        """Why a step can't be captured in a CUDA graph with it: its name, and what it does in Python or on the host."""
+        return None
+
+    def local(self, window: AnyWindow) -> None:
+        """Gradients are where backward has left them: this rank's own, but for what was reduced while backward ran."""
+
+    def complete(self, window: AnyWindow) -> None:
+        """They have come to what is stepped, averaged and summed; the loss scale and the window's weight are still in
+        them, and nothing has been clipped."""
+
+    def update(self, update: Callable[[], object]) -> None:
+        """Call ``update``, which steps what the param groups hold, or skips, and brings it into the model."""
+        update()
+
+
+# Chain ----------------------------------------------------------------------------------------------------------------
 
 
 class Chain:

@@ -17,8 +17,8 @@ import torch
 
 from ...parallel.mesh.text import some
 from ...parallel.mesh.topology import Topology
-from ..norm.entries import ParameterEntry
-from ..step.several import asks_other_ranks, parts_of
+from ..norm.plan import ParameterEntry
+from ..step.combined_optimizer import asks_other_ranks, parts_of
 
 _LOW_BIT = [
     f"{paged}{kind}{bits}"

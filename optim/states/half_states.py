@@ -12,16 +12,14 @@ import torch
 from torch import Tensor
 
 from ...amp.by_bucket import Bucket, step_by_bucket
-from ...amp.copies import float32_of
-from ...amp.optimizer_state import is_half_kept
-from ...amp.rounding import Drawn, round_all_, seed_of
-from ...amp.stochastic_rounding import BUCKET_NUMEL
+from ...amp.casting import float32_of
+from ...amp.master_weights import is_half_kept
+from ...amp.stochastic_rounding import BUCKET_NUMEL, Drawn, round_all_, seed_of
 from ...parallel.layout.annotation import Annotation, annotation_of
 from ...parallel.layout.spec import P
-from ...parallel.mesh.plain_values import check_count, fields
+from ...parallel.mesh.value_checks import check_count, fields
+from .chain import Binding, Held, Link, Placement, Position, StandIns
 from .elementwise import check_in_buckets
-from .link import Binding, Link, Placement, Position
-from .pieces import Held, StandIns
 
 
 @dataclass(frozen=True)

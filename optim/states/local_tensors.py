@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...parallel.interop.local import has_dtensors, local_tensor
+from ...parallel.interop.local_parameters import has_dtensors, local_tensor
 from ...parallel.mesh.topology import Topology
 from ..gradients.in_place import clear_gradients
-from .link import AnyWindow, Link
-from .pieces import Held, StandIns
+from .chain import AnyWindow, Held, Link, StandIns
 
 _SHARED = "_meshstep_shared"  # the mark of a gradient that came from a DTensor
 

@@ -2,20 +2,242 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...amp.master_weights import MasterWeights
+from ...amp.master_weights import MasterWeights, check_saved, label_of, load_states_exactly, use_main_grad_
+from ...amp.split_masters import join, split
 from ...amp.stochastic_rounding import StochasticRounding
-from ...parallel.mesh.plain_values import check_text, list_of
+from ...parallel.mesh.value_checks import check_text, list_of
 from ..gradients.in_place import clear_gradients
+from ..norm.hashing import BitSums
 from ..step.half_copies import HalfCopies, offered_copies
-from .link import AnyWindow, Binding, Link
-from .pieces import Held, StandIns
-from .split_masters import SplitMasters
+from ..step.split_weights import SplitWeights, offered_weights
+from .chain import AnyWindow, Binding, Held, Link, StandIns
+from .elementwise import check_in_buckets
+
+# Float32 masters kept as the bfloat16 weights and 16 bits more; see `meshstep.amp.split_masters` ----------------------
+
+# No tensor stands for a weight: the param groups hold it, its gradient is the main grad, and its state that of the
+# master, in float32. Whoever steps joins the masters where it steps them (`meshstep.optim.step.split_weights`).
+
+MANY_WRITES = 3
+"""Steps in a row that find written weights, before a warning."""
+_version: Callable[[Tensor], int] = attrgetter("_version")
+
+
+def check_split(binding: Binding, params: Sequence[tuple[str | None, Tensor]]) -> None:
+    """Raise ValueError where the mode has split masters and they don't fit the rest.
+
+    Args:
+        params: All that the optimizer steps, with names.
+    """
+    if not binding.precision.split_masters:
+        return
+    name = "Bf16(split_masters=True)"
+    for label, param in params:
+        if param.requires_grad and param.dtype == torch.float16:
+            raise ValueError(
+                f"{name}: {label or f'a parameter of shape {tuple(param.shape)}'} is float16, whose rounding leaves more "
+                "than 16 bits of a master: prepare the model with this mode, or take 'fp16_naive', which has whole masters"
+            )
+    if binding.data_parallel is not None and not binding.main_grads:
+        raise ValueError(
+            f"{name} needs float32 gradients, which DistributedDataParallel does not make: leave data_parallel out, and "
+            "the optimizer averages over the data axes itself, or leave split_masters out"
+        )
+    check_in_buckets(binding.optimizer, f"{name} steps bucket by bucket")
+
+
+class SplitMasters(Link):
+    """Keeps the remainders of bfloat16 tensors that are trained.
+
+    A weight that was written between two steps drops its remainders: its master is the written value. A write is visible
+    where it changes the tensor's version counter, or gives the tensor other memory with other values. The same values in
+    other memory, as ``model.to(memory_format=...)`` sets, keep their remainders. For this comparison the previous memory,
+    2 bytes per element, stays allocated until the next step. In-place writes through ``.data`` are invisible. Their
+    remainders stay, and the master still rounds to the written value (`join`).
+
+    Attributes:
+        remainders: int16, of each trained bfloat16 tensor; 0 where none was loaded: the master is the weight.
+    """
+
+    divisible = True
+
+    def __init__(self, binding: Binding) -> None:
+        self.optimizer = binding.optimizer
+        self.remainders: dict[Tensor, Tensor] = {}
+        self._weights: list[Tensor] = []  # the keys, and what each was when its remainder was written
+        self._index: dict[Tensor, int] = {}
+        self._versions: list[int] = []
+        self._addresses: list[int] = []
+        self._memory: list[Tensor] = []  # aliases, so that replaced memory can be compared and is not allocated again
+        self._loaded: list[int] = []  # sums over the bits of the weights, from a load until the next step
+        self._writes = 0  # consecutive steps that found written weights
+        load_states_exactly(self.optimizer, self.remainders)
+
+    @torch.no_grad()
+    def install(self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]) -> StandIns:
+        self._drop_written()
+        for tensor in tensors:
+            if tensor.dtype == torch.bfloat16 and tensor.requires_grad and tensor not in self.remainders:
+                self.remainders[tensor] = torch.zeros_like(tensor, dtype=torch.int16)
+                use_main_grad_(tensor)
+        self._note_weights()
+        return {}
+
+    # Written weights -------------------------------------------------------------------------------------------------
+
+    def _note_weights(self) -> None:
+        """Take the remainders as those of the weights as they are now."""
+        if len(self._weights) != len(self.remainders):
+            self._weights = list(self.remainders)
+            self._index = {weight: index for index, weight in enumerate(self._weights)}
+            self._addresses = []
+        self._versions = list(map(_version, self._weights))
+        addresses = list(map(Tensor.data_ptr, self._weights))
+        if addresses != self._addresses:
+            self._addresses, self._memory = addresses, list(map(Tensor.detach, self._weights))
+
+    @torch.no_grad()
+    def _drop_written(self) -> list[Tensor]:
+        """Set the remainders of written weights to 0. Return the weights that were written or have other memory."""
+        weights, versions = self._weights, list(map(_version, self._weights))
+        addresses = list(map(Tensor.data_ptr, weights))
+        if versions == self._versions and addresses == self._addresses:
+            return []
+        written, moved = _changed(versions, self._versions), _changed(addresses, self._addresses)
+        if self._loaded:  # the model may be loaded after the optimizer: with the same weights
+            sums = _bit_sums([weights[index] for index in written])
+            written = [index for index, found in zip(written, sums, strict=True) if found != self._loaded[index]]
+        if written:
+            torch._foreach_zero_([self.remainders[weights[index]] for index in written])
+        for index in moved:
+            _drop_if_other(self.remainders[weights[index]], weights[index], self._memory[index])
+        self._note_weights()
+        return [weights[index] for index in sorted({*written, *moved})]
+
+    def bring(self, window: AnyWindow, averaged: bool) -> None:
+        """Drop the remainders of written weights. Host synchronization: none, except once after a load.
+
+        Raises:
+            RuntimeError: The step is captured in a CUDA graph, whose replays would drop them each time.
+        """
+        dropped = self._drop_written()
+        if dropped and window.captured:
+            raise RuntimeError(
+                f"{label_of(dropped[0])} was written since the last step, and every replay of the graph that is captured "
+                "here would drop the remainders of its master: make one step without a graph after writing weights"
+            )
+        self._writes = self._writes + 1 if dropped else 0
+        if self._writes == MANY_WRITES:
+            warnings.warn(
+                f"{label_of(dropped[0])} was written before each of {MANY_WRITES} steps in a row. With split masters a "
+                "write drops what the master has beyond bfloat16, so small updates are lost: mask in the forward, or "
+                "multiply gradients by the mask, instead of writing weights in every step",
+                stacklevel=2,
+            )
+
+    def step(self, update: Callable[[], object]) -> None:
+        before = offered_weights.set(SplitWeights(self.remainders))
+        try:
+            update()
+        finally:
+            offered_weights.reset(before)
+            self._versions, self._loaded = list(map(_version, self._weights)), []
+
+    def publish(self) -> None:
+        """Keep all remainders: the library itself has written weights and remainders."""
+        self._note_weights()
+        if self._loaded:
+            self._loaded = _bit_sums(self._weights)
+
+    @torch.no_grad()
+    def reload(self) -> None:
+        if self.remainders:
+            torch._foreach_zero_(list(self.remainders.values()))
+        self._note_weights()
+        self._loaded = []
+
+    def _remainder(self, tensor: Tensor) -> Tensor | None:
+        """Return the remainder of ``tensor``, if it has one, as the next step will see it."""
+        remainder = self.remainders.get(tensor)
+        if remainder is not None:
+            index = self._index[tensor]
+            if (tensor._version, tensor.data_ptr()) != (self._versions[index], self._addresses[index]):
+                self._drop_written()
+        return remainder
+
+    def kept(self, tensor: Tensor) -> Mapping[str, Tensor]:
+        remainder = self._remainder(tensor)
+        return {} if remainder is None else {"remainder": remainder}
+
+    @torch.no_grad()
+    def master_of(self, tensor: Tensor) -> Tensor | None:
+        remainder = self._remainder(tensor)
+        return None if remainder is None else join(tensor.detach(), remainder)
+
+    def step_as_masters(self, step: Callable[[], object]) -> None:
+        """Call the optimizer's own ``step``, which knows nothing of split weights, with masters in their place."""
+        self._drop_written()
+        SplitWeights(self.remainders).step(self.optimizer, step)
+        self._note_weights()
+
+    # Saving ----------------------------------------------------------------------------------------------------------
+
+    def _by_position(self) -> Iterator[tuple[int, Tensor]]:
+        params = (param for group in self.optimizer.param_groups for param in group["params"])
+        return ((position, param) for position, param in enumerate(params) if param in self.remainders)
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """``{"masters": {position: float32 tensor}}``, as with whole masters; 4 bytes an element while somebody has it."""
+        self._drop_written()
+        masters = {position: join(weight.detach(), self.remainders[weight]) for position, weight in self._by_position()}
+        return {"masters": masters}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError where `load_state_dict` would."""
+        check_saved(state, dict(self._by_position()))
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Split the masters, of this mode or of whole ones, into weights and remainders. Raises: as `check_saved`."""
+        weights = dict(self._by_position())
+        saved = check_saved(state, weights)
+        for position, weight in weights.items():
+            master = torch.empty_like(weight, dtype=torch.float32).copy_(saved[position])
+            for target, value in zip((weight, self.remainders[weight]), split(master), strict=True):
+                target.copy_(value)
+        self._note_weights()
+        self._loaded = _bit_sums(self._weights)
+
+
+def _changed(now: Sequence[int], before: Sequence[int]) -> list[int]:
+    return [index for index, (one, other) in enumerate(zip(now, before, strict=True)) if one != other]
+
+
+def _drop_if_other(remainder: Tensor, weight: Tensor, before: Tensor) -> None:
+    """Set a weight's remainders to 0 unless its bits are those of ``before``. Host synchronization: none."""
+    if (weight.shape, weight.dtype, weight.device) != (before.shape, before.dtype, before.device):
+        remainder.zero_()
+        return
+    same = weight.detach().view(torch.int16) == before.view(torch.int16)
+    remainder.mul_(same.all())
+
+
+def _bit_sums(weights: Sequence[Tensor]) -> list[int]:
+    """Return a number for the bits of each tensor. Host synchronization: one."""
+    found: list[int] = BitSums(torch.device("cpu"), exact=True)(weights).tolist() if weights else []
+    return found
+
+
+# Masters --------------------------------------------------------------------------------------------------------------
 
 
 def precision_link(binding: Binding) -> Link:

@@ -9,11 +9,9 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ...amp.copies import copy_each_
+from ...amp.casting import copy_each_
 from ..step.update import Update
-from .chain import Chain
-from .link import Binding, Link, Placement, Position
-from .pieces import Held, StandIns
+from .chain import Binding, Chain, Held, Link, Placement, Position, StandIns
 
 State = dict[str, Any]
 

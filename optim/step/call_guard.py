@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .several import Several, kind_of, parts_of
+from .combined_optimizer import Several, kind_of, parts_of
 
 FORWARDED = ("zero_grad", "load_state_dict", "add_param_group", "train", "eval")
 """Methods of the wrapped optimizer that call the `ParallelOptimizer`'s method of the same name."""

@@ -9,10 +9,9 @@ from typing import Any, Literal
 
 import torch
 
-from ...parallel.mesh.plain_values import check_count
-from ..clip.verdict import Verdict
-from ..norm.numbers import is_whole
-from .first_look import SAY_SO
+from ...parallel.mesh.value_checks import check_count, is_whole
+from ..clip.clipper import Verdict
+from .first_window_checks import SAY_SO
 from .step_agreement import Facts
 
 LAG = 16

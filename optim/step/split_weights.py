@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ...amp.by_bucket import Bucket, step_by_bucket
-from ...amp.casting import is_half
-from ...amp.copies import copy_each_
-from ...amp.optimizer_state import is_half_kept
+from ...amp.casting import copy_each_, is_half
+from ...amp.master_weights import is_half_kept
 from ...amp.split_masters import join, split
 from ...amp.stochastic_rounding import BUCKET_NUMEL
 from ...parallel.layout.annotation import copy_annotation

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..clip.decide import Clipping
-from ..gradients.kinds import nonfinite_names
+from ..clip.clipper import Clipping
+from ..gradients.in_place import nonfinite_names
 from .skips import DISAGREED, PARTED, SkipMonitor
 from .step_agreement import StepAgreement
 

@@ -13,15 +13,21 @@ from torch import Tensor
 
 from ...amp.by_bucket import holding
 from ..gradients.in_place import scale_gradients, widen_gradients
-from .again import Again, Call, Rows, loops_for
+from .c_engine import Again, Call, Rows, loops_for, step_by_loops, taken_of
 from .call_guard import has_step_hooks
+from .combined_optimizer import asks_other_ranks, parts_of
 from .half_copies import HalfCopies
-from .memory_order import dense_stand_ins, lay_out_all
-from .native_update import step_by_loops, taken_of
-from .several import asks_other_ranks, parts_of
 from .split_weights import SplitWeights, offered_weights
-from .torch_update import is_miscomputed, params_of, step_rightly, update_by_torch, without_momentum
-from .triton_update import step_by_triton, triton_for
+from .torch_engine import (
+    dense_stand_ins,
+    is_miscomputed,
+    lay_out_all,
+    params_of,
+    step_rightly,
+    update_by_torch,
+    without_momentum,
+)
+from .triton_engine import step_by_triton, triton_for
 
 
 class Update(Again):

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import aligned
-from .labels import chosen
-from .slots import world_sum
+from .labels import chosen, world_sum
 
 
 class Trial(NamedTuple):

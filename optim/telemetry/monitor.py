@@ -14,25 +14,147 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from math import nan
+from math import isfinite, nan
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...amp.capture import is_captured
 from ...parallel.mesh.agreement import check_same, gather_objects, on_all_ranks
-from ...parallel.mesh.calls import in_call
-from ...parallel.mesh.plain_values import check_count, fields
+from ...parallel.mesh.call_tracker import in_call
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from ..norm.measure import check_every
+from ...parallel.mesh.text import printable
+from ...parallel.mesh.value_checks import check_count, fields
+from ..norm.measure import GradStats, check_every
 from ..norm.powers import accumulation_dtype
-from ..norm.stats import GradStats
-from .flops import Flops
-from .measurement import Measurement
-from .report import Report
-from .slots import world_sum
-from .telemetry import Telemetry
+from ..parallel_optimizer import ParallelOptimizer
+from .labels import world_sum
+from .telemetry import Measurement, Telemetry
+
+# What the steps since the last report did, in plain numbers -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the steps since the last report did. Plain numbers.
+
+    ``str(report)`` is one line, for a log or ``tqdm.set_postfix_str``.
+
+    Attributes:
+        step: Steps so far, skipped ones among them.
+        loss: Mean over everything since the last report, weighted by the counts; None where no rank gave a loss. One that
+            isn't finite is left out where the step was skipped, unless there are no others.
+        grad_norm: Global norm in the last step, unscaled, before clipping; inf or NaN as it is.
+        clip_coef: What the last step's gradients were multiplied by.
+        loss_scale: That of the last step; None in modes without.
+        skipped_steps: In all so far.
+        per_second: Counts (samples, tokens) a second of wall clock since the last report, of all data coordinates.
+        unit: What is counted.
+        group_norms: Of each param group, in the last step.
+        parameter_norms: By parameter name, in the last step, where the optimizer measures them.
+        clipped, skipped: Fractions of the steps since the last report that were clipped, and that were skipped.
+        utilization: Of the devices' peak, by `Flops`; None without.
+        measured_step: The step that `figures` are of; None where none was measured since the last report.
+        figures: What `Telemetry` measured, by name.
+    """
+
+    step: int
+    loss: float | None
+    grad_norm: float
+    clip_coef: float
+    loss_scale: float | None
+    skipped_steps: int
+    per_second: float
+    unit: str = "samples"
+    group_norms: tuple[float, ...] = ()
+    parameter_norms: Mapping[str, float] = field(default_factory=dict)
+    clipped: float | None = None
+    skipped: float | None = None
+    utilization: float | None = None
+    measured_step: int | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+    def scalars(self) -> dict[str, float]:
+        """All numbers except the step, by a `printable` name with slashes, as dashboards want them."""
+        own: dict[str, float | None] = {
+            "loss": self.loss,
+            "grad_norm/total": self.grad_norm,
+            "clip_coef": self.clip_coef,
+            "loss_scale": self.loss_scale,
+            "skipped_steps": self.skipped_steps,
+            f"{self.unit}_per_second": self.per_second,
+            "clipped_fraction": self.clipped,
+            "skipped_fraction": self.skipped,
+            "flops_utilization": self.utilization,
+        }
+        # Of one name may be what was measured a few steps ago, and what the last step says: that one is taken.
+        values: dict[str, float | None] = {**self.figures, **own}
+        if len(self.group_norms) > 1:
+            values.update({f"grad_norm/group_{index}": norm for index, norm in enumerate(self.group_norms)})
+        values.update({f"grad_norm/{name}": norm for name, norm in self.parameter_norms.items()})
+        return {printable(name): value for name, value in values.items() if value is not None}
+
+    def __str__(self) -> str:
+        parts = [f"loss {self.loss:.4f}"] if self.loss is not None else []
+        parts += [f"norm {self.grad_norm:.3g}", f"clip {self.clip_coef:.3g}"]
+        if self.loss_scale is not None:
+            parts.append(f"scale {self.loss_scale:g}")
+        if self.skipped_steps:
+            parts.append(f"skipped {self.skipped_steps}")
+        if self.utilization is not None:
+            parts.append(f"mfu {self.utilization:.1%}")
+        return ", ".join([*parts, f"{self.per_second:.3g} {printable(self.unit)}/s"])
+
+
+# How much of what the devices could compute a model needs: model flops utilization ------------------------------------
+
+#     utilization = counts a second * flops a count / (devices * peak)
+#
+# Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix B: what the model needs counts, not what was computed, so
+# nothing that is computed again.
+
+
+@dataclass(frozen=True)
+class Flops:
+    """What a `Monitor` computes the utilization of.
+
+    Args:
+        per_count: Floating-point operations of forward and backward for one of what the monitor counts, of the whole model.
+        peak: Of one rank's device, a second, in the dtype that is computed in.
+    Raises:
+        ValueError: One is not finite and positive.
+    """
+
+    per_count: float
+    peak: float
+
+    def __post_init__(self) -> None:
+        for name, value in (("per_count", self.per_count), ("peak", self.peak)):
+            if not (isfinite(value) and value > 0):
+                raise ValueError(f"Flops({name}={value}): give a finite number > 0")
+
+    @classmethod
+    def of_parameters(cls, optimizer: ParallelOptimizer[Any], peak: float, active: float = 1.0) -> Flops:
+        """6 N a token: two for each parameter in forward, four in backward. Attention between tokens is not in it.
+
+        Args:
+            optimizer: N is what its plan counts: every logical element once, over all ranks.
+            active: The fraction of them that a token meets, below 1 for experts.
+        Kaplan et al. 2020, arXiv:2001.08361, section 2.1.
+        """
+        counted = optimizer.plan.counted
+        assert counted is not None, "an optimizer's plan is agreed"
+        return cls(6.0 * counted * active, peak)
+
+    def utilization(self, per_second: float, registry: ProcessGroupRegistry) -> float:
+        """From counts a second of all ranks together."""
+        return per_second * self.per_count / (self.peak * registry.topology.world_size)
+
+
+# Monitor --------------------------------------------------------------------------------------------------------------
 
 
 class Monitor:

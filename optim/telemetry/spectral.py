@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...parallel.layout.pieces import Box, Region
-from ...parallel.mesh.plain_values import check_finite, dict_of
+from ...parallel.layout.regions import Box, Region
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from ...parallel.mesh.value_checks import check_finite, dict_of
 from ..whole.layout import LogicalTensor
 from ..whole.tensors import WholeTensors, narrowed
-from .slots import world_sum
+from .labels import world_sum
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,10 @@
 
 from .any_optimizer import AnyOptimizer, whole
 from .at_home import HomeOptimizer
-from .homes import Homes
+from .exchange import Homes, Matrix
 from .layout import LogicalTensor
 from .muon import Muon
 from .optimizer import Slot, Update, WholeOptimizer
-from .rounds import Matrix
 from .shampoo import Shampoo
 from .soap import SOAP
 from .tensors import WholeTensors

@@ -8,7 +8,8 @@ steps.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,10 +18,13 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from ...amp.casting import is_half
-from ...parallel.layout.pieces import Region
+from ...parallel.layout.regions import Region
 from ...parallel.layout.spec import P
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from ..states.pieces import named_params_of, params_of
+from ..norm.plan import ReductionPlan
+from ..norm.plan_agreement import with_names
+from ..states.chain import Chain, named_params_of, params_of
+from ..step.combined_optimizer import parts_of
 from .tensors import WholeTensors
 
 
@@ -261,3 +265,83 @@ class WholeOptimizer(torch.optim.Optimizer):
             slot.step = slot.state["step"].double() + 1
             slots.append(slot)
         return slots
+
+
+# Tell the optimizers that ask other ranks what they step --------------------------------------------------------------
+
+
+def bind_whole(
+    optimizer: torch.optim.Optimizer, plan: ReductionPlan, chain: Chain, registry: ProcessGroupRegistry
+) -> None:
+    """Bind those that it is made of to what the chain has put into their param groups.
+
+    Args:
+        plan: Of the model's parameters, agreed.
+    Raises:
+        ValueError: On every rank, as `WholeOptimizer.bind`.
+    Collectives: object all-gathers, where there is one.
+    """
+    whole = [part for part in parts_of(optimizer) if isinstance(part, WholeOptimizer)]
+    if not whole:
+        return
+    plan = plan if plan.parameter_names else with_names(plan, registry)
+    bound, times = {}, Counter(entry.name for entry in plan.entries)
+    for held, piece in zip(chain.held, chain.pieces(plan.entries), strict=True):
+        entry = plan.entries[held.index]
+        # One name twice: two layers' own, or one tensor that is tied on this rank. Nobody knows; `bind` says so.
+        name = plan.parameter_names[plan.parameter_slots[held.index]] if times[entry.name] == 1 else entry.name
+        bound[id(piece.piece)] = Bound(name, held.name, piece.piece, piece.region, entry.spec, entry.trained)
+    for part in whole:
+        part.bind([bound[id(tensor)] for tensor in params_of(part.param_groups)], registry)
+
+
+# AdamW, for what has no whole to ask for: elementwise (arXiv:1711.05101) ----------------------------------------------
+
+# m <- b1 m + (1 - b1) g        v <- b2 v + (1 - b2) g^2
+# w <- w - lr (wd w + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps))
+
+ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def moments(slot: Slot) -> dict[str, Any]:
+    """Adam's two of a position, before its first step: of the piece's shape and dtype."""
+    zeros = torch.zeros_like(slot.param, memory_format=torch.contiguous_format)
+    return {"exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+
+
+def adamw_update(slot: Slot) -> Update:
+    """One step. Collectives, host reads: none."""
+    group, t = slot.group, slot.step
+    beta1, beta2 = group["betas"]
+    m = slot.state["exp_avg"].lerp(slot.grad, 1 - beta1)
+    v = slot.state["exp_avg_sq"].lerp(slot.grad.square(), 1 - beta2)
+    m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
+    param = slot.param * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * m_hat / (v_hat.sqrt() + group["eps"])
+    return Update(slot, param, {"exp_avg": m, "exp_avg_sq": v})
+
+
+# Tensors by position that are made when they are asked for ------------------------------------------------------------
+
+
+class OnDemand(Mapping[int, Tensor]):
+    """By position of some slots what is made of each: to be measured one after another, without memory for all at once.
+
+    Args:
+        slots: The positions.
+        make: Called whenever the tensor is asked for, which is not kept.
+    """
+
+    def __init__(self, slots: Sequence[Slot], make: Callable[[Slot], Tensor]) -> None:
+        self._slots, self._make = {slot.position: slot for slot in slots}, make
+
+    def __getitem__(self, position: int) -> Tensor:
+        return self._make(self._slots[position])
+
+    def __contains__(self, position: object) -> bool:
+        return position in self._slots
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._slots)
+
+    def __len__(self) -> int:
+        return len(self._slots)

@@ -20,13 +20,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...parallel.layout.pieces import Shape
-from .adamw import moments
-from .at_home import HomeOptimizer, moments_at_home, named
-from .matrices import Blocks
-from .optimizer import Slot, Update
-from .preconditioners import FACTORISATION, Sides, gram, into, inverse_root, sides_of
-from .rounds import Matrix
+from ...parallel.layout.regions import Shape
+from .at_home import FACTORISATION, HomeOptimizer, Sides, gram, into, inverse_root, moments_at_home, named, sides_of
+from .exchange import Matrix
+from .layout import Blocks
+from .optimizer import Slot, Update, moments
 
 Grafting = Literal["adam", "sgd"]
 

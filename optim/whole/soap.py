@@ -22,13 +22,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...parallel.layout.pieces import Shape
-from .adamw import moments
-from .at_home import HomeOptimizer, moments_at_home, named
-from .matrices import Blocks
-from .optimizer import Slot, Update
-from .preconditioners import FACTORISATION, Sides, eigenvectors, gram, into, out_of, renewed, sides_of
-from .rounds import Matrix
+from ...parallel.layout.regions import Shape
+from .at_home import (
+    FACTORISATION,
+    HomeOptimizer,
+    Sides,
+    eigenvectors,
+    gram,
+    into,
+    moments_at_home,
+    named,
+    out_of,
+    renewed,
+    sides_of,
+)
+from .exchange import Matrix
+from .layout import Blocks
+from .optimizer import Slot, Update, moments
 
 
 class SOAP(HomeOptimizer):

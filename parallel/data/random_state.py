@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..mesh.plain_values import anything, check_count, check_number, check_text, fields, items, list_of
+from ..mesh.value_checks import anything, check_count, check_number, check_text, fields, items, list_of
 
 
 def random_state() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 from weakref import WeakSet
 
-from .local import loaded_class
+from .local_parameters import loaded_class
 
 _TAKEN: WeakSet[object] = WeakSet()
 TAKE_OVER = "call meshstep.optim.take_over_clipping({}, optimizer)"

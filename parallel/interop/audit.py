@@ -31,7 +31,7 @@ from ..layout.spec import P
 from ..mesh.agreement import gather_objects, on_all_ranks
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.topology import Topology
-from .local import local_parameter, local_tensor, spec_of
+from .local_parameters import local_parameter, local_tensor, spec_of
 
 Kind = Literal["split", "partial", "copy"]
 

@@ -39,7 +39,7 @@ from ..layout.spec import P
 from ..mesh.agreement import on_all_ranks
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.topology import Topology
-from .local import has_dtensors, spec_of
+from .local_parameters import has_dtensors, spec_of
 
 _READ_FLAGS = ("DeepSpeedZeroOptimizer", "BF16_Optimizer")
 

@@ -16,6 +16,7 @@ been declared. One that comes complete later is the whole sum on the first of th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +24,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from ..layout.annotation import annotation_of
-from ..layout.blocks import cut_spans
+from ..layout.annotation import ATTRIBUTE, Annotation, Sums, annotation_of
+from ..layout.spec import cut_spans
+from ..mesh.topology import Topology
 from .dtensor import (
+    SEEN,
     follow_version,
     label,
     local_parameter,
@@ -36,7 +39,6 @@ from .dtensor import (
     settled_sums,
     waited,
 )
-from .pending_sums import Sums
 
 
 def share_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool = False) -> None:
@@ -276,3 +278,53 @@ def _like(param: DTensor, local: Tensor) -> DTensor:
     return DTensor.from_local(
         local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
     )
+
+
+# A list of parameters, some of them DTensors, and what is local of each, found quickly --------------------------------
+
+# Most of what the norm of a thousand small DTensors costs is to look at each of them. So what was found of one is kept in
+# one place, and taken from there while its tensor, layout and annotation, and the layout of its gradient, are the same
+# objects.
+
+
+def of_each(
+    params: Iterable[Tensor], topology: Topology
+) -> tuple[list[Tensor], list[Tensor | None], list[Annotation | None]]:
+    """For each parameter it, or the local one of a DTensor; the local part of its gradient; its annotation.
+
+    Raises:
+        ValueError: As `local_parameter` and `local_gradient`.
+    """
+    local_params, gradients, annotations = list[Tensor](), list[Tensor | None](), list[Annotation | None]()
+    for param in params:
+        grad: Any = param.grad
+        said = param.__dict__
+        seen = said.get(SEEN)
+        if seen is not None and grad is not None:
+            piece, annotation, local, laid_out, declared, of, alike = seen
+            part = grad._local_tensor
+            if (
+                type(part) is Tensor
+                and alike is grad._spec
+                and local is param._local_tensor  # type: ignore[attr-defined]
+                and laid_out is param._spec  # type: ignore[attr-defined]
+                and declared is said.get(ATTRIBUTE)
+                and of is topology
+            ):
+                local_params.append(piece)
+                gradients.append(part)
+                annotations.append(annotation)
+                continue
+        if isinstance(param, DTensor):
+            piece = local_parameter(param, topology)
+            local_params.append(piece)
+            gradients.append(local_gradient(param, piece))
+            annotations.append(annotation_of(piece))
+            if isinstance(grad, DTensor) and grad.placements == param.placements:
+                known = (param._local_tensor, param._spec, annotation_of(param), topology, grad._spec)
+                setattr(param, SEEN, (piece, annotation_of(piece), *known))
+        else:
+            local_params.append(param)
+            gradients.append(grad)
+            annotations.append(annotation_of(param))
+    return local_params, gradients, annotations

@@ -29,15 +29,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..layout.annotation import annotate
-from ..layout.blocks import blocks
-from ..layout.entries import Entry, parts_of
-from ..layout.spec import P
+from ..layout.spec import Entry, P, blocks, parts_of
 from ..mesh.agreement import on_all_ranks
-from ..mesh.along import axes_along
 from ..mesh.refinement import steps_of
 from ..mesh.registry import ProcessGroupRegistry
-from ..mesh.roles import Role
-from ..mesh.topology import Topology
+from ..mesh.topology import Role, Topology, axes_along
 
 Ranks = tuple[int, ...]
 Axes = tuple[str, ...]

@@ -1,5 +1,5 @@
 """Join the ranks, whoever started them."""
 
-from .logger import get_dist_logger as get_dist_logger
 from .start import Launch as Launch
+from .start import get_dist_logger as get_dist_logger
 from .start import init_distributed as init_distributed

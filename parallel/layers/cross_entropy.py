@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from ..layout.shard import local_index, local_shape
 from ..layout.spec import P
-from ..mesh.calls import track_call
+from ..mesh.call_tracker import track_call
 from ..mesh.registry import ProcessGroupRegistry
 
 Reduction = Literal["mean", "sum", "none"]

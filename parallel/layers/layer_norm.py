@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..layout.spec import P
-from ..mesh.calls import track_call
-from ..mesh.linear_maps import Over, all_gather, all_reduce
+from ..mesh.call_tracker import track_call
+from ..mesh.collectives import Over, all_gather, all_reduce
 from ..mesh.registry import ProcessGroupRegistry
 from .initialization import depth_axes, kept_piece
 

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..mesh.calls import track_call
+from ..mesh.call_tracker import track_call
 from ..mesh.registry import ProcessGroupRegistry
 
 

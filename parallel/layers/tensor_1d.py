@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..layout.annotation import annotate
-from ..layout.blocks import blocks as in_blocks
-from ..layout.pieces import joined_in_order
+from ..layout.regions import joined_in_order
 from ..layout.shard import shard, spans_of_pieces
 from ..layout.spec import P
+from ..layout.spec import blocks as in_blocks
 from ..mesh.collectives import all_gather_to, copy_to, gather_from, reduce_from, reduce_scatter_to, scatter_to
 from ..mesh.registry import ProcessGroupRegistry
 from .initialization import draw_linear

@@ -36,9 +36,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..layout.blocks import blocks as in_blocks
 from ..layout.shard import local_shape
 from ..layout.spec import P
+from ..layout.spec import blocks as in_blocks
 from ..mesh.collectives import all_gather_to, broadcast_from, copy_to
 from ..mesh.registry import ProcessGroupRegistry
 from .initialization import depth_axes, draw_linear, held_or_placeholder, kept_piece, owned_piece, sizes_of

@@ -6,8 +6,7 @@ import warnings
 from typing import Any
 
 from ..mesh.registry import ProcessGroupRegistry
-from .classifier_2d import Classifier2D
-from .embedding import Embedding2D
+from .embedding import Classifier2D, Embedding2D
 from .layer_norm import LayerNorm2D
 from .tensor_2d import Linear2D
 

@@ -185,3 +185,9 @@ def copy_annotation(source: Tensor, target: Tensor) -> None:
     annotation = annotation_of(source)
     if annotation is not None:
         setattr(target, ATTRIBUTE, annotation)
+
+
+# How ranks tell each other of the sums that gradients are still to be -------------------------------------------------
+
+Sums = Mapping[tuple[tuple[int, ...], int], tuple[str, ...]]
+"""Axes of pending sums, by DTensor: the ranks of its mesh, and which of the mesh's parameters it is."""

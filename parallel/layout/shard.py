@@ -17,13 +17,11 @@ import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor
 
-from ..mesh.linear_maps import Over, all_gather, broadcast
+from ..mesh.collectives import Over, all_gather, broadcast
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.topology import Topology
-from .blocks import Span, cut_spans
-from .owned import owner_of, owns
-from .pieces import Region, joined_in_order
-from .spec import P
+from .regions import Region, joined_in_order
+from .spec import P, Span, cut_spans, owner_of, owns
 
 
 def local_shape(

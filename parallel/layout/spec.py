@@ -16,16 +16,215 @@ Axes that a spec does not name hold replicas. What the spec can't say by dims it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from math import gcd, prod
+from typing import Any
 
-from ..mesh.aliases import by_axis
-from ..mesh.topology import Topology
-from .blocks import Blocks, Span, blocks_repr, cut_spans
-from .entries import Entry, Part, Together, alone, axes_of, blocks_of, together_of
-from .owned import Owned, owned_by_axis, owns
+from ..mesh.topology import Topology, by_axis
+
+# Blocks: a dim along which several tensors lie one after the other, each of which is cut by itself --------------------
+
+# A fused weight is such a stack: gate and up of a gated MLP in one matrix, or q, k and v. Cut as one tensor, the first of
+# two ranks would have all of gate and the other all of up. What it computes with is its part of each:
+#
+#     blocks("tensor", 2)             tensor=2    gggguuuu -> gguu | gguu
+#     blocks("tensor", (4, 1, 1))     tensor=2    qqqqqqqqkkvv -> qqqqkv | qqqqkv
+
+Span = tuple[int, int]
+"""(offset, length) of consecutive elements of a dim."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Part of an entry of a spec: ``axes`` cut a dim of blocks whose lengths are to each other as ``sizes``."""
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+
+def blocks(axes: str | tuple[str, ...], sizes: int | Sequence[int]) -> Blocks:
+    """An entry of `P` for a dim of blocks, each of which is cut over ``axes``: a rank's piece is its part of every block.
+
+        P(blocks("tensor", 2))              gate and up in one matrix
+        P(blocks("tensor", (4, 1, 1)))      q, k and v, four query heads for each key head
+        P((blocks("tensor", 2), "data"))    and the piece that comes out is cut once more, as it is
+
+    Args:
+        axes: A mesh axis or several, the first the slowest.
+        sizes: Of the blocks, one to another (heads, or features: only their ratio counts); a number n is n equal ones.
+
+    Raises:
+        ValueError: The sizes are no positive integers.
+    """
+    ratio: Any = (1,) * sizes if isinstance(sizes, int) and not isinstance(sizes, bool) else sizes
+    if not isinstance(ratio, Sequence) or not ratio or not all(type(size) is int and size > 0 for size in ratio):
+        raise ValueError(
+            f"blocks({axes!r}, {sizes!r}): give a number of equal blocks or the blocks' sizes, as 2 or (4, 1, 1)"
+        )
+    divisor = gcd(*ratio)  # heads and features say the same: one spelling, one hash
+    return Blocks((axes,) if isinstance(axes, str) else tuple(axes), tuple(size // divisor for size in ratio))
+
+
+def blocks_repr(axis: str, sizes: tuple[int, ...]) -> str:
+    """As one writes it."""
+    return f"blocks({axis!r}, {len(sizes) if set(sizes) == {1} else sizes})"
+
+
+def cut_spans(spans: Sequence[Span], parts: int, index: int, sizes: tuple[int, ...]) -> tuple[Span, ...]:
+    """Part number ``index`` of ``parts`` of what ``spans`` hold, in order; of each block where there are several ``sizes``.
+
+    One block that doesn't divide is cut as `torch.chunk` does.
+
+    Raises:
+        ValueError: Several blocks don't divide.
+    """
+    total = sum(length for _, length in spans)
+    if len(sizes) == 1:
+        chunk = -(-total // parts)
+        start = min(index * chunk, total)
+        return _narrowed(spans, start, min(chunk, total - start))
+    if total % sum(sizes):
+        raise ValueError(
+            f"length {total} is no multiple of {sum(sizes)}, which blocks of sizes {sizes} add up to; give their sizes"
+        )
+    found: list[Span] = []
+    at = 0
+    for number, size in enumerate(sizes):
+        length = total // sum(sizes) * size
+        if length % parts:
+            raise ValueError(
+                f"block {number} of {len(sizes)} has length {length}, which doesn't divide over {parts} ranks; cut over "
+                "fewer, or give the block a parameter of its own"
+            )
+        found += _narrowed(spans, at + index * (length // parts), length // parts)
+        at += length
+    return _joined(found)
+
+
+def _narrowed(spans: Sequence[Span], start: int, length: int) -> tuple[Span, ...]:
+    """Elements ``start`` to ``start + length`` of what ``spans`` hold."""
+    found: list[Span] = []
+    for offset, numel in spans:
+        first, last = max(start, 0), min(start + length, numel)
+        if first < last:
+            found.append((offset + first, last - first))
+        start -= numel
+    return _joined(found) if found else ((sum(spans[-1]), 0),)
+
+
+def _joined(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Neighbours made one, and none that is empty but where all are."""
+    found: list[Span] = []
+    for offset, length in spans:
+        if found and (not length or sum(found[-1]) == offset):
+            found[-1] = (found[-1][0], found[-1][1] + length)
+        elif found and not found[-1][1]:
+            found[-1] = (offset, length)
+        else:
+            found.append((offset, length))
+    return tuple(found)
+
+
+# Entries --------------------------------------------------------------------------------------------------------------
+
+# What a spec says of one tensor dim: the axes that cut it, one after the other, at once, or each of several blocks.
+
+Together = tuple[str, ...]
+"""Axes that cut a dim at once, as one axis of the product of their sizes would."""
+Part = str | Blocks | Together
+Entry = str | Blocks | tuple[Part, ...] | None
+
+
+def parts_of(entry: Entry) -> tuple[Part, ...]:
+    """What an entry names, slowest first. Raises ValueError where it is none."""
+    parts = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+    if not all(map(_is_part, parts)):
+        raise ValueError(f"{entry!r} is no entry of a spec; give an axis name, a tuple of axis names or None")
+    return parts
+
+
+def _is_part(part: object) -> bool:
+    if isinstance(part, tuple):
+        return bool(part) and all(isinstance(axis, str) and axis for axis in part)
+    return bool(part) and isinstance(part, str | Blocks)
+
+
+def axes_of(entry: Entry) -> tuple[str, ...]:
+    """All axes of an entry, slowest first. Raises ValueError where it is none."""
+    return tuple(axis for part in parts_of(entry) for axis in _axes_of_part(part))
+
+
+def _axes_of_part(part: Part) -> tuple[str, ...]:
+    return (part,) if isinstance(part, str) else part.axes if isinstance(part, Blocks) else part
+
+
+def together_of(entry: Entry) -> Iterator[Together]:
+    """Those of its axes that cut at once."""
+    return (part for part in parts_of(entry) if isinstance(part, tuple) and len(part) > 1)
+
+
+def alone(axes: str | Together) -> str | Together:
+    """One axis by its name."""
+    return axes[0] if isinstance(axes, tuple) and len(axes) == 1 else axes
+
+
+def blocks_of(entry: Entry) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(axis, sizes) pairs of its axes that cut several blocks."""
+    for part in parts_of(entry):
+        if isinstance(part, Blocks) and len(part.sizes) > 1:
+            yield from ((axis, part.sizes) for axis in part.axes)
+
+
+# Who alone holds a parameter: one coordinate of an axis, or the one that is another axis' too -------------------------
+
+Owned = tuple[tuple[str, int | str], ...]
+"""(axis, coordinate) or (axis, another axis whose coordinate it is) pairs of the only ranks that hold a parameter."""
+
+
+def owner_of(owned: Owned, coordinate: Mapping[str, int]) -> dict[str, int]:
+    """Of the ranks that are elsewhere along the owned axes only, the owner's coordinates along them."""
+    return {axis: coordinate[at] if isinstance(at, str) else at for axis, at in owned}
+
+
+def owns(owned: Owned, coordinate: Mapping[str, int]) -> bool:
+    """Whether the rank at ``coordinate`` is the owner."""
+    return all(coordinate[axis] == at for axis, at in owner_of(owned, coordinate).items())
+
+
+def owned_by_axis(owned: Owned, topology: Topology, aliases: Mapping[str, tuple[str, ...]]) -> dict[str, int | str]:
+    """``owned`` in the axes of a topology: each of ``aliases`` by what it stands for.
+
+    Raises:
+        ValueError: An alias' coordinate is to be that of axes of other sizes than its own.
+    """
+    pairs = (pair for axis, at in owned for pair in _by_axis((axis, at), topology, aliases))
+    return dict(pairs)
+
+
+def _by_axis(
+    pair: tuple[str, int | str], topology: Topology, aliases: Mapping[str, tuple[str, ...]]
+) -> Iterator[tuple[str, int | str]]:
+    axis, at = pair
+    if axis not in aliases and at not in aliases:
+        yield pair
+        return
+    axes = aliases.get(axis, (axis,))
+    sizes = {atom: topology.size(atom) for atom in axes}
+    others = aliases.get(at, (at,)) if isinstance(at, str) else ()
+    if not others:  # a coordinate; or the only one of a mesh's dim of size 1, which may be no axis
+        yield from ((atom, index) for atom, (index,) in by_axis((at if isinstance(at, int) else 0,), sizes))
+    elif [*sizes.values()] != [topology.size(atom) for atom in others]:
+        raise ValueError(
+            f"the owner along {axis!r}, that is {' x '.join(axes)}, can't follow {at!r}, that is {' x '.join(others)}: "
+            "they are equal where each of their axes is, and so must have the same sizes; name the axes"
+        )
+    else:
+        yield from zip(axes, others, strict=True)
+
+
+# Spec -----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, init=False, repr=False)

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .calls import check_same_call, current_call, in_call
-from .objects import all_gather_objects
+from .call_tracker import check_same_call, current_call, in_call
+from .process_group_collectives import all_gather_objects
 from .registry import ProcessGroupRegistry
 
 T = TypeVar("T")

@@ -12,24 +12,300 @@ nothing waits. The members of a group meet in its first collective, or before th
 
 from __future__ import annotations
 
+import atexit
 import hashlib
-from collections.abc import Mapping
+import itertools
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from .at_exit import let_threads_finish
-from .calls import answer_questions, in_call
-from .default_group import agreed_name, default_group, is_fake
-from .local_group import cuda_device, end_local_group, new_local_group
-from .objects import all_gather_objects
-from .roles import Role
-from .sub_mesh import sub_mesh
-from .topology import Topology
+from .call_tracker import answer_questions, in_call
+from .process_group_collectives import all_gather_objects
+from .topology import Role, Topology
+
+# Make a process group without waiting for its other members -----------------------------------------------------------
+
+# `torch.distributed.new_group` is a meeting: gloo connects all members before it returns, NCCL splits the parent when a
+# device is bound to it, and `use_local_synchronization=True` only shrinks the meeting to the members. Meetings need one
+# order that everybody keeps, and ranks that first need different groups have none:
+#
+# * ranks that ask in different orders wait for each other in a circle (torch's documentation warns of it);
+# * the name of the group, under which its members meet in the store, is a hash with a counter of the groups that *this
+#   rank* made before (seen in torch 2.13 and 2.15). Ranks that are in different groups have different counters, so they
+#   wait under different names even when all of them ask in the same order.
+#
+# Nor would an agreed order be safe, as a ticket per request in the store would give: to keep it, a rank must first make
+# groups that others asked for, and one of their members may be waiting for this rank in a collective elsewhere.
+#
+# So no meeting is held. The caller gives the name, gloo connects lazily (each pair of ranks at its first message), and
+# NCCL is told to make its communicator at the first collective: torch 2.15's would else make it with the group. What is
+# left of the creation is local: it takes under a millisecond, and ranks may create groups in any order.
+#
+# Members meet in their first collective on the group, which is a meeting anyway; a member that never comes is an error
+# after the group's timeout there. Those first collectives do need an order: over NCCL a rank is in one bootstrap at a
+# time, which also takes memory of the GPU. `ProcessGroupRegistry.meet` holds them early, in one order on all ranks.
+
+# What would make the creation a meeting again: gloo's eager full mesh, and the barrier that torch can be told to add.
+_LAZY_ENVIRONMENT = {"TORCH_GLOO_LAZY_INIT": "1", "TORCH_DIST_INIT_BARRIER": "0"}
+
+
+def new_local_group(
+    ranks: Sequence[int],
+    name: str,
+    *,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    device: torch.device | None = None,
+) -> dist.ProcessGroup:
+    """A process group of these global ranks, made by this rank alone.
+
+    Args:
+        ranks: Global ranks, ascending, this one among them.
+        name: The same on every member, and never used before on this default store.
+        timeout: For the group's collectives; the default group's otherwise.
+        backend: As in `torch.distributed.new_group`; the default group's otherwise.
+        device: Where its tensors will be; it is bound to a CUDA device. torch would take LOCAL_RANK, or the rank modulo the
+            number of devices, which Slurm's cyclic placement makes another process's device.
+
+    Collectives: none, and no wait for other ranks. Not thread safe against other threads that make groups.
+    """
+    timeout = timeout if timeout is not None else _default_timeout()
+    bound = device if device is not None and device.type == "cuda" else None
+    with _environment(bound), _named(name), _unbound(dist.group.WORLD):
+        group = dist.new_group(
+            list(ranks),
+            timeout=timeout,
+            backend=backend,
+            pg_options=_nccl_options(backend, timeout),
+            use_local_synchronization=True,
+            group_desc=f"meshstep: {len(ranks)} ranks, {ranks[0]} to {ranks[-1]}",  # for NCCL's timeout messages
+        )
+    if not isinstance(group, dist.ProcessGroup) or group.group_name != name:
+        raise RuntimeError(
+            f"this torch, {torch.__version__}, doesn't let a process group be named ({group!r} instead of {name!r}); take "
+            "torch 2.11 or newer"
+        )
+    if bound is not None and group.bound_device_id is None:  # as torch before 2.15 leaves it
+        group.bound_device_id = bound
+    return group
+
+
+def end_local_group(group: dist.ProcessGroup, *, abort: bool = False) -> None:
+    """Destroy the group; with ``abort`` NCCL's works are given up, for which it would wait. Other backends don't wait."""
+    end = distributed_c10d._abort_process_group if abort and "nccl" in dist.get_backend_config(group) else None
+    (end or dist.destroy_process_group)(group)
+
+
+def cuda_device(world: dist.ProcessGroup | None) -> torch.device:
+    """The CUDA device of this process: the one that the default group is bound to, else the current one."""
+    bound = None if world is None else world.bound_device_id
+    return bound if bound is not None and bound.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
+
+
+def _nccl_options(backend: str | None, timeout: timedelta | None) -> object | None:
+    """What keeps NCCL from making the communicator, which is a meeting, with the group, as torch 2.15 does; None: nothing
+    is needed."""
+    if "nccl" not in str(backend or dist.get_backend_config()) or not dist.is_nccl_available():
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    if not hasattr(options, "lazy_init"):
+        return None  # an older torch, which always waits for the first collective
+    options.lazy_init = True
+    if timeout is not None:
+        options._timeout = timeout
+    return options
+
+
+def _default_timeout() -> timedelta | None:
+    """The default group's as it is now; torch would take the backend's own, minutes. None: it has none (a fake group)."""
+    world = dist.group.WORLD
+    backends = [] if world is None else [world._get_backend(device) for device in world._device_types]
+    options = (getattr(backend, "options", None) for backend in backends)
+    return max((found for each in options if (found := getattr(each, "_timeout", None)) is not None), default=None)
+
+
+@contextmanager
+def _environment(device: torch.device | None) -> Iterator[None]:
+    # LOCAL_RANK is where NCCL's group looks for its device. As device_id of new_group it would be connected to at once.
+    wanted = _LAZY_ENVIRONMENT if device is None else {**_LAZY_ENVIRONMENT, "LOCAL_RANK": str(device.index)}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    # torch has no public way to name a group; this is the one function that decides it. To replace it also leaves
+    # torch's own counter alone: were it to advance on some ranks only, the next ordinary new_group would not meet.
+    before = distributed_c10d._process_group_name
+    setattr(distributed_c10d, "_process_group_name", lambda ranks, use_hashed_name: name)  # noqa: B010 (mypy)
+    try:
+        yield
+    finally:
+        setattr(distributed_c10d, "_process_group_name", before)  # noqa: B010
+
+
+@contextmanager
+def _unbound(world: dist.ProcessGroup | None) -> Iterator[None]:
+    # With a device bound to the default group, NCCL would split it: a collective over the whole world.
+    device = world.bound_device_id if world is not None else None
+    if world is None or device is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
+# Default group --------------------------------------------------------------------------------------------------------
+
+# What a registry is to the default process group: as large as its topology, and one of several, with a name that all
+# ranks know.
+
+_fake_registries = itertools.count()
+
+
+def default_group(topology: Topology) -> dist.ProcessGroup | None:
+    """The world; None: one rank, without torch.distributed.
+
+    Raises:
+        RuntimeError: `torch.distributed` isn't initialised and the topology has more than one rank.
+        ValueError: The topology's size isn't the world's.
+    """
+    if not dist.is_initialized():
+        if topology.world_size == 1:
+            return None
+        raise RuntimeError(
+            f"{topology!r} has {topology.world_size} ranks but torch.distributed isn't initialised; call "
+            "meshstep.parallel.launch.init_distributed() first (and start the ranks, for example with torchrun "
+            f"--nproc-per-node {topology.world_size})"
+        )
+    world_size = dist.get_world_size()
+    if world_size != topology.world_size:
+        raise ValueError(
+            f"{topology!r} has {topology.world_size} ranks but the world has {world_size}; the sizes must multiply to "
+            f"{world_size}{_suggestion(topology, world_size)}"
+        )
+    return dist.group.WORLD
+
+
+def _suggestion(topology: Topology, world_size: int) -> str:
+    fitting = []
+    for axis, size in zip(topology.axes, topology.sizes, strict=True):
+        rest = topology.world_size // size
+        if world_size % rest == 0:
+            fitting.append(f"{axis}={world_size // rest}")
+    if fitting:
+        return f": write {' or '.join(fitting)} instead, or start {topology.world_size} ranks"
+    return f", or start {topology.world_size} ranks"
+
+
+def agreed_name(topology: Topology, rank: int) -> str:
+    """A name for this rank's next registry that is the same on all ranks.
+
+    Raises:
+        ValueError: Another rank's registry of the same number has another topology.
+    """
+    if is_fake():
+        # One process plays one rank of a world that isn't there, on a store that may not even answer.
+        return f"meshstep/fake/{next(_fake_registries)}"
+    store = distributed_c10d._get_default_store()
+    number = store.add(f"meshstep/registries/{rank}", 1)
+    name = f"meshstep/registry/{number}"
+    first = store.compare_set(name, "", repr(topology)).decode()
+    if first != repr(topology):
+        raise ValueError(
+            f"rank {rank} builds registry number {number} with {topology!r}, another rank built its number {number} "
+            f"with {first}; every rank must build the same registries in the same order"
+        )
+    return name
+
+
+def is_fake() -> bool:
+    """Whether the world is one process that plays one rank."""
+    return "fake" in dist.get_backend_config()
+
+
+# torch's `DeviceMesh` of some axes, on groups that are there ----------------------------------------------------------
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Groups(Protocol):
+    """What is needed of a registry."""
+
+    topology: Topology
+
+    @property
+    def device(self) -> torch.device: ...
+    def ranks(self, *axes: str) -> tuple[int, ...]: ...
+    def group(self, *axes: str) -> dist.ProcessGroup: ...
+
+
+def sub_mesh(registry: Groups, dims: Sequence[tuple[str, ...]]) -> DeviceMesh:
+    """The mesh of this rank's sub-grid, each dim of which is some axes together.
+
+    Raises:
+        ValueError: Axes are joined in another order than theirs, or there is no such axis.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    topology, names = registry.topology, tuple("_".join(dim) for dim in dims)
+    ranks = registry.ranks(*(axis for dim in dims for axis in dim))
+    by_dim = [topology.atoms(*dim) for dim in dims]
+    if [tuple(axis for axis in topology.axes if axis in dim) for dim in by_dim] != by_dim:
+        raise ValueError(
+            f"a mesh of {dims} joins axes in another order than theirs ({topology.named()}); write them in that order"
+        )
+    groups = [registry.group(*dim) for dim in dims]
+    if len(dims) == 1:
+        return DeviceMesh.from_group(groups[0], registry.device.type, mesh_dim_names=names)
+    atoms = [axis for dim in by_dim for axis in dim]
+    ordered = [axis for axis in topology.axes if axis in atoms]
+    grid = torch.tensor(ranks, dtype=torch.int).reshape([topology.size(axis) for axis in ordered])
+    # Contiguous because torch reads the mesh's strides as they lie in memory.
+    grid = grid.permute([ordered.index(axis) for axis in atoms]).contiguous()
+    grid = grid.reshape([topology.size(*dim) for dim in by_dim])
+    return DeviceMesh.from_group(groups, registry.device.type, mesh=grid, mesh_dim_names=names)
+
+
+# The end of a process that still holds a group: gloo's threads must be done before the interpreter is -----------------
+
+# A thread that has run a collective lets go of its tensors afterwards, for which it may need the interpreter; where that
+# has ended meanwhile, torch ends the process with "terminate called without an active exception" (SIGABRT), after all
+# work was done. Whoever holds no group when it is destroyed is safe, since torch then waits for the threads; but a
+# script's registry, optimizer or layers, which hold groups, mostly live as long as the script.
+
+MOMENT = 0.05  # seconds; a thread that waits for the interpreter gets it as soon as nobody has it
+
+
+@cache
+def let_threads_finish() -> None:
+    """Give the interpreter away for a `MOMENT` when the process ends. A second call does nothing more."""
+    atexit.register(time.sleep, MOMENT)
+
+
+# Registry -------------------------------------------------------------------------------------------------------------
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

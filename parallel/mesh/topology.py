@@ -15,17 +15,318 @@ Nothing here grows with the world: an answer about one rank costs O(axes), a gro
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, overload
 
-from .aliases import Coordinate, checked_aliases
-from .notation import parsed
-from .peers import Peers
 from .refinement import agreed_dims, refined
-from .roles import ByRole, Role, roles_of, said_role
 from .table import render
+
+# A topology as one line of text: ``edp=2,mid=2,tensor=2,data=edp+mid`` ------------------------------------------------
+
+_RESERVED = ("self", "roles", "aliases")
+
+
+def parsed(text: str) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
+    """The sizes of the axes, and the axes of the aliases.
+
+    Raises:
+        ValueError: A part is neither ``axis=size`` nor ``alias=axis+axis``, or a name comes twice.
+    """
+    axes: dict[str, int] = {}
+    aliases: dict[str, tuple[str, ...]] = {}
+    for part in re.split(r"[\s,]+", text.strip(" \t\n,")):
+        if not part:
+            continue
+        name, _, value = part.partition("=")
+        if name in axes or name in aliases:
+            raise ValueError(f"axis {name!r} is given twice in {text!r}; name each axis once")
+        if value.isdecimal():
+            axes[name] = int(value)
+        elif "+" in value and all(axis.isidentifier() for axis in value.split("+")):
+            aliases[name] = tuple(value.split("+"))
+        else:
+            raise ValueError(
+                f"{part!r} doesn't say axis=size; write for example 'data=2,row=2,col=2', and an alias as 'grid=row+col'"
+            )
+    for name in _RESERVED:
+        if name in axes:
+            raise ValueError(f"{name!r} can't name an axis; rename it in {text!r}")
+    return axes, aliases
+
+
+# What the coordinates of an axis hold: the role of each axis, from what was told and from names -----------------------
+
+Role = Literal["pipe", "data", "model"]
+
+_DATA = ("data", "replica", "dp", "ddp", "dp_replicate", "dp_shard", "fsdp", "hsdp", "edp", "efsdp")
+_SEQUENCE = ("cp", "context")  # a sample's sequence is split over them, so the model itself communicates along them
+_EXPERT = ("expert", "experts", "ep")
+_SAID: Mapping[str, Role] = {
+    **dict.fromkeys(("pipe", "pipeline", "pp"), "pipe"),
+    **dict.fromkeys((*_DATA, *_SEQUENCE), "data"),
+    **dict.fromkeys(("tensor", "tp", "sp", "row", "col"), "model"),
+}
+
+Aliases = Mapping[str, tuple[str, ...]]
+
+
+def roles_of(axes: Iterable[str], aliases: Aliases, told: Mapping[str, Role]) -> tuple[Role, ...]:
+    """The role of each axis: the one told of it or of an alias of it; else the one that names say; else ``"model"``.
+
+    Args:
+        told: By axis or alias.
+    Raises:
+        ValueError: A role is none, or told of nothing that there is; or two are told, or said by names, of one axis.
+    """
+    axes = tuple(axes)
+    for name, role in told.items():
+        if name not in axes and name not in aliases:
+            there = f"axes: {', '.join(axes) or 'none'}" + (f"; aliases: {', '.join(aliases)}" if aliases else "")
+            raise ValueError(f"roles names {name!r}, which is no axis here ({there}); write one of these")
+        if role not in get_args(Role):
+            raise ValueError(f"axis {name!r} has role {role!r}; write one of {', '.join(map(repr, get_args(Role)))}")
+    return tuple(_role(axis, names_of(axis, aliases), told) for axis in axes)
+
+
+def _role(axis: str, names: tuple[str, ...], told: Mapping[str, Role]) -> Role:
+    for source, how in ((told, "told of"), (_SAID, "by the name")):
+        found = {name: source[name] for name in names if name in source}
+        if len({*found.values()}) > 1:
+            said = " and ".join(f"{role!r} {how} {name!r}" for name, role in found.items())
+            raise ValueError(f"axis {axis!r} is {said}: say once which it is, roles={{{axis!r}: ...}}")
+        if found:
+            return next(iter(found.values()))
+    return "model"
+
+
+def names_of(axis: str, aliases: Aliases) -> tuple[str, ...]:
+    """Its name, and the aliases of which it is a part."""
+    return (axis, *(alias for alias, atoms in aliases.items() if axis in atoms))
+
+
+def said_role(axis: str, aliases: Aliases) -> Role | None:
+    """The role that an axis has unless it is told another; None: names say several."""
+    try:
+        return _role(axis, names_of(axis, aliases), {})
+    except ValueError:
+        return None
+
+
+class ByRole:
+    """The axes of a topology by their roles."""
+
+    axes: tuple[str, ...]
+    roles: tuple[Role, ...]
+    _aliases: tuple[tuple[str, tuple[str, ...]], ...]
+    _told: frozenset[str]
+
+    def size(self, *axes: str) -> int:
+        raise NotImplementedError
+
+    @property
+    def pipe_axes(self) -> tuple[str, ...]:
+        """Axes whose coordinates own different parameters."""
+        return self._axes_with("pipe")
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """Axes whose coordinates hold replicas that see different samples, or different parts of them."""
+        return self._axes_with("data")
+
+    @property
+    def sample_axes(self) -> tuple[str, ...]:
+        """The data axes whose coordinates see different samples: all but ``cp`` and ``context``, whose see different parts
+        of the same ones."""
+        return tuple(axis for axis in self.data_axes if {*self._names(axis)}.isdisjoint(_SEQUENCE))
+
+    @property
+    def model_axes(self) -> tuple[str, ...]:
+        """Axes that a parameter's spec speaks about."""
+        return self._axes_with("model")
+
+    @property
+    def untold_expert_axes(self) -> tuple[str, ...]:
+        """Axes larger than 1 that are named ``expert``, ``experts`` or ``ep``, by themselves or in an alias, while no role
+        was given to them and none of their names says one.
+
+        They are model axes: their ranks are taken to see the same samples, and the gradient of what is copied along them is
+        not averaged. Where their ranks see different samples, as with most experts, the role is ``"data"``.
+        """
+        names = {axis: {*self._names(axis)} for axis in self.axes if axis not in self._told}
+        untold = (axis for axis, said in names.items() if not said.isdisjoint(_EXPERT) and said.isdisjoint(_SAID))
+        return tuple(axis for axis in untold if self.size(axis) > 1)
+
+    def only_splits_the_batch(self, axis: str) -> bool:
+        """Whether a model issues no collectives of its own over this axis, going by its names, unless its specs name it."""
+        return _SAID.get(axis) == "data" and {*self._names(axis)}.isdisjoint(_SEQUENCE)
+
+    def _axes_with(self, role: Role) -> tuple[str, ...]:
+        return tuple(axis for axis, found in zip(self.axes, self.roles, strict=True) if found == role)
+
+    def _names(self, axis: str) -> tuple[str, ...]:
+        return names_of(axis, dict(self._aliases))
+
+
+# Names for several axes together: ``data`` for ``edp x mid``, beside ``expert`` for ``mid x tensor`` ------------------
+
+# Two meshes of the same ranks are so one topology: its axes are the common refinement, and a dim of either mesh is an
+# alias. An alias stands for its axes, of which the first is the slowest, as in ``torch.arange(n).reshape(sizes)``.
+
+
+def checked_aliases(
+    given: Mapping[str, str | tuple[str, ...]], axes: tuple[str, ...]
+) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """(alias, its axes) pairs.
+
+    Raises:
+        ValueError: An alias is no identifier or the name of an axis; it names no axis, one that there isn't, or axes in
+            another order than theirs.
+    """
+    checked = []
+    for alias, named in given.items():
+        atoms = (named,) if isinstance(named, str) else tuple(named)
+        if not isinstance(alias, str) or not alias.isidentifier():
+            raise ValueError(f"{alias!r} can't name axes; use an identifier such as 'data'")
+        if alias in axes:
+            raise ValueError(f"{alias!r} is an axis and can't be an alias too; rename one of them")
+        unknown = [axis for axis in atoms if axis not in axes]
+        if unknown or not atoms:
+            raise ValueError(
+                f"alias {alias!r} stands for {unknown[0] if unknown else atoms!r}, which is no axis; an alias stands for "
+                f"one axis or more of {', '.join(axes)}"
+            )
+        ordered = tuple(axis for axis in axes if axis in atoms)
+        if atoms != ordered:
+            raise ValueError(
+                f"alias {alias!r} stands for {atoms!r}, but the order of the axes is {', '.join(axes)}: write {ordered!r}, "
+                "each once; then its coordinates are in the order of the ranks"
+            )
+        checked.append((alias, atoms))
+    return tuple(checked)
+
+
+class Coordinate(dict[str, int]):
+    """Where a rank is: its coordinate on every axis, in axis order; indexed by an alias, that on its axes together."""
+
+    def __init__(self, by_axis: Mapping[str, int], together: Mapping[str, Mapping[str, int]]) -> None:
+        """``together``: for each alias the sizes of its axes."""
+        super().__init__(by_axis)
+        self._together = together
+
+    def __missing__(self, alias: str) -> int:
+        index = 0
+        for axis, size in self._together[alias].items():
+            index = index * size + self[axis]
+        return index
+
+
+def by_axis(where: Iterable[int], sizes: Mapping[str, int]) -> list[tuple[str, tuple[int, ...]]]:
+    """Coordinates of an alias, by the axes of these sizes that it stands for: whose product they are.
+
+        >>> by_axis((2, 3), {"edp": 2, "mid": 2})
+        [('edp', (1,)), ('mid', (0, 1))]
+
+    Raises:
+        ValueError: They are no product.
+    """
+    size = prod(sizes.values())
+    points = dict(enumerate(product(*map(range, sizes.values()))))
+    wanted = {points[index % size] for index in where}
+    found = [tuple(sorted(set(coordinates))) for coordinates in zip(*wanted, strict=True)]
+    if prod(map(len, found)) != len(wanted):
+        raise ValueError(
+            f"coordinates {sorted(index % size for index in where)} are no product of coordinates of "
+            f"{' x '.join(f'{axis}={n}' for axis, n in sizes.items())}, which alone can be said; name these axes"
+        )
+    return list(zip(sizes, found, strict=True))
+
+
+# The ranks of one group, of which nobody has to make a list: a group of a data axis may have 131,072 ------------------
+
+
+class Peers(Sequence[int]):
+    """Ranks ``base + sum of a multiple of each stride``, ascending; equal to the tuple of them, and shown as it.
+
+        peers = Topology(data=131072, tensor=8).peers(5, "data")
+        len(peers), peers[2], peers.index(21), 22 in peers      # 131072, 21, 2, False
+
+    All of these cost O(axes); what goes through all ranks (``==``, ``hash``, ``list``) O(ranks).
+
+    Args:
+        base: The first rank.
+        dims: (size, stride) of each axis, the largest stride first; a stride is at least as large as the axes after it
+            reach.
+    """
+
+    __slots__ = ("_base", "_dims", "_len")
+
+    def __init__(self, base: int, dims: Sequence[tuple[int, int]]) -> None:
+        self._base, self._dims, self._len = base, tuple(dims), 1
+        for size, _ in self._dims:
+            self._len *= size
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __iter__(self) -> Iterator[int]:
+        # itertools.product holds its ranges in memory, which is the sum of the sizes and not their product.
+        steps = (range(0, size * stride, stride) for size, stride in self._dims)
+        return map(sum, itertools.product((self._base,), *steps))
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
+    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+        if isinstance(index, slice):
+            return tuple(self[at] for at in range(*index.indices(self._len)))
+        at = index + self._len if index < 0 else index
+        if not 0 <= at < self._len:
+            raise IndexError(f"there are {self._len} ranks, none at {index}")
+        found = self._base
+        for size, stride in reversed(self._dims):
+            at, digit = divmod(at, size)
+            found += digit * stride
+        return found
+
+    def index(self, value: int, start: int = 0, stop: int | None = None) -> int:
+        """Where ``value`` is among them; ValueError where it is not."""
+        rest, at = value - self._base, 0
+        for size, stride in self._dims:
+            digit = min(max(rest // stride, 0), size - 1)
+            rest -= digit * stride
+            at = at * size + digit
+        if rest or at not in range(*slice(start, stop).indices(self._len)):
+            raise ValueError(f"rank {value} isn't among these {self._len}")
+        return at
+
+    def __contains__(self, value: object) -> bool:
+        try:
+            return isinstance(value, int) and self.index(value) >= 0
+        except ValueError:
+            return False
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Peers) and (self._base, self._dims) == (other._base, other._dims):
+            return True
+        return isinstance(other, (Peers, tuple)) and self._len == len(other) and tuple(self) == tuple(other)
+
+    def __lt__(self, other: Sequence[int]) -> bool:
+        return tuple(self) < tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+# Topology -------------------------------------------------------------------------------------------------------------
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -292,3 +593,21 @@ class Topology(ByRole):
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(str, names)) or "none"
+
+
+# Which axes of a topology a list of ranks is, whatever somebody else calls it -----------------------------------------
+
+
+def axes_along(ranks: tuple[int, ...], topology: Topology) -> tuple[str, ...] | None:
+    """The axes, larger than 1, along which these ranks lie in this order, the first the slowest; None: there are none."""
+    strides = {topology.peers(0, axis)[1]: axis for axis in topology.axes if topology.size(axis) > 1}
+    found: tuple[str, ...] = ()
+    while topology.size(*found) < len(ranks):
+        axis = strides.get(ranks[topology.size(*found)] - ranks[0])
+        if axis is None or axis in found:
+            return None
+        found = (axis, *found)
+    places = product(*(range(topology.size(axis)) for axis in found))
+    at = topology.coordinate(ranks[0])
+    grid = tuple(topology.rank(**{**at, **dict(zip(found, place, strict=True))}) for place in places)
+    return found if grid == ranks else None

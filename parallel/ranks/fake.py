@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from .put_aside import ProcessGroups
+from .launched import ProcessGroups
 
 _worlds = itertools.count(1)
 _NAMES_OF_A_WORLD = 10**6

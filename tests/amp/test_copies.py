@@ -8,7 +8,7 @@ import pytest
 import torch
 from fake_cuda import fake_cuda
 from meshstep.amp import MasterWeights
-from meshstep.amp.copies import copy_each_, float32_of
+from meshstep.amp.casting import copy_each_, float32_of
 from torch import Tensor, nn
 
 LAST = torch.channels_last

@@ -11,8 +11,7 @@ from dense import TOLERANCE, assert_near
 from hypothesis import given
 from hypothesis import strategies as st
 from meshstep.amp import Fp8, fp8_layers, precision_of
-from meshstep.amp.fp8.linear import Fp8Linear, Fp8Matmul, product, scaled_mm
-from meshstep.amp.fp8.rowwise import Fp8RowMatmul
+from meshstep.amp.fp8.linear import Fp8Linear, Fp8Matmul, Fp8RowMatmul, product, scaled_mm
 from meshstep.amp.fp8.tensor import E4M3, E5M2, Quantized, agreed_amax, quantize
 from probes import no_host_reads
 from small_models import Base, small_model

@@ -10,8 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from fake_cuda import CUDA, Log, fake_cuda
-from meshstep.amp.fp8.linear import Fp8Matmul, _Fp8Linear
-from meshstep.amp.fp8.rowwise import Fp8RowMatmul, _Fp8RowLinear
+from meshstep.amp.fp8.linear import Fp8Matmul, Fp8RowMatmul, _Fp8Linear, _Fp8RowLinear
 from meshstep.amp.fp8.tensor import E4M3, amax_of, quantize
 from meshstep.amp.fp8.weights import keep_rounded, kept
 from torch import Tensor, nn

@@ -11,8 +11,7 @@ import pytest
 import torch
 from dense import assert_near, assert_same_grads, collectives, full_grad
 from meshstep.amp import Fp8, fp8_layers
-from meshstep.amp.fp8.linear import Fp8Matmul
-from meshstep.amp.fp8.rowwise import Fp8RowMatmul
+from meshstep.amp.fp8.linear import Fp8Matmul, Fp8RowMatmul
 from meshstep.parallel import (
     BiasLayout,
     Classifier2D,

@@ -11,7 +11,9 @@ from unittest import mock
 import pytest
 import torch
 from meshstep.amp import Fp8
-from meshstep.amp.fp8 import linear, rowwise, summa, weights
+from meshstep.amp.fp8 import linear, weights
+from meshstep.amp.fp8 import linear as rowwise
+from meshstep.amp.fp8 import mode as summa
 from meshstep.amp.fp8.tensor import quantize
 from meshstep.optim import ParallelOptimizer, Sharded, share_weights
 from meshstep.parallel import Linear2D, P, ProcessGroupRegistry, Topology, declare

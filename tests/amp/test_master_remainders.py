@@ -11,7 +11,7 @@ from loops import instructions_here, loops, with_instructions
 from meshstep.amp import Bf16
 from meshstep.amp.split_masters import join, split
 from meshstep.optim.kernels.native import Columns, Kind
-from meshstep.optim.step.again import update_by_loops
+from meshstep.optim.step.c_engine import update_by_loops
 from torch import Tensor
 
 QUIET = 0x400000

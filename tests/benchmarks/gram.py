@@ -3,7 +3,7 @@
     python tests/benchmarks/gram.py [--widths 512 1024] [--aspects 1 2 4] [--rounds 5]
     python tests/benchmarks/gram.py --split [--width 512] [--aspect 4] [--matrices 4] [--rounds 5]
 
-The first compares the two forms of `meshstep.optim.whole.newton_schulz` on one core: processor time, and how far each is
+The first compares the two forms of `meshstep.optim.whole.muon` on one core: processor time, and how far each is
 from the first one in float64, relative, for a matrix of random numbers, singular values that fall to 1e-2, and rank 4.
 
 The second one steps long matrices that are split on their long side over ``tensor=2``, half of them on rows and half on
@@ -32,9 +32,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from meshstep.optim import Muon, ParallelOptimizer
-from meshstep.optim.whole import newton_schulz as of_matrix
-from meshstep.optim.whole.muon import scale_of
-from meshstep.optim.whole.newton_schulz import COEFFICIENTS, RUN, on_gram, on_matrix
+from meshstep.optim.whole import muon as of_matrix
+from meshstep.optim.whole.muon import COEFFICIENTS, RUN, on_gram, on_matrix, scale_of
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, shard
 from spectra import SPECTRA
 from torch import Tensor, nn

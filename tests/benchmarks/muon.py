@@ -27,7 +27,7 @@ import torch.distributed as dist
 from meshstep.optim import Muon, ParallelOptimizer
 from meshstep.optim.step.call_guard import own_calls
 from meshstep.optim.whole import muon as of_muon
-from meshstep.optim.whole.newton_schulz import newton_schulz
+from meshstep.optim.whole.muon import newton_schulz
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, gather_objects, shard
 from torch import Tensor, nn
 from world import World

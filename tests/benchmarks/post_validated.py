@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from meshstep.optim.kernels.native import Columns, Kind, Native, built
 from meshstep.optim.norm.global_norm import powers_by_loops
-from meshstep.optim.step.again import update_by_loops
+from meshstep.optim.step.c_engine import update_by_loops
 from torch import Tensor
 from world import World, printed_by
 

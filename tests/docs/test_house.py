@@ -293,10 +293,10 @@ def test_a_circle_is_found(tmp_path: Path, closing: str) -> None:
 @pytest.mark.parametrize(
     ("source", "text", "target"),
     [
-        ("optim/norm/plan.py", "from ..gradients.sync import x\n", "optim/gradients/sync.py"),
-        ("optim/checkpoint/save.py", "def f():\n    from ..schedule import follow\n", "optim/schedule/follow.py"),
+        ("optim/norm/plan.py", "from ..gradients.sync import x\n", "optim/gradients/buckets.py"),
+        ("optim/checkpoint/save.py", "def f():\n    from ..schedule import follow\n", "optim/schedule/schedules.py"),
         ("amp/casting.py", "from .fp8.mode import Fp8\n", "amp/fp8/mode.py"),
-        ("amp/rounding.py", "from .master_weights import MasterWeights\n", "amp/master_weights.py"),
+        ("amp/stochastic_rounding.py", "from .master_weights import MasterWeights\n", "amp/master_weights.py"),
         ("amp/fp8/linear.py", "from ...optim.norm import plan\n", "optim/norm/plan.py"),
         ("parallel/launch/start.py", "from ..mesh.topology import Topology\n", "parallel/mesh/topology.py"),
         ("parallel/layers/tensor_1d.py", "from .. import P\n", "parallel/__init__.py"),

@@ -17,8 +17,7 @@ import pytest
 import torch
 from meshstep.parallel import P, Topology, shard
 from meshstep.parallel.__main__ import main as command
-from meshstep.parallel.layout.picture import Shown, cells_of, draw, held, parameters
-from meshstep.parallel.mesh.svg import DARK, STYLE
+from meshstep.parallel.layout.picture import DARK, STYLE, Shown, cells_of, draw, held, parameters
 from world import World
 
 ROOT = Path(__file__).parent.parent.parent

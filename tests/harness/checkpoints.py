@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from arguments import arguments
 from meshstep.optim import ParallelOptimizer
-from meshstep.optim.checkpoint.checksums import record_of
+from meshstep.optim.checkpoint.directory import record_of
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from torch import Tensor, nn
 

@@ -33,9 +33,9 @@ from dense_steps import hyper_parameters, inner_optimizer
 from dtensors import local
 from meshstep.amp import NaiveFp16
 from meshstep.optim import ParallelOptimizer, Reduce, ReplicaMismatchError, load_checkpoint, save_checkpoint
-from meshstep.optim.gradients import sync as gradient_sync
+from meshstep.optim.gradients import buckets as gradient_sync
 from meshstep.parallel import P, ProcessGroupRegistry, annotate
-from meshstep.parallel.interop.local import has_dtensors, local_parameter
+from meshstep.parallel.interop.local_parameters import has_dtensors, local_parameter
 from torch import Tensor, nn
 from zero_models import small_buckets
 

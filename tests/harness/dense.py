@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from meshstep.parallel import P, ProcessGroupRegistry, shard, spec_of, unshard
-from meshstep.parallel.mesh.flat_collectives import ALL_GATHER, REDUCE_SCATTER
+from meshstep.parallel.mesh.process_group_collectives import ALL_GATHER, REDUCE_SCATTER
 from torch import Tensor, nn
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}

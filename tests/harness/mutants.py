@@ -16,17 +16,9 @@ from unittest import mock
 
 import torch
 from meshstep.parallel import P, ProcessGroupRegistry, annotate, gather_objects, spec_of
-from meshstep.parallel.interop.local import has_dtensors, local_gradients
+from meshstep.parallel.interop.local_parameters import has_dtensors, local_gradients
 from meshstep.parallel.mesh import collectives
-from meshstep.parallel.mesh.linear_maps import (
-    Map,
-    Over,
-    all_gather,
-    all_reduce,
-    identity,
-    own_slice,
-    reduce_scatter,
-)
+from meshstep.parallel.mesh.collectives import Map, Over, all_gather, all_reduce, identity, own_slice, reduce_scatter
 from meshstep.testing import prove
 from proof_models import OF_TORCH, Built, Drawn, Stage, build, drawn_model, registry_for
 from torch import Tensor

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from meshstep.optim import setup
-from meshstep.optim.gradients import sync
+from meshstep.optim import build as setup
+from meshstep.optim.gradients import buckets as sync
 from meshstep.optim.states import sharded
 from run_example import example, printed_by_example, train_example
 from torch import nn

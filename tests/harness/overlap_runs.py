@@ -11,8 +11,8 @@ from unittest import mock
 import torch
 from meshstep.amp import NaiveFp16
 from meshstep.optim import Offloaded, ParallelOptimizer, Reduce
-from meshstep.optim.gradients.bucket import GradientBucket, Reducible
-from meshstep.optim.gradients.during_backward import BackwardReducer
+from meshstep.optim.gradients.buckets import GradientBucket, Reducible
+from meshstep.optim.gradients.reduce_in_backward import BackwardReducer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from optimizers import adamw
 from precision_modes import MODES

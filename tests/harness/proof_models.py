@@ -126,7 +126,7 @@ def proved(number: int) -> Proof:
 
 def _train(model: nn.Module, registry: ProcessGroupRegistry) -> None:
     """Constants become other numbers, the same on copies."""
-    from meshstep.parallel.interop.local import local_parameter
+    from meshstep.parallel.interop.local_parameters import local_parameter
 
     with torch.no_grad():
         for name, param in model.named_parameters():

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from hypothesis import strategies as st
 from meshstep.optim import Bf16Wire, ByGroup, ByNorm, Measure, ParallelOptimizer, Reduce, Sharded, save_checkpoint
-from meshstep.optim.gradients import sync as gradient_sync
+from meshstep.optim.gradients import buckets as gradient_sync
 from meshstep.optim.norm.replicas import ReplicaCheck
 from meshstep.parallel import (
     ColumnParallelLinear,

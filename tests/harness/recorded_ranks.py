@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from gathered_objects import objects_gathered_by
-from meshstep.parallel.mesh import local_group
+from meshstep.parallel.mesh import registry as local_group
 from meshstep.parallel.mesh import registry as registry_module
 from torch import Tensor
 from torch._C import _distributed_c10d

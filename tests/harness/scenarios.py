@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from arguments import arguments
 from meshstep.optim import GradStats, ParallelOptimizer
-from meshstep.optim.step.again import loops_for
+from meshstep.optim.step.c_engine import loops_for
 from meshstep.parallel import (
     ColumnParallelLinear,
     LayerNorm1D,

@@ -12,7 +12,7 @@ from multiprocessing.context import ForkServerContext
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from meshstep.parallel.ranks.errors import RanksError
+from meshstep.parallel.ranks.interface import RanksError
 from meshstep.parallel.ranks.pool import PRELOAD as OF_EVERY_POOL
 from meshstep.parallel.ranks.pool import RankPool
 

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from meshstep.optim import ParallelOptimizer
 from meshstep.optim.states import sharded as zero
-from meshstep.optim.states.pieces import Piece
+from meshstep.optim.states.chain import Piece
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from scenarios import VOCAB
 from torch import Tensor, nn

@@ -29,7 +29,7 @@ from meshstep.parallel import (
     unshard,
 )
 from meshstep.parallel.interop.deepspeed import ModelParallelUnit, check_engine, mark_model_parallel
-from meshstep.parallel.interop.local import spec_of
+from meshstep.parallel.interop.local_parameters import spec_of
 from torch import Tensor, nn
 from world import World
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from meshstep.optim.proof.infer import infer
+from meshstep.optim.proof.prove import infer
 from meshstep.parallel import P, ProcessGroupRegistry, spec_of
 from torch import Tensor, nn
 from world import World

@@ -15,7 +15,7 @@ from megatron_on_cpu import BATCH, LENGTH, gpt, loss_of, megatron, tokens_of
 from meshstep.optim import Measure, ParallelOptimizer
 from meshstep.parallel import P, ProcessGroupRegistry, annotate, shard, unshard
 from meshstep.parallel.interop.audit import Audit, audit
-from meshstep.parallel.interop.local import spec_of
+from meshstep.parallel.interop.local_parameters import spec_of
 from meshstep.parallel.interop.megatron import declare_by_flags, registry_of
 from torch import Tensor, nn
 from world import World

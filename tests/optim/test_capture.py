@@ -15,7 +15,7 @@ from cpu_graph import CUDA_OF_THE_CPU, CpuGraph, capturing
 from graph_runs import PLACED, SETTINGS, Run, Setting, by_replays, by_steps
 from loops import using
 from meshstep.optim import CosineAnnealingLR, HoldOnSkip, ParallelOptimizer
-from meshstep.optim.norm.constants import KEPT, Constants
+from meshstep.optim.kernels.device_constants import KEPT, Constants
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from precision_modes import differences
 from torch import Tensor

@@ -17,9 +17,9 @@ import torch
 from deadlocks import eager, lazy, of_kind, serial, stuck
 from hypothesis import given, settings
 from meshstep.optim import Measure, ParallelOptimizer, Reduce, Sharded
-from meshstep.optim.gradients import early
-from meshstep.optim.gradients.bucket import reduce_all
-from meshstep.optim.gradients.early import Sizes, uneven_kinds
+from meshstep.optim.gradients import reduce_in_backward as early
+from meshstep.optim.gradients.buckets import reduce_all
+from meshstep.optim.gradients.reduce_in_backward import Sizes, uneven_kinds
 from meshstep.optim.states import sharded
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, copy_to, declare, reduce_from
 from overlap_runs import watched

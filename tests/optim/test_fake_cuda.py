@@ -43,15 +43,16 @@ from meshstep.optim import (
     ZClip,
     align_copies,
 )
-from meshstep.optim.gradients.bucket import BUCKET_BYTES
+from meshstep.optim.gradients.buckets import BUCKET_BYTES
 from meshstep.optim.norm.replicas import ReplicaCheck
-from meshstep.optim.states import host_bucket, offloaded
+from meshstep.optim.states import offloaded
+from meshstep.optim.states import offloaded as host_bucket
 from meshstep.optim.step.skips import LAG, SkipMonitor
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.parallel.interop import dtensor, dtensor_gradients
 from meshstep.parallel.layers.summa import Grid, Part, _Reduction, summa
-from meshstep.parallel.mesh import linear_maps
-from meshstep.parallel.mesh.linear_maps import Over
+from meshstep.parallel.mesh import collectives as linear_maps
+from meshstep.parallel.mesh.collectives import Over
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor, Shard
@@ -231,7 +232,7 @@ def test_dtensors_on_gpus(mode: str, rule: str) -> None:
     assert [log.waits for log in without_comparison(logs)[1:]] == [[], []]
 
 
-COMPARES = "amp/copies.py"
+COMPARES = "amp/casting.py"
 
 
 def without_comparison(logs: list[Log]) -> list[Log]:
@@ -262,7 +263,7 @@ def waits_unsaid(log: Log, placed: str) -> list[str]:
     """Those that `Offloaded` does not have to make."""
     said = (
         "synchronize optim/states/offloaded.py",
-        "synchronize optim/states/host_bucket.py",
+        "synchronize optim/states/offloaded.py",
         "synchronize optim/step",
     )
     return [wait for wait in log.waits if "offloaded" not in placed or not wait.startswith(said)]
@@ -475,7 +476,7 @@ def test_comparing_copies_in_every_step_is_one_wait_for_all(monkeypatch: pytest.
     options = {"measure": Measure(check_replicas=True), "max_norm": 0.5, "states": Sharded("data")}
     for _, _, log in [steps(Topology(data=2, tensor=2), "bf16", options, count=count) for count in (1, 20)]:
         assert len(log.waits) == 1
-        assert "optim/clip/decide.py" in log.waits[0]
+        assert "optim/clip/clipper.py" in log.waits[0]
     assert set(looked_at) == {"cpu"}
 
 

@@ -12,7 +12,7 @@ import torch
 from gathered_objects import objects_gathered_by
 from meshstep.optim import Muon, ParallelOptimizer, PerParameter, Sharded, clip_grad_norm_
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
-from meshstep.parallel.mesh import objects
+from meshstep.parallel.mesh import process_group_collectives as objects
 from torch import nn
 from world import World
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 from meshstep.parallel import ProcessGroupRegistry, Topology
-from meshstep.parallel.mesh import at_exit
-from meshstep.parallel.mesh.at_exit import let_threads_finish
+from meshstep.parallel.mesh import registry as at_exit
+from meshstep.parallel.mesh.registry import let_threads_finish
 from world import World
 
 # The thread has work left when the last line is reached, and nobody gives the interpreter away before the end.

@@ -33,10 +33,10 @@ from meshstep.parallel import (
     reduce_from,
     vocab_parallel_cross_entropy,
 )
-from meshstep.parallel.mesh import answers as answers_module
-from meshstep.parallel.mesh import calls as calls_module
-from meshstep.parallel.mesh.calls import track_call
-from meshstep.parallel.mesh.flat_collectives import all_gather_flat
+from meshstep.parallel.mesh import call_tracker as answers_module
+from meshstep.parallel.mesh import call_tracker as calls_module
+from meshstep.parallel.mesh.call_tracker import track_call
+from meshstep.parallel.mesh.process_group_collectives import all_gather_flat
 from out_of_step import Run, set_timeout
 from world import World
 

@@ -17,7 +17,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from meshstep.parallel import ProcessGroupRegistry, ShardedDataLoader, Topology, prepare_dataloader
-from meshstep.parallel.data.batch_sampler import Batch, ShardedBatchSampler, step_bounds
+from meshstep.parallel.data.loader import Batch, ShardedBatchSampler, step_bounds
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from world import World

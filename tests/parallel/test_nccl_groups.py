@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshstep.parallel import ProcessGroupRegistry, Topology
-from meshstep.parallel.mesh.local_group import cuda_device, end_local_group, new_local_group
+from meshstep.parallel.mesh.registry import cuda_device, end_local_group, new_local_group
 from torch.distributed import distributed_c10d
 from world import World
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshstep.parallel import ProcessGroupRegistry, Topology
-from meshstep.parallel.mesh import objects
+from meshstep.parallel.mesh import process_group_collectives as objects
 from torch.distributed import distributed_c10d
 from world import World
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshstep.parallel import ProcessGroupRegistry, Topology
-from meshstep.parallel.mesh.along import axes_along
 from meshstep.parallel.mesh.refinement import Dim, refined
+from meshstep.parallel.mesh.topology import axes_along
 from torch.distributed.device_mesh import init_device_mesh
 from world import World
 

@@ -12,7 +12,8 @@ import torch
 from checkpoints import model_of, optimizer_of
 from layouts import Axes, Run
 from meshstep.optim import AsyncSaver, load_checkpoint, newest_checkpoint, save_checkpoint
-from meshstep.optim.checkpoint import async_saver, tensors
+from meshstep.optim.checkpoint import save as async_saver
+from meshstep.optim.checkpoint import tensors
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from torch import nn
 from world import World

@@ -12,7 +12,8 @@ import torch
 from checkpoints import content
 from layouts import Axes, Run
 from meshstep.optim import load_checkpoint, save_checkpoint
-from meshstep.optim.checkpoint import contents, load, logical_parameters, save, tensors
+from meshstep.optim.checkpoint import contents, load, save, tensors
+from meshstep.optim.checkpoint import contents as logical_parameters
 from world import World
 
 AXES: Axes = (("tensor", 2),)

@@ -17,7 +17,7 @@ from checkpoints import content, model_of, optimizer_of, sealed, zipped
 from hypothesis import given
 from hypothesis import strategies as st
 from meshstep.optim import ParallelOptimizer, load_checkpoint, save_checkpoint
-from meshstep.optim.checkpoint.checksums import BLOCK, CheckedStream, SummingStream, record_of
+from meshstep.optim.checkpoint.directory import BLOCK, CheckedStream, SummingStream, record_of
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn
 from world import World

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from meshstep.optim import clip_grad_norm_, global_norm
-from meshstep.optim.norm.norms import Reduction
+from meshstep.optim.norm.measure import Reduction
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from torch import Tensor, nn
 from world import World

@@ -34,7 +34,7 @@ from meshstep.optim import (
     clip_grad_norm_,
     sync_gradients,
 )
-from meshstep.optim.clip.named import OfGroup
+from meshstep.optim.clip.rules import OfGroup
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from planted import LAYOUTS, Planted
 from probes import collectives, no_host_reads

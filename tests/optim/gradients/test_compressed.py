@@ -17,7 +17,7 @@ from meshstep.amp import NaiveFp16
 from meshstep.optim import Bf16Wire, ParallelOptimizer, Reduce, Sharded
 from meshstep.optim.gradients.compressed import reference_bf16_wire
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
-from meshstep.parallel.mesh.flat_collectives import REDUCE_SCATTER, all_gather_flat
+from meshstep.parallel.mesh.process_group_collectives import REDUCE_SCATTER, all_gather_flat
 from optimizers import adamw
 from overlap_runs import train_replicas
 from precision_modes import MODES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from meshstep.optim.gradients.flat import ALIGNMENT, flat_buckets
+from meshstep.optim.gradients.buckets import ALIGNMENT, flat_buckets
 
 
 @given(

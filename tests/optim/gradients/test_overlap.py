@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from meshstep.optim import Measure, Offloaded, ParallelOptimizer, Reduce, Sharded
-from meshstep.optim.gradients import early as early_kinds
-from meshstep.optim.gradients import sync
-from meshstep.optim.gradients.bucket import GradientBucket
+from meshstep.optim.gradients import buckets as sync
+from meshstep.optim.gradients import reduce_in_backward as early_kinds
+from meshstep.optim.gradients.buckets import GradientBucket
 from meshstep.optim.norm.plan import Bucket
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from optimizers import adamw

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from meshstep.optim.norm.constants import KEPT, Constants
+from meshstep.optim.kernels.device_constants import KEPT, Constants
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from meshstep.optim import Measure, ParallelOptimizer, Sharded
-from meshstep.optim.norm.equal_shards import EqualShards
 from meshstep.optim.norm.plan import ReductionPlan
+from meshstep.optim.norm.replicas import EqualShards
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from torch import nn
 from world import World

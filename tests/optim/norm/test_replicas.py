@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from meshstep.optim import ReplicaMismatchError
-from meshstep.optim.norm.bits import CHUNK, BitSums
+from meshstep.optim.norm.hashing import CHUNK, BitSums
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from optimizers import optimizer_for, snapshot
 from scenarios import SCENARIOS, backward, batch

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from grid_models import VOCABULARY, Lm
-from meshstep.optim.proof.infer import infer
+from meshstep.optim.proof.prove import infer
 from meshstep.parallel import (
     LayerNorm2D,
     LayerNorm3D,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import torch
-from meshstep.optim.proof.infer import infer
-from meshstep.optim.proof.prove import prove
+from meshstep.optim.proof.prove import infer, prove
 from meshstep.parallel import (
     ColumnParallelLinear,
     P,

@@ -22,7 +22,7 @@ from meshstep.parallel import (
     spec_of,
     unshard,
 )
-from meshstep.parallel.interop.local import local_parameter
+from meshstep.parallel.interop.local_parameters import local_parameter
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as torch_lr
 from torch.utils.data import TensorDataset

@@ -12,7 +12,7 @@ from meshstep.optim import (
     LinearWarmupLR,
     ParallelOptimizer,
 )
-from meshstep.optim.schedule import taken_steps
+from meshstep.optim.schedule import hold as taken_steps
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from optimizers import BASES, optimizer_of, rates
 from probes import no_host_reads

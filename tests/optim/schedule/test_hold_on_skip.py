@@ -18,7 +18,7 @@ from meshstep.optim import (
     load_checkpoint,
     save_checkpoint,
 )
-from meshstep.optim.schedule import taken_steps
+from meshstep.optim.schedule import hold as taken_steps
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, declare
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ConstantLR, LambdaLR, LinearLR, LRScheduler, OneCycleLR, SequentialLR, StepLR

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from meshstep.amp import Bf16, Mode, NaiveFp16, Precision
-from meshstep.amp.rounding import Drawn
+from meshstep.amp.stochastic_rounding import Drawn
 from meshstep.optim import (
     HalfStates,
     Offloaded,
@@ -23,7 +23,7 @@ from meshstep.optim import (
     save_checkpoint,
 )
 from meshstep.optim.states import half_states
-from meshstep.optim.states.pieces import SCALAR_STATE
+from meshstep.optim.states.chain import SCALAR_STATE
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from optimizers import Counting
 from planted import LAYOUTS, Part, Planted, parts, run_skipped_step, run_step

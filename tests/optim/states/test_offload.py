@@ -15,10 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from meshstep.amp import precision_of
 from meshstep.optim import HalfStates, Offloaded, ParallelOptimizer, Placement
-from meshstep.optim.gradients.bucket import BUCKET_BYTES
+from meshstep.optim.gradients.buckets import BUCKET_BYTES
 from meshstep.optim.states import offloaded as states_offloaded
-from meshstep.optim.states.host_bucket import HostBucket
-from meshstep.optim.states.offloaded import Copies, offloaded
+from meshstep.optim.states.offloaded import Copies, HostBucket, offloaded
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from precision_modes import MODES
 from torch import Tensor, nn

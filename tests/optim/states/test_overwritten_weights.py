@@ -10,10 +10,10 @@ from unittest import mock
 import pytest
 import torch
 from meshstep.amp import Bf16, NaiveFp16
-from meshstep.amp.copies import has_equal_values
+from meshstep.amp.casting import has_equal_values
 from meshstep.optim import Fingerprints, Measure, Offloaded, ParallelOptimizer, Sharded
-from meshstep.optim.states import completion
-from meshstep.optim.states.overwritten_weights import check_not_overwritten
+from meshstep.optim.states import gradient_completion as completion
+from meshstep.optim.step.first_window_checks import check_not_overwritten
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, declare
 from torch import nn
 from world import World

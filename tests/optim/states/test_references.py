@@ -11,11 +11,10 @@ from arguments import link_of
 from loops import using
 from meshstep.amp import Bf16, Mode, NaiveFp16, Precision
 from meshstep.optim import Offloaded, ParallelOptimizer, Sharded
-from meshstep.optim.clip.decide import inverse_weight
+from meshstep.optim.clip.clipper import inverse_weight
 from meshstep.optim.states.offloaded import reference_offloaded_step
-from meshstep.optim.states.sharded import Shards
-from meshstep.optim.states.slices import Slices, reference_sharded_step, reference_slice
-from meshstep.optim.step.weights import place_of, reference_inverse_weight, weight_slots
+from meshstep.optim.states.sharded import Shards, Slices, reference_sharded_step, reference_slice
+from meshstep.optim.step.window import place_of, reference_inverse_weight, weight_slots
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from meshstep.parallel.layout.annotation import annotation_of
 from optimizers import OPTIMIZERS

@@ -36,8 +36,9 @@ from meshstep.optim import (
     save_checkpoint,
 )
 from meshstep.optim.kernels.choice import Kernels
-from meshstep.optim.states.split_masters import SplitMasters
-from meshstep.optim.step import again, split_weights
+from meshstep.optim.states.masters import SplitMasters
+from meshstep.optim.step import c_engine as again
+from meshstep.optim.step import split_weights
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from planted import LAYOUTS, Planted, run_skipped_step, run_step
 from torch import Tensor, nn

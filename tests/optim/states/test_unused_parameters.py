@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from meshstep.optim import Offloaded, ParallelOptimizer, Reduce, Sharded
-from meshstep.optim.states.unused_parameters import WINDOWS
+from meshstep.optim.step.first_window_checks import WINDOWS
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, declare
 from torch import nn
 from world import World

@@ -11,7 +11,7 @@ import torch
 from arguments import arguments
 from meshstep.amp import precision_of
 from meshstep.optim import ParallelOptimizer
-from meshstep.optim.states.slices import Slices
+from meshstep.optim.states.sharded import Slices
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from optimizers import adamw
 from probes import collectives, no_host_reads

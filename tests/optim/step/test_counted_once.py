@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from meshstep.optim.step.counted_once import CountedOnce
+from meshstep.optim.step.torch_engine import CountedOnce
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

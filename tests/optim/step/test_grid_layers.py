@@ -17,7 +17,7 @@ from meshstep.optim import (
     save_checkpoint,
     share_weights,
 )
-from meshstep.optim.checkpoint.logical_parameters import LogicalParameters
+from meshstep.optim.checkpoint.contents import LogicalParameters
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from world import World
 

@@ -12,7 +12,7 @@ from loops import using
 from meshstep.amp import Bf16
 from meshstep.optim import HalfStates, Offloaded, ParallelOptimizer, Sharded, clip_grad_norm_, clip_grad_value_
 from meshstep.optim.checkpoint.contents import digest
-from meshstep.optim.step.again import number
+from meshstep.optim.step.c_engine import number
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn
 from world import World

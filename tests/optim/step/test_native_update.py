@@ -11,9 +11,8 @@ from kernel_steps import CHANGES, MAKE, SHAPES, changed, close, gradients, model
 from loops import using
 from meshstep.optim import ParallelOptimizer
 from meshstep.optim.kernels.choice import Kernels
-from meshstep.optim.step import again
-from meshstep.optim.step.again import loops_for, numbers_in
-from meshstep.optim.step.known import ADAM
+from meshstep.optim.step import c_engine as again
+from meshstep.optim.step.c_engine import ADAM, loops_for, numbers_in
 from meshstep.optim.step.update import steps_on_device
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn

@@ -13,8 +13,8 @@ import torch
 from meshstep.amp import GradScaler, precision_of
 from meshstep.optim import ParallelOptimizer, Replayable, Sharded, TorchStates, replay
 from meshstep.optim.kernels.choice import chosen
-from meshstep.optim.schedule.follow import follow
-from meshstep.optim.step.again import loops_for
+from meshstep.optim.schedule.schedules import follow
+from meshstep.optim.step.c_engine import loops_for
 from meshstep.optim.step.update import steps_in_parts
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn

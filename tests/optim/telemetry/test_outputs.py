@@ -18,11 +18,8 @@ from typing import Any
 import pytest
 import torch
 from meshstep.optim import CsvFile, Flops, JsonLines, Monitor, ParallelOptimizer, Report, Terminal, WeightsAndBiases
-from meshstep.optim.telemetry.command import main
-from meshstep.optim.telemetry.curves import Scale, chart, number, thinned
-from meshstep.optim.telemetry.json_lines import read_json_lines
-from meshstep.optim.telemetry.page import page
-from meshstep.optim.telemetry.terminal import drawn
+from meshstep.optim.telemetry.page import Scale, chart, main, number, page, thinned
+from meshstep.optim.telemetry.writers import drawn, read_json_lines
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import nn
 

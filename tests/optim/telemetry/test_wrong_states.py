@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from meshstep.optim import Monitor, ParallelOptimizer, SpectralNorms, Telemetry
-from meshstep.optim.telemetry.noise_scale import RunningScale
+from meshstep.optim.telemetry.gradient_noise import RunningScale
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare, prepare_dataloader
 from torch import Tensor, nn
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from meshstep.optim import ParallelOptimizer
 from meshstep.optim.whole import whole
-from meshstep.optim.whole.nested import flattened, nested
+from meshstep.optim.whole.any_optimizer import flattened, nested
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from planted import LAYOUTS, Planted, parts, run_step, start
 from third_party import SignDescent, TrustRatio, under_the_name

@@ -10,17 +10,9 @@ import pytest
 import torch
 from cases import slice_of
 from meshstep.optim import Muon, ParallelOptimizer, Sharded
-from meshstep.optim.whole import newton_schulz as module
+from meshstep.optim.whole import muon as module
 from meshstep.optim.whole import reference
-from meshstep.optim.whole.newton_schulz import (
-    COEFFICIENTS,
-    flops,
-    goes_on_gram,
-    newton_schulz,
-    normalize,
-    on_gram,
-    on_matrix,
-)
+from meshstep.optim.whole.muon import COEFFICIENTS, flops, goes_on_gram, newton_schulz, normalize, on_gram, on_matrix
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, shard
 from probes import collectives
 from spectra import SPECTRA

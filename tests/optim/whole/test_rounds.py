@@ -12,10 +12,10 @@ from home_runs import adafactor, soap
 from meshstep.optim import ParallelOptimizer
 from meshstep.optim.whole import Homes, at_home
 from meshstep.optim.whole import muon as of_muon
-from meshstep.optim.whole.buffers import Buffers
+from meshstep.optim.whole.exchange import Buffers
 from meshstep.optim.whole.layout import LogicalTensor
 from meshstep.parallel import ProcessGroupRegistry
-from meshstep.parallel.layout.pieces import Box
+from meshstep.parallel.layout.regions import Box
 from planted import Layout, Part, Planted, parts, run_step
 from torch import Tensor
 from whole_runs import STATES, WHOLE_LAYOUTS, Make, alone, copies_differ, largest_error, muon

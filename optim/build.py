@@ -1,0 +1,432 @@
+"""From the constructor's arguments to the parts of a step, checked and agreed by all ranks before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..amp.by_name import Mode, precision_of
+from ..amp.casting import HALF_DTYPES
+from ..amp.precision import Precision
+from ..amp.stochastic_rounding import check_named
+from ..parallel.interop.fsdp_division import divide_once
+from ..parallel.mesh.agreement import check_all_say_the_same, described, on_all_ranks, on_all_ranks_with
+from ..parallel.mesh.registry import ProcessGroupRegistry, check_registry
+from .clip.clipper import AgreedThresholds, Ballot, Clipping, agreed_thresholds, check_thresholds
+from .clip.rule import Clip
+from .clip.rules import Given, check_packed, clip_of, planned_for
+from .gradients.buckets import BUCKET_BYTES, gradient_buckets
+from .gradients.reduce_in_backward import BackwardReducer, Early
+from .kernels.choice import kernels_here
+from .norm.measure import Fingerprints, GradStats, Measure
+from .norm.plan import ReductionPlan, count_as_copies, entries_of
+from .norm.plan_agreement import Summary, agree
+from .states.chain import Binding, Chain, Placement, Position
+from .states.elementwise import check_in_buckets, check_whole
+from .states.gradient_completion import Completion
+from .states.local_tensors import LocalTensors
+from .states.masters import check_main_grads, check_split, precision_link
+from .states.replica_checks import check_stepped_alike, checks_of, equal_shards_of, watch_of
+from .step.combined_optimizer import Several, asks_other_ranks, kind_of, parts_of
+from .step.data_parallel import Overlap, Reduce, Switch, modules_in, switch_of
+from .step.first_window_checks import UnusedParameters
+from .step.skips import OnNonfinite, checked_nonfinite
+from .step.step_agreement import StepAgreement
+from .step.update import check_steps_without_closure
+from .step.window import Window
+
+NamedGroups = Sequence[Sequence[tuple[str | None, Tensor]]]
+
+
+class _Declared(NamedTuple):
+    """What a rank tells the others, in one gather."""
+
+    settings: dict[str, str]
+    dtypes: set[torch.dtype]
+    summary: Summary
+    thresholds: list[Any]  # of each param group its ``max_norm``
+    groups: frozenset[int]  # the indices of those that have parameters
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The arguments of `ParallelOptimizer`, as they were given."""
+
+    optimizer: torch.optim.Optimizer
+    registry: ProcessGroupRegistry
+    max_norm: Given
+    precision: Mode | Precision
+    accumulation_steps: int | None
+    data_parallel: nn.Module | Sequence[nn.Module] | Reduce | None
+    states: Placement | Sequence[Placement]
+    measure: Measure
+    on_nonfinite: OnNonfinite
+    wrong_call: TypeError | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments, by name."""
+        apart = {"optimizer", "registry", "wrong_call"}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in apart}
+
+    # Checking --------------------------------------------------------------------------------------------------------
+
+    def agreed_plan(self, groups: NamedGroups) -> tuple[ReductionPlan, AgreedThresholds, StepAgreement | None]:
+        """Check arguments and parameters together with all other ranks.
+
+        Returns: The plan; the thresholds of param groups; what is compared in each step, None on one rank.
+        Raises:
+            ValueError, TypeError: On every rank.
+        Collectives: an object all-gather; more where pieces are uneven, for rules that need names, and as
+        `check_stepped_alike`.
+        """
+        topology, measure = self.registry.topology, self.measure
+
+        def declare() -> tuple[ReductionPlan, _Declared]:
+            self._check_arguments()
+            self.device_of(groups)
+            check_split(self.binding(precision_of(self.precision)), [pair for group in groups for pair in group])
+            if precision_of(self.precision).stochastic_rounding and topology.world_size > 1:
+                check_named(pair for group in groups for pair in group)
+            named = [[param if name is None else (name, param) for name, param in group] for group in groups]
+            entries = entries_of(named, topology, compared=bool(measure.check_replicas))
+            plan = ReductionPlan.of(entries, topology, self.registry.global_rank)
+            check_whole(self.optimizer, plan.entries, topology)
+            if switch := switch_of(modules_in(self.data_parallel)):
+                switch.check_groups(self.registry)
+                switch.check_layouts(plan.entries, topology)
+            thresholds = [group.get("max_norm") for group in self.optimizer.param_groups]
+            dtypes, names = {entry.dtype for entry in entries}, measure.per_parameter or bool(measure.check_replicas)
+            filled = frozenset(index for index, group in enumerate(groups) if group)
+            return plan, _Declared(described(self._settings()), dtypes, Summary.of(plan, names), thresholds, filled)
+
+        plan, by_rank = on_all_ranks_with(declare, self.registry)
+        check_all_say_the_same([declared.settings for declared in by_rank])
+        self._check_prepared(set().union(*(declared.dtypes for declared in by_rank)))
+        plan = agree(plan, [declared.summary for declared in by_rank], self.registry)
+        check_stepped_alike(plan, self.placements, measure, self.registry)
+        plan.warn_of_experts()
+        plan = self.plan_for_clip(plan)
+        if topology.size(*topology.model_axes) > 1:
+            count_as_copies(param for group in groups for _, param in group)
+        thresholds = agreed_thresholds([declared.thresholds for declared in by_rank])
+        if topology.world_size == 1:
+            return plan, thresholds, None
+        filled = [declared.groups for declared in by_rank]
+        rule, all_groups = clip_of(self.max_norm), thresholds.everywhere
+        agreement = StepAgreement(plan, self.registry, self.optimizer, filled, rule, all_groups)
+        return plan, thresholds, agreement
+
+    def _check_prepared(self, found: set[torch.dtype]) -> None:
+        """Raise ValueError where the mode steps half-precision parameters and no rank has any."""
+        precision = precision_of(self.precision)
+        if not (precision.masters or precision.stochastic_rounding):
+            return
+        if found and not found & {*HALF_DTYPES}:
+            raise ValueError(
+                f"precision={precision.name!r} steps half-precision parameters, but all are "
+                f"{', '.join(sorted(map(str, found)))}: call meshstep.amp.precision_of({precision.name!r}).prepare(model) "
+                "before the optimizer is made"
+            )
+
+    def _settings(self) -> dict[str, object]:
+        """What all ranks must say alike; of the optimizer and its groups, those of one pipeline stage."""
+        topology, measure = self.registry.topology, self.measure
+        said: dict[str, object] = {
+            "max_norm": clip_of(self.max_norm),
+            "precision": precision_of(self.precision),
+            "accumulation_steps": self.accumulation_steps,
+            "states": self.placements,
+            "on_nonfinite": self.on_nonfinite,
+            "norm_type": float(measure.norm_type),
+            "reduction": measure.reduction,
+            "per_parameter": measure.per_parameter,
+            "check_replicas": measure.check_replicas,
+            "commit": None if measure.commit is None else "given",
+            "kernels (use_kernels or MESHSTEP_KERNELS)": kernels_here(),
+        }
+        whole = [type(part).__name__ for part in parts_of(self.optimizer) if asks_other_ranks(part)]
+        said["optimizers that need whole tensors"] = whole
+        stage = [self.registry.coordinate[axis] for axis in topology.pipe_axes]
+        where = f" of pipeline stage {stage}" if topology.size(*topology.pipe_axes) > 1 else ""
+        said[f"the optimizer{where}"] = kind_of(self.optimizer)
+        said[f"data_parallel{where}"] = [type(module).__name__ for module in modules_in(self.data_parallel)]
+        said |= {f"data_parallel: {name}{where}": value for name, value in vars(self.reduce).items()}
+        for index, group in enumerate(self.optimizer.param_groups):
+            # In which group a parameter is, plans compare; a rank may have none of a group's.
+            for key in group.keys() - {"params", "param_names", "max_norm"} if group["params"] else ():
+                said[f"{key} of param group {index}{where}"] = group[key]
+        return said
+
+    def plan_for_clip(self, plan: ReductionPlan) -> ReductionPlan:
+        """``plan``, with what the rule needs to know of it; raises, collectives: as `planned_for`."""
+        return planned_for(self._check_clip(), plan, self.registry)
+
+    def _check_clip(self) -> Clip | None:
+        """The rule; ValueError where it is out of range, or does not go with the rest."""
+        clip = clip_of(self.max_norm)
+        check_thresholds(clip, self.optimizer.param_groups)
+        check_packed(clip, self.measure.reduction)
+        return clip
+
+    def _check_arguments(self) -> None:
+        if self.wrong_call is not None:
+            raise self.wrong_call
+        check_steps_without_closure(self.optimizer)
+        precision = precision_of(self.precision)
+        if precision.stochastic_rounding:
+            check_in_buckets(self.optimizer, "stochastic rounding steps bucket by bucket")
+        self.measure.check()
+        checked_nonfinite(self.on_nonfinite)
+        Window[Any, Any](self.accumulation_steps)
+        self._check_clip()
+        self.reduce.check()
+        binding = self.binding(precision)
+        check_main_grads(binding, self.accumulation_steps)
+        for placement in self.placements:
+            if not isinstance(placement, Placement):
+                raise TypeError(f"states={placement!r}: give placements, such as Sharded('data') or Offloaded(0.5)")
+            placement.check(binding)
+        kinds = [type(placement).__name__ for placement in self.placements]
+        if len(set(kinds)) < len(kinds):
+            raise ValueError(f"states={self.states!r}: give each kind of placement once")
+
+    def device_of(self, groups: NamedGroups) -> torch.device:
+        """Where the parameters are, and so all that a step keeps; on a rank without any, where its collectives are.
+
+        Raises:
+            ValueError: They are on several devices.
+        """
+        devices = {param.device for group in groups for _, param in group}
+        if len(devices) > 1:
+            raise ValueError(
+                f"the parameters are on {', '.join(sorted(map(str, devices)))}: give each process one device, and move the "
+                "model there before the optimizer is made"
+            )
+        return devices.pop() if devices else self.registry.device
+
+    # Parts -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def placements(self) -> list[Placement]:
+        """In the order of the chain."""
+        given = [self.states] if isinstance(self.states, Placement) else list(self.states)
+        return sorted(given, key=lambda placement: getattr(placement, "position", 0))
+
+    @property
+    def reduce(self) -> Reduce:
+        """How the optimizer itself reduces gradients."""
+        if isinstance(self.data_parallel, Reduce):
+            return self.data_parallel
+        # What fully_shard averages are its DTensors; parameters left out of it are averaged here.
+        switch = switch_of(modules_in(self.data_parallel))
+        return Reduce(average_data=switch is None or not switch.is_ddp)
+
+    def binding(self, precision: Precision) -> Binding:
+        """What placements are to fit."""
+        switch = switch_of(modules_in(self.data_parallel))
+        reduce = self.reduce
+        return Binding(
+            self.optimizer, precision, self.registry, reduce.average_data, switch, reduce.overlap, self.placements
+        )
+
+    def chain(self, precision: Precision) -> Chain:
+        """What stands in for the optimizer's parameters, installed. Collectives: those of the links."""
+        binding = self.binding(precision)
+        precision_at = sum(placement.position < Position.DTYPE for placement in self.placements)
+        links = [placement.link(binding) for placement in self.placements]
+        links.insert(precision_at, precision_link(binding))
+        return Chain(self.optimizer, [LocalTensors(self.registry.topology), *links], self.registry)
+
+    def clipping(self, plan: ReductionPlan, chain: Chain, thresholds: AgreedThresholds) -> Clipping:
+        """What measures the gradients of what the chain steps, and applies rules to them."""
+        regions = [piece.region for piece in chain.pieces(plan.entries)]
+        device = self.device_of([[(None, param) for _, param, _ in chain.given]])
+        masters, commit = precision_of(self.precision).masters, self.measure.commit
+        watch = watch_of(plan, chain, self.measure, device, masters, bool(self.placements))
+        return Clipping(
+            chain.measured(),
+            regions,
+            chain.derive(plan),
+            self.registry,
+            self.measure,
+            thresholds,
+            self.optimizer,
+            checks_of(plan, chain, self.measure, device),
+            Ballot(commit, watch, device) if commit is not None or watch is not None else None,
+            equal_shards_of(plan, chain, self.measure, device),
+        )
+
+    def completion(self, plan: ReductionPlan, chain: Chain, agreement: StepAgreement | None = None) -> Completion:
+        """What completes the gradients of what the chain steps, some of them while backward runs (`switch`).
+
+        Collectives: with ``overlap``, an object all-gather.
+        """
+        derived, measured, reduce = chain.derive(plan), chain.measured(), self.reduce
+        leaves = {id(param) for param in chain.leaves}
+        # A master's gradient is its parameter's too, a local tensor's its DTensor's: nobody may put another in its place.
+        adopt = all(id(tensor) in leaves for tensor in measured)
+        common: dict[str, Any] = {"average_data": reduce.average_data, "exchange": reduce.exchange}
+        early = only = None
+        if reduce.overlap:
+            can_be_early, bucket_bytes = Early.of(plan, self.registry), reduce.bucket_bytes or BUCKET_BYTES // 2
+            # Masters know by a gradient's identity whether it has been cleared.
+            whole = not precision_of(self.precision).masters
+            options = {**common, "adopt": whole, "only": can_be_early, "bucket_bytes": bucket_bytes}
+            early = gradient_buckets(chain.model_params, plan, self.registry, **options)
+            only = lambda entry: not can_be_early(entry)  # noqa: E731
+        options = {**common, "adopt": adopt, "only": only, "bucket_bytes": reduce.bucket_bytes}
+        buckets = lambda p: gradient_buckets(measured, p, self.registry, **options)  # noqa: E731
+        in_backward = early is not None or bool(chain.around_backward)
+        unused = UnusedParameters([param for _, param, _ in chain.given], plan, self.registry, in_backward)
+        fingerprints = isinstance(self.measure.check_replicas, Fingerprints)
+        return Completion(chain, derived, buckets, early, agreement, unused, fingerprints)
+
+    def switch(self, completion: Completion, before: Switch | None) -> Switch | None:
+        """Who reduces gradients in backward; None: nobody.
+
+        Args:
+            before: Who did before param groups were added, and may have been turned off meanwhile.
+        """
+        if completion.early is None:
+            for module in modules_in(self.data_parallel) if before is None else ():
+                divide_once(module)
+            return before or self.binding(precision_of(self.precision)).data_parallel
+        chain, entries = completion.chain, completion.plan.entries
+        names = {id(param): entry.name for param, entry in zip(chain.model_params, entries, strict=True)}
+        reducer = BackwardReducer(lambda param: names[id(param)], completion.early, (), in_flight=None)
+        if not isinstance(before, Overlap):
+            return Overlap(reducer)
+        before.renew(reducer)
+        return before
+
+
+# Options --------------------------------------------------------------------------------------------------------------
+
+# The arguments of `ParallelOptimizer`: their types, for those that pass them on, and errors that say what to write.
+
+# What `step` returns: GradStats; with managed accumulation None as well, in the middle of a window.
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar as TypeVarWithDefault
+
+    Stats_co = TypeVarWithDefault("Stats_co", covariant=True, default=GradStats | None)
+else:
+    Stats_co = TypeVar("Stats_co", covariant=True)
+
+
+class StepOptions(TypedDict, total=False):
+    """The arguments of `ParallelOptimizer` that a `Booster` passes on as they are."""
+
+    states: Placement | Sequence[Placement]
+    measure: Measure
+    on_nonfinite: OnNonfinite
+
+
+class AllOptions(StepOptions, total=False):
+    """All but ``accumulation_steps``, by which the type of `step` is told."""
+
+    data_parallel: nn.Module | Sequence[nn.Module] | Reduce | None
+    max_norm: Given
+    precision: Mode | Precision
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+
+# What arguments of version 0.1 are called now.
+_NOW = {
+    "norm_type": "measure=Measure(norm_type=...)",
+    "reduction": "measure=Measure(reduction=...)",
+    "per_parameter_norms": "measure=Measure(per_parameter=True)",
+    "check_replicas": "measure=Measure(check_replicas=True)",
+    "clip_value": "max_norm=ByValue(...)",
+    "average_data": "data_parallel=Reduce(average_data=False)",
+    "shard_states": "states=Sharded('data')",
+    "shard_gradients": "states=Sharded('data', gradients=True)",
+    "offload": "states=Offloaded(0.5)",
+    "max_skips_in_a_row": "on_nonfinite=Skip(most_in_a_row=...)",
+}
+
+# What the same thing is called in other libraries, and where to write what stands in an argument.
+ELSEWHERE = {
+    "commit": "measure=Measure(commit=...)",
+    "max_grad_norm": "max_norm=...",
+    "clip_grad_norm": "max_norm=...",
+    "clip_grad": "max_norm=...",
+    "gradient_clipping": "max_norm=...",
+    "gradient_clip_val": "max_norm=...",
+    "gradient_accumulation_steps": "accumulation_steps=...",
+    "accumulate_grad_batches": "accumulation_steps=...",
+    "mixed_precision": "precision=...",
+    "dtype": "precision=...",
+    "model": "data_parallel=..., where it is the model that averages gradients, and else leave it out",
+}
+
+
+def wrong_arguments(given: Iterable[str], optimizer: torch.optim.Optimizer, kind: type) -> TypeError | None:
+    """The error for arguments that there are not, with what to write, or for an optimizer of the ``kind`` to be made; None
+    where there is neither."""
+    if isinstance(optimizer, kind):
+        return TypeError(f"the optimizer is a {kind.__name__} already; wrap a plain torch optimizer")
+    for name in given:
+        known = sorted({*AllOptions.__annotations__, "accumulation_steps"})
+        return renamed(name) or TypeError(f"ParallelOptimizer has no argument {name}=: {what_instead(name, known)}")
+    return None
+
+
+def what_instead(name: str, known: Sequence[str], elsewhere: Mapping[str, str] = ELSEWHERE) -> str:
+    """What to write in the place of an argument that there is not, of those that there are."""
+    if name in elsewhere:
+        return f"write {elsewhere[name]}"
+    if near := get_close_matches(name, known, n=1):
+        return f"write {near[0]}=..."
+    return f"there are {', '.join(known)}"
+
+
+def as_one(
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], registry: ProcessGroupRegistry
+) -> torch.optim.Optimizer:
+    """The torch optimizer, or several as one.
+
+    Raises:
+        TypeError, ValueError: It is none, or a list that can't be one; on every rank if it is right on some: they are in
+            the constructor's first agreement then. TypeError: The registry is a process group or a mesh of torch.
+    """
+
+    check_registry(registry)
+
+    def made() -> torch.optim.Optimizer:
+        if isinstance(optimizer, (list, tuple)):
+            return Several(optimizer)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            return optimizer
+        kind = type(optimizer).__name__
+        raise TypeError(
+            f"the optimizer is a {kind}, not a torch optimizer: make one of the parameters first, "
+            "ParallelOptimizer(torch.optim.AdamW(model.parameters(), lr=...), registry)"
+        )
+
+    try:
+        return made()
+    except (TypeError, ValueError):
+        return on_all_ranks(made, registry)
+
+
+def renamed(name: str) -> TypeError | None:
+    """The error for an argument that has another name now."""
+    if name not in _NOW:
+        return None
+    return TypeError(f"{name}= was an argument in version 0.1; write {_NOW[name]}, all from meshstep.optim")
+
+
+def check_loss(loss: object, call: str) -> None:
+    """Raise TypeError for what is no tensor in place of a loss."""
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(
+            f"{call}(loss) was given a {type(loss).__name__}: give the loss itself, a 0-dim tensor that backward can start "
+            "from; of several losses their sum"
+        )

@@ -1,0 +1,544 @@
+"""From the measured norms to what is done with the gradients.
+
+    gradient to step with = gradient as it is * inverse * factor,      factor = rule(norms * inverse, what it remembers)
+    inverse = D / W / loss scale
+
+Gradients were multiplied by the loss scale, and divided by the number D of data ranks in place of the window's weight W
+(without weights: of D times the micro-batches that make one mean). A rule sees the norms of the gradients as they will be
+stepped with, and so does whoever reads the report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...parallel.layout.regions import Region
+from ...parallel.mesh.registry import ProcessGroupRegistry
+from ..gradients.in_place import is_complete, mark_complete, scale_each, widen_gradients
+from ..kernels.device_constants import Constants
+from ..norm.global_norm import GlobalNorm
+from ..norm.groupings import Named, UnitDim, Units
+from ..norm.measure import Commit, GradStats, Level, Measure, Norms
+from ..norm.plan import ReductionPlan
+from ..norm.replicas import EqualShards, ReplicaCheck, ReplicaMismatchError, Watch
+from .rule import NOTHING, ByNorm, Clip, ClipState, Decision, checked_threshold
+from .rules import ByGroup, ByValue
+
+# Ballot ---------------------------------------------------------------------------------------------------------------
+
+# What ranks say of a step besides their gradients, in the collective that measures: whether it is to be made at all.
+
+
+class Ballot:
+    """One rank's say, and the outcome; the same on all ranks.
+
+    Args:
+        commit: Asked on each rank, once for each update.
+        watch: Of copies.
+        device: Where votes are counted.
+
+    Attributes:
+        problem: What `commit` raised on this rank, or was wrong with its answer, in the last round: a veto elsewhere.
+    """
+
+    def __init__(self, commit: Commit | None, watch: Watch | None, device: torch.device) -> None:
+        self.commit, self.watch, self.device = commit, watch, device
+        self.problem: Exception | None = None
+
+    def slots(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        """What this rank adds, each 1-dim float64. Host reads: none."""
+        votes = [] if self.commit is None else [self._vote(self.commit).view(1)]
+        return votes if self.watch is None else votes + self.watch.slots(gradients)
+
+    def _vote(self, commit: Commit) -> Tensor:
+        """0-dim: 1 against the step, else 0."""
+        self.problem = None
+        try:
+            answer = commit()
+            if isinstance(answer, Tensor) and answer.dtype == torch.bool and answer.dim() == 0:
+                if not answer.is_cpu:
+                    return answer.logical_not().to(self.device, torch.float64, non_blocking=True)
+                answer = bool(answer)  # it is here, and nobody waits
+            if not isinstance(answer, bool):
+                raise TypeError(f"commit= returned {answer!r}: return True or False, or a 0-dim tensor of dtype bool")
+        except Exception as error:  # the others are in the collective, or will be
+            self.problem, answer = error, False
+        return torch.full((), float(not answer), dtype=torch.float64, device=self.device)
+
+    def count(self, totals: Sequence[Tensor], finite: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """(vetoed, parted), each 0-dim float32, from the sums of what `slots` gave.
+
+        Args:
+            finite: 0-dim bool: the gradients' norm is.
+        """
+        vetoed = None
+        if self.commit is not None:
+            vetoed, totals = (totals[0][0] > 0).float(), totals[1:]
+        if self.watch is None:
+            return vetoed, None
+        self.watch.look(totals, finite)
+        return vetoed, self.watch.parted
+
+
+# Multiply gradients by the factors of a rule --------------------------------------------------------------------------
+
+
+def multiply_(
+    gradients: Sequence[Tensor | None],
+    level: Level,
+    factors: Tensor,
+    plan: ReductionPlan,
+    units: Units | None = None,
+    named: Named | None = None,
+) -> None:
+    """Multiply gradients, one for each entry of the plan, by factors at that level, in place. Host reads: none."""
+    if level == "total":
+        scale_each(gradients, factors)
+    elif level == "units" and units is not None:
+        for index, gradient in enumerate(gradients):
+            if gradient is not None:
+                units.multiply_(index, gradient, factors)
+    else:
+        if torch.float64 not in {gradient.dtype for gradient in gradients if gradient is not None}:
+            factors = factors.float()  # once, and not for each
+        together: dict[int, list[Tensor | None]] = {}
+        for slot, gradient in zip(_slots(level, plan, named), gradients, strict=True):
+            together.setdefault(slot, []).append(gradient)
+        for slot, members in together.items():
+            scale_each(members, factors[slot])
+
+
+def _slots(level: Level, plan: ReductionPlan, named: Named | None) -> Sequence[int]:
+    """For each entry of the plan the place of its factor."""
+    if level == "groups":
+        return [entry.group for entry in plan.entries]
+    if named is not None:
+        return [named.groups[slot] for slot in plan.parameter_slots]
+    return plan.parameter_slots
+
+
+# What a step does, and what its gradients are still to be divided by --------------------------------------------------
+
+
+class Verdict(NamedTuple):
+    """What a step does: it skips where ``skipped`` is 1, else multiplies all gradients by ``factor`` (None: by 1, or it
+    has been done).
+
+    Args:
+        skipped: ``stats.skipped``.
+        past: 0-dim bool: it skips because gradients came past `backward`. None: they may come as they like.
+        problem: What ``commit=`` raised on this rank.
+    """
+
+    stats: GradStats
+    skipped: Tensor
+    factor: Tensor | None
+    past: Tensor | None = None
+    problem: Exception | None = None
+
+    def after(self, earlier: Verdict) -> Verdict:
+        """Of a second clip in one window, which must not hide what the first one found."""
+        found_inf = torch.maximum(self.stats.found_inf, earlier.stats.found_inf)
+        said = {name: getattr(earlier.stats, name) for name in ("vetoed", "parted", "spiked")}
+        disagreed, before = self.stats.disagreed, earlier.stats.disagreed
+        if disagreed is None or before is None:
+            disagreed = before if disagreed is None else disagreed
+        else:
+            disagreed = disagreed | before
+        stats = replace(self.stats, found_inf=found_inf, disagreed=disagreed, **said)
+        return self._replace(stats=stats, skipped=stats.skipped, factor=None, problem=earlier.problem)
+
+
+class Divisor(NamedTuple):
+    """What gradients are to be divided by, which only the sum over all ranks tells.
+
+    Args:
+        slots: 1-dim; summed over all ranks in the collective that measures. First those of the window's weight.
+        scale: The loss scale that is still in them; None: there is none, or it has been undone.
+        stages: So many slots hold the weight, see `weight_slots`; 0: nobody gave any.
+        data_ranks: Over so many gradients have been averaged.
+        loss_scale: What backward put in, for the report.
+        is_missing: From the sum of the slots a 0-dim bool: nobody put it in, though there are gradients.
+        mean_of: What gradients are divided by where no rank gave a weight.
+        agreement: The slot of a `StepAgreement`, whose sum is 0 where ranks agree; None: there is none.
+    """
+
+    slots: Tensor
+    scale: Tensor | None = None
+    stages: int = 0
+    data_ranks: int = 1
+    loss_scale: Tensor | None = None
+    is_missing: Callable[[Tensor], Tensor] | None = None
+    mean_of: int = 1
+    agreement: int | None = None
+
+
+# The clipping thresholds of single param groups, known on ranks that do not have the group too ------------------------
+
+
+@dataclass(frozen=True)
+class AgreedThresholds:
+    """``max_norm`` by param group of the whole model. A pipeline stage that has fewer groups clips by the same norms.
+
+    Args:
+        values: One for each group; None: the group has no threshold of its own.
+        everywhere: All ranks have all groups.
+    """
+
+    values: tuple[float | None, ...]
+    everywhere: bool
+
+    @cached_property
+    def some(self) -> bool:
+        """Whether any group has one."""
+        return any(value is not None for value in self.values)
+
+    def now(self, param_groups: Sequence[Mapping[str, Any]]) -> list[float | None]:
+        """The thresholds, with those of this rank's groups as they are now.
+
+        Raises:
+            ValueError: One was changed, of which ranks without the group would not know.
+        """
+        own = [group.get("max_norm") for group in param_groups]
+        if not self.everywhere and own != list(self.values[: len(own)]):
+            before = list(self.values[: len(own)])
+            raise ValueError(
+                f"max_norm of the param groups is {own} and was {before} when the optimizer was made; "
+                "other pipeline stages have fewer groups and would clip by the old ones: make the optimizer anew"
+            )
+        return own + list(self.values[len(own) :])
+
+    def rule(self, clip: Clip | None, param_groups: Sequence[Mapping[str, Any]], norm_type: float) -> Clip | None:
+        """``clip``, with the thresholds of single groups in it; raises as `now` and `check_thresholds`.
+
+        Args:
+            norm_type: The p of the norms.
+        """
+        check_thresholds(clip, param_groups)
+        thresholds = self.now(param_groups)
+        if not any(threshold is not None for threshold in thresholds):
+            # The others' norm is made of norms, with their p.
+            return replace(clip, norm_type=norm_type) if isinstance(clip, ByGroup) else clip
+        others = clip.max_norm if isinstance(clip, ByNorm) else None
+        return ByGroup(tuple(thresholds), others, norm_type, clip.clip_value if isinstance(clip, ByValue) else None)
+
+
+def check_thresholds(clip: Clip | None, param_groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError for thresholds of param groups that are out of range, or don't go with the rule."""
+    for index, group in enumerate(param_groups):
+        if group.get("max_norm") is not None:
+            checked_threshold(group["max_norm"], f"max_norm of param group {index}", infinite=True)
+            if not isinstance(clip, ByNorm | ByValue | None):
+                raise ValueError(
+                    f"param group {index} has a max_norm of its own, and max_norm={clip!r} is a rule for all groups; give "
+                    "one of them"
+                )
+
+
+def agreed_thresholds(by_rank: Sequence[Sequence[Any]]) -> AgreedThresholds:
+    """What all ranks say about the thresholds.
+
+    Args:
+        by_rank: The ``max_norm`` of each param group, or None, as each rank has it.
+    Raises:
+        ValueError: Two say different things about one group.
+    """
+    longest = max(by_rank, key=len)
+    for rank, own in enumerate(by_rank):
+        for index, value in enumerate(own):
+            if value != longest[index]:
+                raise ValueError(
+                    f"max_norm of param group {index} is {value} on rank {rank} and {longest[index]} on another: give the "
+                    "groups of all ranks the same"
+                )
+    return AgreedThresholds(tuple(longest), all(len(own) == len(longest) for own in by_rank))
+
+
+# Decide ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What one measurement needs besides the total and the groups; the key under which its `GlobalNorm` is kept."""
+
+    norm_type: float
+    level: Level = "total"
+    weights: bool = False
+    unit_dim: UnitDim = 0
+    patterns: tuple[str, ...] = ()
+
+    def __hash__(self) -> int:
+        return hash((self.norm_type, self.level, self.weights, repr(self.unit_dim), self.patterns))
+
+    @classmethod
+    def of(cls, clip: Clip | None, norm_type: float) -> Needs:
+        """What a rule needs, with the p of the norms."""
+        if clip is None:
+            return cls(norm_type)
+        return cls(norm_type, clip.level, clip.weights, clip.unit_dim, clip.patterns)
+
+
+class Clipping:
+    """Measures gradients, in one collective, and applies a rule to them.
+
+    Args:
+        params: The tensors whose gradients are stepped with, in the order of the plan's entries.
+        regions: For each of them which part of the logical tensor it is; None where pieces are of unequal sizes.
+        plan: Agreed by all ranks.
+        registry: The groups.
+        measure: What is measured besides what a rule needs.
+        thresholds: Those of single param groups.
+        optimizer: Its param groups may have them.
+        checks: Of copies, in the first measurement or in all; the first one of what is measured, gradients too.
+        ballot: What else ranks say there.
+        shards: The comparison of shards in the first measurement, with the first of ``checks``; None: not compared.
+
+    Attributes:
+        checks: Those that are still to be made.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        regions: Sequence[Region | None],
+        plan: ReductionPlan,
+        registry: ProcessGroupRegistry,
+        measure: Measure,
+        thresholds: AgreedThresholds,
+        optimizer: torch.optim.Optimizer,
+        checks: Sequence[ReplicaCheck] = (),
+        ballot: Ballot | None = None,
+        shards: EqualShards | None = None,
+    ) -> None:
+        self.params, self.plan, self.registry, self.measure = list(params), plan, registry, measure
+        self.thresholds, self.optimizer = thresholds, optimizer
+        self._regions, self.checks, self.ballot = list(regions), list(checks), ballot
+        self._shards = shards if self.checks else None
+        self._measurers: dict[Needs, GlobalNorm] = {}
+        self._named: dict[tuple[str, ...], Named] = {}
+        self._constants = Constants()
+        self._one: Tensor | None = None
+
+    def replan(self, plan: ReductionPlan) -> None:
+        """The same plan, of which more is known now."""
+        self.plan = plan
+        self._measurers.clear()
+        self._named.clear()
+
+    def start_over(self) -> None:
+        """Other weights and states are there now."""
+        if self.ballot is not None and self.ballot.watch is not None:
+            self.ballot.watch.start_over()
+
+    def __call__(
+        self,
+        clip: ClipState | None,
+        divisor: Divisor,
+        *,
+        now: bool = False,
+        earlier: Verdict | None = None,
+        captured: bool,
+    ) -> Verdict:
+        """What is done with the gradients; it has been done where it is not one factor for all.
+
+        Args:
+            clip: The rule, which remembers this step unless it is skipped by others than itself; None: measure only.
+            divisor: What is still in the gradients.
+            now: Unscale and clip in place, even where the factor could be folded into the update.
+            earlier: Of the same window, in which ranks have had their say.
+            captured: A CUDA graph is made of it.
+        Raises:
+            ValueError: A group's threshold was changed, of which other ranks would not know.
+            ReplicaMismatchError: On every rank, if copies are compared and differ.
+            ValueError: On every rank, in the first measurement, if shards of a parameter are copies.
+        Collectives: one. Host reads: none, unless copies are compared.
+        """
+        given = None if clip is None else clip.rule
+        norm_type = self.measure.norm_type if given is None or given.norm_type is None else given.norm_type
+        ballot = self.ballot if earlier is None else None
+        rule = self._with_thresholds(given, norm_type, divisor.slots, ballot)
+        needs = Needs.of(rule, norm_type)
+        norms, inverse, cast = self._unscaled(needs, divisor, ballot)
+        finite, past = norms.total < inf, None  # not where it is NaN
+        if divisor.is_missing is not None:
+            past = divisor.is_missing(norms.extra) & (norms.total != 0)  # states are also made by gradients of zeros
+            finite = finite & ~past
+        vetoed, parted = (None, None) if ballot is None else ballot.count(cast, finite)
+        disagreed = None if divisor.agreement is None else norms.extra.select(0, divisor.agreement) != 0
+        decision = Decision(None)
+        if rule is not None:
+            state = ClipState(rule) if clip is None else clip
+            decision = state.decide(norms, rule) if captured or state.initial else rule.decide(norms, NOTHING)
+            if decision.state:
+                state.remember(decision, _is_taken(finite, vetoed, parted, disagreed))
+        factors, one = decision.factors, self._one
+        if one is None or one.device != norms.total.device:  # in the first step: a graph must not make it
+            one = self._one = self._constants("one", lambda: [1.0], norms.total.dtype, norms.total.device)[0]
+        factor, level = inverse, Needs.level
+        if rule is None or factors is None:
+            coef = torch.ones_like(norms.total)
+        else:
+            shown = rule.shown(factors, norms)
+            coef = safe = torch.where(finite, factors, one)
+            if shown is not factors:
+                coef = torch.where(finite, shown, one)
+            factor, level = safe if inverse is None else safe * inverse, rule.level
+        if factor is not None and (now or level != "total" or (rule is not None and rule.in_place)):
+            self._multiply_(needs, level, factor)
+            factor = None
+        if rule is not None and rule.in_place:
+            rule.finish_(self.params)
+        spiked, names = decision.spiked(finite), self.plan.parameter_names if self.measure.per_parameter else ()
+        stats = GradStats(
+            total_norm=norms.total,
+            clip_coef=coef,
+            found_inf=torch.logical_not(finite, out=torch.empty((), dtype=torch.float32, device=finite.device)),
+            group_norms=norms.groups,
+            loss_scale=None if divisor.loss_scale is None else divisor.loss_scale.clone(),
+            parameter_norms=dict(zip(names, norms.parameters.unbind(), strict=True)) if names else {},
+            vetoed=vetoed,
+            parted=parted,
+            spiked=spiked,
+            named_norms=dict(zip(needs.patterns, norms.named.unbind(), strict=False)) if needs.patterns else {},
+            disagreed=disagreed,
+        )
+        if vetoed is parted is spiked is None:
+            skipped = stats.found_inf if disagreed is None else torch.maximum(stats.found_inf, disagreed)
+        else:
+            skipped = stats.skipped
+        verdict = Verdict(stats, skipped, factor, past, None if ballot is None else ballot.problem)
+        return verdict if earlier is None else verdict.after(earlier)
+
+    def _with_thresholds(
+        self, clip: Clip | None, norm_type: float, slots: Tensor, ballot: Ballot | None
+    ) -> Clip | None:
+        """The rule, with the thresholds of single param groups in it."""
+        groups = self.optimizer.param_groups
+        if not (
+            self.thresholds.some or isinstance(clip, ByGroup) or any(g.get("max_norm") is not None for g in groups)
+        ):
+            return clip
+        try:
+            return self.thresholds.rule(clip, groups, norm_type)
+        except ValueError:
+            self._measured(Needs(norm_type), slots, ballot)  # as the other ranks do, which must not wait
+            raise
+
+    # Measuring -------------------------------------------------------------------------------------------------------
+
+    def _unscaled(
+        self, needs: Needs, divisor: Divisor, ballot: Ballot | None
+    ) -> tuple[Norms, Tensor | None, Sequence[Tensor]]:
+        """The norms of the gradients as they will be stepped with; ``inverse``; and what ranks said, summed."""
+        norms, cast = self._measured(needs, divisor.slots, ballot)
+        inverse = None if divisor.scale is None else divisor.scale.to(norms.extra).reciprocal()
+        if divisor.stages:
+            weight = inverse_weight(norms.extra[: divisor.stages], divisor.data_ranks, divisor.mean_of)
+            inverse = weight if inverse is None else weight * inverse
+        if inverse is None:
+            return norms, None, cast
+        inverse = inverse.to(norms.total)
+        total = norms.total * inverse
+        groups = total.view(1) if norms.groups.numel() == 1 else norms.groups * inverse
+        norms = norms._replace(total=total, groups=groups)
+        for level in ("parameters", "units", "named"):
+            if (values := getattr(norms, level)).numel():  # a kernel would multiply nothing too
+                norms = norms._replace(**{level: values * inverse})
+        return norms, inverse, cast
+
+    def _measured(self, needs: Needs, extra: Tensor, ballot: Ballot | None) -> tuple[Norms, Sequence[Tensor]]:
+        """The norms of the gradients as they are, and the sums of what the ``ballot`` says; ``Norms.extra`` is the sum of
+        all ranks' ``extra``."""
+        if needs not in self._measurers:
+            self._measurers[needs] = self._measurer(needs)
+        gradients = [param.grad for param in self.params]
+        weights = self.params if needs.weights else ()
+        numbers = [check.numbers(None if index else gradients) for index, check in enumerate(self.checks)]
+        slots = [check.weighted(of_check) for check, of_check in zip(self.checks, numbers, strict=True)]
+        if self._shards is not None:
+            slots.append(self._shards.slots(numbers[0], self.checks[0].params, gradients))
+        cast = [] if ballot is None else ballot.slots(gradients)
+        more = torch.cat([extra, *slots, *cast]) if slots or cast else extra
+        norms = self._measurers[needs](gradients, more, weights)
+        if needs.level == "named":
+            norms = self._with_named(needs, norms)
+        if not slots and not cast:
+            return norms, ()
+        extra, *totals = norms.extra.split([len(extra), *map(len, slots), *map(len, cast)])
+        if slots:
+            self._compare(norms.total, totals[: len(slots)])
+        return norms._replace(extra=extra), totals[len(slots) :]
+
+    def _compare(self, total: Tensor, sums: Sequence[Tensor]) -> None:
+        """Raise ReplicaMismatchError where copies differ, ValueError where shards are copies. Host reads: one."""
+        # One read of all of it.
+        total, *totals = torch.cat([total.view(1), *sums]).cpu().split([1, *map(len, sums)])
+        # A step that is skipped says nothing of copies yet: an overflow may be in one of them alone.
+        first = self.measure.check_replicas is not True
+        if not first or bool(total.isfinite()):
+            found = (check.mismatches(of_check) for check, of_check in zip(self.checks, totals, strict=False))
+            if mismatches := [mismatch for of_check in found for mismatch in of_check]:
+                raise ReplicaMismatchError(mismatches)
+            if self._shards is not None:
+                self._shards.check(totals[-1])
+                self._shards = None
+            self.checks = [] if first else self.checks
+
+    def _measurer(self, needs: Needs) -> GlobalNorm:
+        return GlobalNorm(
+            self.plan,
+            self.registry,
+            needs.norm_type,
+            self.measure.reduction,
+            self.measure.per_parameter or needs.level in ("parameters", "named"),
+            Units.of(self.plan, self._regions, needs.unit_dim) if needs.level == "units" else None,
+            None if not needs.weights else "parameters" if needs.level == "named" else needs.level,
+        )
+
+    def _with_named(self, needs: Needs, norms: Norms) -> Norms:
+        """The norms, of named groups too."""
+        if needs.patterns not in self._named:
+            self._named[needs.patterns] = Named.of(self.plan.parameter_names, needs.patterns)
+        named, p = self._named[needs.patterns], needs.norm_type
+        weights = named.norms(norms.weights, p, self._constants) if needs.weights else norms.weights
+        return norms._replace(named=named.norms(norms.parameters, p, self._constants), weights=weights)
+
+    def _multiply_(self, needs: Needs, level: Level, factors: Tensor) -> None:
+        """Multiply the gradients by factors at that level, in place; sums that have been made stay so."""
+        # All at once: gradients that are views of one buffer are written to together, as far as torch can tell.
+        complete = [param for param in self.params if is_complete(param)]
+        widen_gradients(self.params)
+        units = self._measurers[needs].units
+        multiply_(
+            [param.grad for param in self.params], level, factors, self.plan, units, self._named.get(needs.patterns)
+        )
+        for param in complete:
+            mark_complete(param)
+
+
+def inverse_weight(totals: Tensor, data_ranks: int, count: int = 1) -> Tensor:
+    """0-dim: D / W; 1 / ``count`` where no rank gave a weight (or all gave 0), NaN where W is negative or NaN. Host reads:
+    none.
+
+    Args:
+        totals: The sum over ranks of `weight_slots`, without a vote.
+        data_ranks: D.
+        count: Micro-batches whose mean the window's gradient is.
+    """
+    total = totals.amax() if len(totals) > 1 else totals[0]
+    return (data_ranks / total).masked_fill_(total < 0, torch.nan).masked_fill_(total == 0, 1.0 / count)
+
+
+def _is_taken(finite: Tensor, *flags: Tensor | None) -> Tensor:
+    """0-dim bool: the step is made, as far as the rule does not skip it itself."""
+    for flag in flags:
+        if flag is not None:
+            finite = finite & (flag == 0)
+    return finite

@@ -1,0 +1,432 @@
+"""Load an optimizer's state on all ranks or on none."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...amp.loss_scale import LossScale
+from ...amp.precision import Precision
+from ...parallel.layout.annotation import Annotation, annotation_of, attach
+from ...parallel.mesh.agreement import on_all_ranks
+from ...parallel.mesh.registry import ProcessGroupRegistry
+from ...parallel.mesh.text import printable
+from ...parallel.mesh.value_checks import (
+    MAX_COUNT,
+    anything,
+    check_like,
+    check_number,
+    check_text,
+    dict_of,
+    fields,
+    is_number,
+    list_of,
+    wrong,
+)
+from ..clip.rule import ClipState
+from ..norm.plan import ReductionPlan
+from ..step.call_guard import guard_calls, own_calls, remove_guard
+from ..step.combined_optimizer import SAID_OF_IT
+from ..step.skips import SkipMonitor
+from ..step.torch_engine import lay_out_states
+from .chain import Chain, params_of
+
+# Coordinates ----------------------------------------------------------------------------------------------------------
+
+# Where a rank's optimizer states belong, kept with them: what a rank saved is for the rank at the same place alone.
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """The coordinate and size of every axis along which ranks step different tensors, or different pieces of them.
+
+    Pickled, and so in a file, it is an ``OrderedDict``. `torch.distributed.checkpoint` would take plain tensors of equal
+    keys for copies of each other and keep those of one rank; where they are none, it is told to refuse them.
+    """
+
+    axes: Mapping[str, tuple[int, int]]
+
+    @classmethod
+    def of(cls, plan: ReductionPlan, registry: ProcessGroupRegistry) -> Coordinates:
+        """Those of this rank.
+
+        Args:
+            plan: Of what the optimizer steps.
+        """
+        named = {axis for b in plan.buckets for axis in (*b.distinct, *dict(b.owned), *dict(b.tied))}
+        sizes = {axis: registry.size(axis) for axis in registry.topology.axes if axis in named}
+        return cls({axis: (registry.coordinate[axis], size) for axis, size in sizes.items() if size > 1})
+
+    def check(self, saved: object) -> None:
+        """Raise ValueError if states that ``saved`` came with belong elsewhere; None: from a version that kept none."""
+        if saved is None:
+            return
+        axes = saved.axes if isinstance(saved, Coordinates) else saved
+        if not isinstance(axes, Mapping):
+            raise ValueError(f"the state has {saved!r} for coordinates; give what state_dict() returned")
+        found = {axis: tuple(where) for axis, where in axes.items()}
+        if found != dict(self.axes):
+            raise ValueError(
+                f"the state is of the rank at {_shown(found)}, this rank is at {_shown(self.axes)}: give every rank "
+                "the state that it saved itself, or use save_checkpoint and load_checkpoint, which fit any layout"
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, ([(axis, list(where)) for axis, where in self.axes.items()],)
+
+    def __create_write_items__(self, *_: object) -> Iterable[Any]:
+        """What `torch.distributed.checkpoint` asks before it writes anything."""
+        if not self.axes:
+            return []
+        raise ValueError(
+            f"optimizer.state_dict() is of one rank, at {_shown(self.axes)}; saved by torch.distributed.checkpoint, ranks "
+            "would overwrite each other's states: save get_optimizer_state_dict(model, TorchStates(optimizer)), or use "
+            "meshstep.optim.save_checkpoint"
+        )
+
+
+def check_caller(where: Coordinates, stepped: Iterable[Tensor], given: Iterable[Tensor], *, makes_states: bool) -> None:
+    """Raise ValueError where torch's state-dict functions, which find a state by its parameter, ask for a state dict in
+    which they would not find it, or would take pieces for copies. To be called by what they call.
+
+    Args:
+        stepped: What the optimizer has, in the place of ``given``.
+        makes_states: Whether there are states, or a step with gradients of zeros, which they call, makes them.
+    """
+    asking = sys._getframe(2).f_globals.get("__name__")
+    if asking != "torch.distributed.checkpoint.state_dict":
+        return
+    own = {id(param) for param in given}
+    if where.axes or any(id(param) not in own for param in stepped):
+        raise ValueError(
+            "the optimizer steps pieces or masters of the parameters, by which torch's state-dict functions find nothing: "
+            "give them meshstep.optim.TorchStates(optimizer), or use save_checkpoint"
+        )
+    if not makes_states:
+        raise ValueError(
+            "the optimizer has no states yet, and torch's state-dict functions can't make them by one step, which with "
+            "accumulation_steps= does nothing: give them meshstep.optim.TorchStates(optimizer), or use save_checkpoint"
+        )
+
+
+def _shown(axes: Mapping[str, tuple[int, ...]]) -> str:
+    places = [f"{axis} {where[0]} of {where[1]}" for axis, where in axes.items()]
+    return ", ".join(places) or "no coordinate in particular (it had all parameters whole)"
+
+
+# State checks ---------------------------------------------------------------------------------------------------------
+
+# Checks of an optimizer's state that comes from a file or a user: kinds and ranges, before anything is replaced.
+
+_FLAGS = ("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad", "nesterov")
+_LARGEST = sys.float_info.max
+_RANGES = {
+    "lr": (0.0, _LARGEST),
+    "initial_lr": (0.0, _LARGEST),
+    "betas": (0.0, 1.0),
+    "eps": (0.0, _LARGEST),
+    "momentum": (0.0, _LARGEST),
+    "weight_decay": (-_LARGEST, _LARGEST),
+}
+
+
+def check_groups(saved: object, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError where saved param groups have hyper-parameters of other kinds than ``groups``."""
+    list_of(fields({"params": list_of(anything)}))(saved, "param_groups")
+    for index, (new, group) in enumerate(zip(saved, groups, strict=False)):  # type: ignore[call-overload]
+        for name, value in new.items():
+            if name not in ("params", "param_names"):
+                check_hyper(name, value, group.get(name), f"param_groups[{index}]")
+
+
+def check_hyper(name: str, value: object, now: object, where: str) -> None:
+    """Raise ValueError where a hyper-parameter is of another kind than its value ``now``, or out of its range."""
+    field = f"{where}[{name!r}]"
+    check_text(name, f"a key of {where}")
+    if name in _FLAGS and not (value is None or isinstance(value, bool)):
+        raise wrong(field, value, "True, False or None")
+    check_like(value, now, field)
+    within = _RANGES.get(name)
+    for number in value if isinstance(value, (list, tuple)) else (value,):
+        number = number.item() if isinstance(number, Tensor) and number.numel() == 1 else number
+        if within is not None and is_number(number) and not within[0] <= number <= within[1]:
+            raise wrong(field, value, f"a number from {within[0]:g} to {within[1]:g}")
+
+
+def check_states(saved: object) -> None:
+    """Raise ValueError where a number in saved optimizer states is NaN, or a count of steps is none."""
+    dict_of(dict_of(anything), key=anything)(saved, "state")
+    for position, state in saved.items():  # type: ignore[attr-defined]
+        for name, value in state.items():
+            check_state_value(name, value, f"state[{position!r}]")
+
+
+def check_state_value(name: str, value: object, where: str) -> None:
+    """Raise ValueError where a number of an optimizer's state is NaN, or it is a count of steps that is none."""
+    number = value.item() if isinstance(value, Tensor) and value.dim() == 0 and name == "step" else value
+    if isinstance(number, float) or name == "step":
+        check_number(number, f"{where}[{name!r}]")
+    if name == "step" and not 0 <= number <= MAX_COUNT:  # type: ignore[operator]
+        raise wrong(f"{where}[{name!r}]", number, f"a number of steps from 0 to {MAX_COUNT}")
+
+
+# Saved ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What an optimizer's state is made of, to be saved and loaded.
+
+    Args:
+        optimizer: The wrapped one.
+        chain: What stands in for its parameters.
+        model_params: What loading may change.
+        coordinates: Where this rank's states belong.
+        clip: What a clip rule remembers, if there is one.
+    """
+
+    optimizer: torch.optim.Optimizer
+    chain: Chain
+    precision: Precision
+    loss_scale: LossScale | None
+    model_params: Sequence[Tensor]
+    registry: ProcessGroupRegistry
+    coordinates: Coordinates
+    clip: ClipState | None = None
+
+    def state_dict(self, counts: Mapping[str, int]) -> dict[str, Any]:
+        """The wrapped optimizer's, and under ``"meshstep"`` all else, ``counts`` of steps among it. Host reads: a few."""
+        own = {
+            "precision": self.precision.name,
+            "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
+            "weights": self.chain.state_dict(),
+            **counts,
+            "coordinates": self.coordinates,
+        }
+        if self.clip is not None and self.clip.rule.initial():
+            own["clip"] = self.clip.state_dict()
+        return {**self.optimizer.state_dict(), "meshstep": own}
+
+    def load(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Load what `state_dict` gave; returns what was under ``"meshstep"``, counts among it.
+
+        Raises:
+            ValueError: On every rank, when any rank's does not fit; everything is then as it was.
+        Collectives: two object all-gathers. Host reads: a few.
+        """
+        inner, scale = self.optimizer, self.loss_scale
+        backup, scale_backup = (
+            {"state": inner.state, "param_groups": inner.param_groups},
+            scale.state_dict() if scale else {},
+        )
+        own = state.get("meshstep")
+
+        def load() -> None:
+            self.check(state)
+            with own_calls:
+                inner.load_state_dict({key: value for key, value in state.items() if key != "meshstep"})
+            lay_out_states(inner)
+            if own is not None and scale is not None:
+                scale.load_state_dict(own["loss_scale"])
+
+        try:
+            on_all_ranks(partial(_all_there, load), self.registry)
+            self._load_weights(own)
+        except Exception:
+            # torch put new containers in place of the old ones, which are therefore what they were.
+            inner.__setstate__(backup)
+            if scale is not None:
+                scale.load_state_dict(scale_backup)
+            raise
+        self.chain.publish()
+        if self.clip is not None:
+            self.clip.load_state_dict((own or {}).get("clip"))
+        return own or {}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError, and name the field, where ``state`` is nothing that `load` can take. Changes nothing.
+        Collectives: none. Host reads: a few."""
+        _all_there(partial(self._check, state))
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        dict_of(anything)(state, "the state")
+        own = state.get("meshstep")
+        if own is not None:
+            dict_of(anything)(own, "meshstep")
+        self._check_mode(own)
+        weights = {} if own is None else own["weights"]
+        dict_of(anything)(weights, "weights")
+        if ("shards" in weights) == ("shards" in self.chain.state_dict()):
+            self.coordinates.check((own or {}).get("coordinates"))
+        self.chain.check_state(weights)
+        check_groups(state["param_groups"], self.optimizer.param_groups)
+        check_states(state["state"])
+        if own is not None:
+            SkipMonitor.check_state(own)
+            if self.loss_scale is not None:
+                deepcopy(self.loss_scale).load_state_dict(own["loss_scale"])
+        if self.clip is not None:
+            self.clip.check_state((own or {}).get("clip"))
+
+    def _load_weights(self, own: Mapping[str, Any] | None) -> None:
+        """The last to be loaded, because masters are rounded into the model, which may have been loaded already."""
+        model = [(param, param.detach().clone()) for param in self.model_params if self.precision.masters]
+        backup = _cloned(self.chain.state_dict())
+
+        def load() -> None:
+            if own is not None:
+                self.chain.load_state_dict(own["weights"])
+
+        try:
+            on_all_ranks(partial(_all_there, load), self.registry)
+        except Exception:
+            self.chain.load_state_dict(backup)
+            with torch.no_grad():
+                for param, value in model:
+                    param.copy_(value)
+            raise
+
+    def _check_mode(self, own: Mapping[str, Any] | None) -> None:
+        mode = self.precision
+        if own is None:
+            if mode.masters or self.loss_scale is not None:
+                raise ValueError(
+                    f"the state is a plain optimizer's, but precision={mode.name!r} also needs its loss scale or master "
+                    "weights; load a state that ParallelOptimizer saved in this mode"
+                )
+        elif own["precision"] != mode.name:
+            raise ValueError(
+                f"the state was saved with precision={own['precision']!r}, but this optimizer runs with {mode.name!r}; "
+                "continue in the mode it was saved in, or load only the model's weights and start the optimizer anew"
+            )
+
+
+def _all_there(load: Callable[[], None]) -> None:
+    """``load()``; what it misses is a ValueError, which all ranks are told of."""
+    try:
+        load()
+    except (KeyError, IndexError, AttributeError, TypeError, OverflowError) as error:
+        raise ValueError(
+            f"the state is incomplete or something else ({type(error).__name__}: {printable(str(error))}); give what "
+            "state_dict() returned"
+        ) from error
+
+
+def _cloned(state: dict[str, Any]) -> dict[str, Any]:
+    masters = state.get("masters")
+    return state if masters is None else {**state, "masters": {key: value.clone() for key, value in masters.items()}}
+
+
+# Copies of a whole optimizer: for `copy.deepcopy`, and for pickle -----------------------------------------------------
+
+# What stands in for parameters shares their memory, hangs on their hooks and talks over groups, so it isn't copied. It is
+# made anew over copies of the parameters, by the same arguments, and then loads the state.
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What an optimizer is made of; copied and pickled as it is.
+
+    Args:
+        plain: The wrapped optimizer without state, over the model's parameters.
+        annotations: Of these, which copies of parameters lose.
+        options: The other arguments.
+        state: Its state dict.
+    """
+
+    plain: torch.optim.Optimizer
+    said: Mapping[str, Any]
+    annotations: Sequence[Annotation | None]
+    registry: ProcessGroupRegistry
+    options: Mapping[str, Any]
+    state: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        wrapped: torch.optim.Optimizer,
+        groups: Sequence[Sequence[tuple[str | None, Tensor]]],
+        registry: ProcessGroupRegistry,
+        options: Mapping[str, Any],
+        state: dict[str, Any],
+    ) -> Recipe:
+        """From an optimizer's parts.
+
+        Args:
+            groups: The (name, parameter) pairs of each param group, as they were before anything stood in for them.
+        """
+        plain = copy.copy(wrapped)
+        remove_guard(plain)
+        plain.state, plain.param_groups = defaultdict(dict), []
+        for group, named in zip(wrapped.param_groups, groups, strict=True):
+            names = {"param_names": [name for name, _ in named]} if "param_names" in group else {}
+            plain.param_groups.append({**group, "params": [param for _, param in named], **names})
+        said = {name: getattr(wrapped, name) for name in SAID_OF_IT if hasattr(wrapped, name)}
+        annotations = [annotation_of(param) for param in params_of(plain.param_groups)]
+        return cls(plain, said, annotations, registry, options, state)
+
+
+def rebuilt(make: Callable[..., T], recipe: Recipe) -> T:
+    """The optimizer of a recipe. Raises, collectives: as constructing it, and as loading its state."""
+    for param, annotation in zip(params_of(recipe.plain.param_groups), recipe.annotations, strict=True):
+        if annotation is not None:
+            attach(param, annotation)
+    for name, value in recipe.said.items():
+        setattr(recipe.plain, name, value)
+    optimizer: Any = make(recipe.plain, recipe.registry, **recipe.options)
+    optimizer.load_state_dict(recipe.state)
+    return optimizer  # type: ignore[no-any-return]
+
+
+class Copied:
+    """An optimizer that can be copied, and pickled."""
+
+    optimizer: torch.optim.Optimizer
+    registry: ProcessGroupRegistry
+    on_nonfinite: Any
+    _groups: list[list[tuple[str | None, Tensor]]]
+    _setup: Any
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a new process needs to go on."""
+        raise NotImplementedError
+
+    def _recipe(self) -> Recipe:
+        options = self._setup.options | {"on_nonfinite": self.on_nonfinite}
+        return Recipe.of(self.optimizer, self._groups, self.registry, options, self.state_dict())
+
+    def __copy__(self) -> Self:
+        """As torch's: the same parameters, param groups, state and window, and no hooks."""
+        new = object.__new__(type(self))
+        new.__dict__.update({key: value for key, value in self.__dict__.items() if key != "step"})
+        hooks: dict[str, Any] = {
+            "_optimizer_step_pre_hooks": OrderedDict(),
+            "_optimizer_step_post_hooks": OrderedDict(),
+        }
+        new.__dict__.update(hooks)
+        guard_calls(new.optimizer, new)
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """As torch's: of copies of the parameters, without hooks and gradients. Raises, collectives: as the constructor."""
+        commit = self._setup.measure.commit
+        memo[id(commit)] = commit  # its owner is no part of the optimizer
+        return rebuilt(type(self), copy.deepcopy(self._recipe(), memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle: as a deep copy. Read in a process of another world, it needs a world of that size."""
+        return rebuilt, (type(self), self._recipe())

@@ -1,0 +1,527 @@
+"""The update of the last step again, where nothing but numbers has changed: by the compiled loops, in one pass over memory.
+
+    weight, states = formula(weight, states, gradient * factor, numbers)        each row, unless the step is skipped
+
+A row is what the loops step: a parameter with its states, as addresses, which are kept as long as they are right. Whether a
+parameter is one depends on it alone, not on others or on gradients: ranks that hold copies of it choose alike. Whatever
+else there is, and what has changed, `update` asks anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, compress
+from operator import is_
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...amp import by_bucket
+from ...amp.fp8 import weights as rounded_weights
+from ..kernels.choice import chosen
+from ..kernels.memory import PLAIN, Signature, alike, is_lazy, laid_out, lay_out_, lies_densely, resolve_
+from ..kernels.native import DTYPES, NO_MEMORY, Columns, Kind, Native
+from . import half_copies, split_weights
+from .call_guard import has_step_hooks
+from .half_copies import HalfCopies
+
+# The optimizers of torch whose updates the library's kernels make, in the order of these ------------------------------
+
+
+@dataclass(frozen=True)
+class Known:
+    """An optimizer of torch, in the order of the kernels.
+
+    Args:
+        kind: Its formula.
+        hyper: The keys of its numbers in a param group; ``"betas"`` are two.
+        states: Their names.
+        last: The key in a param group without which there is no last state.
+        counted: It counts the steps of each parameter.
+    """
+
+    kind: Kind
+    hyper: tuple[str, ...]
+    states: tuple[str, ...]
+    last: str | None = None
+    counted: bool = True
+
+
+ADAM = Known(
+    Kind.ADAM,
+    ("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay", "amsgrad"),
+    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    last="amsgrad",
+)
+KNOWN: Mapping[type, Known] = {
+    torch.optim.Adam: ADAM,
+    torch.optim.AdamW: ADAM,
+    torch.optim.SGD: Known(
+        Kind.SGD,
+        ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
+        ("momentum_buffer",),
+        last="momentum",
+        counted=False,
+    ),
+    torch.optim.Adagrad: Known(Kind.ADAGRAD, ("lr", "lr_decay", "eps", "weight_decay"), ("sum",)),
+}
+
+
+def first_value(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], name: str) -> float:
+    """Return what torch fills a new state of the parameter's shape with.
+
+    Args:
+        optimizer: One of torch's, or any other, whose states start from 0.
+        group: The parameter's param group.
+        name: The state's.
+    """
+    if isinstance(optimizer, torch.optim.Adagrad) and name == "sum":
+        return float(optimizer.defaults["initial_accumulator_value"])  # also where the group has its own, as torch does
+    if isinstance(optimizer, torch.optim.Rprop) and name == "step_size":
+        return float(group["lr"])
+    return 0.0
+
+
+# Again ----------------------------------------------------------------------------------------------------------------
+
+GRADIENTS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+STRIDED = frozenset({torch.strided})
+State = Mapping[Tensor, dict[str, Any]]
+Remainders = Mapping[Tensor, Tensor]
+"""Of split weights, which are stepped as the float32 masters that both are."""
+
+
+class Call(NamedTuple):
+    """One call of the loops. Args: halves: Copies that it writes. alive: What its addresses belong to."""
+
+    columns: Columns
+    grad_dtype: torch.dtype
+    half_dtype: torch.dtype
+    halves: list[Tensor]
+    alive: list[Tensor]
+
+
+class Table:
+    """Tensors to be stepped, a row each.
+
+    Args:
+        params: The tensors.
+        fixed: Their addresses, those of three states each, and of their step counts, a column after another; 0: none.
+        rests: The addresses of remainders; None: nowhere are any.
+    """
+
+    def __init__(self, params: Sequence[Tensor], fixed: Sequence[Sequence[int]], rests: Sequence[int] | None) -> None:
+        self.params, self.fixed, self.rests = list(params), fixed, rests
+        self.contiguous, self.numels = list(map(Tensor.is_contiguous, params)), list(map(Tensor.numel, params))
+        self._flat, self._lengths = array("Q", chain.from_iterable(fixed)), array("q", self.numels)
+        self._rests = None if rests is None else array("Q", rests)
+        self._all_contiguous = all(self.contiguous)
+
+    def call(self, grads: Sequence[Tensor], copies: half_copies.HalfCopies | None) -> Call:
+        """What steps all rows, one at least, by gradients of one dtype; and writes their half-precision copies."""
+        rows = list(grads)
+        if not self._all_contiguous or not all(map(Tensor.is_contiguous, rows)) or any(map(Tensor.is_neg, rows)):
+            rows = [laid_out(grad, param) for grad, param in zip(grads, self.params, strict=True)]
+        addresses = array("Q", map(Tensor.data_ptr, rows))
+        if 0 in addresses:  # no elements, or zeros that torch has given no memory
+            rows = [laid_out(grad, param) for grad, param in zip(grads, self.params, strict=True)]
+            addresses = array("Q", map(Tensor.data_ptr, rows))
+        halves = [] if copies is None else [copies.halves.get(param) for param in self.params]
+        dtype = next((half.dtype for half in halves if half is not None), torch.bfloat16)
+        for index, half in enumerate(halves):
+            if half is not None:
+                lies = self.contiguous[index] and half.is_contiguous() and half.numel() == self.numels[index]
+                lies = lies and not half.is_neg()
+                if half.dtype != dtype or type(half) not in PLAIN or not (lies or alike(half, self.params[index])):
+                    halves[index] = None
+        written = [half for half in halves if half is not None]
+        at = array("Q", [0 if half is None else half.data_ptr() for half in halves]) if written else None
+        return Call(
+            Columns(self._flat, addresses, self._lengths, at, self._rests), grads[0].dtype, dtype, written, rows
+        )
+
+
+class Rows:
+    """What the loops step of one param group.
+
+    Args:
+        whole, state: All parameters of the group; the optimizer's state.
+        names: As `states_in` says, the step counts' last.
+        table, remainders: The rows, and theirs.
+        waiting, others: Those that have had no gradient; those that have had one, and are no rows.
+    """
+
+    def __init__(
+        self,
+        whole: Sequence[Tensor],
+        state: State,
+        names: Sequence[str],
+        table: Table,
+        remainders: Remainders,
+        waiting: Sequence[Tensor],
+        others: Sequence[Tensor],
+    ) -> None:
+        self.table, self.others, self._waiting = table, list(others), list(waiting)
+        self._whole, self._names, self._of_params = list(whole), tuple(names), list(state.values())
+        self._states = [state[param] for param in table.params] if names else []
+        self._rests = [remainders.get(param) for param in table.params]
+        self._there = [*table.params, *(rest for rest in self._rests if rest is not None)]
+        self._values, self._addresses, self._signature = list[Any](), list[int](), Signature([])
+        self._have_only_names = False
+
+    def keep(self) -> Rows:
+        """Note what `are_still` compares with. Returns the rows."""
+        # All values of a state are read at once, unless there are others than the kernels' among them.
+        self._have_only_names = all(state.keys() == set(self._names) for state in self._states)
+        self._values = self._values_now()
+        self._addresses, self._signature = list(map(Tensor.data_ptr, self._values)), Signature(self._there)
+        return self
+
+    def _values_now(self) -> list[Any]:
+        if self._have_only_names:
+            return [*self._there, *chain.from_iterable(map(dict.values, self._states))]
+        return [*self._there, *(held.get(name) for name in self._names for held in self._states)]
+
+    def are_still(self, params: Sequence[Tensor], state: State, names: Sequence[str], remainders: Remainders) -> bool:
+        """Whether all is as it was: parameters, states and remainders, by address, parameters and remainders also by dtype,
+        shape and strides, and no first gradient. Of a state those change with the tensor or its address."""
+        now = self._values_now()
+        return (
+            len(params) == len(self._whole)
+            and all(map(is_, params, self._whole))
+            and self._names == tuple(names)
+            and len(state) == len(self._of_params)
+            and all(map(is_, state.values(), self._of_params))
+            and self._have_still(remainders)
+            and len(now) == len(self._values)
+            and all(map(is_, now, self._values))
+            and list(map(Tensor.data_ptr, now)) == self._addresses
+            and self._signature.fits(self._there)
+            and all(param.grad is None for param in self._waiting)
+        )
+
+    def _have_still(self, remainders: Remainders) -> bool:
+        none = not remainders and self.table.rests is None
+        return none or all(map(is_, map(remainders.get, self.table.params), self._rests))
+
+    def calls(self, copies: half_copies.HalfCopies | None) -> list[Call] | None:
+        """What steps all rows; None where not all have gradients that the loops read, of one dtype."""
+        grads: list[Any] = [param.grad for param in self.table.params]
+        if not grads:
+            return []
+        if {*map(type, grads)} - PLAIN:
+            return None
+        dtypes, layouts = {grad.dtype for grad in grads}, {grad.layout for grad in grads}
+        if len(dtypes) > 1 or dtypes - GRADIENTS or layouts - STRIDED:
+            return None
+        return [self.table.call(grads, copies)]
+
+
+# Of each optimizer, for as long as it lives: what was stepped of each param group in its last step.
+kept: WeakKeyDictionary[Optimizer, dict[tuple[int, torch.device], Rows]] = WeakKeyDictionary()
+
+
+def rows_as_before(optimizer: Optimizer, device: torch.device, remainders: Remainders) -> list[Rows | None]:
+    """Of each param group what kernels on this device stepped of it in the last step; None where that has changed."""
+    known, of_groups = KNOWN[type(optimizer)], {} if by_bucket.holders else kept.get(optimizer, {})
+    found = list[Rows | None]()
+    for index, group in enumerate(optimizer.param_groups):
+        rows, names = of_groups.get((index, device)), states_in(group, known)
+        still = rows is not None and rows.are_still(group["params"], optimizer.state, names, remainders)
+        found.append(rows if still else None)
+    return found
+
+
+def step_rows(
+    loops: Native, optimizer: Optimizer, calls: Sequence[Sequence[Call]], found_inf: Tensor, factor: Tensor | None
+) -> None:
+    """Make the calls of each param group; ``found_inf`` and ``factor`` as for `Again`, both on the CPU."""
+    known, times, copies = (
+        KNOWN[type(optimizer)],
+        1.0 if factor is None else number(factor),
+        half_copies.offered_copies.get(),
+    )
+    hypers = [numbers_in(group, known) for group in optimizer.param_groups]
+    for group, of_group, hyper in zip(optimizer.param_groups, calls, hypers, strict=True):
+        signed = -times if group["maximize"] else times
+        for call in of_group:
+            update_by_loops(loops, known.kind, call.columns, hyper, signed, found_inf, call.grad_dtype, call.half_dtype)
+            if copies is not None and call.halves:
+                copies.written += call.halves
+                torch.autograd.graph.increment_version(call.halves)
+
+
+def update_by_loops(
+    loops: Native,
+    kind: Kind,
+    columns: Columns,
+    hyper: Sequence[float],
+    factor: float,
+    found_inf: Tensor,
+    grad_dtype: torch.dtype,
+    half_dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """`Native.update`, of arrays. Args: factor: Of gradients of ``grad_dtype``; negative to maximize. found_inf: 0-dim
+    float32, on the CPU. half_dtype: Of the half-precision copies."""
+    arrays = columns.fixed, columns.grads, columns.halves, columns.rests, columns.numels, array("d", hyper)
+    *tables, numbers = (None if values is None else values.buffer_info()[0] for values in arrays)
+    dtypes, flag, threads = (DTYPES[grad_dtype], DTYPES[half_dtype]), found_inf.data_ptr(), torch.get_num_threads()
+    if loops.update(kind, len(columns.numels), *tables, *dtypes, numbers, factor, flag, threads):
+        raise MemoryError(NO_MEMORY)
+
+
+def number(value: float | Tensor) -> float:
+    """A hyper-parameter as a number; of a tensor on the CPU it is read where it lies, and nobody waits."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    if not (is_number(value) and value.is_cpu):
+        return float(value)
+    types = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
+    return float(types[value.dtype].from_address(value.data_ptr()).value)
+
+
+def numbers_in(group: Mapping[str, Any], known: Known) -> list[float]:
+    """The numbers of a param group, in the order of the kernels."""
+    values = [group[key] if key == "betas" else (group[key],) for key in known.hyper]
+    return [number(value) for pair in values for value in pair]
+
+
+def states_in(group: Mapping[str, Any], known: Known) -> tuple[str, ...]:
+    """The names of the states that a param group has, in the order of the kernels, and of its step counts."""
+    states = known.states if known.last is None or group[known.last] else known.states[:-1]
+    return (*states, "step") if known.counted else states
+
+
+def loops_for(optimizer: Optimizer, *numbers: Tensor | None) -> Native | None:
+    """The loops, if they step what this optimizer steps, see `is_known`; and if what they would read of a step are None,
+    or plain ``numbers`` on the CPU."""
+
+    def is_read(value: Tensor) -> bool:
+        return is_number(value) and value.is_cpu
+
+    if not all(value is None or is_read(value) for value in numbers):
+        return None
+    loops = chosen.native
+    return loops if loops is not None and is_known(optimizer, is_read) else None
+
+
+def is_known(optimizer: Optimizer, is_read: Callable[[Tensor], bool]) -> bool:
+    """Whether it is one of torch's own classes, fused, without anybody's hooks in its step, and all tensors in its param
+    groups are such as kernels read."""
+    if type(optimizer) not in KNOWN or "step" in vars(optimizer):
+        return False
+    if has_step_hooks(optimizer):
+        return False
+    groups = optimizer.param_groups
+    numbers = (value for group in groups for value in group.values() if isinstance(value, Tensor))
+    return all(group.get("fused") and not group["differentiable"] for group in groups) and all(map(is_read, numbers))
+
+
+def is_number(value: Tensor) -> bool:
+    """Whether kernels know what its memory holds."""
+    return type(value) in PLAIN and value.dtype in (torch.float32, torch.float64) and not is_lazy(value)
+
+
+class Again(ABC):
+    """One step's update; to be called for all that the param groups hold, or for one part after another.
+
+    Args:
+        optimizer: The wrapped optimizer.
+        found_inf: 0-dim float32; where it is 1 nothing changes.
+        factor: Of all gradients, 0-dim; None for 1.
+    """
+
+    def __init__(self, optimizer: Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
+        self.optimizer, self.skipped, self.factor = optimizer, found_inf, factor
+        if found_inf.is_cuda:
+            self.send()
+
+    def within(self, around: Iterable[Callable[[Callable[[], object]], object]]) -> None:
+        """Make it: the first of ``around`` calls it, the second the first, and so on."""
+        update: Callable[[], object] = self
+        for enter in around:
+            update = partial(enter, update)
+        update()
+
+    def __call__(self) -> None:
+        if rounded_weights.KEPT:
+            rounded_weights.forget_rounded()
+        if split_weights.offered_weights.get() is not None or not self._again():
+            self.anew()
+
+    def _again(self) -> bool:
+        """Make it by the loops, if they made all of the last one, and nothing but numbers has changed."""
+        optimizer, copies = self.optimizer, half_copies.offered_copies.get()
+        loops = loops_for(optimizer, self.skipped, self.factor)
+        if loops is None or any(rows.others for rows in kept.get(optimizer, {}).values()):
+            return False
+        calls = list[list[Call]]()
+        for rows in rows_as_before(optimizer, self.skipped.device, {}):
+            if rows is None:
+                return False
+            if (of_group := rows.calls(copies)) is None and (of_group := self.some(rows, copies)) is None:
+                return False
+            calls.append(of_group)
+        step_rows(loops, optimizer, calls, self.skipped, self.factor)
+        return True
+
+    @abstractmethod
+    def some(self, rows: Rows, copies: half_copies.HalfCopies | None) -> list[Call] | None:
+        """What steps the rows that have gradients; None where some of these are nothing for the loops."""
+
+    @abstractmethod
+    def anew(self) -> None:
+        """Ask by whom it is made."""
+
+    @abstractmethod
+    def send(self) -> None:
+        """To the CPU, what is on a CUDA device, where some parameters are there."""
+
+
+# Native update --------------------------------------------------------------------------------------------------------
+
+# torch's fused Adam, AdamW, SGD and Adagrad on a CPU, stepped by the compiled loops on torch's own states: which
+# parameters are rows for them, and which of these have gradients.
+
+
+def step_by_loops(
+    loops: Native, optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None
+) -> list[list[Tensor]]:
+    """Step what the loops step; nothing changes where ``found_inf`` is 1, but that states are made.
+
+    Args:
+        loops: `loops_for` the optimizer.
+        found_inf: 0-dim float32, on the CPU.
+        factor: Of the gradients, 0-dim; None for 1.
+    Returns:
+        Of each param group the parameters with gradients that are left for torch.
+    Collectives, host reads: none.
+    """
+    copies, weights = half_copies.offered_copies.get(), split_weights.offered_weights.get()
+    remainders = {} if weights is None else weights.remainders
+    groups = rows_of(optimizer, found_inf.device, remainders)
+    taken = [taken_of(rows, copies) for rows in groups]
+    step_rows(loops, optimizer, [calls for calls, _ in taken], found_inf, factor)
+    rows = [param for of_group in groups if of_group.table.rests is not None for param in of_group.table.params]
+    if split := [param for param in rows if param.grad is not None and param in remainders]:
+        torch.autograd.graph.increment_version(split)
+    return [left for _, left in taken]
+
+
+def rows_of(optimizer: torch.optim.Optimizer, device: torch.device, remainders: Remainders) -> list[Rows]:
+    """Of each param group what kernels on this device step of it; that of the last step, where it is still so. States are
+    made as torch makes them, where a parameter has its first gradient."""
+    known, found = KNOWN[type(optimizer)], list[Rows]()
+    before = rows_as_before(optimizer, device, remainders)
+    for index, (group, rows) in enumerate(zip(optimizer.param_groups, before, strict=True)):
+        if rows is None:
+            names = states_in(group, known)
+            first = {name: first_value(optimizer, group, name) for name in names}
+            rows = _rows(group["params"], optimizer.state, first, device, remainders)
+            if not by_bucket.holders:  # buckets hold copies that are thrown away after it
+                kept.setdefault(optimizer, {})[index, device] = rows.keep()
+        found.append(rows)
+    return found
+
+
+def _rows(
+    whole: Sequence[Tensor],
+    state: State,
+    first: Mapping[str, float],
+    device: torch.device,
+    remainders: Remainders,
+) -> Rows:
+    """Those parameters that the kernels step: dense float32 ones on their device with float32 states, and bfloat16 ones
+    with remainders. The others are left for torch. States and remainders get the strides of their parameters.
+
+    Args:
+        first: By the names of the states, in the order of the kernels, what new ones are filled with.
+    """
+    names = tuple(first)
+    params, waiting, others = list[Tensor](), list[Tensor](), list[Tensor]()
+    for param in whole:
+        if param.grad is None and param not in state:
+            waiting.append(param)  # for its first gradient
+        elif _is_stepped(param, device, remainders.get(param)) and _has_states(param, state, first):
+            params.append(param)
+        else:
+            others.append(param)
+    addresses = {name: [state[param][name].data_ptr() for param in params] for name in names}
+    steps, none = addresses.pop("step", None), [0] * len(params)
+    columns = [list(map(Tensor.data_ptr, params)), *addresses.values(), *[none] * (3 - len(addresses)), steps or none]
+    rests = [0 if (rest := remainders.get(param)) is None else rest.data_ptr() for param in params]
+    table = Table(params, columns, rests if any(rests) else None)
+    return Rows(whole, state, names, table, remainders, waiting, others)
+
+
+def _is_stepped(param: Tensor, device: torch.device, remainder: Tensor | None) -> bool:
+    if param.device != device or type(param) not in PLAIN or not lies_densely(param):
+        return False
+    resolve_(param)
+    if remainder is None:
+        return param.dtype == torch.float32
+    lay_out_(remainder, param)
+    return param.dtype == torch.bfloat16 and alike(remainder, param)
+
+
+def _has_states(param: Tensor, states: State, first: Mapping[str, float]) -> bool:
+    """Makes those that are not there yet."""
+    if not first:
+        return True
+    state = states[param]
+    if "step" in first and "step" not in state:  # first, as torch does
+        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+    for name, value in first.items():
+        if state.get(name) is None:
+            state[name] = torch.full_like(param, value, dtype=torch.float32, memory_format=torch.preserve_format)
+        elif name != "step":
+            lay_out_(state[name], param)
+    return all(
+        state[name].dtype == torch.float32
+        and state[name].device == param.device
+        and (name == "step" or (type(state[name]) in PLAIN and alike(state[name], param)))
+        for name in first
+    )
+
+
+def taken_of(rows: Rows, copies: HalfCopies | None) -> tuple[list[Call], list[Tensor]]:
+    """The calls that step the rows that have gradients, one for each dtype of these; and the parameters with gradients
+    that are left, because they or their gradients are nothing for the loops.
+
+    Args:
+        copies: Half-precision copies that are to be written.
+    """
+    table, grads = rows.table, [param.grad for param in rows.table.params]
+    there = [grad for grad in grads if grad is not None]
+    dtypes = dict.fromkeys(grad.dtype for grad in there)
+    if {*map(type, there)} <= PLAIN and dtypes.keys() <= GRADIENTS and {grad.layout for grad in there} <= STRIDED:
+        read, strange = [grad is not None for grad in grads], list[Tensor]()
+    else:
+        read = [
+            grad is not None and type(grad) in PLAIN and grad.dtype in GRADIENTS and grad.layout in STRIDED
+            for grad in grads
+        ]
+        strange = [param for param, here in zip(table.params, read, strict=True) if not here and param.grad is not None]
+    calls = list[Call]()
+    for dtype in dtypes:
+        chosen = read
+        if len(dtypes) > 1:
+            chosen = [here and grad is not None and grad.dtype == dtype for here, grad in zip(read, grads, strict=True)]
+        if any(chosen):
+            of_dtype = table if all(chosen) else _only(table, chosen)
+            calls.append(of_dtype.call([grad for grad in compress(grads, chosen) if grad is not None], copies))
+    return calls, [param for param in rows.others if param.grad is not None] + strange
+
+
+def _only(table: Table, chosen: Sequence[bool]) -> Table:
+    """With these of its rows."""
+    rests = None if table.rests is None else list(compress(table.rests, chosen))
+    return Table(list(compress(table.params, chosen)), [list(compress(c, chosen)) for c in table.fixed], rests)

@@ -1,0 +1,289 @@
+"""What is looked at once, by all ranks together: whether gradients came the way that the step takes them to have come."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...parallel.interop.accelerate import wrong_around
+from ...parallel.interop.local_parameters import local_tensor, sums_seen
+from ...parallel.layout.annotation import Sums
+from ...parallel.mesh.agreement import gather_objects
+from ...parallel.mesh.call_tracker import is_transport_error
+from ...parallel.mesh.registry import ProcessGroupRegistry
+from ...parallel.mesh.text import some
+from ...parallel.mesh.topology import Topology
+from ..norm.plan import ReductionPlan
+from ..norm.plan_agreement import Called, Holders
+from .window import Window
+
+SAY_SO = (
+    "write optimizer.backward(loss) in the place of loss.backward(), or, where others call backward, "
+    "`with optimizer.window():` around them, with optimizer.scale_loss(loss) for the loss"
+)
+
+
+class Seen(NamedTuple):
+    """What one rank knows of the gradients that backward left."""
+
+    calls: int
+    some: bool  # a gradient is there, whatever its values
+    some_not_zero: bool
+    elsewhere: bool  # in .main_grad
+    unknown: bool  # a backward raised
+    divided_again: bool  # by a pipeline schedule
+    sums: Sums  # of gradients that are DTensors
+    wrong: str | None  # with them, or with who clips them
+    facts: int = 0  # of a `StepAgreement`; 0 in all where ranks agree
+    looked: bool = False  # an earlier step was checked
+    written: tuple[int, int] = (0, 0)  # of so many gradients, since the last backward
+    has_copies: bool = False  # of weights, in memory of their own
+
+    @classmethod
+    def of(
+        cls, window: Window[Any, Any], params: Sequence[Tensor], param_groups: object = None, facts: int = 0
+    ) -> Seen:
+        """Args: params: The model's, before anybody takes their gradients; param_groups: The optimizer's, to look for a
+        trainer that clips them too; facts: See the attribute. Host reads: some."""
+        gradients = [local_tensor(param.grad) for param in params if param.grad is not None]
+        # States are also made by a step with gradients of zeros.
+        not_zero = window.has_strays(params) and any(
+            g.layout != torch.strided or bool((g != 0).any()) for g in gradients
+        )
+        # Where backward has reduced them they are taken, or sums that every rank has.
+        some = window.came if window.reduced else bool(gradients)
+        # torch's state-dict functions set gradients of zeros on the tensors that the optimizer steps. A reduction in
+        # backward does so too, for parameters without a gradient.
+        if isinstance(param_groups, list) and not window.reduced:
+            some = some or any(param.grad is not None for group in param_groups for param in group["params"])
+        elsewhere = any(getattr(param, "main_grad", None) is not None for param in params)
+        wrong, sums = None if param_groups is None else wrong_around(param_groups), dict[Any, Any]()
+        try:
+            sums = {**sums_seen(params)}
+        except ValueError as error:
+            wrong = str(error)
+        broken = window.phase == "broken"
+        counts = window.looked, window.count_written(params)
+        return cls(window.calls, some, not_zero, elsewhere, broken, window.divided_again, sums, wrong, facts, *counts)
+
+
+def check_gradients_came(seen: Sequence[Seen], scaled: bool) -> None:
+    """At the end of the first window, on every rank alike.
+
+    Args:
+        seen: By all ranks.
+        scaled: There is a loss scale.
+    Raises:
+        RuntimeError: Nobody scaled the loss, though there is a loss scale; there is no gradient anywhere after a backward,
+            or in the first step; or a pipeline schedule divided some twice.
+        ValueError: The gradient of a DTensor is laid out in a way of which nothing can be made; a Trainer
+            has clipped, or accelerate would.
+    """
+    for rank, of_rank in enumerate(seen):
+        if of_rank.wrong is not None:
+            raise ValueError(f"rank {rank}: {of_rank.wrong}")
+    if any(rank.divided_again for rank in seen):
+        raise RuntimeError(
+            "a pipeline schedule with scale_grads=True has divided gradients twice: of a parameter that two stages of a "
+            "rank share, or of earlier micro-batches of the window. Run it by meshstep.optim.Pipeline(schedule, "
+            "optimizer), which divides the loss; or give scale_grads=False and divide in its loss function"
+        )
+    called = any(rank.calls for rank in seen)
+    if scaled and not called and any(rank.some_not_zero for rank in seen):
+        raise RuntimeError(
+            "gradients are there, but their loss was not multiplied by the loss scale that they would be divided by: "
+            + SAY_SO
+        )
+    none = not any(rank.some or rank.unknown for rank in seen)
+    if none and not called and not any(rank.looked for rank in seen):
+        raise RuntimeError(
+            "step() or a clip was called before any backward: no parameter of the optimizer has a gradient on any rank; "
+            "call optimizer.backward(loss) first"
+        )
+    if none and called:
+        where = (
+            "they are in param.main_grad: give the module that keeps them there, Megatron's DistributedDataParallel, as "
+            "data_parallel="
+            if any(rank.elsewhere for rank in seen)
+            else "make the torch optimizer of model.parameters() after the model was moved, sharded or wrapped, which may "
+            "give it other parameters"
+        )
+        raise RuntimeError(f"no parameter of the optimizer has a gradient on any rank, after a backward: {where}")
+
+
+def warn_of_written_gradients(seen: Sequence[Seen], topology: Topology, scaled: bool, averaged: bool) -> None:
+    """Warn on every rank, in the first step, if a rank's gradients were written to between the last backward and `step`.
+
+    All of them, as torch's clipping does: who writes to some, such as rows of an embedding, means it. No warning where
+    gradients were complete by then, on one rank or averaged over all ranks in backward, and there is no loss scale.
+
+    Args:
+        seen: By all ranks.
+        scaled: There is a loss scale.
+        averaged: Gradients were averaged over the data axes in backward.
+    """
+    others = topology.world_size if not averaged else topology.world_size // topology.size(*topology.data_axes)
+    ranks = [rank for rank, of_rank in enumerate(seen) if 0 < of_rank.written[0] == of_rank.written[1]]
+    if not ranks or (others == 1 and not scaled):
+        return
+    state = "of this rank alone, not reduced over ranks yet" if others > 1 else "multiplied by the loss scale"
+    warnings.warn(
+        f"all gradients of rank {ranks[0]} were written to between backward and step, as by torch.nn.utils.clip_grad_norm_ "
+        f"or clip_grad_value_: they were {state}. To clip, take that call out and give ParallelOptimizer max_norm=. If you "
+        "change gradients on purpose, silence this: warnings.filterwarnings('ignore', message='.*were written to between "
+        "backward and step')",
+        stacklevel=2,
+    )
+
+
+def check_window_is_used(window: Window[Any, Any], params: Sequence[Tensor], registry: ProcessGroupRegistry) -> None:
+    """At a `step` of managed accumulation before which no micro-batch came.
+
+    Raises:
+        RuntimeError: On every rank: there are gradients all the same, which would never be stepped with. On this rank: the
+            others did not come, because their windows have micro-batches.
+    Collectives: those of `gather_objects`. Host reads: yes.
+    """
+    try:
+        seen = gather_objects(Seen.of(window, params), registry)
+    except Exception as error:
+        if not is_transport_error(error):
+            raise
+        raise RuntimeError(
+            f"rank {registry.global_rank} called step() before any backward of its window of accumulation_steps="
+            f"{window.steps}, and waited in vain: the windows of other ranks have micro-batches. Call backward as often on "
+            f"every rank, and backward(None) on one without samples. torch says: {str(error).partition(chr(10))[0]}"
+        ) from error
+    if any(rank.some_not_zero for rank in seen):
+        raise RuntimeError(
+            f"gradients are there, but no micro-batch has come to the window of accumulation_steps={window.steps}, which "
+            "would never be full: " + SAY_SO
+        )
+
+
+# The error that weights were written through ``.data`` beside master weights or other copies --------------------------
+
+
+def check_not_overwritten(names: Sequence[str | None], has_fingerprints: bool) -> None:
+    """Raise RuntimeError, on every rank alike, if a rank found weights that the next step would undo.
+
+    Args:
+        names: By global rank, the parameter that `Chain.find_overwritten` returned there.
+        has_fingerprints: `Fingerprints` compare replicas. A difference on one rank alone is left to them: it may be a
+            flipped bit, of which they name tensor and rank.
+    """
+    if has_fingerprints and len(names) > 1 and sum(name is not None for name in names) == 1:
+        return
+    for rank, name in enumerate(names):
+        if name is not None:
+            raise RuntimeError(
+                f"{name} was changed since the last step on rank {rank}, and the next step would put the old weights back, "
+                "of a master weight or another copy: call optimizer.reload_from_model() each time after writing weights. "
+                "Writes through .data change no version counter: the second and 16th step look for them, other steps "
+                "undo them silently"
+            )
+
+
+# Unused parameters ----------------------------------------------------------------------------------------------------
+
+# A warning about parameters of the optimizer that get no gradient on any rank, such as those of a replaced module.
+
+WINDOWS = 16  # an expert may lack tokens in some
+
+
+class UnusedParameters:
+    """Watches the first `WINDOWS` windows for parameters without a gradient, then warns once on rank 0.
+
+    Args:
+        params: The model's, in the order of the plan's entries.
+        plan: Of the model's parameters, agreed.
+        registry: The groups.
+        reduces_in_backward: Gradients may be reduced, moved or cleared before a window ends, so hooks note their arrival.
+
+    Attributes:
+        windows: The number of windows that have ended.
+    """
+
+    def __init__(
+        self, params: Sequence[Tensor], plan: ReductionPlan, registry: ProcessGroupRegistry, reduces_in_backward: bool
+    ) -> None:
+        self.plan, self.registry, self._params = plan, registry, list(params)
+        self._reduces_in_backward, self.windows = reduces_in_backward, 0
+        self._without = {index for index, param in enumerate(self._params) if param.requires_grad}
+        if reduces_in_backward:
+            for index in self._without:
+                _note_first_gradient(self, index)
+
+    def note(self, index: int) -> None:
+        """Count a parameter as used."""
+        self._without.discard(index)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next call of `end_window` gathers what ranks found."""
+        return self.windows >= WINDOWS - 1
+
+    def end_window(self, overwritten: str | None = None, has_fingerprints: bool = False) -> bool:
+        """Look at the gradients before they are reduced; return False once there is nothing more to watch.
+
+        Args:
+            overwritten: In the last window: a parameter of this rank whose weights the step would undo.
+            has_fingerprints: The argument of `check_not_overwritten`.
+        Raises:
+            RuntimeError: On every rank, in the last window, if a rank has such a parameter.
+        Collectives: in the last window an object all-gather. Host reads: only there.
+        """
+        if not self._reduces_in_backward:
+            self._without = {index for index in self._without if self._params[index].grad is None}
+        self.windows += 1
+        if self.windows < WINDOWS:
+            return True
+        self._warn(overwritten, has_fingerprints)
+        self._params.clear()
+        return False
+
+    def _warn(self, overwritten: str | None, has_fingerprints: bool) -> None:
+        topology, ranks_of = self.plan.topology, dict[Holders, int]()
+        keys, names = Called.of(self.plan)[:2] if self._without else ([], [])
+        mine = dict[tuple[str, str | int], tuple[str, int]]()
+        for index in sorted(self._without):
+            holders, position = keys[index]
+            if self._params[index].requires_grad:
+                if holders not in ranks_of:
+                    ranks_of[holders] = sum(map(holders.include, map(topology.coordinate, range(topology.world_size))))
+                mine[str(holders), position] = names[index], ranks_of[holders]
+        found = gather_objects((mine, overwritten), self.registry)
+        check_not_overwritten([name for _, name in found], has_fingerprints)
+        by_rank = [of_rank for of_rank, _ in found]
+        counted: dict[tuple[str, str | int], list[str]] = {}
+        holding = {key: ranks for of_rank in by_rank for key, (_, ranks) in of_rank.items()}
+        for of_rank in by_rank:
+            for key, (name, _) in of_rank.items():
+                counted.setdefault(key, []).append(name)
+        unused = [names[0] for key, names in counted.items() if len(names) == holding[key]]
+        if unused and self.registry.global_rank == 0:
+            warnings.warn(
+                f"in the first {WINDOWS} steps no rank had a gradient for {some(unused)}: the optimizer does not train "
+                "them. A module or parameter that was replaced after the optimizer was made, as by model.head = ..., is "
+                "not in it: replace it before, or add the new one with add_param_group. Call requires_grad_(False) on "
+                "parameters that the loss does not use, before the optimizer is made",
+                stacklevel=2,
+            )
+
+
+def _note_first_gradient(unused: UnusedParameters, index: int) -> None:
+    """Call `UnusedParameters.note` once. It is held weakly, as the parameter would keep the optimizer alive."""
+    reference = weakref.ref(unused)
+    remove: list[Callable[[], None]] = []
+
+    def hook(_: Tensor) -> None:
+        if (alive := reference()) is not None:
+            alive.note(index)
+        remove[0]()
+
+    remove.append(unused._params[index].register_post_accumulate_grad_hook(hook).remove)

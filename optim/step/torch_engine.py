@@ -1,0 +1,322 @@
+"""torch's optimizers, stepped by torch: with factor and skip on the device, and around what is wrong in some kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from operator import is_
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...amp import by_bucket
+from ...amp.capture import is_captured
+from ...amp.casting import is_half
+from ...parallel.layout.annotation import copy_annotation
+from ..gradients.in_place import scale_gradients, widen_gradients
+from ..kernels.memory import Signature, is_lazy, laid_out, lay_out_, lies_densely
+from .call_guard import own_calls
+from .combined_optimizer import asks_other_ranks, parts_of
+
+# An update that is captured in a CUDA graph: what torch must be told for it, and what must be there before ------------
+
+
+@contextmanager
+def capturable(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Say, while a graph is made, that the fused kernels can be captured, as torch's Adams want to hear.
+
+    Said for good it would be a warning in every run that steps without a graph.
+
+    Raises:
+        RuntimeError: A parameter has its first gradient, for which the optimizer would make a state.
+    """
+    if not is_captured():
+        yield
+        return
+    _check_states_are_made(optimizer)
+    said = [group for group in optimizer.param_groups if group.get("capturable") is False]
+    for group in said:
+        group["capturable"] = True
+    try:
+        yield
+    finally:
+        for group in said:
+            group["capturable"] = False
+
+
+def _check_states_are_made(optimizer: torch.optim.Optimizer) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    with_state = [bool(optimizer.state.get(param)) for param in params]
+    if not any(with_state):
+        return  # it makes none
+    for param, has_state in zip(params, with_state, strict=True):
+        if param.grad is not None and not has_state:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(param.shape)} has its first gradient in a step that is captured in a CUDA "
+                "graph, and each replay would make its optimizer state anew: make steps before, in which every parameter "
+                "that is ever to be trained has a gradient"
+            )
+
+
+# The counts of steps that a fused optimizer keeps, one a parameter, taken in one pass over them instead of two --------
+
+_ADD, _ADD_TENSOR = torch.ops.aten._foreach_add_.Scalar, torch.ops.aten._foreach_add_.Tensor
+_SUBTRACT = torch.ops.aten._foreach_sub_.List
+
+
+class CountedOnce(TorchDispatchMode):
+    """Within, a fused optimizer with a ``found_inf`` adds ``1 - found_inf`` to its counts.
+
+    By itself torch adds 1 to all of them, and after the update, which does nothing where ``found_inf`` is 1, takes a list
+    of as many ``found_inf`` from them: of a thousand parameters 26 launches where 10 will do. Where a torch does it in
+    another way, nothing is changed.
+
+    Args:
+        optimizer: Whose step is called within.
+        found_inf: 0-dim float32, 0 or 1.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._optimizer, self._found_inf = optimizer, found_inf
+        self._taken: Tensor | None = None
+        self._counted: list[Sequence[Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _ADD and args[1] == 1 and self._are_counts(args[0]):
+            self._counted.append(args[0])
+            if self._taken is None:
+                self._taken = 1 - self._found_inf
+            return _ADD_TENSOR(args[0], self._taken)
+        if func is _SUBTRACT and args[1][0] is self._found_inf and self._was_counted(args[0]):
+            return None
+        return func(*args, **(kwargs or {}))
+
+    def _are_counts(self, tensors: Sequence[Tensor]) -> bool:
+        counts = {id(state.get("step")) for state in self._optimizer.state.values()}
+        return tensors[0].dtype == self._found_inf.dtype and all(id(tensor) in counts for tensor in tensors)
+
+    def _was_counted(self, tensors: Sequence[Tensor]) -> bool:
+        return any(
+            len(before) == len(tensors) and all(a is b for a, b in zip(before, tensors, strict=True))
+            for before in self._counted
+        )
+
+
+# States and gradients with the strides of their parameters ------------------------------------------------------------
+
+# Kernels that get addresses, the library's and torch's fused ones, walk through parameter, gradient and states linearly:
+# with other strides they would step elements by the states of others. Loaded states have other strides where a checkpoint
+# was written from contiguous tensors, and so have all states after ``model.to(memory_format=...)``.
+
+
+@dataclass
+class _LaidOut:
+    """What was laid out in an optimizer's last step: states, the signature of its parameters, and those of gradients by
+    dtype."""
+
+    states: list[object]
+    params: Signature
+    gradients: dict[torch.dtype, Signature] = field(default_factory=dict)
+
+
+_laid_out: WeakKeyDictionary[torch.optim.Optimizer, _LaidOut] = WeakKeyDictionary()
+
+
+def lay_out_all(optimizer: torch.optim.Optimizer) -> None:
+    """Lay out states and gradients before torch's fused kernels step. They are looked at one by one only where parameters,
+    gradients or the tensors in the state are others than in the last step."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if by_bucket.holders:  # a part of the parameters, or copies that are thrown away
+        lay_out_states(optimizer)
+        lay_out_gradients(params)
+        return
+    states = [value for of_param in optimizer.state.values() for value in of_param.values()]
+    known = _laid_out.get(optimizer)
+    same = known is not None and len(states) == len(known.states) and all(map(is_, states, known.states))
+    if known is None or not same or not known.params.fits(params):
+        lay_out_states(optimizer)
+        known = _laid_out[optimizer] = _LaidOut(states, Signature(params))
+    gradients = [param.grad for param in params]
+    first = gradients[0] if gradients else None
+    if first is not None and first.dtype in known.gradients and known.gradients[first.dtype].fits(gradients):
+        return
+    lay_out_gradients(params)
+    there = [gradient for gradient in gradients if gradient is not None]
+    as_before = all(map(is_, gradients, (param.grad for param in params)))
+    if as_before and first is not None and first.dtype not in known.gradients and len(there) == len(gradients):
+        known.gradients[first.dtype] = Signature(there)
+
+
+def lay_out_states(optimizer: torch.optim.Optimizer) -> None:
+    """Give states of their parameter's shape its strides. Optimizers of `meshstep.optim.whole` keep theirs contiguous."""
+    _laid_out.pop(optimizer, None)  # states that were loaded over are kept alive no longer
+    for part in parts_of(optimizer):
+        if asks_other_ranks(part) or not part.state:
+            continue
+        for param in (param for group in part.param_groups for param in group["params"] if param in part.state):
+            contiguous = param.is_contiguous()
+            for value in part.state[param].values():
+                if not isinstance(value, Tensor) or (contiguous and value.is_contiguous() and not value.is_neg()):
+                    continue
+                if lies_densely(param):
+                    lay_out_(value, param)
+
+
+def lay_out_gradients(params: Sequence[Tensor]) -> None:
+    """Give gradients on a CPU the strides of their parameters."""
+    for param in params:
+        grad = param.grad
+        if grad is None or not param.is_cpu:
+            continue
+        as_it_is = param.is_contiguous() and grad.is_contiguous() and not is_lazy(grad)
+        if not as_it_is and (ordered := laid_out(grad, param)) is not grad:
+            param.grad = ordered
+
+
+@contextmanager
+def dense_stand_ins(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let a fused optimizer step dense copies of parameters that have gaps in memory, and copy the result back.
+
+    Fused kernels on a CPU would write into the gaps. Other kernels round differently, so replicas that lie differently
+    in memory, or beside other parameters, would drift apart. Collectives, host synchronization: none.
+    """
+    groups = optimizer.param_groups
+    is_fused = not asks_other_ranks(optimizer) and any(group.get("fused") for group in groups)
+    params = [param for group in groups for param in group["params"]] if is_fused else []
+    gaps = [param for param in params if param.is_cpu and param.grad is not None and not lies_densely(param)]
+    if not gaps:
+        yield
+        return
+    copies = {param: _dense_copy(optimizer, param) for param in gaps}
+    try:
+        with by_bucket.holding(
+            optimizer, [[copies.get(param, param) for param in group["params"]] for group in groups]
+        ):
+            yield
+    finally:
+        for param, copy in copies.items():
+            if state := optimizer.state.pop(copy, None):
+                optimizer.state[param] = state
+    torch._foreach_copy_([param.detach() for param in copies], list(copies.values()))
+
+
+def _dense_copy(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
+    """Return a dense parameter with the values, gradient, annotation and optimizer state of ``param``."""
+    copy = nn.Parameter(torch.empty_like(param, requires_grad=False).copy_(param.detach()))
+    copy_annotation(param, copy)
+    copy.grad_dtype = param.grad_dtype
+    copy.grad = param.grad
+    if state := optimizer.state.pop(param, None):
+        optimizer.state[copy] = state
+    return copy
+
+
+# Torch update ---------------------------------------------------------------------------------------------------------
+
+
+def update_by_torch(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
+    """Step a fused optimizer by torch's kernels; arguments as for `meshstep.optim.step.update.Update`. Host reads:
+    none."""
+    params = params_of(optimizer)
+    widen_gradients(params)
+    if factor is not None and torch.float64 in {param.dtype for param in params}:
+        scale_gradients(params, torch.where(found_inf > 0, torch.ones_like(factor), factor))
+        factor = None
+    _start_momentum(optimizer)
+    lay_out_all(optimizer)
+    fused: Any = optimizer
+    fused.found_inf = found_inf
+    fused.grad_scale = None if factor is None else torch.reciprocal(factor, out=torch.empty_like(found_inf))
+    try:
+        with capturable(optimizer), CountedOnce(optimizer, found_inf) if found_inf.is_cuda else nullcontext():
+            step_within(optimizer)
+    finally:
+        del fused.found_inf, fused.grad_scale
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """All that its param groups hold."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def without_momentum(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[Tensor]:
+    """The parameters of a group that have a gradient and no momentum buffer."""
+    return [
+        param
+        for param in group["params"]
+        if param.grad is not None and optimizer.state.get(param, {}).get("momentum_buffer") is None
+    ]
+
+
+def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Give a fused SGD zeros to start from: torch would keep uninitialised memory when its first step is skipped.
+
+    Without dampening the first update from zeros is the same as from nothing.
+    """
+    if isinstance(optimizer, torch.optim.SGD):
+        for group in optimizer.param_groups:
+            for param in without_momentum(optimizer, group) if group["momentum"] else ():
+                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+
+
+def step_rightly(optimizer: torch.optim.Optimizer) -> None:
+    """Step, without fused kernels where those are wrong."""
+    groups = optimizer.param_groups if is_miscomputed(optimizer) else []
+    fused = [group["fused"] for group in groups]
+    try:
+        for group in groups:
+            group["fused"] = False
+        step_within(optimizer)
+    finally:
+        for group, value in zip(groups, fused, strict=True):
+            group["fused"] = value
+
+
+def is_miscomputed(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether torch's fused SGD would step a half-precision parameter on a CPU wrongly."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return False
+    groups = [group for group in optimizer.param_groups if group.get("fused")]
+    has_half = any(param.is_cpu and is_half(param) for group in groups for param in group["params"])
+    return has_half and _fused_sgd_is_wrong()
+
+
+@cache
+def _fused_sgd_is_wrong() -> bool:
+    """Whether fused SGD on a CPU leaves most of a half-precision parameter as it was (pytorch issue 191763)."""
+    weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16, device="cpu"))
+    weight.grad = torch.ones_like(weight)
+    torch.optim.SGD([weight], lr=0.5, fused=True).step()
+    return bool((weight != 0.5).any())
+
+
+# torch's global step hooks are to run once a step: around that of the optimizer that the user calls -------------------
+
+
+def step_within(optimizer: torch.optim.Optimizer) -> None:
+    """``optimizer.step()``, around which only its own hooks run: it is a part of another optimizer's step."""
+    with _no_global_hooks(), own_calls:
+        optimizer.step()
+
+
+@contextmanager
+def _no_global_hooks() -> Iterator[None]:
+    """Without the hooks of `register_optimizer_step_pre_hook` and ``..._post_hook``."""
+    registries: list[Any] = [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
+    kept = [dict(hooks) for hooks in registries]
+    for hooks in registries:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in zip(registries, kept, strict=True):
+            new = dict(hooks)
+            hooks.clear()
+            hooks.update({**before, **new})

@@ -1,0 +1,228 @@
+"""LAMB: Adam whose step for a tensor is as long as a share of the tensor itself (You et al., arXiv:1904.00962).
+
+m <- b1 m + (1 - b1) g        v <- b2 v + (1 - b2) g^2
+r <- (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + wd w
+w <- w - lr |w| / |r| r                                  norms of the logical tensor
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .optimizer import OnDemand, Slot, Update, WholeOptimizer, moments
+
+
+class LAMB(WholeOptimizer):
+    """LAMB, with the options of NVIDIA's and timm's; gradients are clipped by `ParallelOptimizer`, if at all.
+
+    A param group without weight decay (biases, gains of norms) is not adapted: its trust ratio is 1, unless
+    ``always_adapt``. So is that of a tensor whose norm, or whose update's, is 0.
+
+    Args:
+        params: As any torch optimizer takes them.
+        lr: A number, or a 0-dim tensor.
+        betas, eps: As Adam's.
+        weight_decay: Part of the update, before its norm is taken.
+        bias_correction: Divide m and v by 1 - b1^t and 1 - b2^t.
+        always_adapt: Adapt param groups without weight decay too.
+    Raises:
+        ValueError: An option is out of range.
+    Collectives: one all-reduce over the world, where some tensor is split. Host reads: none.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        *,
+        bias_correction: bool = True,
+        always_adapt: bool = False,
+    ) -> None:
+        if not lr >= 0 or not eps >= 0 or not weight_decay >= 0 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(
+                f"lr={lr}, eps={eps}, weight_decay={weight_decay}, betas={betas}: give >= 0, >= 0, >= 0, in [0, 1)"
+            )
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "always_adapt": always_adapt,
+        }
+        super().__init__(params, defaults)
+
+    def initial(self, slot: Slot) -> dict[str, Any]:
+        return moments(slot)
+
+    def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
+        adapted = [slot for slot in slots if slot.group["weight_decay"] != 0 or slot.group["always_adapt"]]
+        params = {slot.position: slot.param for slot in adapted}
+        w_norms, r_norms = self.tensors.norms_of(params, OnDemand(adapted, lambda slot: _direction(slot)[2]))
+        for slot in slots:
+            m, v, r = _direction(slot)
+            rate = slot.group["lr"]
+            if slot.position in params:
+                w_norm, r_norm = w_norms[slot.position], r_norms[slot.position]
+                rate = rate * torch.where((w_norm > 0) & (r_norm > 0), w_norm / r_norm, 1.0)
+            yield Update(slot, slot.param - rate * r, {"exp_avg": m, "exp_avg_sq": v})
+
+
+def _direction(slot: Slot) -> tuple[Tensor, Tensor, Tensor]:
+    """m, v and r."""
+    group, t = slot.group, slot.step
+    beta1, beta2 = group["betas"]
+    m = slot.state["exp_avg"].lerp(slot.grad, 1 - beta1)
+    v = slot.state["exp_avg_sq"].lerp(slot.grad.square(), 1 - beta2)
+    m_hat, v_hat = (m / (1 - beta1**t), v / (1 - beta2**t)) if group["bias_correction"] else (m, v)
+    return m, v, m_hat / (v_hat.sqrt() + group["eps"]) + group["weight_decay"] * slot.param
+
+
+# LARS: SGD with a rate for each tensor, by its norm and its gradient's (You et al., arXiv:1708.03888) -----------------
+
+# u <- eta |w| / (|g| + wd |w| + eps) (g + wd w)           norms of the logical tensor
+# b <- mu b + u
+# w <- w - lr b                                            (nesterov: u + mu b)
+
+
+class LARS(WholeOptimizer):
+    """LARS, with the options of timm's.
+
+    A param group without weight decay (biases, gains of norms) is not adapted: plain SGD, unless ``always_adapt``. So is a
+    tensor whose norm, or whose gradient's, is 0.
+
+    Args:
+        params: As any torch optimizer takes them.
+        lr: A number, or a 0-dim tensor. Outside of the momentum, as in `torch.optim.SGD`.
+        momentum, weight_decay, nesterov: As `torch.optim.SGD`.
+        trust_coeff: eta.
+        eps: Added to the denominator.
+        always_adapt: Adapt param groups without weight decay too.
+    Raises:
+        ValueError: An option is out of range.
+    Collectives: one all-reduce over the world, where some tensor is split. Host reads: none.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1.0,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        trust_coeff: float = 0.001,
+        eps: float = 1e-8,
+        *,
+        always_adapt: bool = False,
+    ) -> None:
+        if not lr >= 0 or not momentum >= 0 or not weight_decay >= 0 or not trust_coeff > 0 or not eps >= 0:
+            raise ValueError(
+                f"lr={lr}, momentum={momentum}, weight_decay={weight_decay}, eps={eps}, trust_coeff={trust_coeff}: give "
+                ">= 0 all, and trust_coeff > 0"
+            )
+        if nesterov and momentum == 0:
+            raise ValueError(f"nesterov=True looks ahead along the momentum, but momentum={momentum}: give > 0")
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "trust_coeff": trust_coeff,
+            "eps": eps,
+            "always_adapt": always_adapt,
+        }
+        super().__init__(params, defaults)
+
+    def initial(self, slot: Slot) -> dict[str, Any]:
+        return {"momentum_buffer": torch.zeros_like(slot.param, memory_format=torch.contiguous_format)}
+
+    def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
+        adapted = [slot for slot in slots if slot.group["weight_decay"] != 0 or slot.group["always_adapt"]]
+        params = {slot.position: slot.param for slot in adapted}
+        w_norms, g_norms = self.tensors.norms_of(params, {slot.position: slot.grad for slot in adapted})
+        for slot in slots:
+            group, u = slot.group, slot.grad
+            mu, decay = group["momentum"], group["weight_decay"]
+            if slot.position in params:
+                w_norm, g_norm = w_norms[slot.position], g_norms[slot.position]
+                trust = group["trust_coeff"] * w_norm / (g_norm + decay * w_norm + group["eps"])
+                u = torch.where((w_norm > 0) & (g_norm > 0), trust, 1.0) * (u + decay * slot.param)
+            b = mu * slot.state["momentum_buffer"] + u
+            param = slot.param - group["lr"] * (u + mu * b if group["nesterov"] else b)
+            yield Update(slot, param, {"momentum_buffer": b})
+
+
+# Stable adamw ---------------------------------------------------------------------------------------------------------
+
+# StableAdamW: AdamW whose step for a tensor is shorter where its gradient is unexpectedly long (arXiv:2304.13013).
+#
+#     m <- b1' m + (1 - b1') g        v <- b2' v + (1 - b2') g^2        b' = b (1 - b^(t-1)) / (1 - b^t)
+#     k <- max(1, RMS(g / sqrt(max(v, eps^2))))                         of the logical tensor
+#     w <- w - lr / k (wd w + m / (sqrt(v) + eps))
+#
+# Wortsman et al., "Stable and low-precision training for large-scale vision-language models" (2023).
+
+
+class StableAdamW(WholeOptimizer):
+    """AdamW with Adafactor's clipping of updates, with the options of optimi's and pytorch_optimizer's.
+
+    Args:
+        params: As any torch optimizer takes them.
+        lr: A number, or a 0-dim tensor.
+        betas, eps, weight_decay: As AdamW's.
+    Raises:
+        ValueError: An option is out of range.
+    Collectives: one all-reduce over the world, where some tensor is split. Host reads: none.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.99),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        if not lr >= 0 or not eps > 0 or not weight_decay >= 0 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(
+                f"lr={lr}, eps={eps}, weight_decay={weight_decay}, betas={betas}: give >= 0, > 0, >= 0, in [0, 1)"
+            )
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def initial(self, slot: Slot) -> dict[str, Any]:
+        return moments(slot)
+
+    def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
+        (norms,) = self.tensors.norms_of(OnDemand(slots, _normalized))
+        for slot in slots:
+            group, v = slot.group, _second_moment(slot)
+            m = slot.state["exp_avg"].lerp(slot.grad, _rate(slot, 0).to(slot.grad.dtype))
+            k = (norms[slot.position] / sqrt(max(prod(self._shape(slot)), 1))).clamp(min=1)
+            towards = group["weight_decay"] * slot.param + m / (v.sqrt() + group["eps"])
+            yield Update(slot, slot.param - group["lr"] / k * towards, {"exp_avg": m, "exp_avg_sq": v})
+
+    def _shape(self, slot: Slot) -> tuple[int, ...]:
+        return self.tensors.tensors[slot.position].shape
+
+
+def _rate(slot: Slot, which: int) -> Tensor:
+    """1 - b'."""
+    beta: float = slot.group["betas"][which]
+    return (1 - beta) / (1 - beta**slot.step)
+
+
+def _second_moment(slot: Slot) -> Tensor:
+    v: Tensor = slot.state["exp_avg_sq"]
+    return v.lerp(slot.grad.square(), _rate(slot, 1).to(slot.grad.dtype))
+
+
+def _normalized(slot: Slot) -> Tensor:
+    return slot.grad / _second_moment(slot).clamp(min=slot.group["eps"] ** 2).sqrt()

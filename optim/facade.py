@@ -34,6 +34,7 @@ from .step.skips import OnNonfinite, SkipMonitor
 from .step.step_agreement import StepAgreement
 from .step.stopped import stopped
 from .step.torch_engine import lay_out_states
+from .step.update import UpdateEngine
 from .step.window import Window
 from .whole.optimizer import bind_whole
 
@@ -87,6 +88,7 @@ class OptimizerFacade(Copied, torch.optim.Optimizer):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         # Not super().__init__: the wrapped optimizer has the parameters and the state.
         self.optimizer = optimizer
+        self._engine = UpdateEngine(optimizer)
         self._optimizer_step_pre_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._optimizer_state_dict_pre_hooks = optimizer._optimizer_state_dict_pre_hooks

@@ -30,7 +30,7 @@ from .step.data_parallel import Reduce
 from .step.first_window_checks import check_window_is_used
 from .step.skips import OnNonfinite, SkipMonitor
 from .step.stopped import stopped
-from .step.update import Update
+from .step.update_request import UpdateRequest
 from .step.window import Window
 
 if TYPE_CHECKING:
@@ -288,7 +288,7 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         facts = None if self._agreement is None else self._agreement.sent
         reason = self._skips.count(verdict, self.on_nonfinite, window.captured, facts)
         if reason is None:
-            Update(self.optimizer, verdict.skipped, verdict.factor).within(self._states.around_update)
+            self._engine.run(UpdateRequest(verdict.skipped, verdict.factor), self._states.around_update)
         if self.loss_scale is not None:
             self.loss_scale.update(stats.found_inf)  # only now: gradients were divided by the scale that backward used
         self.last_stats = stats

@@ -216,8 +216,8 @@ class ReductionPlan:
         topology: The mesh.
         rank: The global rank whose view this is.
         entries: This rank's parameters, in the order of the gradients that will be measured.
-        buckets: The same list on every rank, whatever it holds: `meshstep.optim.norm.plan_agreement.agree` fills it in. Until
-            then it is what this rank's own parameters need.
+        buckets: The same list on every rank, whatever it holds: `meshstep.optim.norm.plan_agreement.agree` fills it in.
+            Until then it is what this rank's own parameters need.
         num_groups: Number of param groups; the same on every rank once agreed.
         counted: Elements that all ranks count together, once agreed; None before.
         parameter_names: The names of all logical parameters of the model, once agreed with ``names=True``.

@@ -22,6 +22,7 @@ from ..kernels.memory import PLAIN, resolve_
 from ..norm.plan import ParameterEntry, ReductionPlan
 from ..step.call_guard import own_calls
 from ..step.data_parallel import DataParallelSwitch
+from ..step.update_request import Update, UpdateRequest
 from ..step.window import Window
 
 # What the optimizer holds at each position of its param groups, and what that is of the model -------------------------
@@ -274,9 +275,10 @@ class Link:
         """
         return None
 
-    def step(self, update: Callable[[], object]) -> None:
-        """Call ``update`` and bring the result back; a skipped step changes nothing."""
-        update()
+    def step(self, request: UpdateRequest, update: Update) -> None:
+        """Call ``update`` with the request, or a changed copy of it, and bring the result back; a skipped step changes
+        nothing."""
+        update(request)
         self.publish()
 
     def publish(self) -> None:
@@ -341,9 +343,9 @@ class Watcher:
         """They have come to what is stepped, averaged and summed; the loss scale and the window's weight are still in
         them, and nothing has been clipped."""
 
-    def update(self, update: Callable[[], object]) -> None:
+    def update(self, request: UpdateRequest, update: Update) -> None:
         """Call ``update``, which steps what the param groups hold, or skips, and brings it into the model."""
-        update()
+        update(request)
 
 
 # Chain ----------------------------------------------------------------------------------------------------------------

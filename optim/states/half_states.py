@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -18,6 +18,7 @@ from ...amp.stochastic_rounding import BUCKET_NUMEL, Drawn, round_all_, seed_of
 from ...parallel.layout.annotation import Annotation, annotation_of
 from ...parallel.layout.spec import P
 from ...parallel.mesh.value_checks import check_count, fields
+from ..step.update_request import Update, UpdateRequest
 from .chain import Binding, Held, Link, Placement, Position, StandIns
 from .elementwise import check_in_buckets
 
@@ -77,12 +78,12 @@ class Halves(Link):
         return {}
 
     @torch.no_grad()
-    def step(self, update: Callable[[], object]) -> None:
+    def step(self, request: UpdateRequest, update: Update) -> None:
         """Call ``update`` once a bucket. Where it skips nothing changes: what came from bfloat16 is rounded to itself."""
 
         def step_one(bucket: Bucket) -> None:
             self._lend(chain.from_iterable(bucket))
-            update()
+            update(request)
             self._round(chain.from_iterable(bucket))
 
         step_by_bucket(self.optimizer, _buckets([group["params"] for group in self.optimizer.param_groups]), step_one)

@@ -6,7 +6,7 @@ collective of its own, and master weights and checks see what they always see.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ...parallel.interop.local_parameters import has_dtensors, local_tensor
 from ...parallel.mesh.topology import Topology
 from ..gradients.in_place import clear_gradients
+from ..step.update_request import Update, UpdateRequest
 from .chain import AnyWindow, Held, Link, StandIns
 
 _SHARED = "_meshstep_shared"  # the mark of a gradient that came from a DTensor
@@ -79,11 +80,11 @@ class LocalTensors(Link):
                 setattr(piece.grad, _SHARED, True)
         return problem
 
-    def step(self, update: Callable[[], object]) -> None:
+    def step(self, request: UpdateRequest, update: Update) -> None:
         """Whoever clears the DTensors' gradients afterwards frees their memory."""
         from ...parallel.interop.dtensor_gradients import return_gradient
 
-        update()
+        update(request)
         for param, piece in self._pairs:
             return_gradient(param, piece)
 

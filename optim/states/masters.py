@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -16,8 +18,7 @@ from ...amp.stochastic_rounding import StochasticRounding
 from ...parallel.mesh.value_checks import check_text, list_of
 from ..gradients.in_place import clear_gradients
 from ..norm.hashing import BitSums
-from ..step.half_copies import HalfCopies, offered_copies
-from ..step.split_weights import SplitWeights, offered_weights
+from ..step.update_request import LowPrecisionOut, SplitWeights, Update, UpdateRequest
 from .chain import AnyWindow, Binding, Held, Link, StandIns
 from .elementwise import check_in_buckets
 
@@ -143,12 +144,10 @@ class SplitMasters(Link):
                 stacklevel=2,
             )
 
-    def step(self, update: Callable[[], object]) -> None:
-        before = offered_weights.set(SplitWeights(self.remainders))
+    def step(self, request: UpdateRequest, update: Update) -> None:
         try:
-            update()
+            update(replace(request, split_weights=SplitWeights(self.remainders)))
         finally:
-            offered_weights.reset(before)
             self._versions, self._loaded = list(map(_version, self._weights)), []
 
     def publish(self) -> None:
@@ -332,19 +331,15 @@ class Masters(Link):
     def bring(self, window: AnyWindow, averaged: bool) -> None:
         self._made.collect()
 
-    def step(self, update: Callable[[], object]) -> None:
+    def step(self, request: UpdateRequest, update: Update) -> None:
         masters = self._made
         late = []
         for tensor, master in masters.held():
             if master.grad is None and tensor.grad is not None:  # it came only now, to a copy on the CPU
                 master.grad = tensor.grad.float()
                 late.append(master)
-        copies = HalfCopies(masters.param_of)
-        before = offered_copies.set(copies)
-        try:
-            update()
-        finally:
-            offered_copies.reset(before)
+        copies = LowPrecisionOut(masters.param_of)
+        update(replace(request, low_precision_out=copies))
         masters.publish(copies.written)
         if late:
             clear_gradients(late, set_to_none=True)  # the copy's memory gets another before the next step
@@ -397,8 +392,8 @@ class Rounded(Link):
         assert self._rounding is not None, "a link is installed before it is used"
         return self._rounding
 
-    def step(self, update: Callable[[], object]) -> None:
-        self._made.step(update)
+    def step(self, request: UpdateRequest, update: Update) -> None:
+        self._made.step(partial(update, request))
 
     def state_dict(self) -> dict[str, Any]:
         return self._made.state_dict()

@@ -16,7 +16,7 @@ in the parameters' dtype: 6 bytes an element go over the bus in modes with maste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, ClassVar
@@ -31,6 +31,7 @@ from ...parallel.mesh.value_checks import check_scalar
 from ..gradients.buckets import BUCKET_BYTES, flat_buckets
 from ..gradients.in_place import clear_gradients, gradient_dtype
 from ..step.update import only, steps_in_parts
+from ..step.update_request import Update, UpdateRequest
 from .chain import AnyWindow, Binding, Held, Link, Placement, Position, StandIns
 
 # Host bucket ----------------------------------------------------------------------------------------------------------
@@ -268,7 +269,7 @@ class Copies(Link):
         self._note_versions()
 
     @torch.no_grad()
-    def step(self, update: Callable[[], object]) -> None:
+    def step(self, request: UpdateRequest, update: Update) -> None:
         """Copy the gradients to the CPU, step both sides, and copy the weights back, bucket by bucket where it may.
 
         Host reads: a wait for the gradients of each bucket, and for the last weights.
@@ -276,17 +277,17 @@ class Copies(Link):
         optimizer = self._optimizer
         assert optimizer is not None, "a link is installed before it is used"
         if self.in_parts and steps_in_parts(optimizer):
-            self._step_in_parts(optimizer, update)
+            self._step_in_parts(optimizer, request, update)
         else:
             for bucket in self.buckets:
                 bucket.start()
             for bucket in self.buckets:
                 bucket.finish()
-            update()
+            update(request)
             self._send(self.buckets)
         self._arrive()
 
-    def _step_in_parts(self, optimizer: torch.optim.Optimizer, update: Callable[[], object]) -> None:
+    def _step_in_parts(self, optimizer: torch.optim.Optimizer, request: UpdateRequest, update: Update) -> None:
         """What stays on the device first, for nobody waits there."""
         for bucket in self.buckets[:1]:
             bucket.start()
@@ -295,13 +296,13 @@ class Copies(Link):
         rest = [(index, at) for index, group in groups for at in range(len(group["params"])) if (index, at) not in here]
         if rest or not self.buckets:
             with only(optimizer, rest):
-                update()
+                update(request)
         for bucket, following in zip_longest(self.buckets, self.buckets[1:]):
             if following is not None:
                 following.start()
             bucket.finish()
             with only(optimizer, [self._places[param] for param in bucket.params]):
-                update()
+                update(request)
             self._send([bucket])
 
     def _send(self, buckets: Sequence[HostBucket]) -> None:

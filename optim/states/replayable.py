@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from ...amp.casting import copy_each_
-from ..step.update import Update
+from ..step.update_request import Update, UpdateRequest
 from .chain import Binding, Chain, Held, Link, Placement, Position, StandIns
 
 State = dict[str, Any]
@@ -73,7 +74,7 @@ def replay(optimizer: Stepped) -> list[str]:
 class _Inputs:
     """What an update reads. Tensors are copies."""
 
-    update: Update
+    update: Callable[[], object]
     values: list[Tensor]
     gradients: list[Tensor | None]
     states: list[State]
@@ -107,14 +108,13 @@ class Kept(Link):
         return [param for group in self.optimizer.param_groups for param in group["params"]]
 
     @torch.no_grad()
-    def step(self, update: Callable[[], object]) -> None:
+    def step(self, request: UpdateRequest, update: Update) -> None:
         """A skipped update leaves what is kept of the one before. Host reads: one."""
-        assert isinstance(update, Update), "nothing stands between it and the optimizer"
-        if not bool(update.skipped):
-            self._inputs = self._now(update)
-        update()
+        if not bool(request.skip):
+            self._inputs = self._now(partial(update, replace(request, low_precision_out=None, split_weights=None)))
+        update(request)
 
-    def _now(self, update: Update) -> _Inputs:
+    def _now(self, update: Callable[[], object]) -> _Inputs:
         params = self._params
         gradients = [None if param.grad is None else param.grad.clone() for param in params]
         values = [param.detach().clone() for param in params]

@@ -12,7 +12,7 @@ Reference: Rajbhandari et al. 2019, "ZeRO", arXiv:1910.02054.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -52,6 +52,7 @@ from ..gradients.reduce_in_backward import (
     uneven_kinds,
 )
 from ..norm.plan import Bucket, ParameterEntry, ReductionPlan, entries_of
+from ..step.update_request import Update, UpdateRequest
 from .chain import AnyWindow, Binding, Held, Link, Placement, Position, StandIns, other_layout
 from .elementwise import check_elementwise
 
@@ -565,8 +566,8 @@ class Shards(Link):
                     "Sharded(gradients=True) all micro-batches of a window go through optimizer.backward, or none"
                 )
 
-    def step(self, update: Callable[[], object]) -> None:
-        update()
+    def step(self, request: UpdateRequest, update: Update) -> None:
+        update(request)
         self.publish()
 
     @torch.no_grad()

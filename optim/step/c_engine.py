@@ -1,37 +1,31 @@
-"""The update of the last step again, where nothing but numbers has changed: by the compiled loops, in one pass over memory.
+"""The update engine of compiled C loops: torch's fused Adam, AdamW, SGD and Adagrad on a CPU, in one pass over memory.
 
     weight, states = formula(weight, states, gradient * factor, numbers)        each row, unless the step is skipped
 
-A row is what the loops step: a parameter with its states, as addresses, which are kept as long as they are right. Whether a
-parameter is one depends on it alone, not on others or on gradients: ranks that hold copies of it choose alike. Whatever
-else there is, and what has changed, `update` asks anew.
+A row is a parameter with its states, as addresses. Rows are cached from step to step and reused while their tensors are
+unchanged. Whether a parameter becomes a row depends on that parameter alone, so all ranks with a replica choose alike.
 """
 
 from __future__ import annotations
 
 import ctypes
-from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, compress
 from operator import is_
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ...amp import by_bucket
-from ...amp.fp8 import weights as rounded_weights
 from ..kernels.choice import chosen
 from ..kernels.memory import PLAIN, Signature, alike, is_lazy, laid_out, lay_out_, lies_densely, resolve_
 from ..kernels.native import DTYPES, NO_MEMORY, Columns, Kind, Native
-from . import half_copies, split_weights
 from .call_guard import has_step_hooks
-from .half_copies import HalfCopies
+from .update_request import LowPrecisionOut, UpdateRequest
 
 # The optimizers of torch whose updates the library's kernels make, in the order of these ------------------------------
 
@@ -97,9 +91,11 @@ STRIDED = frozenset({torch.strided})
 State = Mapping[Tensor, dict[str, Any]]
 Remainders = Mapping[Tensor, Tensor]
 """Of split weights, which are stepped as the float32 masters that both are."""
+RowCache = dict[tuple[int, torch.device], "Rows"]
+"""The rows of an optimizer's last step, by param group and device."""
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """One call of the loops. Args: halves: Copies that it writes. alive: What its addresses belong to."""
 
     columns: Columns
@@ -125,7 +121,7 @@ class Table:
         self._rests = None if rests is None else array("Q", rests)
         self._all_contiguous = all(self.contiguous)
 
-    def call(self, grads: Sequence[Tensor], copies: half_copies.HalfCopies | None) -> Call:
+    def call(self, grads: Sequence[Tensor], copies: LowPrecisionOut | None) -> KernelCall:
         """What steps all rows, one at least, by gradients of one dtype; and writes their half-precision copies."""
         rows = list(grads)
         if not self._all_contiguous or not all(map(Tensor.is_contiguous, rows)) or any(map(Tensor.is_neg, rows)):
@@ -134,7 +130,7 @@ class Table:
         if 0 in addresses:  # no elements, or zeros that torch has given no memory
             rows = [laid_out(grad, param) for grad, param in zip(grads, self.params, strict=True)]
             addresses = array("Q", map(Tensor.data_ptr, rows))
-        halves = [] if copies is None else [copies.halves.get(param) for param in self.params]
+        halves = [] if copies is None else [copies.copies.get(param) for param in self.params]
         dtype = next((half.dtype for half in halves if half is not None), torch.bfloat16)
         for index, half in enumerate(halves):
             if half is not None:
@@ -144,7 +140,7 @@ class Table:
                     halves[index] = None
         written = [half for half in halves if half is not None]
         at = array("Q", [0 if half is None else half.data_ptr() for half in halves]) if written else None
-        return Call(
+        return KernelCall(
             Columns(self._flat, addresses, self._lengths, at, self._rests), grads[0].dtype, dtype, written, rows
         )
 
@@ -212,7 +208,7 @@ class Rows:
         none = not remainders and self.table.rests is None
         return none or all(map(is_, map(remainders.get, self.table.params), self._rests))
 
-    def calls(self, copies: half_copies.HalfCopies | None) -> list[Call] | None:
+    def calls(self, copies: LowPrecisionOut | None) -> list[KernelCall] | None:
         """What steps all rows; None where not all have gradients that the loops read, of one dtype."""
         grads: list[Any] = [param.grad for param in self.table.params]
         if not grads:
@@ -225,13 +221,11 @@ class Rows:
         return [self.table.call(grads, copies)]
 
 
-# Of each optimizer, for as long as it lives: what was stepped of each param group in its last step.
-kept: WeakKeyDictionary[Optimizer, dict[tuple[int, torch.device], Rows]] = WeakKeyDictionary()
-
-
-def rows_as_before(optimizer: Optimizer, device: torch.device, remainders: Remainders) -> list[Rows | None]:
+def rows_as_before(
+    optimizer: Optimizer, device: torch.device, remainders: Remainders, cache: RowCache
+) -> list[Rows | None]:
     """Of each param group what kernels on this device stepped of it in the last step; None where that has changed."""
-    known, of_groups = KNOWN[type(optimizer)], {} if by_bucket.holders else kept.get(optimizer, {})
+    known, of_groups = KNOWN[type(optimizer)], {} if by_bucket.holders else cache
     found = list[Rows | None]()
     for index, group in enumerate(optimizer.param_groups):
         rows, names = of_groups.get((index, device)), states_in(group, known)
@@ -241,19 +235,18 @@ def rows_as_before(optimizer: Optimizer, device: torch.device, remainders: Remai
 
 
 def step_rows(
-    loops: Native, optimizer: Optimizer, calls: Sequence[Sequence[Call]], found_inf: Tensor, factor: Tensor | None
+    loops: Native, optimizer: Optimizer, calls: Sequence[Sequence[KernelCall]], request: UpdateRequest
 ) -> None:
-    """Make the calls of each param group; ``found_inf`` and ``factor`` as for `Again`, both on the CPU."""
-    known, times, copies = (
-        KNOWN[type(optimizer)],
-        1.0 if factor is None else number(factor),
-        half_copies.offered_copies.get(),
-    )
+    """Make the calls of each param group. Args: request: Its ``skip`` and ``factor`` are on the CPU."""
+    known, copies = KNOWN[type(optimizer)], request.low_precision_out
+    times = 1.0 if request.factor is None else number(request.factor)
     hypers = [numbers_in(group, known) for group in optimizer.param_groups]
     for group, of_group, hyper in zip(optimizer.param_groups, calls, hypers, strict=True):
         signed = -times if group["maximize"] else times
         for call in of_group:
-            update_by_loops(loops, known.kind, call.columns, hyper, signed, found_inf, call.grad_dtype, call.half_dtype)
+            update_by_loops(
+                loops, known.kind, call.columns, hyper, signed, request.skip, call.grad_dtype, call.half_dtype
+            )
             if copies is not None and call.halves:
                 copies.written += call.halves
                 torch.autograd.graph.increment_version(call.halves)
@@ -330,104 +323,65 @@ def is_number(value: Tensor) -> bool:
     return type(value) in PLAIN and value.dtype in (torch.float32, torch.float64) and not is_lazy(value)
 
 
-class Again(ABC):
-    """One step's update; to be called for all that the param groups hold, or for one part after another.
+# The update engine ----------------------------------------------------------------------------------------------------
+
+
+def step_cached_rows(optimizer: Optimizer, request: UpdateRequest, cache: RowCache) -> bool:
+    """Step by the rows of the last step, and return True; False, and nothing changed, where the loops can't step all of it.
 
     Args:
-        optimizer: The wrapped optimizer.
-        found_inf: 0-dim float32; where it is 1 nothing changes.
-        factor: Of all gradients, 0-dim; None for 1.
+        request: Without split weights.
+        cache: The rows of the last step.
     """
-
-    def __init__(self, optimizer: Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
-        self.optimizer, self.skipped, self.factor = optimizer, found_inf, factor
-        if found_inf.is_cuda:
-            self.send()
-
-    def within(self, around: Iterable[Callable[[Callable[[], object]], object]]) -> None:
-        """Make it: the first of ``around`` calls it, the second the first, and so on."""
-        update: Callable[[], object] = self
-        for enter in around:
-            update = partial(enter, update)
-        update()
-
-    def __call__(self) -> None:
-        if rounded_weights.KEPT:
-            rounded_weights.forget_rounded()
-        if split_weights.offered_weights.get() is not None or not self._again():
-            self.anew()
-
-    def _again(self) -> bool:
-        """Make it by the loops, if they made all of the last one, and nothing but numbers has changed."""
-        optimizer, copies = self.optimizer, half_copies.offered_copies.get()
-        loops = loops_for(optimizer, self.skipped, self.factor)
-        if loops is None or any(rows.others for rows in kept.get(optimizer, {}).values()):
+    loops = loops_for(optimizer, request.skip, request.factor)
+    if loops is None or any(rows.others for rows in cache.values()):
+        return False
+    calls = list[list[KernelCall]]()
+    for rows in rows_as_before(optimizer, request.skip.device, {}, cache):
+        if rows is None:
             return False
-        calls = list[list[Call]]()
-        for rows in rows_as_before(optimizer, self.skipped.device, {}):
-            if rows is None:
+        of_group = rows.calls(request.low_precision_out)
+        if of_group is None:  # some have no gradient, or gradients of other dtypes
+            of_group, left = taken_of(rows, request.low_precision_out)
+            if left:
                 return False
-            if (of_group := rows.calls(copies)) is None and (of_group := self.some(rows, copies)) is None:
-                return False
-            calls.append(of_group)
-        step_rows(loops, optimizer, calls, self.skipped, self.factor)
-        return True
-
-    @abstractmethod
-    def some(self, rows: Rows, copies: half_copies.HalfCopies | None) -> list[Call] | None:
-        """What steps the rows that have gradients; None where some of these are nothing for the loops."""
-
-    @abstractmethod
-    def anew(self) -> None:
-        """Ask by whom it is made."""
-
-    @abstractmethod
-    def send(self) -> None:
-        """To the CPU, what is on a CUDA device, where some parameters are there."""
+        calls.append(of_group)
+    step_rows(loops, optimizer, calls, request)
+    return True
 
 
-# Native update --------------------------------------------------------------------------------------------------------
-
-# torch's fused Adam, AdamW, SGD and Adagrad on a CPU, stepped by the compiled loops on torch's own states: which
-# parameters are rows for them, and which of these have gradients.
-
-
-def step_by_loops(
-    loops: Native, optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None
-) -> list[list[Tensor]]:
-    """Step what the loops step; nothing changes where ``found_inf`` is 1, but that states are made.
+def step_by_loops(loops: Native, optimizer: Optimizer, request: UpdateRequest, cache: RowCache) -> list[list[Tensor]]:
+    """Step all rows; where ``request.skip`` is 1 nothing changes, except that states are made.
 
     Args:
         loops: `loops_for` the optimizer.
-        found_inf: 0-dim float32, on the CPU.
-        factor: Of the gradients, 0-dim; None for 1.
+        request: Its ``skip`` and ``factor`` are on the CPU.
+        cache: The rows of the last step, which are replaced by those of this one.
     Returns:
-        Of each param group the parameters with gradients that are left for torch.
-    Collectives, host reads: none.
+        For each param group the parameters with gradients that are left for torch.
+    Collectives, host synchronization: none.
     """
-    copies, weights = half_copies.offered_copies.get(), split_weights.offered_weights.get()
-    remainders = {} if weights is None else weights.remainders
-    groups = rows_of(optimizer, found_inf.device, remainders)
-    taken = [taken_of(rows, copies) for rows in groups]
-    step_rows(loops, optimizer, [calls for calls, _ in taken], found_inf, factor)
+    groups = rows_of(optimizer, request.skip.device, request.remainders, cache)
+    taken = [taken_of(rows, request.low_precision_out) for rows in groups]
+    step_rows(loops, optimizer, [calls for calls, _ in taken], request)
     rows = [param for of_group in groups if of_group.table.rests is not None for param in of_group.table.params]
-    if split := [param for param in rows if param.grad is not None and param in remainders]:
+    if split := [param for param in rows if param.grad is not None and param in request.remainders]:
         torch.autograd.graph.increment_version(split)
     return [left for _, left in taken]
 
 
-def rows_of(optimizer: torch.optim.Optimizer, device: torch.device, remainders: Remainders) -> list[Rows]:
-    """Of each param group what kernels on this device step of it; that of the last step, where it is still so. States are
-    made as torch makes them, where a parameter has its first gradient."""
+def rows_of(optimizer: Optimizer, device: torch.device, remainders: Remainders, cache: RowCache) -> list[Rows]:
+    """Return the rows of each param group for kernels on this device; cached ones where they are unchanged. States are made
+    as torch makes them, where a parameter has its first gradient."""
     known, found = KNOWN[type(optimizer)], list[Rows]()
-    before = rows_as_before(optimizer, device, remainders)
+    before = rows_as_before(optimizer, device, remainders, cache)
     for index, (group, rows) in enumerate(zip(optimizer.param_groups, before, strict=True)):
         if rows is None:
             names = states_in(group, known)
             first = {name: first_value(optimizer, group, name) for name in names}
             rows = _rows(group["params"], optimizer.state, first, device, remainders)
             if not by_bucket.holders:  # buckets hold copies that are thrown away after it
-                kept.setdefault(optimizer, {})[index, device] = rows.keep()
+                cache[index, device] = rows.keep()
         found.append(rows)
     return found
 
@@ -492,7 +446,7 @@ def _has_states(param: Tensor, states: State, first: Mapping[str, float]) -> boo
     )
 
 
-def taken_of(rows: Rows, copies: HalfCopies | None) -> tuple[list[Call], list[Tensor]]:
+def taken_of(rows: Rows, copies: LowPrecisionOut | None) -> tuple[list[KernelCall], list[Tensor]]:
     """The calls that step the rows that have gradients, one for each dtype of these; and the parameters with gradients
     that are left, because they or their gradients are nothing for the loops.
 
@@ -510,7 +464,7 @@ def taken_of(rows: Rows, copies: HalfCopies | None) -> tuple[list[Call], list[Te
             for grad in grads
         ]
         strange = [param for param, here in zip(table.params, read, strict=True) if not here and param.grad is not None]
-    calls = list[Call]()
+    calls = list[KernelCall]()
     for dtype in dtypes:
         chosen = read
         if len(dtypes) > 1:

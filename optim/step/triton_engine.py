@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ...amp.capture import is_captured
 from ..kernels.choice import triton_on
-from .c_engine import KNOWN, is_known, is_number, numbers_in, rows_of, taken_of
-from .half_copies import offered_copies
+from .c_engine import KNOWN, RowCache, is_known, is_number, numbers_in, rows_of, taken_of
+from .update_request import UpdateRequest
 
 if TYPE_CHECKING:
     from ..kernels.triton import Triton
@@ -44,24 +44,25 @@ def triton_for(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tens
 
 
 def step_by_triton(
-    kernels: Triton, optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None
+    kernels: Triton, optimizer: torch.optim.Optimizer, request: UpdateRequest, cache: RowCache
 ) -> list[list[Tensor]]:
-    """Step what the kernels step; nothing changes where ``found_inf`` is 1, but that states are made.
+    """Step all rows; where ``request.skip`` is 1 nothing changes, except that states are made.
 
     Args:
         kernels: `triton_for` the optimizer.
-        found_inf: 0-dim float32, on the kernels' device.
-        factor: Of the gradients, 0-dim, there too; None for 1.
+        request: Its ``skip`` and ``factor`` are on the kernels' device.
+        cache: The rows of the last step, which are replaced by those of this one.
     Returns:
-        Of each param group the parameters with gradients that are left for torch.
-    Collectives, host reads: none.
+        For each param group the parameters with gradients that are left for torch.
+    Collectives, host synchronization: none.
     """
     from ..kernels.triton import Part
 
-    known, copies, left = KNOWN[type(optimizer)], offered_copies.get(), list[list[Tensor]]()
+    known, copies, left = KNOWN[type(optimizer)], request.low_precision_out, list[list[Tensor]]()
     parts, alive, halves = list[Part](), list[Tensor](), list[Tensor]()
-    for group, rows in zip(optimizer.param_groups, rows_of(optimizer, found_inf.device, {}), strict=True):
-        rate = _rate_on(found_inf.device, group)
+    device = request.skip.device
+    for group, rows in zip(optimizer.param_groups, rows_of(optimizer, device, {}, cache), strict=True):
+        rate = _rate_on(device, group)
         hyper = numbers_in(group if rate is None else {**group, "lr": 0.0}, known)
         calls, others = taken_of(rows, copies)
         for call in calls:
@@ -69,7 +70,7 @@ def step_by_triton(
             alive += call.alive
             halves += call.halves
         left.append(others)
-    kernels.update(known.kind, parts, found_inf, factor)
+    kernels.update(known.kind, parts, request.skip, request.factor)
     if copies is not None and halves:
         copies.written += halves
         torch.autograd.graph.increment_version(halves)

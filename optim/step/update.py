@@ -1,10 +1,10 @@
-"""What a step has decided, brought to where parameters are stepped, to the CPU too, and by whom they are: the library's
-loops, its kernels in Triton, or torch."""
+"""The update of a step: which engine (compiled C loops, Triton kernels, torch) steps which parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from inspect import Parameter, signature
 
@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from ...amp.by_bucket import holding
+from ...amp.fp8 import weights as rounded_weights
 from ..gradients.in_place import scale_gradients, widen_gradients
-from .c_engine import Again, Call, Rows, loops_for, step_by_loops, taken_of
+from .c_engine import RowCache, loops_for, step_by_loops, step_cached_rows
 from .call_guard import has_step_hooks
 from .combined_optimizer import asks_other_ranks, parts_of
-from .half_copies import HalfCopies
-from .split_weights import SplitWeights, offered_weights
 from .torch_engine import (
     dense_stand_ins,
     is_miscomputed,
@@ -28,107 +27,112 @@ from .torch_engine import (
     without_momentum,
 )
 from .triton_engine import step_by_triton, triton_for
+from .update_request import HostCopy, Update, UpdateRequest
 
 
-class Update(Again):
-    """One step's update, by the library's loops, its kernels in Triton, or torch.
+class UpdateEngine:
+    """Makes the updates of one optimizer by the compiled loops, the library's Triton kernels, or torch, whichever suits.
 
-    Where it is decided on a CUDA device and some parameters are not there, that is sent to the CPU at once: a fused
-    optimizer would send it too, but read what has not arrived.
+    On a CPU the loops multiply gradients by ``request.factor`` as they step, and leave ``.grad`` unchanged. So do the
+    Triton kernels, if they were chosen. torch's fused kernels divide by the inverse factor in float32 and leave the scaled
+    gradient in ``.grad``. float64 parameters and other optimizers are scaled in a pass of their own.
 
     Args:
-        factor: On a CPU the compiled loops multiply by it as they step (`again`), and leave gradients as they are; so do
-            Triton's kernels on a GPU, if they were chosen (`triton_update`). torch's fused kernels divide by its inverse in
-            float32 (and leave the scaled gradient in ``.grad``); float64 parameters and other optimizers are multiplied in
-            a pass of their own.
-    Split weights that are offered (`split_weights`) are stepped as float32 masters, of each optimizer by itself.
-
-    Collectives: none. Host reads: one, unless `steps_on_device`, of several optimizers one for all; and one wait, for these
-    two numbers, before parameters on the CPU are stepped by what a GPU decided.
+        optimizer: The wrapped optimizer; it may consist of several.
+    Collectives: none. Host synchronization: one, unless `steps_on_device`, for all of several optimizers together; one wait
+    for `HostCopy` before parameters on the CPU are stepped by the decision of a GPU.
     """
 
-    _sent: tuple[Tensor, torch.cuda.Event] | None = None
-    _here: tuple[Tensor, Tensor | None] | None = None
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._caches: dict[torch.optim.Optimizer, RowCache] = {}
 
-    def send(self) -> None:
-        """To the CPU, what is on a CUDA device, where some parameters are there."""
-        if any(param.is_cpu for group in self.optimizer.param_groups for param in group["params"]):
-            both = torch.stack(
-                [self.skipped.double(), self.skipped.double() if self.factor is None else self.factor.double()]
-            )
-            host = torch.empty(2, dtype=torch.float64, pin_memory=True)
-            host.copy_(both, non_blocking=True)
-            self._sent = host, torch.cuda.Event()
-            self._sent[1].record(torch.cuda.current_stream(self.skipped.device))
+    def run(self, request: UpdateRequest, around: Iterable[Callable[[UpdateRequest, Update], object]] = ()) -> None:
+        """Make one update inside the given transforms: the first of ``around`` calls `step`, the second the first, ..."""
+        if request.skip.is_cuda and any(param.is_cpu for param in params_of(self.optimizer)):
+            request = replace(request, on_host=HostCopy(request.skip, request.factor))
+        update: Update = self.step
+        for enter in around:
+            update = partial(_entered, enter, update)
+        update(request)
 
-    def some(self, rows: Rows, copies: HalfCopies | None) -> list[Call] | None:
-        """What steps the rows that have gradients; None where some of these are nothing for the loops."""
-        calls, left = taken_of(rows, copies)
-        return None if left else calls
-
-    def anew(self) -> None:
-        """Ask by whom it is made."""
-        if self._sent is None:
-            _apply(self.optimizer, self.skipped, self.factor)
+    def step(self, request: UpdateRequest) -> None:
+        """Step what the param groups hold now, which may be a part of all parameters, or skip."""
+        if rounded_weights.KEPT:
+            rounded_weights.forget_rounded()
+        optimizer = self.optimizer
+        if request.split_weights is None and step_cached_rows(optimizer, request, self._cache_of(optimizer)):
             return
-        groups = enumerate(self.optimizer.param_groups)
+        if request.on_host is None:
+            self._step_split(request)
+            return
+        groups = enumerate(optimizer.param_groups)
         places = [(index, at, param.is_cpu) for index, group in groups for at, param in enumerate(group["params"])]
         sides = {on_cpu: [place for *place, here in places if here == on_cpu] for *_, on_cpu in places}
-        if len(sides) == 2 and steps_in_parts(self.optimizer):
-            for on_cpu, of_side in sorted(sides.items()):  # the device first: nobody waits for it
-                with only(self.optimizer, of_side):
-                    self._apply_on(on_cpu)
+        if len(sides) == 2 and steps_in_parts(optimizer):
+            for on_cpu, of_side in sorted(sides.items()):  # the device first: its launches do not wait
+                with only(optimizer, of_side):
+                    self._step_split(_on_cpu(request) if on_cpu else request)
         else:
-            self._apply_on(True in sides)
+            self._step_split(_on_cpu(request) if True in sides else request)
 
-    def _apply_on(self, on_cpu: bool) -> None:
-        _apply(self.optimizer, *(self._arrived() if on_cpu else (self.skipped, self.factor)))
+    def _cache_of(self, optimizer: torch.optim.Optimizer) -> RowCache:
+        return self._caches.setdefault(optimizer, {})
 
-    def _arrived(self) -> tuple[Tensor, Tensor | None]:
-        if self._here is None:
-            assert self._sent is not None, "they were sent where some parameters are on the CPU"
-            (host, event), factor = self._sent, self.factor
-            event.synchronize()
-            self._here = host[0].to(self.skipped.dtype), None if factor is None else host[1].to(factor.dtype)
-        return self._here
+    def _step_split(self, request: UpdateRequest) -> None:
+        """Step split weights as float32 masters: by the loops, which join, step and split in one pass; others by float32
+        copies, bucket by bucket."""
+        weights, optimizer = request.split_weights, self.optimizer
+        if weights is None:
+            self._step_parts(optimizer, request)
+            return
+        for part in parts_of(optimizer):
+            update = partial(self._step_parts, part, replace(request, split_weights=None))
+            loops = loops_for(part, request.skip, request.factor) if steps_on_device(part) else None
+            if loops is None:
+                weights.step(part, update)
+            elif any(left := step_by_loops(loops, part, request, self._cache_of(part))):
+                with holding(part, left):
+                    weights.step(part, update)
+
+    def _step_parts(self, optimizer: torch.optim.Optimizer, request: UpdateRequest) -> None:
+        """Step each optimizer by the kernels that suit it. The choice for a parameter depends on no other parameter."""
+        on_host = list[tuple[torch.optim.Optimizer, list[list[Tensor]] | None]]()
+        for part in parts_of(optimizer):
+            for bucket in _by_start(part):
+                with _holding(part, bucket):
+                    if steps_on_device(part):
+                        self._step_on_device(part, request)
+                    else:
+                        on_host.append((part, bucket))
+        if on_host and not bool(request.skip):
+            for part, bucket in on_host:
+                with _holding(part, bucket):
+                    _step_on_host(part, request.factor)
+
+    def _step_on_device(self, optimizer: torch.optim.Optimizer, request: UpdateRequest) -> None:
+        left: list[list[Tensor]] = []
+        cache = self._cache_of(optimizer)
+        if (kernels := triton_for(optimizer, request.skip, request.factor)) is not None:
+            left = step_by_triton(kernels, optimizer, request, cache)
+        elif (loops := loops_for(optimizer, request.skip, request.factor)) is not None:
+            left = step_by_loops(loops, optimizer, request, cache)
+        else:
+            update_by_torch(optimizer, request.skip, request.factor)
+        if any(left):
+            with holding(optimizer, left):
+                update_by_torch(optimizer, request.skip, request.factor)
 
 
-def _apply(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
-    if (weights := offered_weights.get()) is None:
-        _apply_anew(optimizer, found_inf, factor)
-        return
-    for part in parts_of(optimizer):
-        _update_split(part, weights, found_inf, factor)
+def _entered(enter: Callable[[UpdateRequest, Update], object], update: Update, request: UpdateRequest) -> None:
+    enter(request, update)
 
 
-def _update_split(
-    optimizer: torch.optim.Optimizer, weights: SplitWeights, found_inf: Tensor, factor: Tensor | None
-) -> None:
-    """By the loops in one pass, which join, step and split; what they leave by float32 copies, bucket by bucket."""
-    update = partial(_apply_anew, optimizer, found_inf, factor)
-    loops = loops_for(optimizer, found_inf, factor) if steps_on_device(optimizer) else None
-    if loops is None:
-        weights.step(optimizer, update)
-        return
-    if any(left := step_by_loops(loops, optimizer, found_inf, factor)):
-        with holding(optimizer, left):
-            weights.step(optimizer, update)
-
-
-def _apply_anew(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
-    """Step each optimizer by the kernels that suit it. Which ones step a parameter depends on no other parameter."""
-    on_host = list[tuple[torch.optim.Optimizer, list[list[Tensor]] | None]]()
-    for part in parts_of(optimizer):
-        for bucket in _by_start(part):
-            with _holding(part, bucket):
-                if steps_on_device(part):
-                    _update_on_device(part, found_inf, factor)
-                else:
-                    on_host.append((part, bucket))
-    if on_host and not bool(found_inf):
-        for part, bucket in on_host:
-            with _holding(part, bucket):
-                _update_on_host(part, factor)
+def _on_cpu(request: UpdateRequest) -> UpdateRequest:
+    """Return the request with ``skip`` and ``factor`` on the CPU. Host synchronization: a wait for their copy."""
+    assert request.on_host is not None, "the copy is started where some parameters are on the CPU"
+    skip, factor = request.on_host.wait()
+    return replace(request, skip=skip, factor=factor, on_host=None)
 
 
 @contextmanager
@@ -153,7 +157,7 @@ def _by_start(optimizer: torch.optim.Optimizer) -> list[list[list[Tensor]] | Non
     return [rest, late] if has_both else [None]
 
 
-def _update_on_host(optimizer: torch.optim.Optimizer, factor: Tensor | None) -> None:
+def _step_on_host(optimizer: torch.optim.Optimizer, factor: Tensor | None) -> None:
     """Step an optimizer that knows neither a factor nor skipped steps."""
     widen_gradients(params_of(optimizer))
     if factor is not None:
@@ -161,25 +165,6 @@ def _update_on_host(optimizer: torch.optim.Optimizer, factor: Tensor | None) -> 
     if any(group.get("fused") for group in optimizer.param_groups):
         lay_out_all(optimizer)
     step_rightly(optimizer)
-
-
-def _update_on_device(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
-    left: list[list[Tensor]] = []
-    if (kernels := triton_for(optimizer, found_inf, factor)) is not None:
-        left = step_by_triton(kernels, optimizer, found_inf, factor)
-    elif (loops := loops_for(optimizer, found_inf, factor)) is not None:
-        left = step_by_loops(loops, optimizer, found_inf, factor)
-    else:
-        update_by_torch(optimizer, found_inf, factor)
-    if any(left):
-        _leave_to_torch(left, optimizer, found_inf, factor)
-
-
-def _leave_to_torch(
-    left: list[list[Tensor]], optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None
-) -> None:
-    with holding(optimizer, left):
-        update_by_torch(optimizer, found_inf, factor)
 
 
 def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:

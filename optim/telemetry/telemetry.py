@@ -12,7 +12,7 @@ parameter in one packed all-reduce:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from ..norm.plan_agreement import with_names
 from ..norm.powers import accumulation_dtype
 from ..parallel_optimizer import ParallelOptimizer
 from ..states.chain import AnyWindow, Watcher
+from ..step.update_request import Update, UpdateRequest
 from ..step.window import place_of, weight_slots
 from .gradient_noise import (
     LocalGradients,
@@ -290,11 +291,11 @@ class Telemetry(Watcher):
             weights[:, planned.local.data_rank] = self._window
             self._window = torch.cat([self._window, weights.view(-1), self._local])
 
-    def update(self, update: Callable[[], object]) -> None:
+    def update(self, request: UpdateRequest, update: Update) -> None:
         """Around the update. Collectives: as the class says."""
         self.step += 1
         if not self._due:
-            update()
+            update(request)
             return
         self._due, planned = False, self._planned
         values = planned.values()
@@ -305,7 +306,7 @@ class Telemetry(Watcher):
             if planned.spectral is not None:
                 sigmas = planned.spectral([values[index] for index in planned.matrices])
         del values
-        update()
+        update(request)
         changes = squares(changes_(before, planned.values()), planned.device, planned.constants)
         del before
         weights, changes = planned.to_parameters(torch.stack([weights, changes])).unbind()

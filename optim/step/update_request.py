@@ -1,9 +1,9 @@
-"""bfloat16 weights with remainders, offered to whoever steps: joined to float32 masters for the moment of the update."""
+"""The data of one update, passed from the step through parameter transforms to the engines that make it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -16,6 +16,70 @@ from ...amp.split_masters import join, split
 from ...amp.stochastic_rounding import BUCKET_NUMEL
 from ...parallel.layout.annotation import copy_annotation
 from ..kernels.memory import lies_densely
+
+
+@dataclass(frozen=True)
+class UpdateRequest:
+    """What one step asks of the update engines.
+
+    Args:
+        skip: 0-dim float32 on the device of the gradient norm; where it is 1 nothing changes.
+        factor: What all gradients are multiplied by, 0-dim on the same device; None: 1.
+        low_precision_out: Half-precision copies that an engine may write in the same pass; None: there are none.
+        split_weights: bfloat16 weights that are stepped as float32 masters; None: there are none.
+        on_host: ``skip`` and ``factor`` on their way to the CPU; None: no CUDA device decides for parameters on the CPU.
+    """
+
+    skip: Tensor
+    factor: Tensor | None = None
+    low_precision_out: LowPrecisionOut | None = None
+    split_weights: SplitWeights | None = None
+    on_host: HostCopy | None = None
+
+    @property
+    def remainders(self) -> Mapping[Tensor, Tensor]:
+        """int16 remainders of split weights, by weight."""
+        return {} if self.split_weights is None else self.split_weights.remainders
+
+
+Update = Callable[[UpdateRequest], object]
+"""Steps the parameters that the param groups hold now, or skips."""
+
+
+class HostCopy:
+    """Copies ``skip`` and ``factor`` of an `UpdateRequest` to the CPU, for parameters that are stepped there.
+
+    The copy starts at once. A fused optimizer would start one too, but read values that have not arrived.
+    """
+
+    def __init__(self, skip: Tensor, factor: Tensor | None) -> None:
+        self._dtypes = skip.dtype, None if factor is None else factor.dtype
+        both = torch.stack([skip.double(), skip.double() if factor is None else factor.double()])
+        self._host = torch.empty(2, dtype=torch.float64, pin_memory=True)
+        self._host.copy_(both, non_blocking=True)
+        self._event: torch.cuda.Event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(skip.device))
+
+    def wait(self) -> tuple[Tensor, Tensor | None]:
+        """Return ``skip`` and ``factor`` on the CPU. Host synchronization: a wait for the copy."""
+        self._event.synchronize()
+        of_skip, of_factor = self._dtypes
+        return self._host[0].to(of_skip), None if of_factor is None else self._host[1].to(of_factor)
+
+
+@dataclass(eq=False)
+class LowPrecisionOut:
+    """Half-precision copies that an engine may write together with the float32 tensors that it steps.
+
+    Args:
+        copies: Of each float32 tensor its copy.
+
+    Attributes:
+        written: The copies that an engine has written.
+    """
+
+    copies: Mapping[Tensor, Tensor]
+    written: list[Tensor] = field(default_factory=list)
 
 
 class SplitWeights:
@@ -114,7 +178,3 @@ def _lend(optimizer: torch.optim.Optimizer, weight: Tensor, master: Tensor) -> N
             if is_half_kept(key, value, weight) and is_half(value):
                 state[key] = value.float()
         optimizer.state[master] = state
-
-
-offered_weights: ContextVar[SplitWeights | None] = ContextVar("split weights", default=None)
-"""Else they would be an argument of all calls between."""

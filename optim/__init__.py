@@ -36,6 +36,7 @@ from .states.replayable import Replayable, replay
 from .states.sharded import Sharded
 from .step.data_parallel import Reduce
 from .step.skips import Skip
+from .step.update_request import UpdateRequest
 from .telemetry.coordinate_check import CoordinateCheck, Trial, coordinate_check
 from .telemetry.gradient_noise import NoiseScale
 from .telemetry.monitor import Flops, Monitor, Report
@@ -118,6 +119,7 @@ __all__ = [
     "Terminal",
     "TorchStates",
     "Trial",
+    "UpdateRequest",
     "WarmUp",
     "WarmupLR",
     "WeightsAndBiases",

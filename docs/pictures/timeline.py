@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from common import Figures, main
 from meshstep.optim import ParallelOptimizer, Sharded
-from meshstep.optim.step.update import Update
+from meshstep.optim.step.update import UpdateEngine
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from meshstep.parallel.layout.picture import COLOURS, box, line, page, text
 from meshstep.testing import run_ranks
@@ -73,14 +73,10 @@ def watch(optimizer: ParallelOptimizer, timed: Callable[..., Any], stack: ExitSt
     for name, stage in (("_completion", "reduce-scatter"), ("_clipping", "measure, decide")):
         kind = type(getattr(optimizer, name))
         stack.enter_context(mock.patch.object(kind, "__call__", partialmethod(_timed, timed, stage, kind.__call__)))
-    within: Callable[..., None] = Update.within
-    stack.enter_context(
-        mock.patch.object(
-            Update,
-            "within",
-            lambda update, around: timed("all-gather", within, partial(timed, "update", update), around),
-        )
-    )
+    run: Callable[..., None] = UpdateEngine.run
+    step: Callable[..., None] = UpdateEngine.step
+    for name, stage, call in (("run", "all-gather", run), ("step", "update", step)):
+        stack.enter_context(mock.patch.object(UpdateEngine, name, partialmethod(_timed, timed, stage, call)))
 
 
 def measure() -> Figures:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import partial
+from inspect import signature
 from typing import Any, ClassVar
 
 import torch
@@ -410,7 +413,7 @@ class Chain:
         stepping = self._those_with("step", "publish")[::-1]
         for index, link in enumerate(stepping):
             link.in_parts = all(inner.divisible for inner in stepping[:index])
-        self._stepping = [link.step for link in stepping]
+        self._stepping = [_step_of(link) for link in stepping]
         self.watch(self.watchers)
 
     def explain(self, error: Exception) -> None:
@@ -591,6 +594,20 @@ class Chain:
         """Bring the stepped weights into the model on all ranks, after they were loaded."""
         for link in reversed(self.links):
             link.publish()
+
+
+def _step_of(link: Link) -> Callable[[UpdateRequest, Update], object]:
+    """Return the link's `step`; with a DeprecationWarning also one of the form ``step(update)``."""
+    if len(signature(link.step).parameters) != 1:
+        return link.step
+    warnings.warn(
+        f"{type(link).__name__}.step(update) gets the request of the update now: write step(self, request, update) and "
+        "call update(request)",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    step: Callable[[Callable[[], object]], object] = link.step  # type: ignore[assignment]
+    return lambda request, update: step(partial(update, request))
 
 
 def other_layout(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> ValueError:

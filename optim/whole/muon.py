@@ -183,8 +183,8 @@ class Muon(WholeOptimizer):
         ValueError: An option is out of range.
     Collectives: for each round of matrices, at most two all-to-alls among the ranks that have pieces of them.
     Memory: three rounds of whole matrices at most (`meshstep.optim.whole.exchange.ROUND_BYTES` each, half of it where
-    float32 weights travel in bfloat16); on a CPU two of them, and what this rank sends and gets in them, are kept for the next
-    step.
+    float32 weights travel in bfloat16); on a CPU two of them, and what this rank sends and gets in them, are kept for the
+    next step.
     """
 
     kept = ("no_matrices", "blocks", "ns_dtype", "_adamw")

@@ -174,7 +174,7 @@ def test_links_lead_somewhere(name: str) -> None:
 
 def test_a_dead_link_would_be_noticed() -> None:
     page = (
-        "# Here\n[a](optim/README.md#the-rooms) [b](optim/NONE.md) [c](README.md#none) [d](#here) ![e](docs/none.svg)\n"
+        "# Here\n[a](optim/README.md#accumulation) [b](optim/NONE.md) [c](README.md#none) [d](#here) ![e](docs/none.svg)\n"
     )
     assert dead("PAGE.md", page) == ["optim/NONE.md", "README.md#none", "docs/none.svg"]
 

@@ -8,74 +8,63 @@ settled in the steps before, and what a step reads must be a tensor.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..amp.capture import is_captured
-from ..parallel.mesh.registry import ProcessGroupRegistry
-from .clip.clipper import Clipping
 from .norm.measure import Fingerprints
-from .states.chain import AnyWindow, Chain
-from .states.gradient_completion import Completion
+from .states.chain import AnyWindow
 from .step.combined_optimizer import kind_of, parts_of
-from .step.data_parallel import DataParallelSwitch, Switch
-from .step.skips import OnNonfinite
+from .step.data_parallel import DataParallelSwitch
 from .step.update import steps_on_device
 
-
-class Parts(Protocol):
-    """What a call of an optimizer works with."""
-
-    optimizer: torch.optim.Optimizer
-    registry: ProcessGroupRegistry
-    on_nonfinite: OnNonfinite
-    _device: torch.device
-    _window: AnyWindow
-    _states: Chain
-    _completion: Completion
-    _clipping: Clipping
-    _switch: Switch | None
+if TYPE_CHECKING:
+    from .parallel_optimizer import ParallelOptimizer
 
 
-def check_captured(parts: Parts, call: str) -> bool:
-    """Whether a CUDA graph is made of a call of an optimizer. Raises RuntimeError, with all reasons, where it can't be."""
+def check_captured(optimizer: ParallelOptimizer[Any], call: str) -> bool:
+    """Return whether a CUDA graph is made of a call of the optimizer.
+
+    Raises:
+        RuntimeError: It can't be captured. The text has all reasons.
+    """
     if not is_captured():
         return False
-    if reasons := [*_reasons(parts)]:
+    if reasons := [*_reasons(optimizer)]:
         raise RuntimeError(f"{call} can't be captured in a CUDA graph here: {'; '.join(reasons)}")
     return True
 
 
-def _reasons(parts: Parts) -> Iterator[str]:
-    registry, window, device = parts.registry, parts._window, parts._device
-    if not parts._completion.looked:
+def _reasons(optimizer: ParallelOptimizer[Any]) -> Iterator[str]:
+    registry, window, device = optimizer.registry, optimizer._window, optimizer._device
+    if not optimizer._completion.looked:
         yield "no step was made before, and the first one looks at what came, on the host: make some steps without a graph"
     if registry.topology.world_size > 1 and registry.device.type != device.type:
         yield (
             f"the gradients are on {device} and collectives on {registry.device}: join the ranks with the backend 'nccl', "
             "one GPU each"
         )
-    if isinstance(parts._switch, DataParallelSwitch):
-        module = type(parts._switch.modules[0]).__name__
+    if isinstance(optimizer._switch, DataParallelSwitch):
+        module = type(optimizer._switch.modules[0]).__name__
         yield f"data_parallel={module} averages gradients in Python: leave it out, and the optimizer averages them"
-    if hasattr(parts, "found_inf"):
+    if hasattr(optimizer, "found_inf"):
         yield "a GradScaler calls it: leave it out, and take a precision with a loss scale of its own, 'fp16' say"
-    if parts.on_nonfinite == "raise":
+    if optimizer.on_nonfinite == "raise":
         yield "on_nonfinite='raise' reads the norm: leave it out, and call poll() between replays"
-    if parts._clipping.ballot is not None and parts._clipping.ballot.commit is not None:
+    if optimizer._clipping.ballot is not None and optimizer._clipping.ballot.commit is not None:
         yield "Measure(commit=...) is asked in Python: leave it out, and decide before a replay"
-    if isinstance(parts._clipping.measure.check_replicas, Fingerprints):
+    if isinstance(optimizer._clipping.measure.check_replicas, Fingerprints):
         yield "Measure(check_replicas=Fingerprints(...)) counts steps in Python: leave it out"
-    elif parts._clipping.measure.check_replicas is True:
+    elif optimizer._clipping.measure.check_replicas is True:
         yield "Measure(check_replicas=True) reads what it compared: leave it out, copies are compared in the first step"
-    elif parts._clipping.checks:
+    elif optimizer._clipping.checks:
         yield "copies have not been compared yet, in a step that was not skipped: make some steps more without a graph"
-    yield from filter(None, (link.not_captured() for link in parts._states.links))
-    yield from filter(None, (watcher.not_captured() for watcher in parts._states.watchers))
+    yield from filter(None, (link.not_captured() for link in optimizer._states.links))
+    yield from filter(None, (watcher.not_captured() for watcher in optimizer._states.watchers))
     yield from _of_window(window, device)
-    yield from _of_optimizer(parts.optimizer, device)
+    yield from _of_optimizer(optimizer.optimizer, device)
 
 
 def _of_window(window: AnyWindow, device: torch.device) -> Iterator[str]:

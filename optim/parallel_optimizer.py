@@ -1,10 +1,13 @@
-"""The order of a step's stages: complete the gradients -> measure -> decide -> count -> update."""
+"""`ParallelOptimizer`: a torch optimizer that steps by the exact global gradient norm of a model split over a mesh."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, overload
 
 import torch
@@ -13,31 +16,44 @@ from torch import Tensor, nn
 from ..amp.by_name import Mode, precision_of
 from ..amp.precision import Precision
 from ..parallel.interop.transformers import registry_of
-from ..parallel.mesh.call_tracker import public_call, track_call
+from ..parallel.mesh.agreement import on_all_ranks
+from ..parallel.mesh.call_tracker import public_call, public_constructor, track_call
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .build import AllOptions, Setup, Stats_co, as_one, check_loss, wrong_arguments
 from .capture import check_captured
-from .clip.clipper import Divisor, Verdict
-from .clip.rule import ByNorm, Clip
+from .clip.clipper import AgreedThresholds, Clipping, Divisor, Verdict
+from .clip.rule import ByNorm, Clip, ClipState
 from .clip.rules import ByValue, Given, in_use
-from .clip_now import clip_now, clip_or_ask
-from .facade import OptimizerFacade
+from .gradients.in_place import nonfinite_names
 from .norm.measure import GradStats, Measure
-from .states.chain import Placement, named_params_of
-from .step.call_guard import guard_calls
-from .step.combined_optimizer import unchanged
-from .step.data_parallel import Reduce
+from .norm.plan import ReductionPlan, check_unused
+from .states.chain import Chain, Piece, Placement, match_names, named_params_of
+from .states.gradient_completion import Completion
+from .states.optimizer_state import Coordinates, Copied, Saved, check_caller
+from .step.call_guard import guard_calls, own_calls
+from .step.combined_optimizer import WHOSE, unchanged
+from .step.data_parallel import Reduce, Switch
 from .step.first_window_checks import check_window_is_used
-from .step.skips import OnNonfinite, SkipMonitor
-from .step.stopped import stopped
+from .step.skips import DISAGREED, PARTED, OnNonfinite, SkipMonitor
+from .step.step_agreement import StepAgreement
+from .step.torch_engine import lay_out_states
+from .step.update import UpdateEngine
 from .step.update_request import UpdateRequest
 from .step.window import Window
+from .whole.optimizer import bind_whole
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
+def _leave_uncompiled(kind: Any) -> None:
+    """Let ``torch.compile`` call the class's `step` without tracing it: hooks, collectives and counts are no graph."""
+    if not getattr(kind.step, "untraced", False):
+        kind.step = torch.compiler.disable(kind.step)
+        kind.step.untraced = True
+
+
+class ParallelOptimizer(Copied, torch.optim.Optimizer, Generic[Stats_co]):
     """Steps a torch optimizer by the exact global gradient norm of a model that is split over a mesh.
 
         optimizer = ParallelOptimizer(torch.optim.AdamW(model.parameters(), fused=True), registry, max_norm=1.0)
@@ -86,6 +102,28 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
     none in a step but where said above, and on the first one, which checks on all ranks that gradients are dense and real.
     """
 
+    steps_windows = True  # `step` may come within a window, where the weights stay unchanged
+    _step_supports_amp_scaling = True  # a GradScaler then calls `step` on every rank, overflow or not
+    last_stats: GradStats | None
+
+    _clip: ClipState | None  # the rule of ``max_norm`` and what it remembers
+    # Remade by `_bind` when param groups are added:
+    _plan: ReductionPlan
+    _states: Chain
+    _completion: Completion
+    _clipping: Clipping
+    _agreement: StepAgreement | None  # None on one rank
+    _switch: Switch | None  # what reduces gradients in backward
+    _micro_batch: Callable[..., AbstractContextManager[None]]
+    _model_params: Sequence[Tensor]  # where backward leaves gradients
+
+    def __init_subclass__(cls) -> None:
+        """Report the construction of a subclass, and the public methods that it overrides, as calls of this class."""
+        super().__init_subclass__()  # of `Generic`: without it ParallelOptimizer[GradStats] is an error
+        for name in cls.__dict__.keys() & {"step", "backward", "clip_grad_by_norm", "clip_grad_by_value"}:
+            setattr(cls, name, public_call(cls.__dict__[name]))
+        cls.__init__ = public_constructor(cls.__init__)  # type: ignore[method-assign]
+
     @overload
     def __init__(
         self: ParallelOptimizer[GradStats],
@@ -104,6 +142,7 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         accumulation_steps: int | None,
         **options: Unpack[AllOptions],
     ) -> None: ...
+    @public_constructor
     def __init__(
         self,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
@@ -118,8 +157,17 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         on_nonfinite: OnNonfinite = "skip",
         **removed: object,
     ) -> None:
-        optimizer = as_one(optimizer, registry)
-        super().__init__(optimizer)
+        # The wrapped optimizer has the parameters and the state: torch's own __init__ is not called.
+        self.optimizer = optimizer = as_one(optimizer, registry)
+        self._optimizer_step_pre_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._optimizer_step_post_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._optimizer_state_dict_pre_hooks = optimizer._optimizer_state_dict_pre_hooks
+        self._optimizer_state_dict_post_hooks = optimizer._optimizer_state_dict_post_hooks
+        self._optimizer_load_state_dict_pre_hooks = optimizer._optimizer_load_state_dict_pre_hooks
+        self._optimizer_load_state_dict_post_hooks = optimizer._optimizer_load_state_dict_post_hooks
+        self._patch_step_function()
+        _leave_uncompiled(type(self))
+        self._engine = UpdateEngine(optimizer)
         self.registry, self.on_nonfinite = registry, on_nonfinite
         given = (registry, max_norm, precision, accumulation_steps, data_parallel, states, measure, on_nonfinite)
         self._setup = Setup(optimizer, *given, wrong_arguments(removed, optimizer, ParallelOptimizer))
@@ -144,6 +192,23 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         rest, and ``data_parallel=model`` where it is fully sharded."""
         sharded = {"data_parallel": model} if hasattr(model, "set_requires_gradient_sync") else {}
         return cls(optimizer, registry_of(model), **sharded | options)
+
+    # torch's optimizer interface -------------------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's param groups."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's state."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's defaults."""
+        return self.optimizer.defaults
 
     # The window ------------------------------------------------------------------------------------------------------
 
@@ -191,15 +256,10 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
                 "the loss is scaled already: give backward(loss) the loss itself, which it multiplies by the loss scale; "
                 "scale_loss(loss) is for code that calls backward itself, within `with optimizer.window():`"
             )
-        with track_call("backward", self.registry):
-            try:
-                with self._micro_batch(weight):
-                    if loss is not None:
-                        loss = loss if self.loss_scale is None else self.scale_loss(loss)
-                        loss.backward(**kwargs)
-            except Exception as error:
-                self._states.explain(error)
-                raise
+        with self._tracked("backward"), self._micro_batch(weight):
+            if loss is not None:
+                loss = loss if self.loss_scale is None else self.scale_loss(loss)
+                loss.backward(**kwargs)
 
     @contextmanager
     def window(self, *, weight: float | Tensor | None = None) -> Iterator[None]:
@@ -265,43 +325,86 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         """
         if closure is not None:
             raise ValueError("step takes no closure: a skipped step can't be evaluated again; call backward, then step")
-        with track_call("step", self.registry):
+        with self._tracked("step"):
+            window = self._window
+            window.captured = torch.cuda.is_initialized() and check_captured(self, "step")
+            scale = self._scale if not hasattr(self, "found_inf") else self._scale_of_scaler()
+            if not window.ends(last):
+                if window.is_unused:
+                    check_window_is_used(window, self._model_params, self.registry)
+                return None  # type: ignore[return-value]
+            if window.asked is not None and window.verdict is None:
+                self._clip_now(window.asked)
+            problem = self._completion(window, self._switch)  # complete the gradients
+            # Measure them and decide, in exactly one collective, unless an explicit clip has done so in this window.
+            verdict = window.verdict or self._clipping(self._clip, self._divisor(scale), captured=window.captured)
+            reason = self._count(verdict)
+            if reason is None:
+                self._engine.run(UpdateRequest(verdict.skipped, verdict.factor), self._states.around_update)
+            if self.loss_scale is not None:
+                self.loss_scale.update(verdict.stats.found_inf)  # only now: gradients were divided by backward's scale
+            self._finish_window(verdict)
+            if reason is not None:
+                raise self._ended(reason)  # a caller that catches it goes on with a lower loss scale
+            if problem := problem or verdict.problem:
+                raise problem
+            return verdict.stats  # type: ignore[return-value]
+
+    @contextmanager
+    def _tracked(self, name: str) -> Iterator[None]:
+        """Report a public call to other ranks while it runs, and explain its errors by converted parameters."""
+        with track_call(name, self.registry):
             try:
-                return self._stages(last)
+                yield
             except Exception as error:
                 self._states.explain(error)
                 raise
 
-    def _stages(self, last: bool) -> Stats_co:
-        window = self._window
-        window.captured = torch.cuda.is_initialized() and check_captured(self, "step")
-        scale = self._scale if not hasattr(self, "found_inf") else self._scale_of_scaler()
-        if not window.ends(last):
-            if window.is_unused:
-                check_window_is_used(window, self._model_params, self.registry)
-            return None  # type: ignore[return-value]
-        if window.asked is not None and window.verdict is None:
-            clip_now(self, window.asked)
-        problem = self._completion(window, self._switch)
-        verdict = window.verdict or self._clipping(self._clip, self._divisor(scale), captured=window.captured)
-        stats = verdict.stats
+    def _count(self, verdict: Verdict) -> str | None:
+        """Count the step. Return why training should end here, the same on every rank, or None."""
         facts = None if self._agreement is None else self._agreement.sent
-        reason = self._skips.count(verdict, self.on_nonfinite, window.captured, facts)
-        if reason is None:
-            self._engine.run(UpdateRequest(verdict.skipped, verdict.factor), self._states.around_update)
-        if self.loss_scale is not None:
-            self.loss_scale.update(stats.found_inf)  # only now: gradients were divided by the scale that backward used
-        self.last_stats = stats
-        window.close(self._model_params)
+        return self._skips.count(verdict, self.on_nonfinite, self._window.captured, facts)
+
+    def _finish_window(self, verdict: Verdict) -> None:
+        """Keep the report and start an empty window."""
+        self.last_stats = verdict.stats
+        self._window.close(self._model_params)
         if self._switch is not None:
-            self._switch.expect(window)
-        if reason is not None:
-            raise stopped(
-                reason, self._clipping, self._agreement, self._skips
-            )  # whoever catches it goes on with a lower loss scale
-        if problem := problem or verdict.problem:
-            raise problem
-        return stats  # type: ignore[return-value]
+            self._switch.expect(self._window)
+
+    def _ended(self, reason: str) -> FloatingPointError | RuntimeError:
+        """Return the error that ends training, with the names of parameters whose gradients are not finite, of replicas
+        that differ, or of settings that differ. Every rank must call it. Collectives, host synchronization: some."""
+        if reason == DISAGREED and self._agreement is not None:
+            return self._agreement.error(self._skips.facts)
+        ballot = self._clipping.ballot
+        if reason == PARTED and ballot is not None and ballot.watch is not None:
+            return ballot.watch.error()
+        names = nonfinite_names(self._clipping.params, self._clipping.plan.entries, self.registry)
+        return FloatingPointError(
+            f"{reason}; gradients that are not finite now: {', '.join(names) or 'none (the norm itself overflowed)'}. "
+            "Nothing was stepped: look for a too large learning rate, a division by zero or a too large loss scale"
+        )
+
+    def _scale_of_scaler(self) -> Tensor | None:
+        """Return the scale of a `GradScaler` that calls `step` and has not unscaled the gradients.
+
+        Raises:
+            RuntimeError: It is torch's own, or it can't see the gradients that are stepped with.
+        """
+        self._window.forget_gradients()  # which the scaler may have unscaled
+        if not hasattr(self, "_overflow_is_agreed"):
+            raise RuntimeError(
+                "torch's GradScaler decides on each rank alone whether to step: take meshstep.amp.GradScaler(registry), or "
+                "leave it out and give precision='fp16', whose loss scale is the optimizer's own"
+            )
+        if self._states.bringing or self.loss_scale is not None:
+            raise RuntimeError(
+                f"a GradScaler can't see the gradients that are stepped with in precision={self.precision.name!r} with "
+                "these states: leave it out and take a precision with a loss scale of its own, 'fp16' or 'fp16_naive'"
+            )
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        return scale
 
     def _divisor(self, scale: Tensor | None) -> Divisor:
         """Return what the window's gradients are divided by, with this rank's part of the slot of facts."""
@@ -322,10 +425,246 @@ class ParallelOptimizer(OptimizerFacade, Generic[Stats_co]):
         Args: as for `ByNorm`. Returns: GradStats with the norm before clipping; None in the middle of a window.
         Raises ValueError, nothing changed, where one is out of range. Collectives: those of a step. Host reads: none.
         """
-        return clip_or_ask(self, "clip_grad_by_norm", ByNorm(max_norm, norm_type))  # type: ignore[return-value]
+        return self._clip_or_ask("clip_grad_by_norm", ByNorm(max_norm, norm_type))  # type: ignore[return-value]
 
     @public_call
     @torch.no_grad()
     def clip_grad_by_value(self, clip_value: float) -> Stats_co:
         """The same with `ByValue`: clamp every element to [-clip_value, clip_value], after measuring."""
-        return clip_or_ask(self, "clip_grad_by_value", ByValue(clip_value))  # type: ignore[return-value]
+        return self._clip_or_ask("clip_grad_by_value", ByValue(clip_value))  # type: ignore[return-value]
+
+    def _clip_or_ask(self, call: str, clip: Clip) -> GradStats | None:
+        """Clip now if the window is full; else let the `step` at its end do it, and return None."""
+        self._window.captured = check_captured(self, call)
+        in_use(clip)  # checks its arguments
+        if self._window.is_full:
+            return self._clip_now(clip).stats
+        self._window.asked = clip
+        return None
+
+    def _clip_now(self, clip: Clip | None) -> Verdict:
+        """Complete, measure, unscale and clip the gradients in place. Collectives: those of a step."""
+        window = self._window
+        before = window.explicit
+        window.explicit = (*before, clip)
+        try:
+            problem = self._completion(window, self._switch)
+            rule = self._clip if clip is self.clip else in_use(clip)
+            verdict = self._clipping(
+                rule, self._divisor(self._scale), now=True, earlier=window.verdict, captured=window.captured
+            )
+        except BaseException:
+            window.explicit = before
+            raise
+        window.clipped(verdict)
+        if problem is not None:
+            raise problem  # only now: `step` must do on this rank what it does on the others
+        return verdict
+
+    # Binding ---------------------------------------------------------------------------------------------------------
+
+    def _bind(self, thresholds: AgreedThresholds) -> None:
+        """What belongs to the plan as it is now."""
+        # Where backward leaves gradients.
+        self._model_params = [param for group in self._groups for _, param in group]
+        bind_whole(self.optimizer, self._plan, self._states, self.registry)
+        lay_out_states(self.optimizer)
+        if self._clip is not None:
+            self._clip.bind(self._plan.parameter_names)
+        self._completion = self._setup.completion(self._plan, self._states, self._agreement)
+        self._clipping = self._setup.clipping(self._plan, self._states, thresholds)
+        self._switch = self._setup.switch(self._completion, getattr(self, "_switch", None))
+        registry = self.registry
+        around = self._states.around_backward
+        if self._switch is not None:
+            around.append(self._switch.micro_batch)
+            self._switch.expect(self._window)
+        self._micro_batch = partial(self._window.micro_batch, params=self._model_params, around=around)
+        if registry.device.type == "cuda":  # or NCCL connects ranks in the first step, when memory is nearly full
+            registry.meet(*self._clipping.plan.groups(self._setup.measure.reduction))
+
+    @public_call
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group and plan anew; every rank must, at the same point. Nothing changes where it raises.
+
+        Raises, collectives: as the constructor.
+        """
+        before, given = len(self.param_groups), param_group["params"]
+        check_unused(given)
+        group = {**param_group, "params": [given] if isinstance(given, Tensor) else list(given)}
+        added = named_params_of([group])
+        match_names(group, [own for own in self.param_groups if own.get(WHOSE) == group.get(WHOSE)])
+
+        def add_for_a_moment() -> None:
+            # First as it is, so that nothing but the list of groups has to be undone.
+            with own_calls:
+                self.optimizer.add_param_group({**group, "params": group["params"][:]})
+            known = {id(param) for params in self._groups for _, param in params}
+            if twice := sum(id(param) in known for _, param in added):
+                raise ValueError(f"{twice} of the new group's parameters are in another group already; give each once")
+
+        try:
+            on_all_ranks(add_for_a_moment, self.registry)
+            plan, thresholds, agreement = self._setup.agreed_plan([*self._groups, added])
+        finally:
+            del self.param_groups[before:]
+        self._states.add_param_group(group)
+        self._plan, self._agreement = plan, agreement
+        self._groups.append(added)
+        self._bind(thresholds)
+
+    @torch.no_grad()
+    def reload_from_model(self) -> None:
+        """Start the next step from the model's weights as they are now: call it after you wrote them.
+
+        Sets master weights, pieces of sharded states and offloaded copies to the weights, and drops the remainders of split
+        masters. Needed with these after writes through ``.data``, which the optimizer cannot see and would undo, and after
+        any write where a step asks for it. Moments and step counts stay. Call it on every rank that wrote weights, between
+        two windows; replicas must have the same weights.
+
+            with torch.no_grad():
+                for param in critic.parameters():
+                    param.clamp_(-0.01, 0.01)
+            optimizer.reload_from_model()
+
+        Collectives: none. Host synchronization: with `Offloaded`, one per bucket.
+        """
+        for link in self._states.links:
+            link.reload()
+
+    # Modes of the wrapped optimizer ----------------------------------------------------------------------------------
+
+    @public_call
+    def train(self) -> None:
+        """Tell an optimizer that has modes (a schedule-free one), and bring the weights that it sets, which may be those of
+        masters and pieces, into the model. Nothing happens to others. Every rank must call it.
+
+        Collectives: those that bring weights into the model, see `Sharded`.
+        """
+        self._change_mode("train")
+
+    @public_call
+    def eval(self) -> None:
+        """As `train`, before an evaluation or a checkpoint of the weights that are evaluated."""
+        self._change_mode("eval")
+
+    def _change_mode(self, name: str) -> None:
+        change = getattr(self.optimizer, name, None)
+        if callable(change):
+            with own_calls:
+                change()
+            self._states.publish()
+
+    # Reports and state -----------------------------------------------------------------------------------------------
+
+    @property
+    def max_norm(self) -> float | Clip | None:
+        """The threshold of `ByNorm`, or another rule; may be set between steps, on all ranks together. One that does not
+        equal that before begins with nothing remembered. Raises: as the constructor; nothing is changed then. Collectives:
+        an object all-gather, the first time that a rule speaks of parameters.
+        """
+        clip = self.clip
+        plain = isinstance(clip, ByNorm) and clip.norm_type is None and not callable(clip.max_norm)
+        return clip.max_norm if plain else clip  # type: ignore[union-attr]
+
+    @max_norm.setter
+    def max_norm(self, value: Given) -> None:
+        setup = replace(self._setup, max_norm=value)
+        plan = setup.plan_for_clip(self._plan)
+        if plan is not self._plan:
+            self._clipping.replan(self._states.derive(plan))
+        self._setup, self._plan, new = setup, plan, in_use(value)
+        if new is None or new.rule != self.clip:
+            self._clip = new
+        if self._agreement is not None:
+            self._agreement.used_clip.set_rule(self.clip)
+        if self._clip is not None:
+            self._clip.bind(plan.parameter_names)
+
+    @property
+    def clip(self) -> Clip | None:
+        """The rule that ``max_norm`` stands for."""
+        return None if self._clip is None else self._clip.rule
+
+    @property
+    def clip_state(self) -> Mapping[str, Tensor]:
+        """What the rule remembers, by name: device tensors, the same bits on every rank; of parameters in the order of
+        ``plan.parameter_names``. None are there before the first step. Host reads: none."""
+        return {} if self._clip is None else dict(self._clip.tensors)
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The global norm that the last step measured, unscaled, before clipping; None before the first step."""
+        return None if self.last_stats is None else self.last_stats.total_norm
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped so far, whatever the reason. Host reads: one."""
+        return self._skips.total()
+
+    @property
+    def vetoed_steps(self) -> int:
+        """Those of them that ``commit=`` of any rank refused. Host reads: one."""
+        return self._skips.vetoed()
+
+    @public_call
+    def poll(self) -> None:
+        """Raise what `step` would have raised by now, for steps that a CUDA graph replays, of which nobody hears here.
+        Every rank calls it, at the same replay, every few dozen of them.
+
+        Raises: FloatingPointError, RuntimeError: On every rank, as `step`: too many steps in a row were skipped; gradients
+            came past `backward`; ranks disagreed. ReplicaMismatchError: copies have parted. Collectives: where it raises.
+            Host reads: one.
+        """
+        if reason := self._skips.poll(self.on_nonfinite):
+            raise self._ended(reason)
+
+    @property
+    def plan(self) -> ReductionPlan:
+        """What the norm sums over which ranks, agreed by all ranks; print it."""
+        return self._clipping.plan
+
+    def pieces(self) -> list[Piece]:
+        """Everything that the optimizer steps on this rank, with which part of which logical tensor it is; in the order of
+        the param groups."""
+        return self._states.pieces(self._plan.entries)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state of this rank's pieces, and under ``"meshstep"`` all else a new process needs:
+        mode, loss scale, master weights, what a clip rule remembers, counts of steps, coordinates. Host reads: a few."""
+        saved = self._saved()
+        given = (param for group in self._groups for _, param in group)
+        makes_states = bool(self.state) or self._setup.accumulation_steps is None
+        check_caller(saved.coordinates, self._states.stepped, given, makes_states=makes_states)
+        return saved.state_dict(self._skips.state_dict())
+
+    @public_call
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue, bit for bit, from what `state_dict` gave; every rank must call it, with the state of its own pieces.
+
+        In a mode without master weights and loss scale a plain dict of the wrapped optimizer loads too. A clip rule of
+        which it has nothing begins anew, with a warning.
+
+        Raises:
+            ValueError: On every rank, when on any rank it comes from another precision mode or does not fit; nothing is
+                changed then.
+        Collectives: two object all-gathers. Host reads: a few.
+        """
+        self._skips.load_state_dict(self._saved().load(state_dict))
+        self._clipping.start_over()
+        self._window.close()
+        if self._switch is not None:
+            self._switch.expect(self._window)
+
+    def _saved(self) -> Saved:
+        params = self._model_params
+        where = Coordinates.of(self.plan, self.registry)
+        return Saved(
+            self.optimizer, self._states, self.precision, self.loss_scale, params, self.registry, where, self._clip
+        )
+
+    def __repr__(self) -> str:
+        how = (
+            f"max_norm={self.max_norm}, norm_type={self._clipping.measure.norm_type}, precision={self.precision.name!r}"
+        )
+        return f"ParallelOptimizer({how}, {self.registry.topology!r}, {self.optimizer!r})"

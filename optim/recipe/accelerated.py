@@ -13,7 +13,6 @@ from torch import Tensor
 from ...parallel.interop.accelerate import innermost, taken_over
 from ...parallel.mesh.agreement import on_all_ranks
 from ..capture import check_captured
-from ..clip_now import clip_now
 from ..parallel_optimizer import ParallelOptimizer
 from ..step.data_parallel import find_misplaced_ddp
 
@@ -78,7 +77,7 @@ def _clip_norm(
     _look_at_call(accelerator, optimizer, parameters)
     if isinf(max_norm):
         optimizer._window.captured = check_captured(optimizer, "clip_grad_norm_")
-        stats = clip_now(optimizer, optimizer.clip).stats
+        stats = optimizer._clip_now(optimizer.clip).stats
     else:
         stats = optimizer.clip_grad_by_norm(float(max_norm), norm_type)
     norm: Tensor = stats.total_norm

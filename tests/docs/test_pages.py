@@ -173,9 +173,8 @@ def test_links_lead_somewhere(name: str) -> None:
 
 
 def test_a_dead_link_would_be_noticed() -> None:
-    page = (
-        "# Here\n[a](optim/README.md#accumulation) [b](optim/NONE.md) [c](README.md#none) [d](#here) ![e](docs/none.svg)\n"
-    )
+    links = ("optim/README.md#accumulation", "optim/NONE.md", "README.md#none", "#here")
+    page = "# Here\n" + " ".join(f"[a]({link})" for link in links) + " ![e](docs/none.svg)\n"
     assert dead("PAGE.md", page) == ["optim/NONE.md", "README.md#none", "docs/none.svg"]
 
 

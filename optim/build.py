@@ -17,23 +17,23 @@ from ..amp.stochastic_rounding import check_named
 from ..parallel.interop.fsdp_division import divide_once
 from ..parallel.mesh.agreement import check_all_say_the_same, described, on_all_ranks, on_all_ranks_with
 from ..parallel.mesh.registry import ProcessGroupRegistry, check_registry
-from .clip.clipper import AgreedThresholds, Ballot, Clipping, agreed_thresholds, check_thresholds
+from .clip.clipper import AgreedThresholds, GradientClipper, SkipVote, agreed_thresholds, check_thresholds
 from .clip.rule import Clip
-from .clip.rules import Given, check_packed, clip_of, planned_for
+from .clip.rules import ClipSpec, check_packed, clip_of, planned_for
 from .gradients.buckets import BUCKET_BYTES, gradient_buckets
 from .gradients.reduce_in_backward import BackwardReducer, Early
 from .kernels.choice import kernels_here
 from .norm.measure import Fingerprints, GradStats, Measure
 from .norm.plan import ReductionPlan, count_as_copies, entries_of
 from .norm.plan_agreement import Summary, agree
-from .states.chain import Binding, Chain, Placement, Position
+from .states.chain import Binding, Placement, Position, TransformChain
 from .states.elementwise import check_in_buckets, check_whole
-from .states.gradient_completion import Completion
+from .states.gradient_completion import GradientCompletion
 from .states.local_tensors import LocalTensors
 from .states.masters import check_main_grads, check_split, precision_link
 from .states.replica_checks import check_stepped_alike, checks_of, equal_shards_of, watch_of
-from .step.combined_optimizer import Several, asks_other_ranks, kind_of, parts_of
-from .step.data_parallel import Overlap, Reduce, Switch, modules_in, switch_of
+from .step.combined_optimizer import CombinedOptimizer, asks_other_ranks, kind_of, parts_of
+from .step.data_parallel import GradSyncController, OverlappedReduce, Reduce, modules_in, switch_of
 from .step.first_window_checks import UnusedParameters
 from .step.skips import OnNonfinite, checked_nonfinite
 from .step.step_agreement import StepAgreement
@@ -59,7 +59,7 @@ class Setup:
 
     optimizer: torch.optim.Optimizer
     registry: ProcessGroupRegistry
-    max_norm: Given
+    max_norm: ClipSpec
     precision: Mode | Precision
     accumulation_steps: int | None
     data_parallel: nn.Module | Sequence[nn.Module] | Reduce | None
@@ -235,21 +235,21 @@ class Setup:
             self.optimizer, precision, self.registry, reduce.average_data, switch, reduce.overlap, self.placements
         )
 
-    def chain(self, precision: Precision) -> Chain:
+    def chain(self, precision: Precision) -> TransformChain:
         """What stands in for the optimizer's parameters, installed. Collectives: those of the links."""
         binding = self.binding(precision)
         precision_at = sum(placement.position < Position.DTYPE for placement in self.placements)
         links = [placement.link(binding) for placement in self.placements]
         links.insert(precision_at, precision_link(binding))
-        return Chain(self.optimizer, [LocalTensors(self.registry.topology), *links], self.registry)
+        return TransformChain(self.optimizer, [LocalTensors(self.registry.topology), *links], self.registry)
 
-    def clipping(self, plan: ReductionPlan, chain: Chain, thresholds: AgreedThresholds) -> Clipping:
+    def clipping(self, plan: ReductionPlan, chain: TransformChain, thresholds: AgreedThresholds) -> GradientClipper:
         """What measures the gradients of what the chain steps, and applies rules to them."""
         regions = [piece.region for piece in chain.pieces(plan.entries)]
         device = self.device_of([[(None, param) for _, param, _ in chain.given]])
         masters, commit = precision_of(self.precision).masters, self.measure.commit
         watch = watch_of(plan, chain, self.measure, device, masters, bool(self.placements))
-        return Clipping(
+        return GradientClipper(
             chain.measured(),
             regions,
             chain.derive(plan),
@@ -258,11 +258,13 @@ class Setup:
             thresholds,
             self.optimizer,
             checks_of(plan, chain, self.measure, device),
-            Ballot(commit, watch, device) if commit is not None or watch is not None else None,
+            SkipVote(commit, watch, device) if commit is not None or watch is not None else None,
             equal_shards_of(plan, chain, self.measure, device),
         )
 
-    def completion(self, plan: ReductionPlan, chain: Chain, agreement: StepAgreement | None = None) -> Completion:
+    def completion(
+        self, plan: ReductionPlan, chain: TransformChain, agreement: StepAgreement | None = None
+    ) -> GradientCompletion:
         """What completes the gradients of what the chain steps, some of them while backward runs (`switch`).
 
         Collectives: with ``overlap``, an object all-gather.
@@ -285,9 +287,9 @@ class Setup:
         in_backward = early is not None or bool(chain.around_backward)
         unused = UnusedParameters([param for _, param, _ in chain.given], plan, self.registry, in_backward)
         fingerprints = isinstance(self.measure.check_replicas, Fingerprints)
-        return Completion(chain, derived, buckets, early, agreement, unused, fingerprints)
+        return GradientCompletion(chain, derived, buckets, early, agreement, unused, fingerprints)
 
-    def switch(self, completion: Completion, before: Switch | None) -> Switch | None:
+    def switch(self, completion: GradientCompletion, before: GradSyncController | None) -> GradSyncController | None:
         """Who reduces gradients in backward; None: nobody.
 
         Args:
@@ -300,8 +302,8 @@ class Setup:
         chain, entries = completion.chain, completion.plan.entries
         names = {id(param): entry.name for param, entry in zip(chain.model_params, entries, strict=True)}
         reducer = BackwardReducer(lambda param: names[id(param)], completion.early, (), in_flight=None)
-        if not isinstance(before, Overlap):
-            return Overlap(reducer)
+        if not isinstance(before, OverlappedReduce):
+            return OverlappedReduce(reducer)
         before.renew(reducer)
         return before
 
@@ -331,7 +333,7 @@ class AllOptions(StepOptions, total=False):
     """All but ``accumulation_steps``, by which the type of `step` is told."""
 
     data_parallel: nn.Module | Sequence[nn.Module] | Reduce | None
-    max_norm: Given
+    max_norm: ClipSpec
     precision: Mode | Precision
 
 
@@ -401,7 +403,7 @@ def as_one(
 
     def made() -> torch.optim.Optimizer:
         if isinstance(optimizer, (list, tuple)):
-            return Several(optimizer)
+            return CombinedOptimizer(optimizer)
         if isinstance(optimizer, torch.optim.Optimizer):
             return optimizer
         kind = type(optimizer).__name__

@@ -17,7 +17,7 @@ from ..amp.capture import is_captured
 from .norm.measure import Fingerprints
 from .states.chain import AnyWindow
 from .step.combined_optimizer import kind_of, parts_of
-from .step.data_parallel import DataParallelSwitch
+from .step.data_parallel import TorchGradSync
 from .step.update import steps_on_device
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def _reasons(optimizer: ParallelOptimizer[Any]) -> Iterator[str]:
             f"the gradients are on {device} and collectives on {registry.device}: join the ranks with the backend 'nccl', "
             "one GPU each"
         )
-    if isinstance(optimizer._switch, DataParallelSwitch):
+    if isinstance(optimizer._switch, TorchGradSync):
         module = type(optimizer._switch.modules[0]).__name__
         yield f"data_parallel={module} averages gradients in Python: leave it out, and the optimizer averages them"
     if hasattr(optimizer, "found_inf"):

@@ -21,18 +21,18 @@ from ..parallel.mesh.call_tracker import public_call, public_constructor, track_
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .build import AllOptions, Setup, Stats_co, as_one, check_loss, wrong_arguments
 from .capture import check_captured
-from .clip.clipper import AgreedThresholds, Clipping, Divisor, Verdict
+from .clip.clipper import AgreedThresholds, GradientClipper, GradScaleInfo, StepDecision
 from .clip.rule import ByNorm, Clip, ClipState
-from .clip.rules import ByValue, Given, in_use
+from .clip.rules import ByValue, ClipSpec, in_use
 from .gradients.in_place import nonfinite_names
 from .norm.measure import GradStats, Measure
 from .norm.plan import ReductionPlan, check_unused
-from .states.chain import Chain, Piece, Placement, match_names, named_params_of
-from .states.gradient_completion import Completion
-from .states.optimizer_state import Coordinates, Copied, Saved, check_caller
+from .states.chain import Piece, Placement, TransformChain, match_names, named_params_of
+from .states.gradient_completion import GradientCompletion
+from .states.optimizer_state import Coordinates, PicklableOptimizer, Saved, check_caller
 from .step.call_guard import guard_calls, own_calls
-from .step.combined_optimizer import WHOSE, unchanged
-from .step.data_parallel import Reduce, Switch
+from .step.combined_optimizer import OPTIMIZER_INDEX, unchanged
+from .step.data_parallel import GradSyncController, Reduce
 from .step.first_window_checks import check_window_is_used
 from .step.skips import DISAGREED, PARTED, OnNonfinite, SkipMonitor
 from .step.step_agreement import StepAgreement
@@ -53,7 +53,7 @@ def _leave_uncompiled(kind: Any) -> None:
         kind.step.untraced = True
 
 
-class ParallelOptimizer(Copied, torch.optim.Optimizer, Generic[Stats_co]):
+class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats_co]):
     """Steps a torch optimizer by the exact global gradient norm of a model that is split over a mesh.
 
         optimizer = ParallelOptimizer(torch.optim.AdamW(model.parameters(), fused=True), registry, max_norm=1.0)
@@ -109,11 +109,11 @@ class ParallelOptimizer(Copied, torch.optim.Optimizer, Generic[Stats_co]):
     _clip: ClipState | None  # the rule of ``max_norm`` and what it remembers
     # Remade by `_bind` when param groups are added:
     _plan: ReductionPlan
-    _states: Chain
-    _completion: Completion
-    _clipping: Clipping
+    _states: TransformChain
+    _completion: GradientCompletion
+    _clipping: GradientClipper
     _agreement: StepAgreement | None  # None on one rank
-    _switch: Switch | None  # what reduces gradients in backward
+    _switch: GradSyncController | None  # what reduces gradients in backward
     _micro_batch: Callable[..., AbstractContextManager[None]]
     _model_params: Sequence[Tensor]  # where backward leaves gradients
 
@@ -148,7 +148,7 @@ class ParallelOptimizer(Copied, torch.optim.Optimizer, Generic[Stats_co]):
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         registry: ProcessGroupRegistry,
         *,
-        max_norm: Given = None,
+        max_norm: ClipSpec = None,
         precision: Mode | Precision = "fp32",
         accumulation_steps: int | None = None,
         data_parallel: nn.Module | Sequence[nn.Module] | Reduce | None = None,
@@ -177,7 +177,7 @@ class ParallelOptimizer(Copied, torch.optim.Optimizer, Generic[Stats_co]):
         self._clip, self.precision = in_use(max_norm), precision_of(precision)
         self._device = self._setup.device_of(self._groups)
         self.loss_scale = self.precision.make_loss_scale(self._device)
-        self._window: Window[Clip, Verdict] = Window(accumulation_steps, scaled=self.loss_scale is not None)
+        self._window: Window[Clip, StepDecision] = Window(accumulation_steps, scaled=self.loss_scale is not None)
         self._scale = None if self.loss_scale is None else self.loss_scale.scale
         self._scaled_loss: weakref.ref[Tensor] | None = None  # the last result of scale_loss
         self._states = self._setup.chain(self.precision)
@@ -360,12 +360,12 @@ class ParallelOptimizer(Copied, torch.optim.Optimizer, Generic[Stats_co]):
                 self._states.explain(error)
                 raise
 
-    def _count(self, verdict: Verdict) -> str | None:
+    def _count(self, verdict: StepDecision) -> str | None:
         """Count the step. Return why training should end here, the same on every rank, or None."""
         facts = None if self._agreement is None else self._agreement.sent
         return self._skips.count(verdict, self.on_nonfinite, self._window.captured, facts)
 
-    def _finish_window(self, verdict: Verdict) -> None:
+    def _finish_window(self, verdict: StepDecision) -> None:
         """Keep the report and start an empty window."""
         self.last_stats = verdict.stats
         self._window.close(self._model_params)
@@ -406,7 +406,7 @@ class ParallelOptimizer(Copied, torch.optim.Optimizer, Generic[Stats_co]):
         scale: Tensor | None = getattr(self, "grad_scale", None)
         return scale
 
-    def _divisor(self, scale: Tensor | None) -> Divisor:
+    def _divisor(self, scale: Tensor | None) -> GradScaleInfo:
         """Return what the window's gradients are divided by, with this rank's part of the slot of facts."""
         window, agreement = self._window, self._agreement
         if agreement is None:
@@ -442,7 +442,7 @@ class ParallelOptimizer(Copied, torch.optim.Optimizer, Generic[Stats_co]):
         self._window.asked = clip
         return None
 
-    def _clip_now(self, clip: Clip | None) -> Verdict:
+    def _clip_now(self, clip: Clip | None) -> StepDecision:
         """Complete, measure, unscale and clip the gradients in place. Collectives: those of a step."""
         window = self._window
         before = window.explicit
@@ -493,7 +493,7 @@ class ParallelOptimizer(Copied, torch.optim.Optimizer, Generic[Stats_co]):
         check_unused(given)
         group = {**param_group, "params": [given] if isinstance(given, Tensor) else list(given)}
         added = named_params_of([group])
-        match_names(group, [own for own in self.param_groups if own.get(WHOSE) == group.get(WHOSE)])
+        match_names(group, [own for own in self.param_groups if own.get(OPTIMIZER_INDEX) == group.get(OPTIMIZER_INDEX)])
 
         def add_for_a_moment() -> None:
             # First as it is, so that nothing but the list of groups has to be undone.
@@ -568,7 +568,7 @@ class ParallelOptimizer(Copied, torch.optim.Optimizer, Generic[Stats_co]):
         return clip.max_norm if plain else clip  # type: ignore[union-attr]
 
     @max_norm.setter
-    def max_norm(self, value: Given) -> None:
+    def max_norm(self, value: ClipSpec) -> None:
         setup = replace(self._setup, max_norm=value)
         plan = setup.plan_for_clip(self._plan)
         if plan is not self._plan:

@@ -24,7 +24,7 @@ from ..capture import is_captured
 from .tensor import E4M3, Quantized, agreed, amax_of, quantize
 
 
-class Rounded(NamedTuple):
+class RoundedWeight(NamedTuple):
     """A weight, or its transpose.
 
     Args:
@@ -43,12 +43,12 @@ class KeptWeight:
         self._weight = weight
         self._seen = _look(weight)
 
-    def get(self, how: Hashable) -> Rounded | None:
+    def get(self, how: Hashable) -> RoundedWeight | None:
         """What `put` was given, if it still holds."""
         seen, rounded = KEPT[self._weight].get(how, (None, None))
         return rounded if seen == self._seen else None
 
-    def put(self, how: Hashable, rounded: Rounded) -> None:
+    def put(self, how: Hashable, rounded: RoundedWeight) -> None:
         """Keep it until the next step."""
         KEPT[self._weight][how] = self._seen, rounded
 
@@ -102,7 +102,7 @@ def round_both(
     amax_x, amax_weight = agreed(maxima, registry, axes)
     rounded = quantize(weight, E4M3, amax_weight) if known is None else known.quantized
     if kept_weight is not None and known is None:
-        kept_weight.put(how, Rounded(amax_weight, rounded))
+        kept_weight.put(how, RoundedWeight(amax_weight, rounded))
     return quantize(x, format, amax_x), rounded
 
 

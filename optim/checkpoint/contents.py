@@ -178,7 +178,7 @@ def _is_first_holder(entry: ParameterEntry, plan: ReductionPlan) -> bool:
 
 
 @dataclass(frozen=True)
-class LogicalTensor:
+class SavedTensor:
     """A tensor of which this rank has parts: ``{offsets: part}``, rectangles that don't overlap."""
 
     shape: Shape
@@ -187,7 +187,7 @@ class LogicalTensor:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldTensor:
     """What a rank has of a logical tensor, without its elements: rectangles of it."""
 
     shape: Shape
@@ -198,15 +198,15 @@ class Held:
         return f"a tensor of shape {self.shape}, {str(self.dtype)[6:]}"
 
 
-def held_of(tensor: LogicalTensor) -> Held:
+def held_of(tensor: SavedTensor) -> HeldTensor:
     """What this rank has of ``tensor``."""
     boxes = (Box(offsets, tuple(part.shape)) for offsets, part in tensor.parts.items())
-    return Held(tensor.shape, tensor.dtype, tuple(boxes))
+    return HeldTensor(tensor.shape, tensor.dtype, tuple(boxes))
 
 
-def part_of(region: Region, tensor: Tensor) -> LogicalTensor:
+def part_of(region: Region, tensor: Tensor) -> SavedTensor:
     """``tensor``, which has the region's elements in their order, as a part of the logical one."""
-    return LogicalTensor(region.full_shape, tensor.dtype, region.parts(tensor))
+    return SavedTensor(region.full_shape, tensor.dtype, region.parts(tensor))
 
 
 # What an optimizer keeps for a piece of a parameter, and whose it is where pieces are put together anew ---------------
@@ -521,7 +521,7 @@ def portable_in(weights: Mapping[str, Any]) -> dict[str, Any]:
 # Saving -----------------------------------------------------------------------------------------------------------------
 
 
-def collect(parameters: LogicalParameters, state: OptimizerState) -> tuple[dict[str, LogicalTensor], RankRecord]:
+def collect(parameters: LogicalParameters, state: OptimizerState) -> tuple[dict[str, SavedTensor], RankRecord]:
     """This rank's parts of all tensors (views, nothing is copied), and its record.
 
     Collectives: none. Host reads: the undeclared buffers.
@@ -555,7 +555,7 @@ def collect(parameters: LogicalParameters, state: OptimizerState) -> tuple[dict[
     return tensors, record
 
 
-def _state_tensors(stepped: Stepped, own: PieceState, state: Mapping[str, Any]) -> Iterator[tuple[str, LogicalTensor]]:
+def _state_tensors(stepped: Stepped, own: PieceState, state: Mapping[str, Any]) -> Iterator[tuple[str, SavedTensor]]:
     for key in own.tensors:
         yield f"state/{key}/{stepped.name}", part_of(stepped.region, state[key].detach())
     for key in own.odd:
@@ -564,7 +564,7 @@ def _state_tensors(stepped: Stepped, own: PieceState, state: Mapping[str, Any]) 
 
 def first_states_for_others(
     parameters: LogicalParameters, state: OptimizerState, pieces: PieceStates, optimizer: torch.optim.Optimizer
-) -> Iterator[tuple[str, LogicalTensor]]:
+) -> Iterator[tuple[str, SavedTensor]]:
     """State of the parameters' shapes that this rank's pieces lack and other pieces of the same parameters have: as torch
     begins it.
 
@@ -581,9 +581,9 @@ def first_states_for_others(
                 yield f"state/{key}/{stepped.name}", part_of(stepped.region, first.expand(stepped.piece.shape))
 
 
-def whole(tensor: Tensor) -> LogicalTensor:
+def whole(tensor: Tensor) -> SavedTensor:
     """A tensor that every rank which has it has whole."""
-    return LogicalTensor(tuple(tensor.shape), tensor.dtype, {(0,) * tensor.dim(): tensor.detach()})
+    return SavedTensor(tuple(tensor.shape), tensor.dtype, {(0,) * tensor.dim(): tensor.detach()})
 
 
 def digest(tensor: Tensor) -> str:

@@ -35,8 +35,8 @@ from ..whole.optimizer import WholeOptimizer
 from .contents import (
     LAYOUT,
     LogicalParameters,
-    LogicalTensor,
     OptimizerState,
+    SavedTensor,
     SharedRecord,
     Stepped,
     check_content,
@@ -94,7 +94,7 @@ class Restoration:
         stored: Mapping[str, Stored],
         shared: SharedRecord,
     ) -> None:
-        self.tensors: dict[str, LogicalTensor] = {}
+        self.tensors: dict[str, SavedTensor] = {}
         self._stored, self._shared = stored, shared
         self._check_names(parameters)
         self._model = [

@@ -43,10 +43,10 @@ from ..parallel_optimizer import ParallelOptimizer
 from ..step.combined_optimizer import kind_of
 from .contents import (
     LogicalParameters,
-    LogicalTensor,
     OptimizerState,
     PieceStates,
     RankRecord,
+    SavedTensor,
     SharedRecord,
     collect,
     first_states_for_others,
@@ -120,7 +120,7 @@ class Snapshot(NamedTuple):
     """What this rank has to write: its parts of the tensors, its record, its random state, and what is the same for all
     ranks."""
 
-    tensors: dict[str, LogicalTensor]
+    tensors: dict[str, SavedTensor]
     record: dict[str, Any]  # of all ranks
     random: dict[str, Any]
     common: dict[str, Any]
@@ -135,7 +135,7 @@ def snapshot_of(
     registry = optimizer.registry
     parameters = LogicalParameters(model, registry)
 
-    def collected() -> tuple[OptimizerState, dict[str, LogicalTensor], RankRecord, dict[str, Any]]:
+    def collected() -> tuple[OptimizerState, dict[str, SavedTensor], RankRecord, dict[str, Any]]:
         check_keep(keep)
         _check_window(optimizer)
         # First: a schedule that has not seen yet whether the last step was skipped may correct the rates now.
@@ -334,7 +334,7 @@ class AsyncSaver:
 def _on_the_host(snapshot: Snapshot) -> Snapshot:
     """A copy that shares nothing with the run."""
     tensors = {
-        key: LogicalTensor(
+        key: SavedTensor(
             tensor.shape,
             tensor.dtype,
             {offsets: part.detach().to("cpu", copy=True) for offsets, part in tensor.parts.items()},

@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from ...parallel.layout.regions import Box
-from .contents import Held
+from .contents import HeldTensor
 
 
-def shares(held: Sequence[Mapping[str, Held]]) -> list[dict[str, list[Box]]]:
+def shares(held: Sequence[Mapping[str, HeldTensor]]) -> list[dict[str, list[Box]]]:
     """What each rank writes, by key; `torch.distributed.checkpoint` decides it.
 
     Args:
@@ -24,7 +24,7 @@ def shares(held: Sequence[Mapping[str, Held]]) -> list[dict[str, list[Box]]]:
     Raises:
         ValueError: Ranks have different ideas of a tensor's shape or dtype, or its parts leave gaps or overlap.
     """
-    first: dict[str, tuple[int, Held]] = {}
+    first: dict[str, tuple[int, HeldTensor]] = {}
     for rank, tensors in enumerate(held):
         for key, tensor in tensors.items():
             _check_equal(key, first.setdefault(key, (rank, tensor)), (rank, tensor))
@@ -41,7 +41,7 @@ def shares(held: Sequence[Mapping[str, Held]]) -> list[dict[str, list[Box]]]:
     return found
 
 
-def _check_equal(key: str, first: tuple[int, Held], other: tuple[int, Held]) -> None:
+def _check_equal(key: str, first: tuple[int, HeldTensor], other: tuple[int, HeldTensor]) -> None:
     (known, one), (rank, another) = first, other
     if (one.shape, one.dtype) != (another.shape, another.dtype):
         raise ValueError(
@@ -50,7 +50,7 @@ def _check_equal(key: str, first: tuple[int, Held], other: tuple[int, Held]) -> 
         )
 
 
-def _items(tensors: Mapping[str, Held]) -> list[WriteItem]:
+def _items(tensors: Mapping[str, HeldTensor]) -> list[WriteItem]:
     return [
         WriteItem(
             MetadataIndex(key, box.offsets),

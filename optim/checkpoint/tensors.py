@@ -26,7 +26,7 @@ from ...parallel.layout.regions import Box, Shape
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import printable
-from .contents import Held, LogicalTensor, held_of
+from .contents import HeldTensor, SavedTensor, held_of
 from .directory import EARLIER, CheckedStream, FileRecord, SummingStream, files_on_all_ranks, write_summed
 
 # Index ----------------------------------------------------------------------------------------------------------------
@@ -36,7 +36,7 @@ from .directory import EARLIER, CheckedStream, FileRecord, SummingStream, files_
 INDEX_FILE = "index.json"
 
 
-class Place(NamedTuple):
+class FilePlace(NamedTuple):
     """A part of a tensor: its elements in row-major order, from byte ``start`` of a file on."""
 
     box: Box
@@ -50,7 +50,7 @@ class Stored:
 
     shape: Shape
     dtype: torch.dtype
-    places: list[Place] = field(compare=False, default_factory=list)
+    places: list[FilePlace] = field(compare=False, default_factory=list)
 
 
 def index_to_json(index: Mapping[str, Stored]) -> str:
@@ -107,7 +107,7 @@ def _stored(value: Sequence[Any], files: Mapping[str, FileRecord]) -> Stored:
         (begin,) = _sizes([start])
         if begin + prod(box.sizes) * dtype.itemsize > files[file].size:
             raise ValueError(f"{file} ends before what it says begins at {start}")
-        stored.places.append(Place(box, file, begin))
+        stored.places.append(FilePlace(box, file, begin))
     return stored
 
 
@@ -162,7 +162,7 @@ def is_tensor_file(name: str) -> bool:
 
 
 def write_tensors(
-    directory: Path, tensors: Mapping[str, LogicalTensor], registry: ProcessGroupRegistry
+    directory: Path, tensors: Mapping[str, SavedTensor], registry: ProcessGroupRegistry
 ) -> dict[str, FileRecord]:
     """Write this rank's share of ``tensors``, by key, into a file in ``directory``, and bring it to the disk; rank 0 writes
     the index too.
@@ -192,19 +192,21 @@ def write_tensors(
     return files_on_all_ranks(write, registry)
 
 
-def _index(held: Sequence[Mapping[str, Held]], share_of: Sequence[Mapping[str, Sequence[Box]]]) -> dict[str, Stored]:
+def _index(
+    held: Sequence[Mapping[str, HeldTensor]], share_of: Sequence[Mapping[str, Sequence[Box]]]
+) -> dict[str, Stored]:
     """Where `_write` puts what, on all ranks."""
     index = {key: Stored(tensor.shape, tensor.dtype) for tensors in held for key, tensor in tensors.items()}
     for rank, share in enumerate(share_of):
         start = 0
         for key, boxes in share.items():
             for box in boxes:
-                index[key].places.append(Place(box, tensor_file(rank), start))
+                index[key].places.append(FilePlace(box, tensor_file(rank), start))
                 start += prod(box.sizes) * index[key].dtype.itemsize
     return index
 
 
-def _write(tensors: Mapping[str, LogicalTensor], share: Mapping[str, Sequence[Box]], stream: SummingStream) -> None:
+def _write(tensors: Mapping[str, SavedTensor], share: Mapping[str, Sequence[Box]], stream: SummingStream) -> None:
     for key, boxes in share.items():
         for box in boxes:
             part = tensors[key].parts[box.offsets].detach().cpu().resolve_conj().resolve_neg().contiguous()
@@ -231,7 +233,7 @@ class Reader:
             content = CheckedStream(stream, file, self.files[INDEX_FILE]).read()
         return index_of_json(content, self.files, file)
 
-    def read(self, tensors: Mapping[str, LogicalTensor]) -> None:
+    def read(self, tensors: Mapping[str, SavedTensor]) -> None:
         """Fill the parts of ``tensors``, which are on the CPU and in the index, from what `write_tensors` wrote.
 
         Raises:
@@ -254,7 +256,7 @@ class Reader:
                 _read(streams[place.file], place, dtype, box, part)
 
 
-def _places(key: str, stored: Stored, box: Box) -> list[Place]:
+def _places(key: str, stored: Stored, box: Box) -> list[FilePlace]:
     """Where ``box`` of a stored tensor is."""
     found = [place for place in stored.places if box.overlaps(place.box)]
     if sum(prod(box.common(place.box).sizes) for place in found) != prod(box.sizes):
@@ -262,7 +264,7 @@ def _places(key: str, stored: Stored, box: Box) -> list[Place]:
     return found
 
 
-def _read(stream: CheckedStream, place: Place, dtype: torch.dtype, box: Box, part: Tensor) -> None:
+def _read(stream: CheckedStream, place: FilePlace, dtype: torch.dtype, box: Box, part: Tensor) -> None:
     """Fill what ``part``, which is ``box`` of a tensor, has in common with what is at ``place``."""
     common = box.common(place.box)
     target = part.detach()

@@ -27,7 +27,7 @@ from ..norm.global_norm import GlobalNorm
 from ..norm.groupings import Named, UnitDim, Units
 from ..norm.measure import Commit, GradStats, Level, Measure, Norms
 from ..norm.plan import ReductionPlan
-from ..norm.replicas import EqualShards, ReplicaCheck, ReplicaMismatchError, Watch
+from ..norm.replicas import EqualShards, FingerprintMonitor, ReplicaCheck, ReplicaMismatchError
 from .rule import NOTHING, ByNorm, Clip, ClipState, Decision, checked_threshold
 from .rules import ByGroup, ByValue
 
@@ -36,7 +36,7 @@ from .rules import ByGroup, ByValue
 # What ranks say of a step besides their gradients, in the collective that measures: whether it is to be made at all.
 
 
-class Ballot:
+class SkipVote:
     """One rank's say, and the outcome; the same on all ranks.
 
     Args:
@@ -48,7 +48,7 @@ class Ballot:
         problem: What `commit` raised on this rank, or was wrong with its answer, in the last round: a veto elsewhere.
     """
 
-    def __init__(self, commit: Commit | None, watch: Watch | None, device: torch.device) -> None:
+    def __init__(self, commit: Commit | None, watch: FingerprintMonitor | None, device: torch.device) -> None:
         self.commit, self.watch, self.device = commit, watch, device
         self.problem: Exception | None = None
 
@@ -127,7 +127,7 @@ def _slots(level: Level, plan: ReductionPlan, named: Named | None) -> Sequence[i
 # What a step does, and what its gradients are still to be divided by --------------------------------------------------
 
 
-class Verdict(NamedTuple):
+class StepDecision(NamedTuple):
     """What a step does: it skips where ``skipped`` is 1, else multiplies all gradients by ``factor`` (None: by 1, or it
     has been done).
 
@@ -143,7 +143,7 @@ class Verdict(NamedTuple):
     past: Tensor | None = None
     problem: Exception | None = None
 
-    def after(self, earlier: Verdict) -> Verdict:
+    def after(self, earlier: StepDecision) -> StepDecision:
         """Of a second clip in one window, which must not hide what the first one found."""
         found_inf = torch.maximum(self.stats.found_inf, earlier.stats.found_inf)
         said = {name: getattr(earlier.stats, name) for name in ("vetoed", "parted", "spiked")}
@@ -156,7 +156,7 @@ class Verdict(NamedTuple):
         return self._replace(stats=stats, skipped=stats.skipped, factor=None, problem=earlier.problem)
 
 
-class Divisor(NamedTuple):
+class GradScaleInfo(NamedTuple):
     """What gradients are to be divided by, which only the sum over all ranks tells.
 
     Args:
@@ -265,7 +265,7 @@ def agreed_thresholds(by_rank: Sequence[Sequence[Any]]) -> AgreedThresholds:
 
 
 @dataclass(frozen=True)
-class Needs:
+class MeasurementSpec:
     """What one measurement needs besides the total and the groups; the key under which its `GlobalNorm` is kept."""
 
     norm_type: float
@@ -278,14 +278,14 @@ class Needs:
         return hash((self.norm_type, self.level, self.weights, repr(self.unit_dim), self.patterns))
 
     @classmethod
-    def of(cls, clip: Clip | None, norm_type: float) -> Needs:
+    def of(cls, clip: Clip | None, norm_type: float) -> MeasurementSpec:
         """What a rule needs, with the p of the norms."""
         if clip is None:
             return cls(norm_type)
         return cls(norm_type, clip.level, clip.weights, clip.unit_dim, clip.patterns)
 
 
-class Clipping:
+class GradientClipper:
     """Measures gradients, in one collective, and applies a rule to them.
 
     Args:
@@ -314,14 +314,14 @@ class Clipping:
         thresholds: AgreedThresholds,
         optimizer: torch.optim.Optimizer,
         checks: Sequence[ReplicaCheck] = (),
-        ballot: Ballot | None = None,
+        ballot: SkipVote | None = None,
         shards: EqualShards | None = None,
     ) -> None:
         self.params, self.plan, self.registry, self.measure = list(params), plan, registry, measure
         self.thresholds, self.optimizer = thresholds, optimizer
         self._regions, self.checks, self.ballot = list(regions), list(checks), ballot
         self._shards = shards if self.checks else None
-        self._measurers: dict[Needs, GlobalNorm] = {}
+        self._measurers: dict[MeasurementSpec, GlobalNorm] = {}
         self._named: dict[tuple[str, ...], Named] = {}
         self._constants = Constants()
         self._one: Tensor | None = None
@@ -340,12 +340,12 @@ class Clipping:
     def __call__(
         self,
         clip: ClipState | None,
-        divisor: Divisor,
+        divisor: GradScaleInfo,
         *,
         now: bool = False,
-        earlier: Verdict | None = None,
+        earlier: StepDecision | None = None,
         captured: bool,
-    ) -> Verdict:
+    ) -> StepDecision:
         """What is done with the gradients; it has been done where it is not one factor for all.
 
         Args:
@@ -364,7 +364,7 @@ class Clipping:
         norm_type = self.measure.norm_type if given is None or given.norm_type is None else given.norm_type
         ballot = self.ballot if earlier is None else None
         rule = self._with_thresholds(given, norm_type, divisor.slots, ballot)
-        needs = Needs.of(rule, norm_type)
+        needs = MeasurementSpec.of(rule, norm_type)
         norms, inverse, cast = self._unscaled(needs, divisor, ballot)
         finite, past = norms.total < inf, None  # not where it is NaN
         if divisor.is_missing is not None:
@@ -381,7 +381,7 @@ class Clipping:
         factors, one = decision.factors, self._one
         if one is None or one.device != norms.total.device:  # in the first step: a graph must not make it
             one = self._one = self._constants("one", lambda: [1.0], norms.total.dtype, norms.total.device)[0]
-        factor, level = inverse, Needs.level
+        factor, level = inverse, MeasurementSpec.level
         if rule is None or factors is None:
             coef = torch.ones_like(norms.total)
         else:
@@ -413,11 +413,11 @@ class Clipping:
             skipped = stats.found_inf if disagreed is None else torch.maximum(stats.found_inf, disagreed)
         else:
             skipped = stats.skipped
-        verdict = Verdict(stats, skipped, factor, past, None if ballot is None else ballot.problem)
+        verdict = StepDecision(stats, skipped, factor, past, None if ballot is None else ballot.problem)
         return verdict if earlier is None else verdict.after(earlier)
 
     def _with_thresholds(
-        self, clip: Clip | None, norm_type: float, slots: Tensor, ballot: Ballot | None
+        self, clip: Clip | None, norm_type: float, slots: Tensor, ballot: SkipVote | None
     ) -> Clip | None:
         """The rule, with the thresholds of single param groups in it."""
         groups = self.optimizer.param_groups
@@ -428,13 +428,13 @@ class Clipping:
         try:
             return self.thresholds.rule(clip, groups, norm_type)
         except ValueError:
-            self._measured(Needs(norm_type), slots, ballot)  # as the other ranks do, which must not wait
+            self._measured(MeasurementSpec(norm_type), slots, ballot)  # as the other ranks do, which must not wait
             raise
 
     # Measuring -------------------------------------------------------------------------------------------------------
 
     def _unscaled(
-        self, needs: Needs, divisor: Divisor, ballot: Ballot | None
+        self, needs: MeasurementSpec, divisor: GradScaleInfo, ballot: SkipVote | None
     ) -> tuple[Norms, Tensor | None, Sequence[Tensor]]:
         """The norms of the gradients as they will be stepped with; ``inverse``; and what ranks said, summed."""
         norms, cast = self._measured(needs, divisor.slots, ballot)
@@ -453,7 +453,9 @@ class Clipping:
                 norms = norms._replace(**{level: values * inverse})
         return norms, inverse, cast
 
-    def _measured(self, needs: Needs, extra: Tensor, ballot: Ballot | None) -> tuple[Norms, Sequence[Tensor]]:
+    def _measured(
+        self, needs: MeasurementSpec, extra: Tensor, ballot: SkipVote | None
+    ) -> tuple[Norms, Sequence[Tensor]]:
         """The norms of the gradients as they are, and the sums of what the ``ballot`` says; ``Norms.extra`` is the sum of
         all ranks' ``extra``."""
         if needs not in self._measurers:
@@ -491,7 +493,7 @@ class Clipping:
                 self._shards = None
             self.checks = [] if first else self.checks
 
-    def _measurer(self, needs: Needs) -> GlobalNorm:
+    def _measurer(self, needs: MeasurementSpec) -> GlobalNorm:
         return GlobalNorm(
             self.plan,
             self.registry,
@@ -502,7 +504,7 @@ class Clipping:
             None if not needs.weights else "parameters" if needs.level == "named" else needs.level,
         )
 
-    def _with_named(self, needs: Needs, norms: Norms) -> Norms:
+    def _with_named(self, needs: MeasurementSpec, norms: Norms) -> Norms:
         """The norms, of named groups too."""
         if needs.patterns not in self._named:
             self._named[needs.patterns] = Named.of(self.plan.parameter_names, needs.patterns)
@@ -510,7 +512,7 @@ class Clipping:
         weights = named.norms(norms.weights, p, self._constants) if needs.weights else norms.weights
         return norms._replace(named=named.norms(norms.parameters, p, self._constants), weights=weights)
 
-    def _multiply_(self, needs: Needs, level: Level, factors: Tensor) -> None:
+    def _multiply_(self, needs: MeasurementSpec, level: Level, factors: Tensor) -> None:
         """Multiply the gradients by factors at that level, in place; sums that have been made stay so."""
         # All at once: gradients that are views of one buffer are written to together, as far as torch can tell.
         complete = [param for param in self.params if is_complete(param)]

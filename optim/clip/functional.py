@@ -26,9 +26,9 @@ from ..norm.global_norm import GlobalNorm
 from ..norm.measure import GradStats, Measure, Norms, Reduction, checked_norm_type, checked_reduction
 from ..norm.plan import ReductionPlan, check_dense_real, check_unused, entries_of
 from ..norm.plan_agreement import agreed
-from .clipper import AgreedThresholds, Clipping, Divisor
+from .clipper import AgreedThresholds, GradientClipper, GradScaleInfo
 from .rule import ClipState, checked_threshold
-from .rules import Given, check_packed, clip_of, planned_for
+from .rules import ClipSpec, check_packed, clip_of, planned_for
 
 # A list of parameters that was given to a function, and what is to be true of their gradients -------------------------
 
@@ -48,7 +48,7 @@ def given_in(params: Params) -> list[NamedParam]:
 
 
 @dataclass
-class Listed:
+class OneShotParams:
     """Parameters, each once: their names, themselves or the local ones of DTensors, their gradients and annotations."""
 
     names: list[str | None]
@@ -57,7 +57,7 @@ class Listed:
     annotations: list[Annotation | None]
 
     @classmethod
-    def of(cls, given: Sequence[NamedParam], registry: ProcessGroupRegistry) -> Listed:
+    def of(cls, given: Sequence[NamedParam], registry: ProcessGroupRegistry) -> OneShotParams:
         """Raises ValueError: the layout of a DTensor or of its gradient is none that can be worked with."""
         return cls([name for name, _ in given], *local_gradients([param for _, param in given], registry.topology))
 
@@ -94,7 +94,7 @@ class Listed:
         return ReductionPlan.of(entries_of([named], registry.topology), registry.topology, registry.global_rank)
 
 
-def check_gradients(listed: Listed, registry: ProcessGroupRegistry) -> None:
+def check_gradients(listed: OneShotParams, registry: ProcessGroupRegistry) -> None:
     """Raise TypeError for a gradient that is sparse or complex, and ValueError for one that is still a pending sum."""
     gradients = [gradient for gradient in listed.gradients if gradient is not None]
     dense = {gradient.layout for gradient in gradients} <= {torch.strided}
@@ -113,7 +113,7 @@ def check_gradients(listed: Listed, registry: ProcessGroupRegistry) -> None:
                 )
 
 
-def _name(listed: Listed, index: int) -> str:
+def _name(listed: OneShotParams, index: int) -> str:
     annotation = listed.annotations[index]
     return listed.names[index] or (annotation.name if annotation else None) or f"parameter {index}"
 
@@ -123,14 +123,19 @@ def _name(listed: Listed, index: int) -> str:
 # A rule that speaks of single parameters, on a list of them that is no optimizer's: ranks agree once what is in it.
 
 
-class OnList:
+class StatefulClipper:
     """Measures the gradients of one list, in one collective, and applies a rule to them.
 
     Raises, collectives: where it is made, as `agreed`, on every rank.
     """
 
     def __init__(
-        self, listed: Listed, registry: ProcessGroupRegistry, clip: ClipState, norm_type: float, reduction: Reduction
+        self,
+        listed: OneShotParams,
+        registry: ProcessGroupRegistry,
+        clip: ClipState,
+        norm_type: float,
+        reduction: Reduction,
     ) -> None:
         def checked_plan() -> ReductionPlan:
             check_gradients(listed, registry)
@@ -142,11 +147,11 @@ class OnList:
         self._annotations = listed.annotations  # their ids are in the key
         no_groups: Any = SimpleNamespace(param_groups=[])
         measure = Measure(norm_type, reduction, check_replicas=False)
-        self.clipping = Clipping(
+        self.clipping = GradientClipper(
             listed.params, _regions(plan), plan, registry, measure, AgreedThresholds((), True), no_groups
         )
 
-    def __call__(self, clip: ClipState, params: list[Tensor], listed: Listed) -> GradStats:
+    def __call__(self, clip: ClipState, params: list[Tensor], listed: OneShotParams) -> GradStats:
         """Clip in place, and what was measured. Collectives: one. Host reads: none.
 
         Args:
@@ -173,11 +178,11 @@ class OnList:
     def _clip(self, clip: ClipState, params: list[Tensor], wrong: bool) -> GradStats:
         slots = torch.full((1,), float(wrong), dtype=torch.float64, device=self.registry.device)
         self.clipping.params = params
-        divisor = Divisor(slots, is_missing=lambda totals: totals[0] > 0)
+        divisor = GradScaleInfo(slots, is_missing=lambda totals: totals[0] > 0)
         return self.clipping(clip, divisor, now=True, captured=is_captured()).stats
 
 
-def _key(listed: Listed) -> tuple[object, ...]:
+def _key(listed: OneShotParams) -> tuple[object, ...]:
     return *map(id, listed.annotations), *listed.sizes
 
 
@@ -222,13 +227,13 @@ def global_norm(
     """
     check_registry(registry)
     with in_call(registry, "global_norm"):
-        return _stats(_measure(Listed.of(given_in(params), registry), registry, norm_type, reduction), None)
+        return _stats(_measure(OneShotParams.of(given_in(params), registry), registry, norm_type, reduction), None)
 
 
 @torch.no_grad()
 def clip_grad_norm_(
     params: Params,
-    max_norm: Given | ClipState,
+    max_norm: ClipSpec | ClipState,
     registry: ProcessGroupRegistry,
     norm_type: float = 2.0,
     *,
@@ -259,13 +264,13 @@ def clip_grad_norm_(
     check_registry(registry)
     with in_call(registry, "clip_grad_norm_"):
         given = given_in(params)
-        listed = Listed.of(given, registry)
+        listed = OneShotParams.of(given, registry)
         if _is_of_total(clip):
             stats = _stats(_measure(listed, registry, norm_type, reduction), clip)
         else:
             lists = _STATES.setdefault(registry, _State()).lists
             if clip not in lists:
-                lists[clip] = OnList(listed, registry, clip, norm_type, reduction)
+                lists[clip] = StatefulClipper(listed, registry, clip, norm_type, reduction)
             stats = lists[clip](clip, [param for _, param in given], listed)
         if error_if_nonfinite and stats.found_inf:
             raise RuntimeError(
@@ -277,7 +282,7 @@ def clip_grad_norm_(
     return stats
 
 
-def _in_use(max_norm: Given | ClipState, reduction: Reduction) -> ClipState:
+def _in_use(max_norm: ClipSpec | ClipState, reduction: Reduction) -> ClipState:
     """Raises ValueError, TypeError: what was given is out of range, or is to be a `ClipState`."""
     rule = clip_of(max_norm.rule if isinstance(max_norm, ClipState) else max_norm)
     if rule is None:
@@ -317,12 +322,12 @@ def clip_grad_value_(params: Params, clip_value: float, registry: ProcessGroupRe
     """
     checked_threshold(clip_value, "clip_value")
     check_registry(registry)
-    listed = Listed.of(given_in(params), registry)
+    listed = OneShotParams.of(given_in(params), registry)
     check_gradients(listed, registry)
     listed.change(lambda gradients: clamp_each(gradients, clip_value))
 
 
-def _measure(listed: Listed, registry: ProcessGroupRegistry, norm_type: float, reduction: Reduction) -> Norms:
+def _measure(listed: OneShotParams, registry: ProcessGroupRegistry, norm_type: float, reduction: Reduction) -> Norms:
     state = _STATES.setdefault(registry, _State())
     key = (checked_norm_type(norm_type), checked_reduction(reduction), *map(id, listed.annotations), *listed.sizes)
 
@@ -376,7 +381,7 @@ class _State:
 
     def __init__(self) -> None:
         self.norms: dict[tuple[object, ...], _Known] = {}
-        self.lists: WeakKeyDictionary[ClipState, OnList] = WeakKeyDictionary()
+        self.lists: WeakKeyDictionary[ClipState, StatefulClipper] = WeakKeyDictionary()
         self.checked = False
 
     def remember(self, key: tuple[object, ...], known: _Known) -> None:

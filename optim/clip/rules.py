@@ -255,11 +255,11 @@ def _rule_of(value: OfGroup) -> Clip | None:
 
 # What may be given as ``max_norm=``, and what it asks of the plan -----------------------------------------------------
 
-Given = Threshold | Clip | Mapping[str, OfGroup] | None
+ClipSpec = Threshold | Clip | Mapping[str, OfGroup] | None
 """A threshold of the global norm; another rule; thresholds or rules by pattern (`ByName`); None: measure only."""
 
 
-def clip_of(max_norm: Given) -> Clip | None:
+def clip_of(max_norm: ClipSpec) -> Clip | None:
     """The rule that ``max_norm=`` stands for, checked.
 
     Raises:
@@ -279,7 +279,7 @@ def clip_of(max_norm: Given) -> Clip | None:
     return clip
 
 
-def in_use(max_norm: Given) -> ClipState | None:
+def in_use(max_norm: ClipSpec) -> ClipState | None:
     """The rule, with nothing remembered yet; raises as `clip_of`."""
     clip = clip_of(max_norm)
     return None if clip is None else ClipState(clip)
@@ -416,7 +416,7 @@ class SkipSpikes(Clip):
     """
 
     times: float = 4.0
-    then: Given = None
+    then: ClipSpec = None
     of: Literal["median", "mean"] = "median"
     window: int = 128
     warm_up: int = 16

@@ -190,7 +190,7 @@ class Reducible(Protocol):
         """Start to reduce the gradients that there are; the result finishes it."""
 
 
-class LocalGradients:
+class UnreducedGradients:
     """The gradients that this rank sums with nobody, but has to divide.
 
     Args:
@@ -477,7 +477,7 @@ def gradient_buckets(
             bucket = GradientBucket(of_bucket, layout, group, exchange or Exact(), dtype, kind.scale, adopt, pending)
             # Tied copies stand in other places of other stages, so only the kind says the same on all ranks.
             made.append((kind.ranks, kind.layout if kind.layout.tied else Bucket(), -layout.indices[-1], bucket))
-    divided = [LocalGradients(those, scale) for scale, those in alone.items()]
+    divided = [UnreducedGradients(those, scale) for scale, those in alone.items()]
     return [*(bucket for *_, bucket in sorted(made, key=lambda item: item[:3])), *divided]
 
 

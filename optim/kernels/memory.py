@@ -70,25 +70,25 @@ def resolve_(tensor: Tensor) -> None:
         tensor.data = torch.empty_like(tensor, requires_grad=False).copy_(tensor.detach())
 
 
-def lies_densely(tensor: Tensor) -> bool:
+def is_non_overlapping_and_dense(tensor: Tensor) -> bool:
     """Return whether its elements fill a stretch of memory, in whatever order."""
     return tensor.is_contiguous() or is_dense(tensor)
 
 
-def alike(tensor: Tensor, param: Tensor) -> bool:
+def same_memory_format(tensor: Tensor, param: Tensor) -> bool:
     """Return whether the memory of both holds their elements in one order; ``param`` is dense and not lazy."""
     same = (tensor.is_contiguous() and param.is_contiguous()) or tensor.stride() == param.stride()
     return tensor.shape == param.shape and same and not is_lazy(tensor)
 
 
-def laid_out(tensor: Tensor, param: Tensor) -> Tensor:
+def match_memory_format(tensor: Tensor, param: Tensor) -> Tensor:
     """Return ``tensor``, or a copy of it, with its elements in the parameter's order."""
-    return tensor if alike(tensor, param) else torch.empty_like(param, dtype=tensor.dtype).copy_(tensor)
+    return tensor if same_memory_format(tensor, param) else torch.empty_like(param, dtype=tensor.dtype).copy_(tensor)
 
 
-def lay_out_(tensor: Tensor, param: Tensor) -> None:
+def match_memory_format_(tensor: Tensor, param: Tensor) -> None:
     """Give a tensor of the shape of ``param``, which is dense, the strides of it. The tensor stays the same object."""
-    if type(tensor) in PLAIN and tensor.shape == param.shape and not alike(tensor, param):
+    if type(tensor) in PLAIN and tensor.shape == param.shape and not same_memory_format(tensor, param):
         tensor.data = torch.empty_like(param, dtype=tensor.dtype, device=tensor.device, requires_grad=False).copy_(
             tensor
         )

@@ -36,7 +36,7 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True)
-class Columns:
+class PointerColumns:
     """What one call updates, a row a tensor, as addresses: 0 where there is none.
 
     Args:
@@ -64,8 +64,8 @@ class Native:
     Attributes:
         powers: Of (number of tensors, their addresses, numels, dtype, the norm's type, the result's address, threads): in
             float64 the sum of |x|^p of each tensor, p 1 or 2, or the largest |x|.
-        update: Of (kind, number of rows, `Columns`: fixed, grads, halves, rests, numels, dtypes of gradients and halves,
-            numbers, factor, found_inf, threads): step rows, or nothing where ``found_inf`` is not 0. Numbers are float64:
+        update: Of (kind, number of rows, `PointerColumns`: fixed, grads, halves, rests, numels, dtypes of gradients and
+            halves, numbers, factor, found_inf, threads): step rows, or nothing where ``found_inf`` is not 0. Numbers are float64:
             of Adam lr, beta1, beta2, eps, weight decay, whether that is decoupled, amsgrad; of SGD lr, momentum,
             dampening, weight decay, nesterov; of Adagrad lr, lr decay, eps, weight decay. A negative factor maximizes.
         instructions: The instruction set in use: "plain", "avx2", "avx512".

@@ -24,13 +24,13 @@ from triton.runtime import JITFunction
 from . import triton_powers, triton_updates
 from .device_constants import Tables
 from .memory import PLAIN
-from .native import DTYPES, Columns, Kind, in_memory_order
+from .native import DTYPES, Kind, PointerColumns, in_memory_order
 
 MOST = 11  # p from which on powers leave the range of float64
 
 
 @dataclass(frozen=True)
-class Part:
+class KernelLaunch:
     """What a param group brings into an update: tensors whose gradients are of one dtype.
 
     Args:
@@ -42,7 +42,7 @@ class Part:
         half_dtype: Of the half-precision copies.
     """
 
-    columns: Columns
+    columns: PointerColumns
     hyper: Sequence[float]
     rate: Tensor | None
     maximize: bool
@@ -129,7 +129,7 @@ class Triton:
             triton_powers.sums_of_cells[(len(tensors),)](cells, cut.first, found, power, block, enable_fp_fusion=False)
         return found
 
-    def update(self, kind: Kind, parts: Sequence[Part], found_inf: Tensor, factor: Tensor | None) -> None:
+    def update(self, kind: Kind, parts: Sequence[KernelLaunch], found_inf: Tensor, factor: Tensor | None) -> None:
         """Step float32 tensors of all param groups, or change nothing where ``found_inf`` is not 0.
 
         Args:
@@ -137,7 +137,7 @@ class Triton:
             factor: 0-dim, on the device: the gradients are multiplied by it, in float32. None for 1.
         Host reads: none. Launches: two for each combination of dtypes and flags.
         """
-        alike: defaultdict[Variant, list[Part]] = defaultdict(list)
+        alike: defaultdict[Variant, list[KernelLaunch]] = defaultdict(list)
         for part in parts:
             if len(part.columns.numels):
                 alike[_variant(kind, part)].append(part)
@@ -146,7 +146,7 @@ class Triton:
                 self._launch(kind, variant, of_variant, found_inf, factor)
 
     def _launch(
-        self, kind: Kind, variant: Variant, parts: list[Part], found_inf: Tensor, factor: Tensor | None
+        self, kind: Kind, variant: Variant, parts: list[KernelLaunch], found_inf: Tensor, factor: Tensor | None
     ) -> None:
         device, together = found_inf.device, _together(kind, parts)
         rows = len(together.numels)
@@ -190,7 +190,7 @@ class Triton:
         )
 
 
-def _variant(kind: Kind, part: Part) -> Variant:
+def _variant(kind: Kind, part: KernelLaunch) -> Variant:
     half = 0 if part.columns.halves is None else DTYPES[part.half_dtype]
     decoupled, option = False, 0
     if kind == Kind.ADAM:
@@ -200,7 +200,7 @@ def _variant(kind: Kind, part: Part) -> Variant:
     return Variant(decoupled, option, DTYPES[part.grad_dtype], half)
 
 
-def _together(kind: Kind, parts: Sequence[Part]) -> Together:
+def _together(kind: Kind, parts: Sequence[KernelLaunch]) -> Together:
     counts = [len(part.columns.numels) for part in parts]
     found = Together(array("Q"), array("Q"), array("Q"), array("q"), array("q"), array("d"), array("q"))
     for column in range(5):
@@ -217,7 +217,7 @@ def _together(kind: Kind, parts: Sequence[Part]) -> Together:
     return found
 
 
-def _hyper(kind: Kind, part: Part) -> array[float]:
+def _hyper(kind: Kind, part: KernelLaunch) -> array[float]:
     """A row of `triton_updates.count_steps`' ``hyper``."""
     hyper = part.hyper
     logs = [log(beta) if beta else -inf for beta in hyper[1:3]] if kind == Kind.ADAM else [0.0, 0.0]

@@ -23,7 +23,7 @@ NONE = 0x2545F4914F6CDD1D  # the sum of no tensor
 _INTEGERS = {1: torch.int8, 2: torch.int16}
 
 
-class BitSums:
+class TensorHash:
     """Sums of tensors on any devices.
 
     Args:
@@ -124,10 +124,10 @@ def _table(device: torch.device, words: int) -> Tensor:
 
 def _odd_numbers(positions: Tensor) -> Tensor:
     """Of each position: odd, of 64 bits. Small steps between neighbours would let them cancel."""
-    return permuted(positions + 1) << 1 | 1
+    return splitmix64_finalizer(positions + 1) << 1 | 1
 
 
-def permuted(numbers: Tensor) -> Tensor:
+def splitmix64_finalizer(numbers: Tensor) -> Tensor:
     """int64 -> int64, one to one, in which equal steps become unequal ones: the end of splitmix64."""
     for bits, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         numbers = (numbers ^ _shifted(numbers, bits)) * factor
@@ -139,7 +139,7 @@ def _shifted(numbers: Tensor, bits: int) -> Tensor:
     return (numbers >> bits) & ((1 << 64 - bits) - 1)
 
 
-def as_words(sums: Tensor) -> Tensor:
+def to_float_words(sums: Tensor) -> Tensor:
     """[..., WORDS] float64, integers below 2^32: of sums, [...] int64; equal where those are."""
-    mixed = permuted(sums)
+    mixed = splitmix64_finalizer(sums)
     return torch.stack([mixed & 0xFFFFFFFF, _shifted(mixed, 32)], dim=-1).double()

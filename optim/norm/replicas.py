@@ -1,8 +1,8 @@
 """Find replicas that differ, in the collective that measures the norm anyway.
 
 Copies of one piece must have the same bits, in the parameter, in its gradient and in its optimizer state. Each rank
-makes numbers h of the bits of its copy (`BitSums`); along each replica axis the copy at coordinate 0 adds -(n - 1) h to a
-slot and the n - 1 others add h. Equal copies cancel exactly (integers below 2^53 are exact in float64), so a slot that is
+makes numbers h of the bits of its copy (`TensorHash`); along each replica axis the copy at coordinate 0 adds -(n - 1) h to
+a slot and the n - 1 others add h. Equal copies cancel exactly (integers below 2^53 are exact in float64), so a slot that is
 not 0 names a parameter and an axis along which it differs.
 """
 
@@ -19,7 +19,7 @@ from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..kernels.device_constants import Constants
-from .hashing import NONE, WORDS, BitSums, as_words, odd, permuted
+from .hashing import NONE, WORDS, TensorHash, odd, splitmix64_finalizer, to_float_words
 from .plan import ReductionPlan
 
 States = Callable[[], Sequence[Mapping[str, Tensor]]]
@@ -80,7 +80,7 @@ class ReplicaCheck:
         params: The tensors of its entries.
         device: Where the slots are.
         states: What asks for the optimizer's states of the entries, by name; None: they are not compared.
-        exact: All bits count; see `BitSums`.
+        exact: All bits count; see `TensorHash`.
         what: What ``params`` are.
     """
 
@@ -96,7 +96,7 @@ class ReplicaCheck:
     ) -> None:
         self.plan, self.params, self.device, self.states = plan, list(params), device, states
         self.kinds = (what, "gradient") if states is None else (what, "gradient", "state")
-        self.axes, self._constants, self.sums = plan.topology.axes, Constants(), BitSums(device, exact)
+        self.axes, self._constants, self.sums = plan.topology.axes, Constants(), TensorHash(device, exact)
         self.numel = len(plan.parameter_names) * len(self.axes) * len(self.kinds) * WORDS
 
     def slots(self, gradients: Sequence[Tensor | None] | None = None) -> Tensor:
@@ -137,7 +137,7 @@ class ReplicaCheck:
         if self.params:
             where = self._constants("slots", lambda: self.plan.parameter_slots, torch.int64, self.device)
             signs = self._constants("signs", self._signs, torch.float64, self.device).view(-1, len(self.axes), 1, 1)
-            values[where] = signs * as_words(numbers).unsqueeze(1)
+            values[where] = signs * to_float_words(numbers).unsqueeze(1)
         return values.view(-1)
 
     def _signs(self) -> list[float]:
@@ -176,8 +176,8 @@ class ReplicaCheck:
 # Watch copies over a long run: every so many steps fingerprints travel along; what parted is held back and named.
 #
 # What is found stays on the device, where it skips this step and all that follow, on every rank: weights and states
-# remain what they were when they were compared, until the host hears of it and `Watch.error` asks all ranks which copy
-# differs.
+# remain what they were when they were compared, until the host hears of it and `FingerprintMonitor.error` asks all ranks
+# which copy differs.
 
 SINCE = "copies have parted; the step in which they were compared was not made, nor any since"
 WATCH_ADVICE = (
@@ -193,7 +193,7 @@ Held = dict[tuple[str, str], dict[str, dict[Place, list[tuple[float, ...]]]]]
 """By a parameter's name and what of it is compared, and by each tensor that this is: what stands for its bits, by place."""
 
 
-class Watch:
+class FingerprintMonitor:
     """Compares the copies of one model, in the collective that measures.
 
     Args:
@@ -281,7 +281,7 @@ def _held(check: ReplicaCheck, wanted: set[tuple[int, str]], numbers: Tensor) ->
     """What this rank holds of (slot, kind) pairs that differ somewhere. Of states each one, as it is now: nobody has
     stepped since. Host reads: some."""
     held: Held = {}
-    words = as_words(numbers).tolist()
+    words = to_float_words(numbers).tolist()
     states = [] if check.states is None else check.states()
     for index, slot in enumerate(check.plan.parameter_slots):
         copied = check.copied_over(index)
@@ -292,7 +292,7 @@ def _held(check: ReplicaCheck, wanted: set[tuple[int, str]], numbers: Tensor) ->
             of_tensors = {kind: words[index][column]}
             if kind == "state":
                 named = sorted(states[index].items())
-                each = as_words(check.sums([value for _, value in named])).tolist() if named else []
+                each = to_float_words(check.sums([value for _, value in named])).tolist() if named else []
                 of_tensors |= {f"state {key}": found for (key, _), found in zip(named, each, strict=True)}
             in_all = held.setdefault((check.plan.parameter_names[slot], kind), {})
             for what, found in of_tensors.items():
@@ -330,7 +330,7 @@ def _minorities(
 #
 # A replica declared ``P("tensor")`` is counted once per rank of the axis in the norm. Its "shards" along the axis are
 # bitwise equal, in the weights and in the gradients. Those of a really sharded parameter are equal only if all ranks drew
-# them from the same seed, which is a mistake too. Each rank makes a number h of both (`BitSums`). Along each axis that
+# them from the same seed, which is a mistake too. Each rank makes a number h of both (`TensorHash`). Along each axis that
 # shards the parameter, coordinate 0 adds -(n - 1) h to a slot, the n - 1 other coordinates add h, and all add 1 to a
 # count. A slot of 0 whose count is not 0 names a parameter and an axis.
 #
@@ -362,19 +362,19 @@ class EqualShards:
         """Return this rank's part of the slots, 1-dim float64. Host synchronization: none on CUDA devices.
 
         Args:
-            numbers: [entries, 2] int64: `BitSums` of the weights and gradients.
+            numbers: [entries, 2] int64: `TensorHash` of the weights and gradients.
             weights, gradients: Of the entries.
         """
         topology, names = self.plan.topology, len(self.plan.parameter_names)
         values = torch.zeros(names, len(topology.axes), WORDS + 1, dtype=torch.float64, device=self.device)
-        mixed = permuted(numbers[:, 0]) + numbers[:, 1]
+        mixed = splitmix64_finalizer(numbers[:, 0]) + numbers[:, 1]
         own = torch.full((), self.plan.rank + 1, dtype=torch.int64, device=self.device)
         for index, axes in enumerate(self.axes):
             if not axes:
                 continue
             known = _tell_apart(weights[index], gradients[index])
             number = own if known is None else torch.where(known.to(self.device), mixed[index], own)
-            words = as_words(number)
+            words = to_float_words(number)
             for axis in axes:
                 sign = 1.0 - topology.size(axis) if self.plan.coordinate[axis] == 0 else 1.0
                 slot = values[self.plan.parameter_slots[index], topology.axes.index(axis)]

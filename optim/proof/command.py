@@ -75,7 +75,7 @@ def _with_rich(rows: list[tuple[str, ...]]) -> str:
 WRONG, UNTOLD = 1, 2  # exit codes: something is wrong; the arguments are, or the script, so that nothing is told
 
 
-class Audit(NamedTuple):
+class AuditRun(NamedTuple):
     """What is to be done on each rank.
 
     Args:
@@ -164,7 +164,7 @@ def _audited(options: argparse.Namespace) -> list[Proof | Inferred]:
             f"launch {topology.world_size}, or start without a launcher"
         )
     loaded(options.build)
-    audit = Audit(options.build, options.topology, options.infer, options.max_parameters, options.own_dtype)
+    audit = AuditRun(options.build, options.topology, options.infer, options.max_parameters, options.own_dtype)
     return run_ranks(on_rank, topology.world_size, audit, timeout=options.timeout)
 
 
@@ -222,7 +222,7 @@ def _not_imported(script: object, error: Exception) -> ValueError:
     return ValueError(f"{script} can't be imported: {type(error).__name__}: {error}")
 
 
-def on_rank(audit: Audit) -> Proof | Inferred:
+def on_rank(audit: AuditRun) -> Proof | Inferred:
     """Build, and prove. Raises TypeError: the function returned something else than it should."""
     with ProcessGroupRegistry(Topology.parse(audit.topology)) as registry:
         made = loaded(audit.build)(registry)

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .measured import Known, Measured
+from .measured import KnownParameter, Measured
 from .objective import Losses, Objective, unequal_along, whole_loss
 
 TOGETHER = 64  # parameters that are moved at once: an error of one is seen if it is this many times the tolerance
@@ -82,7 +82,7 @@ class Differences:
         change = whole_loss(up, self.topology) - whole_loss(down, self.topology)
         self.noise = max(self.noise, 10 * abs(change - 2 * _TINY * promised))
 
-    def along(self, directions: Sequence[tuple[Known, Tensor | None]], size: float) -> Iterator[Difference]:
+    def along(self, directions: Sequence[tuple[KnownParameter, Tensor | None]], size: float) -> Iterator[Difference]:
         """With one step after another, each two forwards, as long as somebody asks.
 
         Args:
@@ -103,7 +103,7 @@ class Differences:
         """By how much equal losses may differ."""
         return 10 * self.noise + 1e-3 * step * size
 
-    def _moved(self, directions: Sequence[tuple[Known, Tensor | None]], step: float) -> Losses:
+    def _moved(self, directions: Sequence[tuple[KnownParameter, Tensor | None]], step: float) -> Losses:
         before = self.measured.move(directions, step)
         try:
             return self.objective()
@@ -149,21 +149,23 @@ class Promise:
             have been made equally large, would cancel.
     """
 
-    known: Known
+    known: KnownParameter
     direction: Tensor | None
     value: float
     size: float
 
-    def scaled(self, size: float) -> tuple[tuple[Known, Tensor | None], float]:
+    def scaled(self, size: float) -> tuple[tuple[KnownParameter, Tensor | None], float]:
         """With a direction along which it is about ``size`` large."""
         factor = size / self.size if self.size else 1.0
         return (self.known, None if self.direction is None else self.direction * factor), self.value * factor
 
 
-def wrong_ones(differences: Differences, promises: Sequence[Promise]) -> tuple[list[Known], list[Known]]:
+def wrong_ones(
+    differences: Differences, promises: Sequence[Promise]
+) -> tuple[list[KnownParameter], list[KnownParameter]]:
     """Those whose promise is not kept, and those of which nothing can be told: what they do is lost in rounding."""
-    wrong: list[Known] = []
-    untold: list[Known] = []
+    wrong: list[KnownParameter] = []
+    untold: list[KnownParameter] = []
     for group in _groups(promises):
         for found, sort in _search(differences, group):
             (wrong if sort == "wrong" else untold).append(found)
@@ -181,13 +183,15 @@ def _groups(promises: Sequence[Promise]) -> Iterator[list[Promise]]:
             yield group[start : start + TOGETHER]
 
 
-def _search(differences: Differences, group: list[Promise]) -> Iterator[tuple[Known, Kept]]:
+def _search(differences: Differences, group: list[Promise]) -> Iterator[tuple[KnownParameter, Kept]]:
     sort = _kept(differences, group)
     if sort != "kept":
         yield from _within(differences, group, sort, crowded=False)
 
 
-def _within(differences: Differences, group: list[Promise], sort: Kept, crowded: bool) -> Iterator[tuple[Known, Kept]]:
+def _within(
+    differences: Differences, group: list[Promise], sort: Kept, crowded: bool
+) -> Iterator[tuple[KnownParameter, Kept]]:
     """Those of a group that are not kept.
 
     Args:

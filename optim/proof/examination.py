@@ -14,10 +14,10 @@ from ...parallel.layout.spec import P
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import some
 from .differences import Differences, Digits, Promise, wrong_ones
-from .explain import Explainer, Place, cause_of, first_wrong
+from .explain import Explainer, FaultPlace, cause_of, first_wrong
 from .findings import Cause, Finding, Proof, spec_of_way
 from .forward_order import ForwardOrder, Recorded, Site
-from .measured import Known, Measured, Way, declared_way
+from .measured import KnownParameter, Measured, Way, declared_way
 from .objective import M, Objective, in_float64, unequal_along
 
 # What a finding says: the mistake that is the likeliest, and what to write --------------------------------------------
@@ -73,7 +73,7 @@ class Examined:
 
     proof: Proof
     ways: dict[str, Way]
-    known: list[Known]
+    known: list[KnownParameter]
 
 
 def examined(
@@ -153,7 +153,7 @@ class _Examination:
             return self._other_forward(self._forward_order(), unequal[0], None)
         suspects, untold = self._suspects()
         findings: list[Finding] = []
-        place: Place | None = None
+        place: FaultPlace | None = None
         if suspects:
             order = self._forward_order()
             in_order = [known for known in order.sorted() if known.label in suspects]
@@ -176,7 +176,7 @@ class _Examination:
         """Asked for where something is wrong, on which ranks agree. Collectives: an object all-gather."""
         return ForwardOrder(self.recorded, self.known, self.registry)
 
-    def _suspects(self) -> tuple[dict[str, Cause | None], list[Known]]:
+    def _suspects(self) -> tuple[dict[str, Cause | None], list[KnownParameter]]:
         """By label, what is wrong, and the cause where that is known already; those of which nothing can be told."""
         suspects: dict[str, Cause | None] = {}
         promises = []
@@ -194,12 +194,12 @@ class _Examination:
 
     # What the gradients promise ---------------------------------------------------------------------------------------
 
-    def _promises(self) -> list[tuple[Known, Promise | None]]:
+    def _promises(self) -> list[tuple[KnownParameter, Promise | None]]:
         """Of each parameter; None where ranks promise different things that should promise the same."""
         directions = [
             (known, self.measured.direction(known, self.ways[known.label], self.seed)) for known in self.known
         ]
-        found: list[tuple[Known, Promise | None]] = []
+        found: list[tuple[KnownParameter, Promise | None]] = []
         for (known, direction), products in zip(directions, self.measured.products(directions), strict=True):
             value, spread = self.ways[known.label].derivative(products, self.topology)
             size = max(known.effect, *map(abs, products.values()))
@@ -207,7 +207,7 @@ class _Examination:
             found.append((known, Promise(known, direction, value, known.effect) if alike else None))
         return found
 
-    def _held_by_others(self, known: Known) -> bool:
+    def _held_by_others(self, known: KnownParameter) -> bool:
         """Whether other ranks hold it than its spec says."""
         spec = None if self.inferring else known.first.spec
         if spec is None or self.topology.pipe_axes:
@@ -215,14 +215,14 @@ class _Examination:
         places = map(self.topology.coordinate, range(self.topology.world_size))
         return {rank for rank, at in enumerate(places) if spec.holds(at, self.topology)} != set(known.seen)
 
-    def _copies_differ(self, known: Known, way: Way) -> bool:
+    def _copies_differ(self, known: KnownParameter, way: Way) -> bool:
         return any(not along.apart and not known.equal_along(axis, self.topology) for axis, along in way.by_axis)
 
-    def _contradicted(self, known: Known, way: Way) -> bool:
+    def _contradicted(self, known: KnownParameter, way: Way) -> bool:
         """Whether copies differ, or pieces are equal, though not constant."""
         return self._copies_differ(known, way) or self._pieces_alike(known, way)
 
-    def _pieces_alike(self, known: Known, way: Way) -> bool:
+    def _pieces_alike(self, known: KnownParameter, way: Way) -> bool:
         if any(seen.constant for seen in known.seen.values()):
             return False
         return any(
@@ -231,7 +231,7 @@ class _Examination:
 
     # What is wrong ----------------------------------------------------------------------------------------------------
 
-    def _findings(self, wrong: Sequence[Known], suspects: Mapping[str, Cause | None]) -> list[Finding]:
+    def _findings(self, wrong: Sequence[KnownParameter], suspects: Mapping[str, Cause | None]) -> list[Finding]:
         found: list[Finding] = []
         few = wrong if self.inferring else (*wrong[-EXPLAINED // 2 :], *wrong[: EXPLAINED // 2])
         explained = {known.label for known in few}
@@ -243,7 +243,7 @@ class _Examination:
             found += [] if finding is None else [finding]
         return found
 
-    def _explained(self, known: Known, cause: Cause | None) -> Finding | None:
+    def _explained(self, known: KnownParameter, cause: Cause | None) -> Finding | None:
         """None: it is right after all, or another layout than was guessed."""
         if not any(seen.gradient for seen in known.seen.values()):
             return self._finding(known, "no gradient comes", (), 1.0, None)
@@ -269,7 +269,9 @@ class _Examination:
             spec = None
         return self._finding(known, cause, axes, factor, spec)
 
-    def _finding(self, known: Known, cause: Cause, axes: tuple[str, ...], factor: float, spec: P | None) -> Finding:
+    def _finding(
+        self, known: KnownParameter, cause: Cause, axes: tuple[str, ...], factor: float, spec: P | None
+    ) -> Finding:
         return Finding(
             known.label,
             known.module,
@@ -283,7 +285,9 @@ class _Examination:
 
     # Where it is wrong ------------------------------------------------------------------------------------------------
 
-    def _place(self, order: ForwardOrder, wrong: Sequence[Known], findings: Sequence[Finding]) -> Place | None:
+    def _place(
+        self, order: ForwardOrder, wrong: Sequence[KnownParameter], findings: Sequence[Finding]
+    ) -> FaultPlace | None:
         """Of a backward that is wrong for what comes before it, the last such."""
         flowing = {"backward is wrong", "a sum is missing", "counted several times", "divided too often"}
         labels = {finding.name for finding in findings if finding.cause in flowing}
@@ -295,7 +299,7 @@ class _Examination:
         place = first_wrong(self.model, self.differences, sites, split)
         if place is None and split.get(last.module):  # what comes out of its module is right
             into, out = Site(last.module, "input"), Site(last.module, "output")
-            return Place(into, out, "a sum is missing", split[last.module], likely=True)
+            return FaultPlace(into, out, "a sum is missing", split[last.module], likely=True)
         return place
 
     def _split(self) -> dict[str, tuple[str, ...]]:
@@ -306,7 +310,7 @@ class _Examination:
             found[known.module] = found.get(known.module) or apart
         return found
 
-    def _placed(self, finding: Finding, place: Place) -> Finding:
+    def _placed(self, finding: Finding, place: FaultPlace) -> Finding:
         """With the cause that was found where backward goes wrong, if its own is none."""
         if finding.cause != "backward is wrong":
             return finding

@@ -16,7 +16,7 @@ from ...parallel.mesh.topology import Topology
 from .differences import Difference, Differences
 from .findings import Cause, candidates, split_beside
 from .forward_order import Site
-from .measured import COPY, TERM, Known, Measured, Seen, Way, larger_axes
+from .measured import COPY, TERM, KnownParameter, Measured, ParameterView, Way, larger_axes
 from .objective import Losses
 
 _SEEDS = (1, 2)
@@ -25,7 +25,7 @@ _SEEDS = (1, 2)
 class Probe:
     """A parameter moved along one direction: its products by rank; the derivative, in as many steps as are asked for."""
 
-    def __init__(self, differences: Differences, known: Known, way: Way, seed: int) -> None:
+    def __init__(self, differences: Differences, known: KnownParameter, way: Way, seed: int) -> None:
         direction = differences.measured.direction(known, way, seed)
         (self.products,) = differences.measured.products([(known, direction)])
         self._differences, self._known = differences, known
@@ -87,7 +87,7 @@ class Explainer:
     def __init__(self, differences: Differences) -> None:
         self.differences, self.topology = differences, differences.topology
 
-    def explain(self, known: Known, declared: Way | None) -> Explanation:
+    def explain(self, known: KnownParameter, declared: Way | None) -> Explanation:
         """Collectives: the model's, in 2 to 12 forwards for each set of axes along which its ranks may be moved apart."""
         split = split_beside(known, self.differences.measured.known, self.topology)
         probes: dict[tuple[str, ...], list[Probe]] = {}
@@ -108,7 +108,7 @@ class Explainer:
                 return Explanation(way, factor, even, split)
         return Explanation(None, 1.0, even, split)
 
-    def copied_along(self, known: Known) -> tuple[str, ...]:
+    def copied_along(self, known: KnownParameter) -> tuple[str, ...]:
         """The model axes along which values differ and yet the gradient is one: it is taken for a copy, and is none.
 
         Collectives: object all-gathers.
@@ -167,7 +167,9 @@ def axes_of_factor(factor: float, topology: Topology) -> tuple[str, ...]:
     return ()
 
 
-def cause_of(known: Known, declared: Way, found: Explanation, topology: Topology) -> tuple[Cause, tuple[str, ...]]:
+def cause_of(
+    known: KnownParameter, declared: Way, found: Explanation, topology: Topology
+) -> tuple[Cause, tuple[str, ...]]:
     """The kind of mistake, and the axes along which it is."""
     differ = tuple(
         axis for axis, along in declared.by_axis if not along.apart and not known.equal_along(axis, topology)
@@ -246,7 +248,7 @@ def _added(model: nn.Module, sites: Iterable[Site]) -> Iterator[dict[Site, _Adde
 
 
 @dataclass(frozen=True)
-class Place:
+class FaultPlace:
     """Between two sites the backward is wrong.
 
     Args:
@@ -287,7 +289,7 @@ def first_wrong(
     differences: Differences,
     events: Sequence[Site],
     split: Mapping[str, tuple[str, ...]],
-) -> Place | None:
+) -> FaultPlace | None:
     """From the last of ``events`` backwards, the first site whose gradient is wrong. The same on all ranks.
 
     Args:
@@ -299,11 +301,11 @@ def first_wrong(
     objective, registry = differences.objective, differences.measured.registry
     with _added(model, events) as added:
         base: Losses = objective.differentiate()
-        tensors, gradients, seen = dict[str, Tensor](), dict[str, Tensor | None](), dict[str, Seen]()
+        tensors, gradients, seen = dict[str, Tensor](), dict[str, Tensor | None](), dict[str, ParameterView]()
         for site, one in added.items():
             if one.zeros is not None and one.value is not None:
                 tensors[str(site)], gradients[str(site)] = one.zeros.detach(), one.zeros.grad
-                seen[str(site)] = Seen.of(one.value, one.zeros.grad, None, registry.topology)
+                seen[str(site)] = ParameterView.of(one.value, one.zeros.grad, None, registry.topology)
                 one.zeros = tensors[str(site)]
         measured = Measured(tensors, gradients, seen, registry)
         explainer = Explainer(Differences(objective, measured, base, differences.digits, differences.noise))
@@ -315,12 +317,12 @@ def first_wrong(
             found = explainer.explain(known, None)
             problem = _problem(known, found, explainer)
             if problem is not None:
-                return _likeliest(Place(site, right, *problem), split)
+                return _likeliest(FaultPlace(site, right, *problem), split)
             right = site
     return None
 
 
-def _likeliest(place: Place, split: Mapping[str, tuple[str, ...]]) -> Place:
+def _likeliest(place: FaultPlace, split: Mapping[str, tuple[str, ...]]) -> FaultPlace:
     """Of a module whose own parameters are right, but not what it gives to those before it, what explains that best: it
     lacks what other ranks have to add. What is added twice would be a factor."""
     inside = place.right is not None and place.right.module == place.wrong.module
@@ -329,7 +331,9 @@ def _likeliest(place: Place, split: Mapping[str, tuple[str, ...]]) -> Place:
     return place
 
 
-def _problem(known: Known, found: Explanation, explainer: Explainer) -> tuple[Cause, tuple[str, ...], bool] | None:
+def _problem(
+    known: KnownParameter, found: Explanation, explainer: Explainer
+) -> tuple[Cause, tuple[str, ...], bool] | None:
     """The cause, along which axes, and whether that is no more than likely. None: the gradient is right."""
     topology = explainer.topology
     if found.way is None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ...parallel.layout.spec import P
 from ...parallel.mesh.topology import Topology
-from .measured import AVERAGED, AVERAGED_PIECE, COPY, PIECE, TERM, Along, Known, Way, larger_axes
+from .measured import AVERAGED, AVERAGED_PIECE, COPY, PIECE, TERM, Along, KnownParameter, Way, larger_axes
 
 Cause = Literal[
     "split, not declared",
@@ -111,7 +111,7 @@ Shape = tuple[int, ...]
 Beside = Mapping[str, tuple[Shape, bool]]
 
 
-def spec_of_way(known: Known, way: Way, topology: Topology, beside: Beside) -> tuple[P, bool]:
+def spec_of_way(known: KnownParameter, way: Way, topology: Topology, beside: Beside) -> tuple[P, bool]:
     """The spec, and whether it is told which dims are cut; the norm and the step are right in either case.
 
     Args:
@@ -134,13 +134,13 @@ def spec_of_way(known: Known, way: Way, topology: Topology, beside: Beside) -> t
     return P(*entries, partial=tuple(partial), owned=owned, tied=tied), told
 
 
-def cutting_axes(known: Known, way: Way, topology: Topology) -> list[str]:
+def cutting_axes(known: KnownParameter, way: Way, topology: Topology) -> list[str]:
     """The axes that cut a dim: those along which ranks are moved apart, but for stages, and one of those of a diagonal."""
     diagonals = dict(_diagonals(known, way, topology))
     return [axis for axis in way.apart if axis not in topology.pipe_axes and axis not in diagonals]
 
 
-def _diagonals(known: Known, way: Way, topology: Topology) -> Iterator[tuple[str, str]]:
+def _diagonals(known: KnownParameter, way: Way, topology: Topology) -> Iterator[tuple[str, str]]:
     """(axis, the axis whose coordinate is the owner's) where holders lie on a diagonal."""
     done: set[str] = set()
     cutting = [axis for axis in way.apart if axis not in topology.pipe_axes]
@@ -153,7 +153,7 @@ def _diagonals(known: Known, way: Way, topology: Topology) -> Iterator[tuple[str
 
 
 def _entries(
-    known: Known, cutting: Sequence[str], topology: Topology, beside: Beside
+    known: KnownParameter, cutting: Sequence[str], topology: Topology, beside: Beside
 ) -> tuple[list[tuple[str, ...]], bool]:
     """Of each dim the axes that cut it, and whether that is told."""
     shape = known.first.shape
@@ -172,7 +172,7 @@ def _entries(
     return entries, told
 
 
-def cuts_that_fit(known: Known, cutting: Sequence[str], topology: Topology) -> Iterator[tuple[int, ...]]:
+def cuts_that_fit(known: KnownParameter, cutting: Sequence[str], topology: Topology) -> Iterator[tuple[int, ...]]:
     """For each of the axes the dim that it may cut, by the shape of the logical tensor: all dims where that is unknown."""
     for dims in product(range(len(known.first.shape)), repeat=len(cutting)):
         parts = [
@@ -190,7 +190,7 @@ def cuts_that_fit(known: Known, cutting: Sequence[str], topology: Topology) -> I
 # What a parameter may be along its axes, by who holds it and whether their values are equal, the likeliest first.
 
 
-def candidates(known: Known, topology: Topology, split: Sequence[str], first: Way | None) -> Iterator[Way]:
+def candidates(known: KnownParameter, topology: Topology, split: Sequence[str], first: Way | None) -> Iterator[Way]:
     """Every way that the values leave open.
 
     Args:
@@ -215,7 +215,7 @@ def _count(chosen: Sequence[int], odd: Sequence[bool]) -> int:
     return sum(1 for at, counts in zip(chosen, odd, strict=True) if at and counts)
 
 
-def _along(known: Known, axis: str, topology: Topology, split: bool) -> tuple[Along, ...]:
+def _along(known: KnownParameter, axis: str, topology: Topology, split: bool) -> tuple[Along, ...]:
     if len(known.coordinates(axis, topology)) == 1:
         return (AVERAGED_PIECE, TERM) if axis in topology.data_axes else (TERM,)  # one holder, whose product counts
     if not known.shared_along(axis, topology) or not known.equal_along(axis, topology):
@@ -227,7 +227,7 @@ def _along(known: Known, axis: str, topology: Topology, split: bool) -> tuple[Al
     return (*pieces, *alike) if split or known.full is not None else (*alike, *pieces)
 
 
-def split_beside(known: Known, everything: Sequence[Known], topology: Topology) -> tuple[str, ...]:
+def split_beside(known: KnownParameter, everything: Sequence[KnownParameter], topology: Topology) -> tuple[str, ...]:
     """The axes along which another parameter of its module has pieces: held by all, with values that differ."""
     beside = [
         other

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...parallel.interop.local_parameters import local_tensor
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from .measured import Known, bits_of
+from .measured import KnownParameter, bits_of
 
 
 class Site(NamedTuple):
@@ -70,13 +70,13 @@ def first_tensor(values: Any) -> Tensor | None:
 class ForwardOrder:
     """Of all ranks. Collectives: an object all-gather over the world."""
 
-    def __init__(self, mine: Recorded, known: Iterable[Known], registry: ProcessGroupRegistry) -> None:
+    def __init__(self, mine: Recorded, known: Iterable[KnownParameter], registry: ProcessGroupRegistry) -> None:
         self._hashes = gather_objects(mine.hashes, registry)
         self._topology = registry.topology
         self._known = list(known)
         self._at = {known.label: self._position(known) for known in self._known}
 
-    def _position(self, known: Known) -> int:
+    def _position(self, known: KnownParameter) -> int:
         """Of the input of its module; of the one that has it, where that is not called itself; -1: of none."""
         order = list(self._hashes[min(known.seen)])
         module = known.module
@@ -86,12 +86,12 @@ class ForwardOrder:
             module = module.rpartition(".")[0]
         return -1
 
-    def sorted(self) -> list[Known]:
+    def sorted(self) -> list[KnownParameter]:
         """Parameters by when their module is entered, stage by stage."""
         by_stage = bool(self._topology.pipe_axes)
         return sorted(self._known, key=lambda known: (min(known.seen) if by_stage else 0, self._at[known.label]))
 
-    def until_right(self, last: Known, wrong: Sequence[Known]) -> list[Site]:
+    def until_right(self, last: KnownParameter, wrong: Sequence[KnownParameter]) -> list[Site]:
         """The sites up to the end of the first module after that of ``last`` whose parameters are right."""
         rank, labels = min(last.seen), {known.label for known in wrong}
         order = list(self._hashes[rank])

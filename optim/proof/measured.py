@@ -18,7 +18,7 @@ from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
-from ..norm.hashing import BitSums
+from ..norm.hashing import TensorHash
 
 # How the gradients that ranks have after a backward make up the derivative of the loss, axis by axis ------------------
 
@@ -113,8 +113,8 @@ def declared_way(spec: P, averaged: Iterable[str], topology: Topology) -> Way:
 
 
 @cache
-def _bit_sums(device: torch.device) -> BitSums:
-    return BitSums(device)
+def _bit_sums(device: torch.device) -> TensorHash:
+    return TensorHash(device)
 
 
 def bits_of(tensor: Tensor) -> int:
@@ -124,7 +124,7 @@ def bits_of(tensor: Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class Seen:
+class ParameterView:
     """One parameter on one rank."""
 
     shape: tuple[int, ...]
@@ -138,7 +138,9 @@ class Seen:
     full_shape: tuple[int, ...] | None
 
     @classmethod
-    def of(cls, value: Tensor, gradient: Tensor | None, annotation: Annotation | None, topology: Topology) -> Seen:
+    def of(
+        cls, value: Tensor, gradient: Tensor | None, annotation: Annotation | None, topology: Topology
+    ) -> ParameterView:
         """Host reads: four."""
         value = value.detach()
         return cls(
@@ -155,7 +157,7 @@ class Seen:
 
 
 @dataclass
-class Known:
+class KnownParameter:
     """One parameter, as all ranks know it; the same on all of them.
 
     Args:
@@ -166,7 +168,7 @@ class Known:
 
     name: str
     stage: tuple[tuple[str, int], ...]
-    seen: dict[int, Seen]
+    seen: dict[int, ParameterView]
     full: tuple[int, ...] | None = None
 
     @property
@@ -180,7 +182,7 @@ class Known:
         return self.name.rpartition(".")[0]
 
     @property
-    def first(self) -> Seen:
+    def first(self) -> ParameterView:
         """On the first rank that holds it."""
         return self.seen[min(self.seen)]
 
@@ -228,7 +230,7 @@ class Measured:
         self,
         tensors: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor | None],
-        seen: Mapping[str, Seen],
+        seen: Mapping[str, ParameterView],
         registry: ProcessGroupRegistry,
     ) -> None:
         self.topology, self.rank, self.registry = registry.topology, registry.global_rank, registry
@@ -241,10 +243,10 @@ class Measured:
         topology = registry.topology
         named = {name: param for name, param in model.named_parameters() if param.requires_grad}
 
-        def see() -> tuple[Gradients, dict[str, Seen]]:
+        def see() -> tuple[Gradients, dict[str, ParameterView]]:
             local = local_gradients(list(named.values()), topology)
             seen = {
-                name: Seen.of(param, gradient, annotation, topology)
+                name: ParameterView.of(param, gradient, annotation, topology)
                 for name, param, gradient, annotation in zip(named, *local, strict=True)
             }
             return local, seen
@@ -253,7 +255,7 @@ class Measured:
         tensors = dict(zip(named, (param.detach() for param in local.params), strict=True))
         return cls(tensors, dict(zip(named, local.gradients, strict=True)), seen, registry)
 
-    def direction(self, known: Known, way: Way, seed: int) -> Tensor | None:
+    def direction(self, known: KnownParameter, way: Way, seed: int) -> Tensor | None:
         """Of this rank's part, elements of mean square ``known.scale``; equal on ranks that are not moved apart."""
         if self.rank not in known.seen:
             return None
@@ -264,7 +266,7 @@ class Measured:
         drawn = torch.randn(param.shape, generator=generator, dtype=torch.float64) * known.scale
         return drawn.to(param)
 
-    def products(self, directions: Sequence[tuple[Known, Tensor | None]]) -> list[dict[int, float]]:
+    def products(self, directions: Sequence[tuple[KnownParameter, Tensor | None]]) -> list[dict[int, float]]:
         """<gradient, direction> of each, by rank. Collectives: an object all-gather. Host reads: one a parameter."""
         mine: list[float | None] = []
         for known, direction in directions:
@@ -279,7 +281,7 @@ class Measured:
         ]
 
     @torch.no_grad()
-    def move(self, directions: Sequence[tuple[Known, Tensor | None]], step: float) -> dict[str, Tensor]:
+    def move(self, directions: Sequence[tuple[KnownParameter, Tensor | None]], step: float) -> dict[str, Tensor]:
         """Move parameters by ``step`` times their directions.
 
         Returns:
@@ -300,9 +302,9 @@ class Measured:
             self._tensors[name].copy_(value)
 
 
-def _known(by_rank: Sequence[Mapping[str, Seen]], topology: Topology) -> list[Known]:
+def _known(by_rank: Sequence[Mapping[str, ParameterView]], topology: Topology) -> list[KnownParameter]:
     """In the order of the first rank that has each; those of a name on stages that are not tied are several."""
-    found: dict[tuple[str, tuple[tuple[str, int], ...]], Known] = {}
+    found: dict[tuple[str, tuple[tuple[str, int], ...]], KnownParameter] = {}
     stages: dict[str, set[tuple[int, ...]]] = {}
     for rank, names in enumerate(by_rank):
         at = tuple(topology.coordinate_of(rank, axis) for axis in topology.pipe_axes)
@@ -313,5 +315,5 @@ def _known(by_rank: Sequence[Mapping[str, Seen]], topology: Topology) -> list[Kn
             tied = seen.spec is not None and {*dict(seen.spec.tied), *dict(seen.spec.owned)} & {*topology.pipe_axes}
             several = len(stages[name]) > 1 and not tied
             stage = tuple((axis, topology.coordinate_of(rank, axis)) for axis in topology.pipe_axes if several)
-            found.setdefault((name, stage), Known(name, stage, {})).seen[rank] = seen
+            found.setdefault((name, stage), KnownParameter(name, stage, {})).seen[rank] = seen
     return list(found.values())

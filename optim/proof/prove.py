@@ -14,7 +14,7 @@ from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from .examination import examined
 from .findings import Proof, Shape, candidates, spec_of_way, split_beside
-from .measured import Known, Measured, Way, declared_way
+from .measured import KnownParameter, Measured, Way, declared_way
 from .objective import M
 
 
@@ -152,7 +152,7 @@ def _shapes(shapes: nn.Module | Mapping[str, Sequence[int]] | None) -> dict[str,
     return {name: tuple(shape) for name, shape in (shapes or {}).items()}
 
 
-def _first(known: Known, everything: Sequence[Known], topology: Topology) -> Way:
+def _first(known: KnownParameter, everything: Sequence[KnownParameter], topology: Topology) -> Way:
     """The likeliest way; a DTensor's placements are taken as they are."""
     way = next(candidates(known, topology, split_beside(known, everything, topology), None), None)
     if way is None:

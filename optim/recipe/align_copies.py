@@ -25,10 +25,10 @@ from ...parallel.mesh.topology import Topology
 from ..gradients.buckets import BUCKET_BYTES, layout_kind
 from ..norm.plan import Bucket, ReductionPlan
 from ..parallel_optimizer import ParallelOptimizer
-from ..states.chain import Chain
+from ..states.chain import TransformChain
 
 
-class _Kind(NamedTuple):
+class _TravelKind(NamedTuple):
     """What travels together."""
 
     ranks: tuple[int, ...]
@@ -51,13 +51,13 @@ def align_copies(optimizer: ParallelOptimizer[Any]) -> None:
         _align(optimizer._states, optimizer.plan, optimizer.registry)
 
 
-def _align(chain: Chain, plan: ReductionPlan, registry: ProcessGroupRegistry) -> None:
-    found: dict[_Kind, list[Tensor]] = {}
-    said: dict[_Kind, list[str]] = {}
+def _align(chain: TransformChain, plan: ReductionPlan, registry: ProcessGroupRegistry) -> None:
+    found: dict[_TravelKind, list[Tensor]] = {}
+    said: dict[_TravelKind, list[str]] = {}
     for entry, stepped, state in zip(plan.entries, chain.stepped, chain.states(), strict=True):
         ranks = holders_of(entry.spec, plan.topology, plan.rank)
         if len(ranks) > 1 and entry.trained:
-            kind = _Kind(ranks, layout_kind(entry.spec, plan.topology))
+            kind = _TravelKind(ranks, layout_kind(entry.spec, plan.topology))
             keys = [key for key in sorted(state) if key not in SCALAR_STATE]
             tensors = [stepped, *(state[key] for key in keys)]
             found.setdefault(kind, []).extend(tensors)
@@ -76,7 +76,7 @@ def holders_of(spec: P, topology: Topology, rank: int) -> tuple[int, ...]:
     return tuple(peer for peer in peers if all(topology.coordinate_of(peer, axis) in tied[axis] for axis in tied))
 
 
-def _agree(said: dict[_Kind, list[str]], registry: ProcessGroupRegistry) -> None:
+def _agree(said: dict[_TravelKind, list[str]], registry: ProcessGroupRegistry) -> None:
     """Raise ValueError, on every rank, where ranks would broadcast different things; names may differ, of tied copies."""
     reports = gather_objects(said, registry)
     for rank, report in enumerate(reports):

@@ -54,12 +54,12 @@ from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry, check_registry
 from ...parallel.mesh.topology import Topology
 from ..build import ELSEWHERE, Stats_co, StepOptions, as_one, renamed, what_instead
-from ..clip.rules import Given, clip_of
+from ..clip.rules import ClipSpec, clip_of
 from ..norm.measure import GradStats
 from ..norm.plan import entries_of
 from ..parallel_optimizer import ParallelOptimizer
 from ..schedule.schedules import follow, followers
-from ..step.combined_optimizer import Several, unchanged
+from ..step.combined_optimizer import CombinedOptimizer, unchanged
 from ..step.window import Window
 from .data_parallel import DataParallel, check_data_parallel, optimizer_options, share_weights, wrap
 from .pipeline import Pipeline, check_pipeline, is_schedule, modules_of
@@ -343,7 +343,7 @@ class Booster(Saving, Generic[Stats_co]):
         mixed_precision: Mode | Precision = ...,
         registry: ProcessGroupRegistry | None = ...,
         data_parallel: DataParallel | None = ...,
-        max_norm: Given = ...,
+        max_norm: ClipSpec = ...,
         accumulation_steps: Literal[1] = ...,
         **options: Unpack[StepOptions],
     ) -> None: ...
@@ -353,7 +353,7 @@ class Booster(Saving, Generic[Stats_co]):
         mixed_precision: Mode | Precision = ...,
         registry: ProcessGroupRegistry | None = ...,
         data_parallel: DataParallel | None = ...,
-        max_norm: Given = ...,
+        max_norm: ClipSpec = ...,
         accumulation_steps: int = ...,
         **options: Unpack[StepOptions],
     ) -> None: ...
@@ -362,7 +362,7 @@ class Booster(Saving, Generic[Stats_co]):
         mixed_precision: Mode | Precision = "fp32",
         registry: ProcessGroupRegistry | None = None,
         data_parallel: DataParallel | None = None,
-        max_norm: Given = None,
+        max_norm: ClipSpec = None,
         accumulation_steps: int = 1,
         **options: Any,
     ) -> None:
@@ -480,7 +480,7 @@ class Booster(Saving, Generic[Stats_co]):
         check_loader(dataloader, self.registry)
         if optimizer is not None:
             check_optimizer(optimizer, model, self.registry)
-            if lr_scheduler is not None and isinstance(optimizer, Several):
+            if lr_scheduler is not None and isinstance(optimizer, CombinedOptimizer):
                 raise ValueError("lr_scheduler is of one of several optimizers; make it on the one that boost returns")
             if lr_scheduler is not None:
                 followers(lr_scheduler, optimizer)

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...parallel.mesh.agreement import on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..parallel_optimizer import ParallelOptimizer
-from ..step.data_parallel import DataParallelSwitch, reducing_module
+from ..step.data_parallel import TorchGradSync, reducing_module
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
@@ -99,7 +99,7 @@ class Pipeline:
                 "weight= is what a sum is divided by, and this schedule's loss_fn gives means: let it sum, and make the "
                 "schedule with scale_grads=False"
             )
-        if isinstance(self.optimizer._switch, DataParallelSwitch):
+        if isinstance(self.optimizer._switch, TorchGradSync):
             self.optimizer.window_ends()
         with self.optimizer.window(weight=weight):
             return self._run(self.schedule.step, args, target, {**kwargs, "return_outputs": False})

@@ -90,7 +90,7 @@ class TakenSteps:
         self._ended = True
 
 
-class HostCopy:
+class FlagCopy:
     """A flag on its way from the device to the host.
 
     Attributes:
@@ -145,7 +145,7 @@ class Hold:
         hold_on_skip: bool = True,
     ) -> None:
         self._move, self._take_back, self._hold_on_skip = move, take_back, hold_on_skip
-        self._verdict: HostCopy | None = None  # of the last period, until it has been read
+        self._verdict: FlagCopy | None = None  # of the last period, until it has been read
         self._has_moved = False  # as if that verdict were "taken"
         self._taken = TakenSteps(optimizer)
         hook_weakly(optimizer.register_step_pre_hook, self._before_step)
@@ -160,7 +160,7 @@ class Hold:
         if skipped is None or not self._hold_on_skip:
             self._move()
             return
-        self._verdict, self._has_moved = HostCopy(skipped), False
+        self._verdict, self._has_moved = FlagCopy(skipped), False
         if self._verdict.is_here or (self._take_back is None and not called):
             self.settle()
         elif self._take_back is not None:

@@ -24,7 +24,7 @@ from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..kernels.memory import PLAIN, resolve_
 from ..norm.plan import ParameterEntry, ReductionPlan
 from ..step.call_guard import own_calls
-from ..step.data_parallel import DataParallelSwitch
+from ..step.data_parallel import TorchGradSync
 from ..step.update_request import Update, UpdateRequest
 from ..step.window import Window
 
@@ -67,7 +67,7 @@ class Held:
     path: tuple[Tensor, ...] = field(default=(), repr=False)
 
 
-StandIns = Mapping[Tensor, Sequence[tuple[Tensor, int]]]
+Replacements = Mapping[Tensor, Sequence[tuple[Tensor, int]]]
 """For each tensor that is replaced the (tensor, offset) pairs that stand for it, none or several."""
 
 
@@ -193,7 +193,7 @@ class Binding:
     precision: Precision
     registry: ProcessGroupRegistry
     averages_data: bool = True
-    data_parallel: DataParallelSwitch | None = None
+    data_parallel: TorchGradSync | None = None
     overlap: bool = False
     placements: Sequence[Placement] = ()
 
@@ -245,7 +245,9 @@ class Link:
         """Why a step can't be captured in a CUDA graph with it: its name, and what it does in Python or on the host."""
         return None
 
-    def install(self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]) -> StandIns:
+    def install(
+        self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]
+    ) -> Replacements:
         """What stands for each of ``tensors``, which the optimizer holds now at the positions ``held``, of those that are
         replaced. Called again for param groups that are added."""
         return {}
@@ -333,7 +335,7 @@ class Link:
 
 class Watcher:
     """Is told, on every rank and in this order, at the end of a window; it may take part in collectives of its own, and
-    changes nothing. Subclasses override what they need; `meshstep.optim.states.chain.Chain.watchers` has them."""
+    changes nothing. Subclasses override what they need; `meshstep.optim.states.chain.TransformChain.watchers` has them."""
 
     def not_captured(self) -> str | None:
         """Why a step can't be captured in a CUDA graph with it: its name, and what it does in Python or on the host."""
@@ -354,7 +356,7 @@ class Watcher:
 # Chain ----------------------------------------------------------------------------------------------------------------
 
 
-class Chain:
+class TransformChain:
     """Links, installed over an optimizer's param groups, which are changed in place.
 
     Args:

@@ -13,19 +13,19 @@ from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ..gradients.buckets import Reducible, gradient_buckets, keep_in_place, reduce_all
 from ..gradients.in_place import check_kinds, clear_gradients, poison_bad_kinds
 from ..norm.plan import ReductionPlan
-from ..step.data_parallel import Switch, find_misplaced_ddp
+from ..step.data_parallel import GradSyncController, find_misplaced_ddp
 from ..step.first_window_checks import (
-    Seen,
+    GradientReport,
     UnusedParameters,
     check_gradients_came,
     check_not_overwritten,
     warn_of_written_gradients,
 )
 from ..step.step_agreement import StepAgreement, thawed_text
-from .chain import AnyWindow, Chain
+from .chain import AnyWindow, TransformChain
 
 
-class Completion:
+class GradientCompletion:
     """Completes the gradients of what one chain steps; made anew when parameters are added.
 
     Args:
@@ -45,7 +45,7 @@ class Completion:
 
     def __init__(
         self,
-        chain: Chain,
+        chain: TransformChain,
         plan: ReductionPlan,
         buckets: Callable[[ReductionPlan], Sequence[Reducible]],
         early: Sequence[Reducible] | None,
@@ -63,7 +63,7 @@ class Completion:
         self._looked_at = 0
 
     @torch.no_grad()
-    def __call__(self, window: AnyWindow, switch: Switch | None) -> Exception | None:
+    def __call__(self, window: AnyWindow, switch: GradSyncController | None) -> Exception | None:
         """Reduce the gradients, once a window.
 
         Args:
@@ -140,10 +140,10 @@ class Completion:
         if not unused.end_window(overwritten, self._has_fingerprints):
             self._unused = None
 
-    def _seen(self, window: AnyWindow) -> Seen:
+    def _seen(self, window: AnyWindow) -> GradientReport:
         """What this rank sees of the gradients that backward left, and of what is around the model."""
         params = [param for _, param, _ in self.chain.given]
-        seen = Seen.of(window, params, self.chain.optimizer.param_groups, self._facts(window))
+        seen = GradientReport.of(window, params, self.chain.optimizer.param_groups, self._facts(window))
         seen = seen._replace(has_copies=self.chain.has_copies())
         held = [h.path[0] for h in self.chain.held]
         found = find_misplaced_ddp(held, self.plan.entries, self.chain.registry) if seen.wrong is None else None
@@ -157,7 +157,7 @@ class Completion:
             "give that as data_parallel=; or don't wrap it"
         )
 
-    def _look(self, mine: Seen, window: AnyWindow, averaged: bool) -> None:
+    def _look(self, mine: GradientReport, window: AnyWindow, averaged: bool) -> None:
         """What all ranks see of the gradients that backward left: whether they came as they should, and what sums are to
         be made that nobody declared. Collectives: an object all-gather.
 

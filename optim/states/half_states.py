@@ -19,7 +19,7 @@ from ...parallel.layout.annotation import Annotation, annotation_of
 from ...parallel.layout.spec import P
 from ...parallel.mesh.value_checks import check_count, fields
 from ..step.update_request import Update, UpdateRequest
-from .chain import Binding, Held, Link, Placement, Position, StandIns
+from .chain import Binding, Held, Link, Placement, Position, Replacements
 from .elementwise import check_in_buckets
 
 
@@ -67,7 +67,9 @@ class Halves(Link):
     def not_captured(self) -> str | None:
         return "HalfStates draws by the number of the step, and replays would round by the same bits"
 
-    def install(self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]) -> StandIns:
+    def install(
+        self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]
+    ) -> Replacements:
         for h, tensor in zip(held, tensors, strict=True):
             if tensor.dtype == torch.float32 or (self._split and tensor.dtype == torch.bfloat16):
                 spec = (annotation_of(tensor) or Annotation(P())).spec_on(self.registry.topology)

@@ -16,7 +16,7 @@ from ...parallel.interop.local_parameters import has_dtensors, local_tensor
 from ...parallel.mesh.topology import Topology
 from ..gradients.in_place import clear_gradients
 from ..step.update_request import Update, UpdateRequest
-from .chain import AnyWindow, Held, Link, StandIns
+from .chain import AnyWindow, Held, Link, Replacements
 
 _SHARED = "_meshstep_shared"  # the mark of a gradient that came from a DTensor
 
@@ -39,7 +39,9 @@ class LocalTensors(Link):
     def idle(self) -> bool:  # type: ignore[override]
         return not self._pairs
 
-    def install(self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]) -> StandIns:
+    def install(
+        self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]
+    ) -> Replacements:
         """Raises ValueError where a layout has no spec."""
         if not has_dtensors(tensors):
             return {}

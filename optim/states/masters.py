@@ -17,9 +17,9 @@ from ...amp.split_masters import join, split
 from ...amp.stochastic_rounding import StochasticRounding
 from ...parallel.mesh.value_checks import check_text, list_of
 from ..gradients.in_place import clear_gradients
-from ..norm.hashing import BitSums
+from ..norm.hashing import TensorHash
 from ..step.update_request import LowPrecisionOut, SplitWeights, Update, UpdateRequest
-from .chain import AnyWindow, Binding, Held, Link, StandIns
+from .chain import AnyWindow, Binding, Held, Link, Replacements
 from .elementwise import check_in_buckets
 
 # Float32 masters kept as the bfloat16 weights and 16 bits more; see `meshstep.amp.split_masters` ----------------------
@@ -83,7 +83,9 @@ class SplitMasters(Link):
         load_states_exactly(self.optimizer, self.remainders)
 
     @torch.no_grad()
-    def install(self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]) -> StandIns:
+    def install(
+        self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]
+    ) -> Replacements:
         self._drop_written()
         for tensor in tensors:
             if tensor.dtype == torch.bfloat16 and tensor.requires_grad and tensor not in self.remainders:
@@ -232,7 +234,7 @@ def _drop_if_other(remainder: Tensor, weight: Tensor, before: Tensor) -> None:
 
 def _bit_sums(weights: Sequence[Tensor]) -> list[int]:
     """Return a number for the bits of each tensor. Host synchronization: one."""
-    found: list[int] = BitSums(torch.device("cpu"), exact=True)(weights).tolist() if weights else []
+    found: list[int] = TensorHash(torch.device("cpu"), exact=True)(weights).tolist() if weights else []
     return found
 
 
@@ -246,7 +248,7 @@ def precision_link(binding: Binding) -> Link:
     if binding.precision.masters:
         return Masters(binding.main_grads, cast=binding.precision.main_grads)
     if binding.precision.stochastic_rounding:
-        return Rounded(binding)
+        return StochasticallyRounded(binding)
     return AsTheyAre(binding.optimizer)
 
 
@@ -308,7 +310,9 @@ class Masters(Link):
         self._main_grads, self._cast = main_grads, cast
         self.masters: MasterWeights | None = None
 
-    def install(self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]) -> StandIns:
+    def install(
+        self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]
+    ) -> Replacements:
         if self.masters is None:
             self.masters = MasterWeights(optimizer, main_grads=self._main_grads, cast=self._cast)
             new = self.masters.pairs
@@ -369,7 +373,7 @@ class Masters(Link):
         self._made.load_state_dict(state)
 
 
-class Rounded(Link):
+class StochasticallyRounded(Link):
     """bfloat16 tensors, stepped in float32 and rounded stochastically; see `StochasticRounding`."""
 
     def __init__(self, binding: Binding) -> None:
@@ -379,7 +383,9 @@ class Rounded(Link):
     def not_captured(self) -> str | None:
         return "stochastic rounding draws by the number of the step, and replays would round by the same bits"
 
-    def install(self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]) -> StandIns:
+    def install(
+        self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]
+    ) -> Replacements:
         """Raises ValueError where on several ranks a parameter has no name."""
         if self._rounding is None:
             self._rounding = StochasticRounding(optimizer, self._registry)

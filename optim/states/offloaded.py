@@ -32,7 +32,7 @@ from ..gradients.buckets import BUCKET_BYTES, flat_buckets
 from ..gradients.in_place import clear_gradients, gradient_dtype
 from ..step.update import only, steps_in_parts
 from ..step.update_request import Update, UpdateRequest
-from .chain import AnyWindow, Binding, Held, Link, Placement, Position, StandIns
+from .chain import AnyWindow, Binding, Held, Link, Placement, Position, Replacements
 
 # Host bucket ----------------------------------------------------------------------------------------------------------
 
@@ -204,10 +204,10 @@ class Offloaded(Placement):
             )
 
     def link(self, binding: Binding) -> Link:
-        return Copies(self.fraction, binding.main_grads)
+        return OffloadTransform(self.fraction, binding.main_grads)
 
 
-class Copies(Link):
+class OffloadTransform(Link):
     """Puts copies on the CPU in the place of some of an optimizer's parameters.
 
     Args:
@@ -233,7 +233,9 @@ class Copies(Link):
         return "Offloaded waits for the GPU and steps on the CPU" if self.copies else None
 
     @torch.no_grad()
-    def install(self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]) -> StandIns:
+    def install(
+        self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]
+    ) -> Replacements:
         self._optimizer = optimizer
         trained = [tensor for tensor in tensors if tensor.requires_grad]
         chosen = [trained[index] for index in offloaded([tensor.numel() for tensor in trained], self.fraction)]

@@ -38,7 +38,7 @@ from ..step.call_guard import guard_calls, own_calls, remove_guard
 from ..step.combined_optimizer import SAID_OF_IT
 from ..step.skips import SkipMonitor
 from ..step.torch_engine import lay_out_states
-from .chain import Chain, params_of
+from .chain import TransformChain, params_of
 
 # Coordinates ----------------------------------------------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class Saved:
     """
 
     optimizer: torch.optim.Optimizer
-    chain: Chain
+    chain: TransformChain
     precision: Precision
     loss_scale: LossScale | None
     model_params: Sequence[Tensor]
@@ -392,7 +392,7 @@ def rebuilt(make: Callable[..., T], recipe: Recipe) -> T:
     return optimizer  # type: ignore[no-any-return]
 
 
-class Copied:
+class PicklableOptimizer:
     """An optimizer that can be copied, and pickled."""
 
     optimizer: torch.optim.Optimizer

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ...amp.casting import copy_each_
 from ..step.update_request import Update, UpdateRequest
-from .chain import Binding, Chain, Held, Link, Placement, Position, StandIns
+from .chain import Binding, Held, Link, Placement, Position, Replacements
+
+if TYPE_CHECKING:
+    from ..parallel_optimizer import ParallelOptimizer
 
 State = dict[str, Any]
 
@@ -43,13 +46,7 @@ class Replayable(Placement):
         return Kept(binding.optimizer)
 
 
-class Stepped(Protocol):
-    """A `ParallelOptimizer`."""
-
-    _states: Chain
-
-
-def replay(optimizer: Stepped) -> list[str]:
+def replay(optimizer: ParallelOptimizer[Any]) -> list[str]:
     """Make the last update that was not skipped again, and compare all bits with what is there now, which stays.
 
     On this rank alone; of what the optimizer steps (masters and pieces where there are), by the gradients, the factor and
@@ -92,7 +89,9 @@ class Kept(Link):
     def not_captured(self) -> str | None:
         return "Replayable asks on the host whether an update is made"
 
-    def install(self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]) -> StandIns:
+    def install(
+        self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]
+    ) -> Replacements:
         self._names += [h.name for h in held]
         self._inputs = None
         return {}

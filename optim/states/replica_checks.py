@@ -12,8 +12,8 @@ from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..norm.measure import Fingerprints, Measure
 from ..norm.plan import ReductionPlan
-from ..norm.replicas import EqualShards, ReplicaCheck, Watch
-from .chain import Chain, Placement
+from ..norm.replicas import EqualShards, FingerprintMonitor, ReplicaCheck
+from .chain import Placement, TransformChain
 from .offloaded import Offloaded
 
 
@@ -47,7 +47,7 @@ def check_stepped_alike(
                 )
 
 
-def checks_of(plan: ReductionPlan, chain: Chain, measure: Measure, device: torch.device) -> list[ReplicaCheck]:
+def checks_of(plan: ReductionPlan, chain: TransformChain, measure: Measure, device: torch.device) -> list[ReplicaCheck]:
     """Of the first measurement, or of all; the first one of what is measured.
 
     Args:
@@ -64,7 +64,9 @@ def checks_of(plan: ReductionPlan, chain: Chain, measure: Measure, device: torch
     return checks
 
 
-def equal_shards_of(plan: ReductionPlan, chain: Chain, measure: Measure, device: torch.device) -> EqualShards | None:
+def equal_shards_of(
+    plan: ReductionPlan, chain: TransformChain, measure: Measure, device: torch.device
+) -> EqualShards | None:
     """Return the comparison of shards in the first measurement; None where replicas are not compared.
 
     Args: as for `checks_of`.
@@ -81,8 +83,8 @@ def equal_shards_of(plan: ReductionPlan, chain: Chain, measure: Measure, device:
 
 
 def watch_of(
-    plan: ReductionPlan, chain: Chain, measure: Measure, device: torch.device, masters: bool, placed: bool
-) -> Watch | None:
+    plan: ReductionPlan, chain: TransformChain, measure: Measure, device: torch.device, masters: bool, placed: bool
+) -> FingerprintMonitor | None:
     """Of the whole run, where that is wanted.
 
     Args: as for `checks_of`.
@@ -105,4 +107,4 @@ def watch_of(
             f"nothing on this rank has a copy on {topology!r}, all is split: Fingerprints compare nothing here",
             stacklevel=2,
         )
-    return Watch(checks, measure.check_replicas.every, chain.registry)
+    return FingerprintMonitor(checks, measure.check_replicas.every, chain.registry)

@@ -53,7 +53,7 @@ from ..gradients.reduce_in_backward import (
 )
 from ..norm.plan import Bucket, ParameterEntry, ReductionPlan, entries_of
 from ..step.update_request import Update, UpdateRequest
-from .chain import AnyWindow, Binding, Held, Link, Placement, Position, StandIns, other_layout
+from .chain import AnyWindow, Binding, Held, Link, Placement, Position, Replacements, other_layout
 from .elementwise import check_elementwise
 
 # Slices ---------------------------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ from .elementwise import check_elementwise
 # One flat bucket of parameters at run time: its gradients come to this rank's slice, its slice goes out to all ranks.
 
 
-class Slices:
+class ZeroBucket:
     """The parameters of one bucket, and this rank's slice of them.
 
     Args:
@@ -251,7 +251,7 @@ class Slices:
 def reference_slice(
     gradients: Sequence[Sequence[Tensor]], layout: FlatBucket, rank: int, average: bool
 ) -> list[Tensor]:
-    """What ``Slices.gradients`` of ``rank`` must be, plain: sum the ranks' whole gradients and cut.
+    """What ``ZeroBucket.gradients`` of ``rank`` must be, plain: sum the ranks' whole gradients and cut.
 
     Args:
         gradients: Of each rank of the axis, those of the bucket's parameters.
@@ -286,14 +286,16 @@ def reference_sharded_step(
 # Over which axes a parameter is cut into the pieces that ranks step; and that all of these ranks cut it ---------------
 
 
-class Cut(NamedTuple):
+class ShardingDecision(NamedTuple):
     """The axes that cut a parameter, none where it stays whole, and whether its gradients are to be summed over them."""
 
     axes: tuple[str, ...] = ()
     summed: bool = False
 
 
-def cut_of(entry: ParameterEntry, axis: str, topology: Topology, averages_data: bool, gradients: bool) -> Cut:
+def cut_of(
+    entry: ParameterEntry, axis: str, topology: Topology, averages_data: bool, gradients: bool
+) -> ShardingDecision:
     """How a parameter is cut over an axis, or over those of an alias on which all ranks hold and step the same of it.
 
     Where torch has averaged its gradient over some of them and not over others, the others cut. The gradients of a DTensor
@@ -307,10 +309,10 @@ def cut_of(entry: ParameterEntry, axis: str, topology: Topology, averages_data: 
     taken = {*spec.distinct_axes(topology), *dict(spec.owned), *dict(spec.tied)}
     free = tuple(axis for axis in topology.atoms(axis) if axis not in taken and topology.size(axis) > 1)
     if not entry.trained or not entry.numel or (gradients and entry.averaged):
-        return Cut()
+        return ShardingDecision()
     to_sum = sync_axes(spec, topology, averages_data, entry.averaged)
     summed = tuple(axis for axis in free if axis in to_sum)
-    return Cut(summed or free, bool(summed))
+    return ShardingDecision(summed or free, bool(summed))
 
 
 Cuts = Mapping[tuple[str, ...], list[str]]
@@ -405,9 +407,9 @@ class Shards(Link):
     def __init__(self, how: Sharded, binding: Binding) -> None:
         self.how, self.registry, self._main_grads = how, binding.registry, binding.main_grads
         self._averages_data = binding.averages_data
-        self.buckets: list[Slices] = []  # early and late: all, in the order in which they are reduced and gathered
-        self._early: list[Slices] = []
-        self._late: list[Slices] = []
+        self.buckets: list[ZeroBucket] = []  # early and late: all, in the order in which they are reduced and gathered
+        self._early: list[ZeroBucket] = []
+        self._late: list[ZeroBucket] = []
         self._norm_buckets: set[Bucket] = set()
         self._all_late, self._uneven = False, frozenset[str]()
         self._names: dict[Tensor, str] = {}
@@ -421,7 +423,9 @@ class Shards(Link):
 
     # Layout ----------------------------------------------------------------------------------------------------------
 
-    def install(self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]) -> StandIns:
+    def install(
+        self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]
+    ) -> Replacements:
         """Raises ValueError, on every rank, where two ranks of the axis would shard different parameters."""
         topology = self.registry.topology
         named: list[Tensor | tuple[str, Tensor]] = [(h.name, tensor) for h, tensor in zip(held, tensors, strict=True)]
@@ -450,14 +454,14 @@ class Shards(Link):
         return pieces
 
     def _layouts(
-        self, params: Sequence[Tensor], entries: Sequence[ParameterEntry], cuts: Sequence[Cut]
-    ) -> list[tuple[Cut, FlatBucket]]:
+        self, params: Sequence[Tensor], entries: Sequence[ParameterEntry], cuts: Sequence[ShardingDecision]
+    ) -> list[tuple[ShardingDecision, FlatBucket]]:
         """How each bucket is cut, and its layout, in the order in which backward fills them.
 
         Ranks that hold replicas of a parameter must cut it in the same places, whatever else they hold: so only parameters
         of one kind of layout share a bucket.
         """
-        together: dict[tuple[Cut, Bucket, torch.dtype, str], list[int]] = {}
+        together: dict[tuple[ShardingDecision, Bucket, torch.dtype, str], list[int]] = {}
         for index, (param, entry, cut) in enumerate(zip(params, entries, cuts, strict=True)):
             if cut.axes:
                 key = (cut, Bucket.of(entry.spec, self.registry.topology), param.dtype, str(param.device))
@@ -476,16 +480,16 @@ class Shards(Link):
         """Whether its bucket waits for the end of backward: `gradients/early`. Others may have other owned parameters."""
         return self._all_late or bool(entry.spec.owned) or kind_of(entry, self.registry.topology) in self._uneven
 
-    def _make_bucket(self, params: list[Tensor], layout: FlatBucket, cut: Cut, waits: bool) -> Slices:
+    def _make_bucket(self, params: list[Tensor], layout: FlatBucket, cut: ShardingDecision, waits: bool) -> ZeroBucket:
         for param in params:
             if self._main_grads and is_half(param):
                 use_main_grad_(param)
         dtype, exchange = self._grad_dtype(params[0]), self.how.exchange or Exact()
-        bucket = Slices(params, layout, self.registry, cut.axes, cut.summed, dtype, exchange, self.how.gradients)
+        bucket = ZeroBucket(params, layout, self.registry, cut.axes, cut.summed, dtype, exchange, self.how.gradients)
         (self._late if cut.summed and waits else self._early).append(bucket)
         return bucket
 
-    def _agree(self, entries: list[ParameterEntry], over: Mapping[int, Cut]) -> None:
+    def _agree(self, entries: list[ParameterEntry], over: Mapping[int, ShardingDecision]) -> None:
         """Add to the buckets of the norm those of all ranks, and compare what the ranks of the axis shard."""
         topology, cuts = self.registry.topology, dict[tuple[str, ...], list[str]]()
         for index, cut in over.items():

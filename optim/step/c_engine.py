@@ -22,8 +22,17 @@ from torch.optim import Optimizer
 
 from ...amp import by_bucket
 from ..kernels.choice import chosen
-from ..kernels.memory import PLAIN, Signature, alike, is_lazy, laid_out, lay_out_, lies_densely, resolve_
-from ..kernels.native import DTYPES, NO_MEMORY, Columns, Kind, Native
+from ..kernels.memory import (
+    PLAIN,
+    Signature,
+    is_lazy,
+    is_non_overlapping_and_dense,
+    match_memory_format,
+    match_memory_format_,
+    resolve_,
+    same_memory_format,
+)
+from ..kernels.native import DTYPES, NO_MEMORY, Kind, Native, PointerColumns
 from .call_guard import has_step_hooks
 from .update_request import LowPrecisionOut, UpdateRequest
 
@@ -31,7 +40,7 @@ from .update_request import LowPrecisionOut, UpdateRequest
 
 
 @dataclass(frozen=True)
-class Known:
+class FusedOptimizerSpec:
     """An optimizer of torch, in the order of the kernels.
 
     Args:
@@ -49,23 +58,23 @@ class Known:
     counted: bool = True
 
 
-ADAM = Known(
+ADAM = FusedOptimizerSpec(
     Kind.ADAM,
     ("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay", "amsgrad"),
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     last="amsgrad",
 )
-KNOWN: Mapping[type, Known] = {
+SUPPORTED_OPTIMIZERS: Mapping[type, FusedOptimizerSpec] = {
     torch.optim.Adam: ADAM,
     torch.optim.AdamW: ADAM,
-    torch.optim.SGD: Known(
+    torch.optim.SGD: FusedOptimizerSpec(
         Kind.SGD,
         ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
         ("momentum_buffer",),
         last="momentum",
         counted=False,
     ),
-    torch.optim.Adagrad: Known(Kind.ADAGRAD, ("lr", "lr_decay", "eps", "weight_decay"), ("sum",)),
+    torch.optim.Adagrad: FusedOptimizerSpec(Kind.ADAGRAD, ("lr", "lr_decay", "eps", "weight_decay"), ("sum",)),
 }
 
 
@@ -91,21 +100,21 @@ STRIDED = frozenset({torch.strided})
 State = Mapping[Tensor, dict[str, Any]]
 Remainders = Mapping[Tensor, Tensor]
 """Of split weights, which are stepped as the float32 masters that both are."""
-RowCache = dict[tuple[int, torch.device], "Rows"]
+RowCache = dict[tuple[int, torch.device], "ParamRows"]
 """The rows of an optimizer's last step, by param group and device."""
 
 
 class KernelCall(NamedTuple):
     """One call of the loops. Args: halves: Copies that it writes. alive: What its addresses belong to."""
 
-    columns: Columns
+    columns: PointerColumns
     grad_dtype: torch.dtype
     half_dtype: torch.dtype
     halves: list[Tensor]
     alive: list[Tensor]
 
 
-class Table:
+class PointerTable:
     """Tensors to be stepped, a row each.
 
     Args:
@@ -125,10 +134,10 @@ class Table:
         """What steps all rows, one at least, by gradients of one dtype; and writes their half-precision copies."""
         rows = list(grads)
         if not self._all_contiguous or not all(map(Tensor.is_contiguous, rows)) or any(map(Tensor.is_neg, rows)):
-            rows = [laid_out(grad, param) for grad, param in zip(grads, self.params, strict=True)]
+            rows = [match_memory_format(grad, param) for grad, param in zip(grads, self.params, strict=True)]
         addresses = array("Q", map(Tensor.data_ptr, rows))
         if 0 in addresses:  # no elements, or zeros that torch has given no memory
-            rows = [laid_out(grad, param) for grad, param in zip(grads, self.params, strict=True)]
+            rows = [match_memory_format(grad, param) for grad, param in zip(grads, self.params, strict=True)]
             addresses = array("Q", map(Tensor.data_ptr, rows))
         halves = [] if copies is None else [copies.copies.get(param) for param in self.params]
         dtype = next((half.dtype for half in halves if half is not None), torch.bfloat16)
@@ -136,16 +145,20 @@ class Table:
             if half is not None:
                 lies = self.contiguous[index] and half.is_contiguous() and half.numel() == self.numels[index]
                 lies = lies and not half.is_neg()
-                if half.dtype != dtype or type(half) not in PLAIN or not (lies or alike(half, self.params[index])):
+                if (
+                    half.dtype != dtype
+                    or type(half) not in PLAIN
+                    or not (lies or same_memory_format(half, self.params[index]))
+                ):
                     halves[index] = None
         written = [half for half in halves if half is not None]
         at = array("Q", [0 if half is None else half.data_ptr() for half in halves]) if written else None
         return KernelCall(
-            Columns(self._flat, addresses, self._lengths, at, self._rests), grads[0].dtype, dtype, written, rows
+            PointerColumns(self._flat, addresses, self._lengths, at, self._rests), grads[0].dtype, dtype, written, rows
         )
 
 
-class Rows:
+class ParamRows:
     """What the loops step of one param group.
 
     Args:
@@ -160,7 +173,7 @@ class Rows:
         whole: Sequence[Tensor],
         state: State,
         names: Sequence[str],
-        table: Table,
+        table: PointerTable,
         remainders: Remainders,
         waiting: Sequence[Tensor],
         others: Sequence[Tensor],
@@ -173,7 +186,7 @@ class Rows:
         self._values, self._addresses, self._signature = list[Any](), list[int](), Signature([])
         self._have_only_names = False
 
-    def keep(self) -> Rows:
+    def keep(self) -> ParamRows:
         """Note what `are_still` compares with. Returns the rows."""
         # All values of a state are read at once, unless there are others than the kernels' among them.
         self._have_only_names = all(state.keys() == set(self._names) for state in self._states)
@@ -223,10 +236,10 @@ class Rows:
 
 def rows_as_before(
     optimizer: Optimizer, device: torch.device, remainders: Remainders, cache: RowCache
-) -> list[Rows | None]:
+) -> list[ParamRows | None]:
     """Of each param group what kernels on this device stepped of it in the last step; None where that has changed."""
-    known, of_groups = KNOWN[type(optimizer)], {} if by_bucket.holders else cache
-    found = list[Rows | None]()
+    known, of_groups = SUPPORTED_OPTIMIZERS[type(optimizer)], {} if by_bucket.holders else cache
+    found = list[ParamRows | None]()
     for index, group in enumerate(optimizer.param_groups):
         rows, names = of_groups.get((index, device)), states_in(group, known)
         still = rows is not None and rows.are_still(group["params"], optimizer.state, names, remainders)
@@ -238,7 +251,7 @@ def step_rows(
     loops: Native, optimizer: Optimizer, calls: Sequence[Sequence[KernelCall]], request: UpdateRequest
 ) -> None:
     """Make the calls of each param group. Args: request: Its ``skip`` and ``factor`` are on the CPU."""
-    known, copies = KNOWN[type(optimizer)], request.low_precision_out
+    known, copies = SUPPORTED_OPTIMIZERS[type(optimizer)], request.low_precision_out
     times = 1.0 if request.factor is None else number(request.factor)
     hypers = [numbers_in(group, known) for group in optimizer.param_groups]
     for group, of_group, hyper in zip(optimizer.param_groups, calls, hypers, strict=True):
@@ -255,7 +268,7 @@ def step_rows(
 def update_by_loops(
     loops: Native,
     kind: Kind,
-    columns: Columns,
+    columns: PointerColumns,
     hyper: Sequence[float],
     factor: float,
     found_inf: Tensor,
@@ -281,13 +294,13 @@ def number(value: float | Tensor) -> float:
     return float(types[value.dtype].from_address(value.data_ptr()).value)
 
 
-def numbers_in(group: Mapping[str, Any], known: Known) -> list[float]:
+def numbers_in(group: Mapping[str, Any], known: FusedOptimizerSpec) -> list[float]:
     """The numbers of a param group, in the order of the kernels."""
     values = [group[key] if key == "betas" else (group[key],) for key in known.hyper]
     return [number(value) for pair in values for value in pair]
 
 
-def states_in(group: Mapping[str, Any], known: Known) -> tuple[str, ...]:
+def states_in(group: Mapping[str, Any], known: FusedOptimizerSpec) -> tuple[str, ...]:
     """The names of the states that a param group has, in the order of the kernels, and of its step counts."""
     states = known.states if known.last is None or group[known.last] else known.states[:-1]
     return (*states, "step") if known.counted else states
@@ -309,7 +322,7 @@ def loops_for(optimizer: Optimizer, *numbers: Tensor | None) -> Native | None:
 def is_known(optimizer: Optimizer, is_read: Callable[[Tensor], bool]) -> bool:
     """Whether it is one of torch's own classes, fused, without anybody's hooks in its step, and all tensors in its param
     groups are such as kernels read."""
-    if type(optimizer) not in KNOWN or "step" in vars(optimizer):
+    if type(optimizer) not in SUPPORTED_OPTIMIZERS or "step" in vars(optimizer):
         return False
     if has_step_hooks(optimizer):
         return False
@@ -342,7 +355,7 @@ def step_cached_rows(optimizer: Optimizer, request: UpdateRequest, cache: RowCac
             return False
         of_group = rows.calls(request.low_precision_out)
         if of_group is None:  # some have no gradient, or gradients of other dtypes
-            of_group, left = taken_of(rows, request.low_precision_out)
+            of_group, left = split_supported(rows, request.low_precision_out)
             if left:
                 return False
         calls.append(of_group)
@@ -362,7 +375,7 @@ def step_by_loops(loops: Native, optimizer: Optimizer, request: UpdateRequest, c
     Collectives, host synchronization: none.
     """
     groups = rows_of(optimizer, request.skip.device, request.remainders, cache)
-    taken = [taken_of(rows, request.low_precision_out) for rows in groups]
+    taken = [split_supported(rows, request.low_precision_out) for rows in groups]
     step_rows(loops, optimizer, [calls for calls, _ in taken], request)
     rows = [param for of_group in groups if of_group.table.rests is not None for param in of_group.table.params]
     if split := [param for param in rows if param.grad is not None and param in request.remainders]:
@@ -370,10 +383,10 @@ def step_by_loops(loops: Native, optimizer: Optimizer, request: UpdateRequest, c
     return [left for _, left in taken]
 
 
-def rows_of(optimizer: Optimizer, device: torch.device, remainders: Remainders, cache: RowCache) -> list[Rows]:
+def rows_of(optimizer: Optimizer, device: torch.device, remainders: Remainders, cache: RowCache) -> list[ParamRows]:
     """Return the rows of each param group for kernels on this device; cached ones where they are unchanged. States are made
     as torch makes them, where a parameter has its first gradient."""
-    known, found = KNOWN[type(optimizer)], list[Rows]()
+    known, found = SUPPORTED_OPTIMIZERS[type(optimizer)], list[ParamRows]()
     before = rows_as_before(optimizer, device, remainders, cache)
     for index, (group, rows) in enumerate(zip(optimizer.param_groups, before, strict=True)):
         if rows is None:
@@ -392,7 +405,7 @@ def _rows(
     first: Mapping[str, float],
     device: torch.device,
     remainders: Remainders,
-) -> Rows:
+) -> ParamRows:
     """Those parameters that the kernels step: dense float32 ones on their device with float32 states, and bfloat16 ones
     with remainders. The others are left for torch. States and remainders get the strides of their parameters.
 
@@ -412,18 +425,18 @@ def _rows(
     steps, none = addresses.pop("step", None), [0] * len(params)
     columns = [list(map(Tensor.data_ptr, params)), *addresses.values(), *[none] * (3 - len(addresses)), steps or none]
     rests = [0 if (rest := remainders.get(param)) is None else rest.data_ptr() for param in params]
-    table = Table(params, columns, rests if any(rests) else None)
-    return Rows(whole, state, names, table, remainders, waiting, others)
+    table = PointerTable(params, columns, rests if any(rests) else None)
+    return ParamRows(whole, state, names, table, remainders, waiting, others)
 
 
 def _is_stepped(param: Tensor, device: torch.device, remainder: Tensor | None) -> bool:
-    if param.device != device or type(param) not in PLAIN or not lies_densely(param):
+    if param.device != device or type(param) not in PLAIN or not is_non_overlapping_and_dense(param):
         return False
     resolve_(param)
     if remainder is None:
         return param.dtype == torch.float32
-    lay_out_(remainder, param)
-    return param.dtype == torch.bfloat16 and alike(remainder, param)
+    match_memory_format_(remainder, param)
+    return param.dtype == torch.bfloat16 and same_memory_format(remainder, param)
 
 
 def _has_states(param: Tensor, states: State, first: Mapping[str, float]) -> bool:
@@ -437,16 +450,16 @@ def _has_states(param: Tensor, states: State, first: Mapping[str, float]) -> boo
         if state.get(name) is None:
             state[name] = torch.full_like(param, value, dtype=torch.float32, memory_format=torch.preserve_format)
         elif name != "step":
-            lay_out_(state[name], param)
+            match_memory_format_(state[name], param)
     return all(
         state[name].dtype == torch.float32
         and state[name].device == param.device
-        and (name == "step" or (type(state[name]) in PLAIN and alike(state[name], param)))
+        and (name == "step" or (type(state[name]) in PLAIN and same_memory_format(state[name], param)))
         for name in first
     )
 
 
-def taken_of(rows: Rows, copies: LowPrecisionOut | None) -> tuple[list[KernelCall], list[Tensor]]:
+def split_supported(rows: ParamRows, copies: LowPrecisionOut | None) -> tuple[list[KernelCall], list[Tensor]]:
     """The calls that step the rows that have gradients, one for each dtype of these; and the parameters with gradients
     that are left, because they or their gradients are nothing for the loops.
 
@@ -475,7 +488,7 @@ def taken_of(rows: Rows, copies: LowPrecisionOut | None) -> tuple[list[KernelCal
     return calls, [param for param in rows.others if param.grad is not None] + strange
 
 
-def _only(table: Table, chosen: Sequence[bool]) -> Table:
+def _only(table: PointerTable, chosen: Sequence[bool]) -> PointerTable:
     """With these of its rows."""
     rests = None if table.rests is None else list(compress(table.rests, chosen))
-    return Table(list(compress(table.params, chosen)), [list(compress(c, chosen)) for c in table.fixed], rests)
+    return PointerTable(list(compress(table.params, chosen)), [list(compress(c, chosen)) for c in table.fixed], rests)

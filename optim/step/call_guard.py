@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .combined_optimizer import Several, kind_of, parts_of
+from .combined_optimizer import CombinedOptimizer, kind_of, parts_of
 
 FORWARDED = ("zero_grad", "load_state_dict", "add_param_group", "train", "eval")
 """Methods of the wrapped optimizer that call the `ParallelOptimizer`'s method of the same name."""
@@ -103,7 +103,7 @@ def _forwarded(
 
 def guard_calls(optimizer: torch.optim.Optimizer, owner: object) -> None:
     """Let only ``owner``, a `ParallelOptimizer`, step the optimizer that it wraps, for as long as it lives."""
-    guarded = [optimizer, *parts_of(optimizer)] if isinstance(optimizer, Several) else [optimizer]
+    guarded = [optimizer, *parts_of(optimizer)] if isinstance(optimizer, CombinedOptimizer) else [optimizer]
     for index, part in enumerate(guarded):
         hooks = part._optimizer_step_pre_hooks.values()
         guard = next((hook for hook in hooks if type(hook) is CallGuard), None)

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WHOSE = "optimizer"
+OPTIMIZER_INDEX = "optimizer"
 SAID_OF_IT = ("elementwise", "_step_supports_amp_scaling")  # by attributes, which torch's copies leave out
 
 
-class Several(torch.optim.Optimizer):
+class CombinedOptimizer(torch.optim.Optimizer):
     """Optimizers whose param groups and state are those of one.
 
     Args:
@@ -42,7 +42,7 @@ class Several(torch.optim.Optimizer):
         self.state = defaultdict(dict)
         for index, part in enumerate(parts):
             for group in part.param_groups:
-                group[WHOSE] = index
+                group[OPTIMIZER_INDEX] = index
             self.state.update(part.state)
         self._share()
 
@@ -54,7 +54,7 @@ class Several(torch.optim.Optimizer):
 
     def _share(self) -> None:
         for index, part in enumerate(self._parts):
-            part.param_groups = [group for group in self.param_groups if group[WHOSE] == index]
+            part.param_groups = [group for group in self.param_groups if group[OPTIMIZER_INDEX] == index]
             part.state = self.state
 
     def release(self) -> None:
@@ -62,7 +62,7 @@ class Several(torch.optim.Optimizer):
         for part, (groups, state) in zip(self._parts, self._given, strict=False):  # a copy's were never anybody else's
             part.param_groups, part.state = groups, state
             for group in groups:
-                del group[WHOSE]
+                del group[OPTIMIZER_INDEX]
 
     def keep(self) -> None:
         """Never `release` them: what they had may be much memory."""
@@ -84,10 +84,10 @@ class Several(torch.optim.Optimizer):
         if not self._parts:
             self.param_groups.append(param_group)  # torch's constructor wants one
             return
-        index = param_group.get(WHOSE)
+        index = param_group.get(OPTIMIZER_INDEX)
         if not isinstance(index, int) or not 0 <= index < len(self._parts):
             raise ValueError(
-                f"the param group is of optimizer {index!r}: say which one takes it, {{'params': [...], {WHOSE!r}: 0}} to "
+                f"the param group is of optimizer {index!r}: say which one takes it, {{'params': [...], {OPTIMIZER_INDEX!r}: 0}} to "
                 f"{len(self._parts) - 1}, in the order in which they were given"
             )
         part = self.parts[index]
@@ -121,8 +121,8 @@ class Several(torch.optim.Optimizer):
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        whose = [group.get(WHOSE) for group in state_dict["param_groups"]]
-        own = [group[WHOSE] for group in self.param_groups]
+        whose = [group.get(OPTIMIZER_INDEX) for group in state_dict["param_groups"]]
+        own = [group[OPTIMIZER_INDEX] for group in self.param_groups]
         if whose != own:
             raise ValueError(
                 f"the state's param groups are of optimizers {whose} (None: of an only one), and those here of {own}: give "
@@ -131,7 +131,7 @@ class Several(torch.optim.Optimizer):
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         loaded = []
         for index, part in enumerate(self.parts):
-            groups = [group for group in state_dict["param_groups"] if group[WHOSE] == index]
+            groups = [group for group in state_dict["param_groups"] if group[OPTIMIZER_INDEX] == index]
             ids = {param for group in groups for param in group["params"]}
             part.load_state_dict(
                 {
@@ -175,7 +175,11 @@ def _check(parts: Sequence[object]) -> None:
         raise ValueError("a list of optimizers is empty: give at least one")
     seen: dict[int, int] = {}
     for index, part in enumerate(parts):
-        if not isinstance(part, torch.optim.Optimizer) or hasattr(part, "steps_windows") or isinstance(part, Several):
+        if (
+            not isinstance(part, torch.optim.Optimizer)
+            or hasattr(part, "steps_windows")
+            or isinstance(part, CombinedOptimizer)
+        ):
             raise TypeError(f"optimizer {index} of the list is a {type(part).__name__}: give plain torch optimizers")
         for param in (param for group in part.param_groups for param in group["params"]):
             if (other := seen.setdefault(id(param), index)) != index:
@@ -187,7 +191,7 @@ def _check(parts: Sequence[object]) -> None:
 
 def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """The optimizers that it is made of; itself, where it is one."""
-    return optimizer.parts if isinstance(optimizer, Several) else [optimizer]
+    return optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]
 
 
 @contextmanager
@@ -196,10 +200,10 @@ def unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if isinstance(optimizer, Several):
+        if isinstance(optimizer, CombinedOptimizer):
             optimizer.release()
         raise
-    if isinstance(optimizer, Several):
+    if isinstance(optimizer, CombinedOptimizer):
         optimizer.keep()
 
 

@@ -53,7 +53,7 @@ class Reduce:
             raise ValueError(f"bucket_bytes={self.bucket_bytes!r}: give a whole number of bytes >= 1")
 
 
-class Switch(ABC):
+class GradSyncController(ABC):
     """Whether gradients are reduced in backward, which only the last micro-batch of a window does.
 
     Attributes:
@@ -112,7 +112,7 @@ class Switch(ABC):
             self.set(before)
 
 
-class Overlap(Switch):
+class OverlappedReduce(GradSyncController):
     """The optimizer's own buckets are reduced while the backward of the last micro-batch of a window runs."""
 
     def __init__(self, reducer: BackwardReducer) -> None:
@@ -145,7 +145,7 @@ class Overlap(Switch):
         self._reducer = reducer
 
 
-class DataParallelSwitch(Switch):
+class TorchGradSync(GradSyncController):
     """Turns the gradient synchronisation of torch's data parallelism on and off.
 
     Args:
@@ -310,22 +310,22 @@ def reducing_module(module: nn.Module) -> nn.Module:
 # tied embeddings. ``finalize_model_grads`` would do that as well, so nobody may call it.
 
 
-def switch_of(modules: Sequence[nn.Module]) -> DataParallelSwitch | None:
+def switch_of(modules: Sequence[nn.Module]) -> TorchGradSync | None:
     """The switch of the modules that average gradients, torch's or Megatron's, whose class is not imported for that; None:
     there are none.
 
     Raises:
-        TypeError: As for `DataParallelSwitch`, or one of several is Megatron's.
+        TypeError: As for `TorchGradSync`, or one of several is Megatron's.
     """
     megatrons = [hasattr(module, "finish_grad_sync") and hasattr(module, "zero_grad_buffer") for module in modules]
     if len(modules) > 1 and any(megatrons):
         raise TypeError("data_parallel= has several modules, and Megatron's DistributedDataParallel: give that alone")
     if not modules:
         return None
-    return MegatronSwitch(modules[0]) if megatrons[0] else DataParallelSwitch(modules)
+    return MegatronGradSync(modules[0]) if megatrons[0] else TorchGradSync(modules)
 
 
-class MegatronSwitch(DataParallelSwitch):
+class MegatronGradSync(TorchGradSync):
     """Its buffers are reduced at the end of a window, whatever backward was told; with ``overlap_grad_reduce`` while the
     backward of the last micro-batch runs.
 

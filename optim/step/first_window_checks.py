@@ -28,7 +28,7 @@ SAY_SO = (
 )
 
 
-class Seen(NamedTuple):
+class GradientReport(NamedTuple):
     """What one rank knows of the gradients that backward left."""
 
     calls: int
@@ -47,7 +47,7 @@ class Seen(NamedTuple):
     @classmethod
     def of(
         cls, window: Window[Any, Any], params: Sequence[Tensor], param_groups: object = None, facts: int = 0
-    ) -> Seen:
+    ) -> GradientReport:
         """Args: params: The model's, before anybody takes their gradients; param_groups: The optimizer's, to look for a
         trainer that clips them too; facts: See the attribute. Host reads: some."""
         gradients = [local_tensor(param.grad) for param in params if param.grad is not None]
@@ -72,7 +72,7 @@ class Seen(NamedTuple):
         return cls(window.calls, some, not_zero, elsewhere, broken, window.divided_again, sums, wrong, facts, *counts)
 
 
-def check_gradients_came(seen: Sequence[Seen], scaled: bool) -> None:
+def check_gradients_came(seen: Sequence[GradientReport], scaled: bool) -> None:
     """At the end of the first window, on every rank alike.
 
     Args:
@@ -116,7 +116,7 @@ def check_gradients_came(seen: Sequence[Seen], scaled: bool) -> None:
         raise RuntimeError(f"no parameter of the optimizer has a gradient on any rank, after a backward: {where}")
 
 
-def warn_of_written_gradients(seen: Sequence[Seen], topology: Topology, scaled: bool, averaged: bool) -> None:
+def warn_of_written_gradients(seen: Sequence[GradientReport], topology: Topology, scaled: bool, averaged: bool) -> None:
     """Warn on every rank, in the first step, if a rank's gradients were written to between the last backward and `step`.
 
     All of them, as torch's clipping does: who writes to some, such as rows of an embedding, means it. No warning where
@@ -150,7 +150,7 @@ def check_window_is_used(window: Window[Any, Any], params: Sequence[Tensor], reg
     Collectives: those of `gather_objects`. Host reads: yes.
     """
     try:
-        seen = gather_objects(Seen.of(window, params), registry)
+        seen = gather_objects(GradientReport.of(window, params), registry)
     except Exception as error:
         if not is_transport_error(error):
             raise

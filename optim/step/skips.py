@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from ...parallel.mesh.value_checks import check_count, is_whole
-from ..clip.clipper import Verdict
+from ..clip.clipper import StepDecision
 from .first_window_checks import SAY_SO
 from .step_agreement import Facts
 
@@ -81,7 +81,7 @@ class SkipMonitor:
         self._total, self._in_a_row, self._past, self._vetoed, self._has_parted, self._disagreed = self.counts.unbind()
 
     def count(
-        self, verdict: Verdict, on_nonfinite: OnNonfinite, captured: bool, facts: Facts | None = None
+        self, verdict: StepDecision, on_nonfinite: OnNonfinite, captured: bool, facts: Facts | None = None
     ) -> str | None:
         """Count one step, which is skipped where ``verdict.skipped`` is 1, before it is made.
 
@@ -143,7 +143,7 @@ class SkipMonitor:
             f"them were skipped{since}: {SAY_SO}"
         )
 
-    def _add(self, verdict: Verdict) -> None:
+    def _add(self, verdict: StepDecision) -> None:
         stats, past = verdict.stats, verdict.past
         if verdict.skipped is stats.found_inf:  # overflow is the only reason to skip: one kernel for both counts
             self._total_and_in_a_row.add_(stats.found_inf)

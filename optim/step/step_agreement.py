@@ -21,7 +21,7 @@ from ...parallel.mesh.registry import ProcessGroupRegistry, is_fake
 from ...parallel.mesh.text import named_ranks
 from ..clip.rule import ByNorm, Clip
 from ..clip.rules import ByValue
-from ..norm.hashing import permuted
+from ..norm.hashing import splitmix64_finalizer
 from ..norm.plan import ReductionPlan
 from ..norm.plan_agreement import Called, Holders
 
@@ -541,6 +541,6 @@ def _hashed(tensor: Tensor, salt: int) -> Tensor:
     """0-dim float64, an integer below 2^`BITS`: of the bits of a tensor, where it is. Host reads: none."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
     words = tensor.detach().reshape(-1).view(integers).to(torch.int64)
-    mixed = permuted(words + salt)
-    total: Tensor = (mixed if words.numel() == 1 else permuted(mixed.cumsum(0))).sum()
+    mixed = splitmix64_finalizer(words + salt)
+    total: Tensor = (mixed if words.numel() == 1 else splitmix64_finalizer(mixed.cumsum(0))).sum()
     return torch.bitwise_and(total, MASK).double()

@@ -20,7 +20,7 @@ from ...amp.capture import is_captured
 from ...amp.casting import is_half
 from ...parallel.layout.annotation import copy_annotation
 from ..gradients.in_place import scale_gradients, widen_gradients
-from ..kernels.memory import Signature, is_lazy, laid_out, lay_out_, lies_densely
+from ..kernels.memory import Signature, is_lazy, is_non_overlapping_and_dense, match_memory_format, match_memory_format_
 from .call_guard import own_calls
 from .combined_optimizer import asks_other_ranks, parts_of
 
@@ -70,7 +70,7 @@ _ADD, _ADD_TENSOR = torch.ops.aten._foreach_add_.Scalar, torch.ops.aten._foreach
 _SUBTRACT = torch.ops.aten._foreach_sub_.List
 
 
-class CountedOnce(TorchDispatchMode):
+class FusedStepCountMode(TorchDispatchMode):
     """Within, a fused optimizer with a ``found_inf`` adds ``1 - found_inf`` to its counts.
 
     By itself torch adds 1 to all of them, and after the update, which does nothing where ``found_inf`` is 1, takes a list
@@ -165,8 +165,8 @@ def lay_out_states(optimizer: torch.optim.Optimizer) -> None:
             for value in part.state[param].values():
                 if not isinstance(value, Tensor) or (contiguous and value.is_contiguous() and not value.is_neg()):
                     continue
-                if lies_densely(param):
-                    lay_out_(value, param)
+                if is_non_overlapping_and_dense(param):
+                    match_memory_format_(value, param)
 
 
 def lay_out_gradients(params: Sequence[Tensor]) -> None:
@@ -176,7 +176,7 @@ def lay_out_gradients(params: Sequence[Tensor]) -> None:
         if grad is None or not param.is_cpu:
             continue
         as_it_is = param.is_contiguous() and grad.is_contiguous() and not is_lazy(grad)
-        if not as_it_is and (ordered := laid_out(grad, param)) is not grad:
+        if not as_it_is and (ordered := match_memory_format(grad, param)) is not grad:
             param.grad = ordered
 
 
@@ -190,7 +190,9 @@ def dense_stand_ins(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     groups = optimizer.param_groups
     is_fused = not asks_other_ranks(optimizer) and any(group.get("fused") for group in groups)
     params = [param for group in groups for param in group["params"]] if is_fused else []
-    gaps = [param for param in params if param.is_cpu and param.grad is not None and not lies_densely(param)]
+    gaps = [
+        param for param in params if param.is_cpu and param.grad is not None and not is_non_overlapping_and_dense(param)
+    ]
     if not gaps:
         yield
         return
@@ -235,7 +237,7 @@ def update_by_torch(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor:
     fused.found_inf = found_inf
     fused.grad_scale = None if factor is None else torch.reciprocal(factor, out=torch.empty_like(found_inf))
     try:
-        with capturable(optimizer), CountedOnce(optimizer, found_inf) if found_inf.is_cuda else nullcontext():
+        with capturable(optimizer), FusedStepCountMode(optimizer, found_inf) if found_inf.is_cuda else nullcontext():
             step_within(optimizer)
     finally:
         del fused.found_inf, fused.grad_scale

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...amp.capture import is_captured
 from ..kernels.choice import triton_on
-from .c_engine import KNOWN, RowCache, is_known, is_number, numbers_in, rows_of, taken_of
+from .c_engine import SUPPORTED_OPTIMIZERS, RowCache, is_known, is_number, numbers_in, rows_of, split_supported
 from .update_request import UpdateRequest
 
 if TYPE_CHECKING:
@@ -56,17 +56,17 @@ def step_by_triton(
         For each param group the parameters with gradients that are left for torch.
     Collectives, host synchronization: none.
     """
-    from ..kernels.triton import Part
+    from ..kernels.triton import KernelLaunch
 
-    known, copies, left = KNOWN[type(optimizer)], request.low_precision_out, list[list[Tensor]]()
-    parts, alive, halves = list[Part](), list[Tensor](), list[Tensor]()
+    known, copies, left = SUPPORTED_OPTIMIZERS[type(optimizer)], request.low_precision_out, list[list[Tensor]]()
+    parts, alive, halves = list[KernelLaunch](), list[Tensor](), list[Tensor]()
     device = request.skip.device
     for group, rows in zip(optimizer.param_groups, rows_of(optimizer, device, {}, cache), strict=True):
         rate = _rate_on(device, group)
         hyper = numbers_in(group if rate is None else {**group, "lr": 0.0}, known)
-        calls, others = taken_of(rows, copies)
+        calls, others = split_supported(rows, copies)
         for call in calls:
-            parts.append(Part(call.columns, hyper, rate, group["maximize"], call.grad_dtype, call.half_dtype))
+            parts.append(KernelLaunch(call.columns, hyper, rate, group["maximize"], call.grad_dtype, call.half_dtype))
             alive += call.alive
             halves += call.halves
         left.append(others)

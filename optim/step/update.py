@@ -27,7 +27,7 @@ from .torch_engine import (
     without_momentum,
 )
 from .triton_engine import step_by_triton, triton_for
-from .update_request import HostCopy, Update, UpdateRequest
+from .update_request import HostDecision, Update, UpdateRequest
 
 
 class UpdateEngine:
@@ -40,7 +40,7 @@ class UpdateEngine:
     Args:
         optimizer: The wrapped optimizer; it may consist of several.
     Collectives: none. Host synchronization: one, unless `steps_on_device`, for all of several optimizers together; one wait
-    for `HostCopy` before parameters on the CPU are stepped by the decision of a GPU.
+    for `HostDecision` before parameters on the CPU are stepped by the decision of a GPU.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -50,7 +50,7 @@ class UpdateEngine:
     def run(self, request: UpdateRequest, around: Iterable[Callable[[UpdateRequest, Update], object]] = ()) -> None:
         """Make one update inside the given transforms: the first of ``around`` calls `step`, the second the first, ..."""
         if request.skip.is_cuda and any(param.is_cpu for param in params_of(self.optimizer)):
-            request = replace(request, on_host=HostCopy(request.skip, request.factor))
+            request = replace(request, on_host=HostDecision(request.skip, request.factor))
         update: Update = self.step
         for enter in around:
             update = partial(_entered, enter, update)

@@ -15,7 +15,7 @@ from ...amp.master_weights import is_half_kept
 from ...amp.split_masters import join, split
 from ...amp.stochastic_rounding import BUCKET_NUMEL
 from ...parallel.layout.annotation import copy_annotation
-from ..kernels.memory import lies_densely
+from ..kernels.memory import is_non_overlapping_and_dense
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class UpdateRequest:
     factor: Tensor | None = None
     low_precision_out: LowPrecisionOut | None = None
     split_weights: SplitWeights | None = None
-    on_host: HostCopy | None = None
+    on_host: HostDecision | None = None
 
     @property
     def remainders(self) -> Mapping[Tensor, Tensor]:
@@ -46,7 +46,7 @@ Update = Callable[[UpdateRequest], object]
 """Steps the parameters that the param groups hold now, or skips."""
 
 
-class HostCopy:
+class HostDecision:
     """Copies ``skip`` and ``factor`` of an `UpdateRequest` to the CPU, for parameters that are stepped there.
 
     The copy starts at once. A fused optimizer would start one too, but read values that have not arrived.
@@ -163,7 +163,7 @@ def _views(flat: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     """Of flat memory, one for each weight, in its order of memory where that is dense, for kernels that rely on it."""
     return [
         flat[start : start + weight.numel()].as_strided(weight.shape, weight.stride(), start)
-        if lies_densely(weight)
+        if is_non_overlapping_and_dense(weight)
         else flat[start : start + weight.numel()].view(weight.shape)
         for start, weight in zip(_starts(weights), weights, strict=False)
     ]

@@ -31,7 +31,7 @@ from ...amp.capture import is_captured
 from ...parallel.interop.local_parameters import has_dtensors
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.value_checks import check_scalar, is_whole
-from ..clip.clipper import Divisor
+from ..clip.clipper import GradScaleInfo
 from ..kernels.device_constants import Constants
 from ..norm.powers import accumulation_dtype
 
@@ -81,7 +81,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Place:
+class WindowPlace:
     """Where a rank is, as far as weights ask."""
 
     stages: int
@@ -91,21 +91,21 @@ class Place:
     constants: Constants = field(default_factory=Constants)
 
     @classmethod
-    def of(cls, registry: ProcessGroupRegistry) -> Place:
+    def of(cls, registry: ProcessGroupRegistry) -> WindowPlace:
         topology = registry.topology
         stage = registry.rank(*topology.pipe_axes) if topology.pipe_axes else 0
         stages, sharers = topology.size(*topology.pipe_axes), topology.size(*topology.model_axes)
         return cls(stages, stage, sharers, topology.size(*topology.data_axes))
 
 
-_PLACES: WeakKeyDictionary[ProcessGroupRegistry, Place] = WeakKeyDictionary()
+_PLACES: WeakKeyDictionary[ProcessGroupRegistry, WindowPlace] = WeakKeyDictionary()
 
 
-def place_of(registry: ProcessGroupRegistry) -> Place:
+def place_of(registry: ProcessGroupRegistry) -> WindowPlace:
     """Of this rank."""
     place = _PLACES.get(registry)
     if place is None:
-        place = _PLACES[registry] = Place.of(registry)
+        place = _PLACES[registry] = WindowPlace.of(registry)
     return place
 
 
@@ -248,7 +248,7 @@ class Window(Generic[Asked, Verdict]):
         self.entered = self.looked = False
         self._stepped_with: _Gradient | None = None
         self._weight = Weight()
-        self._slots: tuple[tuple[object, ...], Tensor, Place] | None = None
+        self._slots: tuple[tuple[object, ...], Tensor, WindowPlace] | None = None
         self._facts: int | None = None  # in their slot
         self._watched: _OtherBackward | None = None
         self.close()
@@ -370,7 +370,7 @@ class Window(Generic[Asked, Verdict]):
         device: torch.device,
         facts: int | None = None,
         facts_of_tensors: Tensor | None = None,
-    ) -> Divisor:
+    ) -> GradScaleInfo:
         """Return what gradients, on ``device``, are to be divided by: the loss scale, if there is one, and the weight of
         the window or its number of micro-batches.
 
@@ -389,7 +389,9 @@ class Window(Generic[Asked, Verdict]):
         stages = 0 if done or is_one else place.stages
         missing = None if vote is None else lambda totals: totals[-1] < 0
         agreement = None if facts is None else place.stages
-        return Divisor(slots, None if done else scale, stages, place.data_ranks, scale, missing, self.count, agreement)
+        return GradScaleInfo(
+            slots, None if done else scale, stages, place.data_ranks, scale, missing, self.count, agreement
+        )
 
     def _slots_of(
         self,
@@ -398,7 +400,7 @@ class Window(Generic[Asked, Verdict]):
         registry: ProcessGroupRegistry,
         device: torch.device,
         facts: int | None,
-    ) -> tuple[Tensor, Place]:
+    ) -> tuple[Tensor, WindowPlace]:
         """Return `weight_slots`, kept where they are of numbers; a graph would read them there for ever."""
         if self.captured or isinstance(weight, Tensor):
             return weight_slots(weight, registry, device, vote, facts), place_of(registry)

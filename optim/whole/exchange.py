@@ -76,7 +76,7 @@ Compute = Callable[[Matrix, list[Tensor]], Tensor]
 """From a matrix and its elements in each list, whole, the result of its shape and dtype."""
 
 
-class Place(NamedTuple):
+class TravellingPlace(NamedTuple):
     """Where elements of this rank's pieces are on their way to a home or back.
 
     Args:
@@ -141,9 +141,11 @@ class Round:
                     found[rank, matrix.home] = found.get((rank, matrix.home), 0) + count
         return found
 
-    def _places(self, boxes: Callable[[Matrix], Mapping[int, Sequence[Box]]], lists: int) -> dict[int, list[Place]]:
+    def _places(
+        self, boxes: Callable[[Matrix], Mapping[int, Sequence[Box]]], lists: int
+    ) -> dict[int, list[TravellingPlace]]:
         """By position those of this rank's elements; what is for one home lies by matrix, list and box."""
-        found: dict[int, list[Place]] = {}
+        found: dict[int, list[TravellingPlace]] = {}
         at = 0
         for home in self.ranks:
             for number, matrix in enumerate(self._matrices):
@@ -151,7 +153,7 @@ class Round:
                     continue
                 for index in range(lists):
                     for box in boxes(matrix).get(self._me, ()):
-                        place = Place(number, index, box, None if home == self._me else at)
+                        place = TravellingPlace(number, index, box, None if home == self._me else at)
                         for position in self._tensors.positions_of(matrix.tensor, box):  # one
                             found.setdefault(position, []).append(place)
                         at += 0 if home == self._me else prod(box.sizes)
@@ -255,7 +257,7 @@ class Round:
 
     # Both -----------------------------------------------------------------------------------------------------------
 
-    def _parts(self, position: int, value: Tensor, places: Sequence[Place]) -> dict[Box, Tensor]:
+    def _parts(self, position: int, value: Tensor, places: Sequence[TravellingPlace]) -> dict[Box, Tensor]:
         """The elements of boxes in a piece; views of it."""
         return dict(self._tensors.views(position, value, {place.box for place in places}))
 

@@ -23,7 +23,7 @@ from ...parallel.layout.spec import P
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..norm.plan import ReductionPlan
 from ..norm.plan_agreement import with_names
-from ..states.chain import Chain, named_params_of, params_of
+from ..states.chain import TransformChain, named_params_of, params_of
 from ..step.combined_optimizer import parts_of
 from .tensors import WholeTensors
 
@@ -271,7 +271,7 @@ class WholeOptimizer(torch.optim.Optimizer):
 
 
 def bind_whole(
-    optimizer: torch.optim.Optimizer, plan: ReductionPlan, chain: Chain, registry: ProcessGroupRegistry
+    optimizer: torch.optim.Optimizer, plan: ReductionPlan, chain: TransformChain, registry: ProcessGroupRegistry
 ) -> None:
     """Bind those that it is made of to what the chain has put into their param groups.
 

@@ -71,7 +71,7 @@ class Sketch(NamedTuple):
         return all(abs(a - b) <= largest for a, b in pairs)
 
 
-class Seen(NamedTuple):
+class AuditedParameter(NamedTuple):
     """One parameter on one rank."""
 
     spec: P
@@ -123,7 +123,7 @@ def audit(model: nn.Module, registry: ProcessGroupRegistry) -> Audit:
     """
     topology = registry.topology
 
-    def see() -> dict[str, Seen]:
+    def see() -> dict[str, AuditedParameter]:
         return {name: _seen(param, topology) for name, param in model.named_parameters()}
 
     by_rank = gather_objects(on_all_ranks(see, registry), registry)
@@ -137,14 +137,14 @@ def audit(model: nn.Module, registry: ProcessGroupRegistry) -> Audit:
     return Audit(len(names), tuple(found.values()))
 
 
-def _seen(param: Tensor, topology: Topology) -> Seen:
+def _seen(param: Tensor, topology: Topology) -> AuditedParameter:
     local = local_parameter(param, topology)
     gradient = param.grad if param.grad is not None else getattr(param, "main_grad", None)
     sketch = None if gradient is None else Sketch.of(local_tensor(gradient))
-    return Seen(spec_of(param), Sketch.of(local), sketch, _EQUAL.get(local.dtype, _EQUAL_IN_HALF))
+    return AuditedParameter(spec_of(param), Sketch.of(local), sketch, _EQUAL.get(local.dtype, _EQUAL_IN_HALF))
 
 
-def _along(axis: str, ranks: Sequence[Mapping[str, Seen]], topology: Topology) -> Iterator[Disagreement]:
+def _along(axis: str, ranks: Sequence[Mapping[str, AuditedParameter]], topology: Topology) -> Iterator[Disagreement]:
     for name, first in ranks[0].items():
         seen = [of_rank[name] for of_rank in ranks if name in of_rank]
         kind: Kind = "split" if axis in first.spec.sharded_axes else "partial" if axis in first.spec.partial else "copy"
@@ -154,7 +154,7 @@ def _along(axis: str, ranks: Sequence[Mapping[str, Seen]], topology: Topology) -
                 yield Disagreement(name, axis, first.spec, kind, *problem)
 
 
-def _problem(kind: Kind, seen: Sequence[Seen], other_samples: bool) -> tuple[str, str] | None:
+def _problem(kind: Kind, seen: Sequence[AuditedParameter], other_samples: bool) -> tuple[str, str] | None:
     """What was found and what to do about it; None where it is right, or can't be told."""
     same_values = _all_equal([one.value for one in seen], seen[0].within)
     gradients = [one.gradient for one in seen if one.gradient is not None]

@@ -22,7 +22,7 @@ _BLOCKS, _ROWS, _MEMBERS, _GROUPS = 16, 8, 8, 12
 _ELIDED = "..."  # ASCII, for terminals that can do no more
 
 
-class Grid(Protocol):
+class TopologyTable(Protocol):
     """What a table shows of a topology."""
 
     @property
@@ -49,7 +49,7 @@ class Grid(Protocol):
     def groups(self, *axes: str) -> Iterator[tuple[int, ...]]: ...
 
 
-def render(topology: Grid, rank: int | None = None) -> str:
+def render(topology: TopologyTable, rank: int | None = None) -> str:
     """The text of `Topology.table`."""
     place = topology.coordinate(rank) if rank is not None else {}
     ranks = f"{topology.world_size:,} rank{'s' if topology.world_size > 1 else ''}"
@@ -65,7 +65,7 @@ def render(topology: Grid, rank: int | None = None) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _grid(topology: Grid, rank: int | None, place: dict[str, int]) -> list[str]:
+def _grid(topology: TopologyTable, rank: int | None, place: dict[str, int]) -> list[str]:
     """All blocks; those that share the coordinates of all but the three fastest axes stand side by side."""
     axes = _grid_axes(topology)
     slow, fast = axes[:-2], axes[-2:]
@@ -83,11 +83,11 @@ def _grid(topology: Grid, rank: int | None, place: dict[str, int]) -> list[str]:
     return _flow(blocks, side_by_side)
 
 
-def _grid_axes(topology: Grid) -> tuple[str, ...]:
+def _grid_axes(topology: TopologyTable) -> tuple[str, ...]:
     return tuple(axis for axis, size in zip(topology.axes, topology.sizes, strict=True) if size > 1)
 
 
-def _block(topology: Grid, where: dict[str, int], rank: int | None, place: dict[str, int]) -> list[str]:
+def _block(topology: TopologyTable, where: dict[str, int], rank: int | None, place: dict[str, int]) -> list[str]:
     """One grid over the two fastest axes, at the given coordinate of the slower ones."""
     axes = _grid_axes(topology)
     column_axis = axes[-1] if axes else "rank"
@@ -118,7 +118,7 @@ def _block(topology: Grid, where: dict[str, int], rank: int | None, place: dict[
     ]
 
 
-def _groups(topology: Grid, rank: int | None) -> list[str]:
+def _groups(topology: TopologyTable, rank: int | None) -> list[str]:
     """A line per axis and alias, then for the sets of axes that gradients are reduced over."""
     sets: dict[tuple[str, ...], str] = {(axis,): axis for axis in topology.axes}
     sets |= {atoms: f"{alias} = {' x '.join(atoms)}" for alias, atoms in topology.aliases.items() if len(atoms) > 1}

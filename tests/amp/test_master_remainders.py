@@ -10,7 +10,7 @@ import torch
 from loops import instructions_here, loops, with_instructions
 from meshstep.amp import Bf16
 from meshstep.amp.split_masters import join, split
-from meshstep.optim.kernels.native import Columns, Kind
+from meshstep.optim.kernels.native import Kind, PointerColumns
 from meshstep.optim.step.c_engine import update_by_loops
 from torch import Tensor
 
@@ -157,7 +157,7 @@ def stepped_by_loops(weight: Tensor, remainder: Tensor, instructions: str) -> No
     grad, mean, square, step = (*torch.zeros(3, size).unbind(), torch.tensor(4.0))
     row = [weight.data_ptr(), mean.data_ptr(), square.data_ptr(), 0, step.data_ptr()]
     rests, numels = array("Q", [remainder.data_ptr()]), array("q", [size])
-    columns = Columns(array("Q", row), array("Q", [grad.data_ptr()]), numels, rests=rests)
+    columns = PointerColumns(array("Q", row), array("Q", [grad.data_ptr()]), numels, rests=rests)
     hyper = [0.0, 0.9, 0.999, 1e-8, 0.0, 1.0, 0.0]
     with with_instructions(instructions):
         update_by_loops(loops(), Kind.ADAM, columns, hyper, 1.0, torch.tensor(0.0), torch.float32)

@@ -23,7 +23,7 @@ import torch
 from arguments import arguments
 from meshstep.amp import precision_of
 from meshstep.optim import ParallelOptimizer
-from meshstep.optim.states.offloaded import Copies
+from meshstep.optim.states.offloaded import OffloadTransform
 from meshstep.optim.states.sharded import Shards
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn
@@ -88,7 +88,7 @@ def measure(registry: ProcessGroupRegistry, mode: str, options: dict[str, Any], 
     masters = sum(piece.piece.nbytes for piece in pieces if piece.piece.dtype != piece.param.dtype)
     states = {piece: _state_bytes(optimizer, piece.piece) for piece in pieces}
     # What is offloaded is a piece where states are sharded, else a parameter: both lie where the gradient is measured.
-    copies = next((link.copies for link in optimizer._states.links if isinstance(link, Copies)), {})
+    copies = next((link.copies for link in optimizer._states.links if isinstance(link, OffloadTransform)), {})
     beside = [p for p, measured in zip(pieces, optimizer._states.measured(), strict=True) if measured in copies]
     offloaded = sum(_state_bytes(optimizer, piece.piece) + piece.piece.nbytes for piece in beside)
     parameters = sum(param.nbytes for param in model.parameters())

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
 
 import torch
 import torch.distributed as dist
-from meshstep.optim.kernels.native import Columns, Kind, Native, built
+from meshstep.optim.kernels.native import Kind, Native, PointerColumns, built
 from meshstep.optim.norm.global_norm import powers_by_loops
 from meshstep.optim.step.c_engine import update_by_loops
 from torch import Tensor
@@ -110,7 +110,7 @@ class State:
         where = [t.data_ptr() + offset for t in self.kept] if at is None else [t.data_ptr() for t in at]
         half = array("Q", [self.half.data_ptr() + begin * 2]) if halves else None
         fixed, grads = array("Q", [*where, 0, self._count.data_ptr()]), array("Q", [self.grad.data_ptr() + offset])
-        columns = Columns(fixed, grads, array("q", [numel]), half)
+        columns = PointerColumns(fixed, grads, array("q", [numel]), half)
         update_by_loops(self.loops, Kind.ADAM, columns, HYPER, factor, NO_INF, torch.float32)
 
     def apply(self, begin: int, end: int, verdict: Verdict) -> None:

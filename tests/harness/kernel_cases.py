@@ -8,7 +8,7 @@ from dataclasses import astuple
 
 import torch
 from hypothesis import strategies as st
-from meshstep.optim.kernels.native import Columns, Kind
+from meshstep.optim.kernels.native import Kind, PointerColumns
 from meshstep.optim.kernels.reference import SGD, Adagrad, Adam
 from torch import Tensor
 
@@ -54,14 +54,14 @@ class Case:
         self.steps = [torch.tensor(float(4 + index)) for index in range(len(numels))]
         self.halves = None if half is None else [param.to(half) for param in self.params]
 
-    def columns(self) -> Columns:
+    def columns(self) -> PointerColumns:
         """What is stepped."""
         counts = not isinstance(self.rule, SGD)
         columns = [self.params, *([states[i] for states in self.states] for i in range(states_of(self.rule)))]
         fixed = [tensor.data_ptr() for column in columns for tensor in column]
         fixed += [0] * (len(self.params) * (4 - len(columns)))
         fixed += [step.data_ptr() if counts else 0 for step in self.steps]
-        return Columns(
+        return PointerColumns(
             array("Q", fixed),
             array("Q", [grad.data_ptr() for grad in self.grads]),
             array("q", [param.numel() for param in self.params]),

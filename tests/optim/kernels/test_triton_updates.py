@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import Interpreted, kernels, why_no_triton
 from kernel_cases import HALVES, INF, KINDS, RULES, Case, Rule, steps_as_the_reference
-from meshstep.optim.kernels.native import Columns
+from meshstep.optim.kernels.native import PointerColumns
 from meshstep.optim.kernels.reference import SGD, Adagrad, Adam
 from properties import number_of_cases
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from meshstep.optim.kernels.triton import Part
+    from meshstep.optim.kernels.triton import KernelLaunch
 
 pytestmark = pytest.mark.skipif(bool(why_no_triton()), reason=why_no_triton())
 SOME_RULES = [
@@ -41,11 +41,13 @@ class ByTriton(Case):
         for column in (self.params, self.grads, self.halves or [], *self.states):
             column[:] = [moved_by(offset, tensor) for tensor in column]
 
-    def part(self, maximize: bool = False) -> Part:
-        from meshstep.optim.kernels.triton import Part
+    def part(self, maximize: bool = False) -> KernelLaunch:
+        from meshstep.optim.kernels.triton import KernelLaunch
 
         hyper = self.hyper if self.rate is None else [0.0, *self.hyper[1:]]
-        return Part(self.columns(), hyper, self.rate, maximize, self.grad_dtype, self.half_dtype or torch.bfloat16)
+        return KernelLaunch(
+            self.columns(), hyper, self.rate, maximize, self.grad_dtype, self.half_dtype or torch.bfloat16
+        )
 
     def step(self, factor: float, found_inf: float = 0.0) -> None:
         stepped([self], factor, found_inf, negative=factor < 0)
@@ -233,8 +235,8 @@ def with_a_wrong_table() -> None:
         steps_as_the_reference(case, 0.5)
 
 
-def shifted(columns: Columns) -> Columns:
-    return Columns(columns.fixed, array("Q", [columns.grads[0]] * 2), columns.numels)
+def shifted(columns: PointerColumns) -> PointerColumns:
+    return PointerColumns(columns.fixed, array("Q", [columns.grads[0]] * 2), columns.numels)
 
 
 def test_a_gradient_of_another_tensor_would_be_noticed(interpreted: Interpreted) -> None:

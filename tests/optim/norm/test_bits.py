@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from meshstep.optim.norm.hashing import CHUNK, SMALL, BitSums, as_words
+from meshstep.optim.norm.hashing import CHUNK, SMALL, TensorHash, to_float_words
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -15,7 +15,7 @@ SIZES = [1, 3, SMALL // 2 + 1, SMALL + 3, CHUNK + 2]
 
 
 def words(tensors: list[Tensor | None], exact: bool = True) -> Tensor:
-    return as_words(BitSums(CPU, exact)(tensors))
+    return to_float_words(TensorHash(CPU, exact)(tensors))
 
 
 def flipped(tensor: Tensor, bit: int) -> Tensor:

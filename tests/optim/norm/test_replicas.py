@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from meshstep.optim import ReplicaMismatchError
-from meshstep.optim.norm.hashing import CHUNK, BitSums
+from meshstep.optim.norm.hashing import CHUNK, TensorHash
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from optimizers import optimizer_for, snapshot
 from scenarios import SCENARIOS, backward, batch
@@ -71,5 +71,5 @@ def test_hashing_takes_no_more_memory_for_a_larger_tensor(dtype: torch.dtype) ->
     """Eight bytes a word of a part."""
     tensor = torch.ones(3 * CHUNK + 5, dtype=dtype)
     with Largest() as memory:
-        BitSums(torch.device("cpu"))([tensor])
+        TensorHash(torch.device("cpu"))([tensor])
     assert memory.nbytes == 8 * CHUNK

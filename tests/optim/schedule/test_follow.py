@@ -67,7 +67,7 @@ def test_counting_skipped_steps_reads_nothing() -> None:
 def test_a_deferred_verdict_is_in_time_for_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[bool] = []
 
-    class OnTheWay(taken_steps.HostCopy):
+    class OnTheWay(taken_steps.FlagCopy):
         """As on a GPU: the flag arrives later."""
 
         def __init__(self, flag: Tensor) -> None:

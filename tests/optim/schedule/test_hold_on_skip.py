@@ -40,7 +40,7 @@ SCHEDULES: dict[str, Make] = {
 GRADIENTS = [math.inf, 1.0, 1.0, math.nan, math.nan, 1.0, 1.0, math.inf, 1.0]
 
 
-class Late(taken_steps.HostCopy):
+class Late(taken_steps.FlagCopy):
     """As on a GPU: the flag arrives later."""
 
     def __init__(self, flag: Tensor) -> None:

@@ -17,7 +17,7 @@ from meshstep.amp import precision_of
 from meshstep.optim import HalfStates, Offloaded, ParallelOptimizer, Placement
 from meshstep.optim.gradients.buckets import BUCKET_BYTES
 from meshstep.optim.states import offloaded as states_offloaded
-from meshstep.optim.states.offloaded import Copies, HostBucket, offloaded
+from meshstep.optim.states.offloaded import HostBucket, OffloadTransform, offloaded
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from precision_modes import MODES
 from torch import Tensor, nn
@@ -122,7 +122,7 @@ def order_of_a_step(kind: str, states: tuple[Placement, ...] = ()) -> list[str]:
         optimizer = ParallelOptimizer(
             make(kind, model.parameters()), ProcessGroupRegistry(Topology()), states=(Offloaded(0.98), *states)
         )
-    buckets = link_of(optimizer, Copies).buckets
+    buckets = link_of(optimizer, OffloadTransform).buckets
     steps(model, optimizer, range(1))
     done: list[str] = []
     optimizer.optimizer.step = lambda: done.append("step")  # type: ignore[method-assign, assignment]
@@ -260,7 +260,7 @@ def test_states_are_on_the_cpu_and_steps_the_same(mode: str) -> None:
     assert steps(model, offloading, range(10)) == pytest.approx(norms, rel=1e-3)
     for one, other in zip(weights(model), weights(plain), strict=True):
         assert torch.allclose(one.float(), other.float(), rtol=1e-2, atol=1e-3)
-    assert all(copy.is_pinned() for copy in link_of(offloading, Copies).copies.values())
+    assert all(copy.is_pinned() for copy in link_of(offloading, OffloadTransform).copies.values())
     sides = {piece.piece.device.type for piece in offloading.pieces() if piece.param.requires_grad}
     assert sides == {"cpu", "cuda"}
     for piece in offloading.pieces():

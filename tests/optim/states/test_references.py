@@ -13,7 +13,7 @@ from meshstep.amp import Bf16, Mode, NaiveFp16, Precision
 from meshstep.optim import Offloaded, ParallelOptimizer, Sharded
 from meshstep.optim.clip.clipper import inverse_weight
 from meshstep.optim.states.offloaded import reference_offloaded_step
-from meshstep.optim.states.sharded import Shards, Slices, reference_sharded_step, reference_slice
+from meshstep.optim.states.sharded import Shards, ZeroBucket, reference_sharded_step, reference_slice
 from meshstep.optim.step.window import place_of, reference_inverse_weight, weight_slots
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from meshstep.parallel.layout.annotation import annotation_of
@@ -100,7 +100,7 @@ def stepped_off(how: Sharded, kind: str, wrong: float) -> float:
         buckets, ranks = link_of(optimizer, Shards).buckets, range(registry.size("data"))
         assert len(buckets) > 1
 
-        def alone(bucket: Slices, rank: int) -> torch.optim.Optimizer:
+        def alone(bucket: ZeroBucket, rank: int) -> torch.optim.Optimizer:
             segments = bucket.layout.segments(rank)  # none, where a slice is nothing but padding
             parts = [whole[bucket.params[s.position]].view(-1)[s.start : s.start + s.numel] for s in segments]
             return OPTIMIZERS[kind]([{"params": [part.clone() for part in parts]}], False)

@@ -11,7 +11,7 @@ import torch
 from arguments import arguments
 from meshstep.amp import precision_of
 from meshstep.optim import ParallelOptimizer
-from meshstep.optim.states.sharded import Slices
+from meshstep.optim.states.sharded import ZeroBucket
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from optimizers import adamw
 from probes import collectives, no_host_reads
@@ -76,13 +76,13 @@ def backward_order(uses_all: bool) -> tuple[list[list[str]], int]:
         names = {id(param): name for name, param in model.named_parameters()}
         order: list[list[str]] = []
         in_backward: list[int] = []
-        original = Slices.reduce
+        original = ZeroBucket.reduce
 
         def watched(bucket: Any, summed: bool = False) -> Any:
             order.append([names[id(param)] for param in bucket.params])
             return original(bucket, summed)
 
-        with mock.patch.object(Slices, "reduce", watched):
+        with mock.patch.object(ZeroBucket, "reduce", watched):
             x = torch.randn(8, 64, requires_grad=True)
             layers = list(model.children())
             hidden = nn.Sequential(*layers[:4])(x)

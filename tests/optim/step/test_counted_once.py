@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from meshstep.optim.step.torch_engine import CountedOnce
+from meshstep.optim.step.torch_engine import FusedStepCountMode
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,7 +41,7 @@ def run(kind: str, ours: bool) -> tuple[list[Tensor], list[str]]:
         log.names.clear()
         with log:
             optimizer.found_inf = torch.tensor(found)
-            with CountedOnce(optimizer, optimizer.found_inf) if ours else nullcontext():
+            with FusedStepCountMode(optimizer, optimizer.found_inf) if ours else nullcontext():
                 optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     return [*(param.detach() for param in params), *states], log.names
@@ -70,7 +70,7 @@ def test_what_hooks_count_themselves_is_left_alone() -> None:
 
     optimizer.register_step_post_hook(hook)
     optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-    with CountedOnce(optimizer, found_inf):
+    with FusedStepCountMode(optimizer, found_inf):
         optimizer.step()
     assert [float(count) for count in mine] == [0.0, 1.0]
     assert float(optimizer.state[param]["step"]) == 0.0
@@ -81,7 +81,7 @@ def test_a_torch_that_counts_in_another_way_is_left_alone() -> None:
     param = nn.Parameter(torch.ones(2))
     optimizer, found_inf = torch.optim.Adam([param], fused=True), torch.ones(())
     optimizer.state[param]["step"] = torch.tensor(3.0)
-    with CountedOnce(optimizer, found_inf):
+    with FusedStepCountMode(optimizer, found_inf):
         torch._foreach_add_([optimizer.state[param]["step"]], torch.ones(()))
         torch._foreach_sub_([optimizer.state[param]["step"]], [found_inf])
     assert float(optimizer.state[param]["step"]) == 3.0

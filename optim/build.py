@@ -183,7 +183,7 @@ class Setup:
             check_in_buckets(self.optimizer, "stochastic rounding steps bucket by bucket")
         self.measure.check()
         checked_nonfinite(self.on_nonfinite)
-        Window[Any, Any](self.accumulation_steps)
+        Window(self.accumulation_steps)
         self._check_clip()
         self.reduce.check()
         binding = self.binding(precision)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ..amp.capture import is_captured
 from .norm.measure import Fingerprints
-from .states.chain import AnyWindow
 from .step.combined_optimizer import kind_of, parts_of
 from .step.data_parallel import TorchGradSync
 from .step.update import steps_on_device
+from .step.window import Window
 
 if TYPE_CHECKING:
     from .parallel_optimizer import ParallelOptimizer
@@ -67,7 +67,7 @@ def _reasons(optimizer: ParallelOptimizer[Any]) -> Iterator[str]:
     yield from _of_optimizer(optimizer.optimizer, device)
 
 
-def _of_window(window: AnyWindow, device: torch.device) -> Iterator[str]:
+def _of_window(window: Window, device: torch.device) -> Iterator[str]:
     if not window.is_full:
         yield (
             f"{window.micro_batches} of accumulation_steps={window.steps} micro-batches have come, which replays would not "

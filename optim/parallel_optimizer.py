@@ -177,7 +177,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         self._clip, self.precision = in_use(max_norm), precision_of(precision)
         self._device = self._setup.device_of(self._groups)
         self.loss_scale = self.precision.make_loss_scale(self._device)
-        self._window: Window[Clip, StepDecision] = Window(accumulation_steps, scaled=self.loss_scale is not None)
+        self._window: Window = Window(accumulation_steps, scaled=self.loss_scale is not None)
         self._scale = None if self.loss_scale is None else self.loss_scale.scale
         self._scaled_loss: weakref.ref[Tensor] | None = None  # the last result of scale_loss
         self._states = self._setup.chain(self.precision)

@@ -65,8 +65,8 @@ class Native:
         powers: Of (number of tensors, their addresses, numels, dtype, the norm's type, the result's address, threads): in
             float64 the sum of |x|^p of each tensor, p 1 or 2, or the largest |x|.
         update: Of (kind, number of rows, `PointerColumns`: fixed, grads, halves, rests, numels, dtypes of gradients and
-            halves, numbers, factor, found_inf, threads): step rows, or nothing where ``found_inf`` is not 0. Numbers are float64:
-            of Adam lr, beta1, beta2, eps, weight decay, whether that is decoupled, amsgrad; of SGD lr, momentum,
+            halves, numbers, factor, found_inf, threads): step rows, or nothing where ``found_inf`` is not 0. Numbers are
+            float64: of Adam lr, beta1, beta2, eps, weight decay, whether that is decoupled, amsgrad; of SGD lr, momentum,
             dampening, weight decay, nesterov; of Adagrad lr, lr decay, eps, weight decay. A negative factor maximizes.
         instructions: The instruction set in use: "plain", "avx2", "avx512".
     """

@@ -374,7 +374,7 @@ class Booster(Saving, Generic[Stats_co]):
         clip_of(max_norm)
         self.data_parallel = data_parallel
         # In managed windows of one a second backward before `step` is an error; here it is the caller's own window.
-        steps = None if Window[Any, Any](accumulation_steps).steps == 1 else accumulation_steps
+        steps = None if Window(accumulation_steps).steps == 1 else accumulation_steps
         self._options = {**options, "max_norm": max_norm, "accumulation_steps": steps}
         self._optimizers: dict[nn.Module | Pipeline, ParallelOptimizer] = {}
 

@@ -155,8 +155,6 @@ def _part_of(value: Any, key: str, param: Tensor, target: Tensor, offset: int) -
 # Gradients go down the chain (`bring`), the update comes up (`step`). A link knows its own replacement and nothing else;
 # nesting, order, clearing and which piece is what are the chain's (`meshstep.optim.states.chain`).
 
-AnyWindow = Window[Any, Any]
-
 
 class Position(IntEnum):
     """Where in the chain a link belongs."""
@@ -262,15 +260,15 @@ class Link:
         """The plan of the stand-ins, from that of the model's parameters."""
         return plan
 
-    def micro_batch(self, window: AnyWindow) -> AbstractContextManager[None]:
+    def micro_batch(self, window: Window) -> AbstractContextManager[None]:
         """Around the backward of one micro-batch; every rank enters it, whether it has something to compute or not."""
         return nullcontext()
 
-    def catch_up(self, window: AnyWindow) -> None:
+    def catch_up(self, window: Window) -> None:
         """Do what backward does, where this rank ran none: ranks then have done the same collectives, in one order, before
         anything that they do together at the end of a window."""
 
-    def bring(self, window: AnyWindow, averaged: bool) -> Exception | None:
+    def bring(self, window: Window, averaged: bool) -> Exception | None:
         """Give the stand-ins the gradients of what they stand for, at the end of a window.
 
         Args:
@@ -341,10 +339,10 @@ class Watcher:
         """Why a step can't be captured in a CUDA graph with it: its name, and what it does in Python or on the host."""
         return None
 
-    def local(self, window: AnyWindow) -> None:
+    def local(self, window: Window) -> None:
         """Gradients are where backward has left them: this rank's own, but for what was reduced while backward ran."""
 
-    def complete(self, window: AnyWindow) -> None:
+    def complete(self, window: Window) -> None:
         """They have come to what is stepped, averaged and summed; the loss scale and the window's weight are still in
         them, and nothing has been clipped."""
 
@@ -544,7 +542,7 @@ class TransformChain:
     # The step --------------------------------------------------------------------------------------------------------
 
     @property
-    def around_backward(self) -> list[Callable[[AnyWindow], AbstractContextManager[None]]]:
+    def around_backward(self) -> list[Callable[[Window], AbstractContextManager[None]]]:
         """What every rank enters around the backward of one micro-batch, with the window."""
         return [link.micro_batch for link in self._those_with("micro_batch")]
 

@@ -22,7 +22,8 @@ from ..step.first_window_checks import (
     warn_of_written_gradients,
 )
 from ..step.step_agreement import StepAgreement, thawed_text
-from .chain import AnyWindow, TransformChain
+from ..step.window import Window
+from .chain import TransformChain
 
 
 class GradientCompletion:
@@ -63,7 +64,7 @@ class GradientCompletion:
         self._looked_at = 0
 
     @torch.no_grad()
-    def __call__(self, window: AnyWindow, switch: GradSyncController | None) -> Exception | None:
+    def __call__(self, window: Window, switch: GradSyncController | None) -> Exception | None:
         """Reduce the gradients, once a window.
 
         Args:
@@ -140,7 +141,7 @@ class GradientCompletion:
         if not unused.end_window(overwritten, self._has_fingerprints):
             self._unused = None
 
-    def _seen(self, window: AnyWindow) -> GradientReport:
+    def _seen(self, window: Window) -> GradientReport:
         """What this rank sees of the gradients that backward left, and of what is around the model."""
         params = [param for _, param, _ in self.chain.given]
         seen = GradientReport.of(window, params, self.chain.optimizer.param_groups, self._facts(window))
@@ -157,7 +158,7 @@ class GradientCompletion:
             "give that as data_parallel=; or don't wrap it"
         )
 
-    def _look(self, mine: GradientReport, window: AnyWindow, averaged: bool) -> None:
+    def _look(self, mine: GradientReport, window: Window, averaged: bool) -> None:
         """What all ranks see of the gradients that backward left: whether they came as they should, and what sums are to
         be made that nobody declared. Collectives: an object all-gather.
 
@@ -199,7 +200,7 @@ class GradientCompletion:
                 if (param.dtype, param.device) != kinds[index]:
                     raise RuntimeError(self.chain.converted())
 
-    def _facts(self, window: AnyWindow) -> int:
+    def _facts(self, window: Window) -> int:
         """Return what this rank adds to the slot of facts. Host reads: of settings that are tensors on a device."""
         if self._agreement is None:
             return 0

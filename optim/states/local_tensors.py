@@ -16,7 +16,8 @@ from ...parallel.interop.local_parameters import has_dtensors, local_tensor
 from ...parallel.mesh.topology import Topology
 from ..gradients.in_place import clear_gradients
 from ..step.update_request import Update, UpdateRequest
-from .chain import AnyWindow, Held, Link, Replacements
+from ..step.window import Window
+from .chain import Held, Link, Replacements
 
 _SHARED = "_meshstep_shared"  # the mark of a gradient that came from a DTensor
 
@@ -59,7 +60,7 @@ class LocalTensors(Link):
         for target, _ in targets if state else ():
             optimizer.state[target] = {key: _local(value) for key, value in (state or {}).items()}
 
-    def bring(self, window: AnyWindow, averaged: bool) -> Exception | None:
+    def bring(self, window: Window, averaged: bool) -> Exception | None:
         """Give every local parameter the local tensor of its DTensor's gradient; pending sums are made later.
 
         Where the DTensor has none, a gradient that somebody gave to what the optimizer holds stays: trainers make states

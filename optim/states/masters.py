@@ -19,7 +19,8 @@ from ...parallel.mesh.value_checks import check_text, list_of
 from ..gradients.in_place import clear_gradients
 from ..norm.hashing import TensorHash
 from ..step.update_request import LowPrecisionOut, SplitWeights, Update, UpdateRequest
-from .chain import AnyWindow, Binding, Held, Link, Replacements
+from ..step.window import Window
+from .chain import Binding, Held, Link, Replacements
 from .elementwise import check_in_buckets
 
 # Float32 masters kept as the bfloat16 weights and 16 bits more; see `meshstep.amp.split_masters` ----------------------
@@ -125,7 +126,7 @@ class SplitMasters(Link):
         self._note_weights()
         return [weights[index] for index in sorted({*written, *moved})]
 
-    def bring(self, window: AnyWindow, averaged: bool) -> None:
+    def bring(self, window: Window, averaged: bool) -> None:
         """Drop the remainders of written weights. Host synchronization: none, except once after a load.
 
         Raises:
@@ -332,7 +333,7 @@ class Masters(Link):
     ) -> None:
         """`MasterWeights` has done it, in float32."""
 
-    def bring(self, window: AnyWindow, averaged: bool) -> None:
+    def bring(self, window: Window, averaged: bool) -> None:
         self._made.collect()
 
     def step(self, request: UpdateRequest, update: Update) -> None:

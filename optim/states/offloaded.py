@@ -32,7 +32,8 @@ from ..gradients.buckets import BUCKET_BYTES, flat_buckets
 from ..gradients.in_place import clear_gradients, gradient_dtype
 from ..step.update import only, steps_in_parts
 from ..step.update_request import Update, UpdateRequest
-from .chain import AnyWindow, Binding, Held, Link, Placement, Position, Replacements
+from ..step.window import Window
+from .chain import Binding, Held, Link, Placement, Position, Replacements
 
 # Host bucket ----------------------------------------------------------------------------------------------------------
 
@@ -258,7 +259,7 @@ class OffloadTransform(Link):
     # The step --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def bring(self, window: AnyWindow, averaged: bool) -> None:
+    def bring(self, window: Window, averaged: bool) -> None:
         """Nothing for offloaded parameters, but to notice weights that somebody else has changed. Host reads: only then."""
         self._refresh()
 

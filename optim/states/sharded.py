@@ -53,7 +53,8 @@ from ..gradients.reduce_in_backward import (
 )
 from ..norm.plan import Bucket, ParameterEntry, ReductionPlan, entries_of
 from ..step.update_request import Update, UpdateRequest
-from .chain import AnyWindow, Binding, Held, Link, Placement, Position, Replacements, other_layout
+from ..step.window import Window
+from .chain import Binding, Held, Link, Placement, Position, Replacements, other_layout
 from .elementwise import check_elementwise
 
 # Slices ---------------------------------------------------------------------------------------------------------------
@@ -518,7 +519,7 @@ class Shards(Link):
     # The step --------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def micro_batch(self, window: AnyWindow) -> Iterator[None]:
+    def micro_batch(self, window: Window) -> Iterator[None]:
         """With sharded gradients every bucket is reduced into this rank's slice, where micro-batches add up, and the
         parameters have no gradients afterwards.
 
@@ -534,7 +535,7 @@ class Shards(Link):
         window.came |= self._reducer.came
 
     @torch.no_grad()
-    def catch_up(self, window: AnyWindow) -> None:
+    def catch_up(self, window: Window) -> None:
         """Raises RuntimeError with sharded gradients, where those of the window before have not been cleared."""
         if self._reducer is not None:
             _check_cleared(window)
@@ -544,7 +545,7 @@ class Shards(Link):
                 self._reducer.reduce_now()
 
     @torch.no_grad()
-    def bring(self, window: AnyWindow, averaged: bool) -> None:
+    def bring(self, window: Window, averaged: bool) -> None:
         """Reduce the gradients, as far as backward has not, and give each piece its part. Raises RuntimeError with sharded
         gradients, where one micro-batch of a window went past `micro_batch` and another did not."""
         buckets = self.buckets
@@ -614,7 +615,7 @@ class Shards(Link):
             bucket.refresh()
 
 
-def _check_cleared(window: AnyWindow) -> None:
+def _check_cleared(window: Window) -> None:
     if window.holds_old:
         raise RuntimeError(
             "the gradients of the last window are still there, reduced, and can't be added to: call zero_grad() after "

@@ -87,8 +87,8 @@ class CombinedOptimizer(torch.optim.Optimizer):
         index = param_group.get(OPTIMIZER_INDEX)
         if not isinstance(index, int) or not 0 <= index < len(self._parts):
             raise ValueError(
-                f"the param group is of optimizer {index!r}: say which one takes it, {{'params': [...], {OPTIMIZER_INDEX!r}: 0}} to "
-                f"{len(self._parts) - 1}, in the order in which they were given"
+                f"the param group is of optimizer {index!r}: say which one takes it, {{'params': [...], "
+                f"{OPTIMIZER_INDEX!r}: 0}} to {len(self._parts) - 1}, in the order in which they were given"
             )
         part = self.parts[index]
         part.add_param_group(param_group)

@@ -72,13 +72,13 @@ class GradSyncController(ABC):
         """Whether the next forward and backward reduce."""
         self.on = on
 
-    def expect(self, window: Window[Any, Any]) -> None:
+    def expect(self, window: Window) -> None:
         """In managed accumulation the micro-batch that comes next reduces if it is the last one of its window."""
         if window.steps is not None:
             self.set(window.next_is_last)
 
     @abstractmethod
-    def averages(self, window: Window[Any, Any]) -> bool:
+    def averages(self, window: Window) -> bool:
         """Whether what was to be averaged in the window's backward has been, or will be in `step`; asked at its end.
 
         Raises:
@@ -95,7 +95,7 @@ class GradSyncController(ABC):
         """Raise RuntimeError if gradients are to be cleared that can't be."""
 
     @contextmanager
-    def micro_batch(self, window: Window[Any, Any]) -> Iterator[None]:
+    def micro_batch(self, window: Window) -> Iterator[None]:
         """Around the backward of one micro-batch."""
         yield
         window.left_out = not self.on
@@ -119,7 +119,7 @@ class OverlappedReduce(GradSyncController):
         self._reducer = reducer
 
     @contextmanager
-    def micro_batch(self, window: Window[Any, Any]) -> Iterator[None]:
+    def micro_batch(self, window: Window) -> Iterator[None]:
         """Raises RuntimeError where a backward of the window has reduced already: what it summed would be summed again."""
         if self.on and window.reduced:
             raise RuntimeError(
@@ -133,7 +133,7 @@ class OverlappedReduce(GradSyncController):
             yield
         window.reduced |= reduces
 
-    def averages(self, window: Window[Any, Any]) -> bool:
+    def averages(self, window: Window) -> bool:
         """What has not been reduced is reduced in `step`, but not what came to the sum afterwards."""
         if window.reduced:
             self._reducer.check_no_stray()
@@ -211,7 +211,7 @@ class TorchGradSync(GradSyncController):
             else:
                 module.set_requires_gradient_sync(on)  # type: ignore[operator]
 
-    def averages(self, window: Window[Any, Any]) -> bool:
+    def averages(self, window: Window) -> bool:
         """Not if DDP left the last micro-batch out, for which `step` can make up: what it averaged before is the same on
         all ranks, and stays as it is. Only `fully_shard` itself reduces what it has."""
         if window.left_out and not self.is_ddp:
@@ -375,7 +375,7 @@ class MegatronGradSync(TorchGradSync):
         for group in (*self.module.bucket_groups, *self.module.expert_parallel_bucket_groups):  # type: ignore[misc]
             group.is_last_microbatch = on
 
-    def averages(self, window: Window[Any, Any]) -> bool:
+    def averages(self, window: Window) -> bool:
         """Raises RuntimeError where it is told to reduce while backward runs, and was not told of the last micro-batch."""
         if window.left_out and self._overlap:
             raise RuntimeError(
@@ -393,7 +393,7 @@ class MegatronGradSync(TorchGradSync):
                 param.grad = param.main_grad.detach()  # each time another: masters know by it what they have taken
 
     @contextmanager
-    def micro_batch(self, window: Window[Any, Any]) -> Iterator[None]:
+    def micro_batch(self, window: Window) -> Iterator[None]:
         """What was handed over is taken away first, or it would be added to itself."""
         self._take_away()
         with super().micro_batch(window):

@@ -46,7 +46,7 @@ class GradientReport(NamedTuple):
 
     @classmethod
     def of(
-        cls, window: Window[Any, Any], params: Sequence[Tensor], param_groups: object = None, facts: int = 0
+        cls, window: Window, params: Sequence[Tensor], param_groups: object = None, facts: int = 0
     ) -> GradientReport:
         """Args: params: The model's, before anybody takes their gradients; param_groups: The optimizer's, to look for a
         trainer that clips them too; facts: See the attribute. Host reads: some."""
@@ -141,7 +141,7 @@ def warn_of_written_gradients(seen: Sequence[GradientReport], topology: Topology
     )
 
 
-def check_window_is_used(window: Window[Any, Any], params: Sequence[Tensor], registry: ProcessGroupRegistry) -> None:
+def check_window_is_used(window: Window, params: Sequence[Tensor], registry: ProcessGroupRegistry) -> None:
     """At a `step` of managed accumulation before which no micro-batch came.
 
     Raises:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,9 +31,13 @@ from ...amp.capture import is_captured
 from ...parallel.interop.local_parameters import has_dtensors
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.value_checks import check_scalar, is_whole
-from ..clip.clipper import GradScaleInfo
+from ..clip.clipper import GradScaleInfo, StepDecision
+from ..clip.rule import Clip
 from ..kernels.device_constants import Constants
 from ..norm.powers import accumulation_dtype
+
+if TYPE_CHECKING:
+    from .step_agreement import StepAgreement
 
 # Weights --------------------------------------------------------------------------------------------------------------
 
@@ -151,15 +155,8 @@ def reference_inverse_weight(weights: Sequence[Sequence[float]]) -> float:
 # number of micro-batches when the schedule is through: right where each is of this call alone, and is divided once.
 
 
-class DivisionRecord(Protocol):
-    """What a window is told, and of which micro-batch."""
-
-    micro_batches: int
-    divided_again: bool
-
-
 @contextmanager
-def watching_stages(window: DivisionRecord, params: Sequence[Tensor]) -> Iterator[None]:
+def watching_stages(window: Window, params: Sequence[Tensor]) -> Iterator[None]:
     """Around a schedule's step: note in the window where stages divide what was divided already.
 
     Args:
@@ -190,27 +187,9 @@ def watching_stages(window: DivisionRecord, params: Sequence[Tensor]) -> Iterato
 # Window ---------------------------------------------------------------------------------------------------------------
 
 Phase = Literal["open", "accumulating", "complete", "clipped", "broken"]
-Asked = TypeVar("Asked")
-Verdict = TypeVar("Verdict")
-AnyAsked = TypeVar("AnyAsked", contravariant=True)
 
 
-class AgreedWindow(Protocol[AnyAsked]):
-    """The facts of a window that ranks compare: `StepAgreement`."""
-
-    def number(
-        self,
-        micro_batches: int,
-        weight: float | Tensor | None,
-        frozen: tuple[int, ...],
-        thawed: tuple[int, ...],
-        explicit: tuple[AnyAsked | None, ...],
-        /,
-    ) -> int:
-        """Return this rank's part of the slot."""
-
-
-class Window(Generic[Asked, Verdict]):
+class Window:
     """The micro-batches since the last step: how many, their weight here, and what has been done with the gradients.
 
     Nobody else remembers any of it: who needs to know is told, or asks.
@@ -268,9 +247,9 @@ class Window(Generic[Asked, Verdict]):
         if self.has_weight or self._weight.sum is not None:
             self._weight.clear()
         self.reduced = False
-        self.asked: Asked | None = None
-        self.verdict: Verdict | None = None
-        self.explicit: tuple[Asked | None, ...] = ()
+        self.asked: Clip | None = None
+        self.verdict: StepDecision | None = None
+        self.explicit: tuple[Clip | None, ...] = ()
         self._weighted: bool | None = None
         self._with_gradient: list[int] = []
         self._recorded: list[_Gradient] = []
@@ -318,7 +297,7 @@ class Window(Generic[Asked, Verdict]):
         """Whether the micro-batches so far were given weights, 0 among them."""
         return bool(self._weighted)
 
-    def number_of_facts(self, agreement: AgreedWindow[Asked], changed: tuple[tuple[int, ...], tuple[int, ...]]) -> int:
+    def number_of_facts(self, agreement: StepAgreement, changed: tuple[tuple[int, ...], tuple[int, ...]]) -> int:
         """Return this rank's part of the slot of a `StepAgreement`. Host reads: none.
 
         Args:
@@ -421,7 +400,7 @@ class Window(Generic[Asked, Verdict]):
         self,
         weight: float | Tensor | None,
         params: Sequence[Tensor],
-        around: Sequence[Callable[[Window[Asked, Verdict]], AbstractContextManager[None]]],
+        around: Sequence[Callable[[Window], AbstractContextManager[None]]],
         several: bool = False,
     ) -> Iterator[None]:
         """Around the backward of one micro-batch; where it raises, the window is broken.
@@ -508,7 +487,7 @@ class Window(Generic[Asked, Verdict]):
         """The gradients have been reduced. A broken window stays broken."""
         self.phase, self.left_out = "broken" if self.phase == "broken" else "complete", False
 
-    def clipped(self, verdict: Verdict) -> None:
+    def clipped(self, verdict: StepDecision) -> None:
         """An explicit call has unscaled and clipped them."""
         self.phase, self.verdict = "broken" if self.phase == "broken" else "clipped", verdict
 

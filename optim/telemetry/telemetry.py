@@ -29,9 +29,9 @@ from ..norm.plan import ReductionPlan
 from ..norm.plan_agreement import with_names
 from ..norm.powers import accumulation_dtype
 from ..parallel_optimizer import ParallelOptimizer
-from ..states.chain import AnyWindow, Watcher
+from ..states.chain import Watcher
 from ..step.update_request import Update, UpdateRequest
-from ..step.window import place_of, weight_slots
+from ..step.window import Window, place_of, weight_slots
 from .gradient_noise import (
     LocalGradients,
     NoiseScale,
@@ -259,7 +259,7 @@ class Telemetry(Watcher):
     def not_captured(self) -> str | None:
         return "Telemetry counts steps and measures some of them, in Python: close() it before the capture"
 
-    def local(self, window: AnyWindow) -> None:
+    def local(self, window: Window) -> None:
         self._due = (self.step + 1) % self.every == 0
         if not self._due:
             return
@@ -271,7 +271,7 @@ class Telemetry(Watcher):
         if self._planned.local is not None:
             self._local = self._planned.local.powers()
 
-    def complete(self, window: AnyWindow) -> None:
+    def complete(self, window: Window) -> None:
         if not self._due:
             return
         optimizer, planned = self.optimizer, self._planned

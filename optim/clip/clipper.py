@@ -10,7 +10,7 @@ stepped with, and so does whoever reads the report.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -26,6 +26,7 @@ from ..kernels.device_constants import Constants
 from ..norm.global_norm import GlobalNorm
 from ..norm.groupings import Named, UnitDim, Units
 from ..norm.measure import Commit, GradStats, Level, Measure, Norms
+from ..norm.packed_sum import PackedSum
 from ..norm.plan import ReductionPlan
 from ..norm.replicas import EqualShards, FingerprintMonitor, ReplicaCheck, ReplicaMismatchError
 from .rule import NOTHING, ByNorm, Clip, ClipState, Decision, checked_threshold
@@ -52,10 +53,11 @@ class SkipVote:
         self.commit, self.watch, self.device = commit, watch, device
         self.problem: Exception | None = None
 
-    def slots(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """What this rank adds, each 1-dim float64. Host reads: none."""
-        votes = [] if self.commit is None else [self._vote(self.commit).view(1)]
-        return votes if self.watch is None else votes + self.watch.slots(gradients)
+    def fields(self, gradients: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        """Return this rank's part of the packed sum: ``"veto"``, and ``"fingerprints"``, by number. Host reads: none."""
+        votes = {} if self.commit is None else {"veto": self._vote(self.commit).view(1)}
+        fingerprints = [] if self.watch is None else self.watch.slots(gradients)
+        return votes | {f"fingerprints {index}": values for index, values in enumerate(fingerprints)}
 
     def _vote(self, commit: Commit) -> Tensor:
         """0-dim: 1 against the step, else 0."""
@@ -72,18 +74,18 @@ class SkipVote:
             self.problem, answer = error, False
         return torch.full((), float(not answer), dtype=torch.float64, device=self.device)
 
-    def count(self, totals: Sequence[Tensor], finite: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """(vetoed, parted), each 0-dim float32, from the sums of what `slots` gave.
+    def count(self, sums: Mapping[str, Tensor], finite: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """(vetoed, parted), each 0-dim float32, from the sums of `fields`.
 
         Args:
             finite: 0-dim bool: the gradients' norm is.
         """
         vetoed = None
         if self.commit is not None:
-            vetoed, totals = (totals[0][0] > 0).float(), totals[1:]
+            vetoed = (sums["veto"][0] > 0).float()
         if self.watch is None:
             return vetoed, None
-        self.watch.look(totals, finite)
+        self.watch.look([values for name, values in sums.items() if name.startswith("fingerprints")], finite)
         return vetoed, self.watch.parted
 
 
@@ -160,24 +162,23 @@ class GradScaleInfo(NamedTuple):
     """What gradients are to be divided by, which only the sum over all ranks tells.
 
     Args:
-        slots: 1-dim; summed over all ranks in the collective that measures. First those of the window's weight.
+        pack: Summed over all ranks in the collective that measures. It may have these fields:
+            ``"window_weight"``: the window's weight by pipeline stage, see `window_fields`;
+            ``"agreement"``: 0 where ranks agree, see `StepAgreement`;
+            ``"bypassed"``: negative where gradients must not be stepped with: their loss was not scaled, say.
         scale: The loss scale that is still in them; None: there is none, or it has been undone.
-        stages: So many slots hold the weight, see `weight_slots`; 0: nobody gave any.
-        data_ranks: Over so many gradients have been averaged.
-        loss_scale: What backward put in, for the report.
-        is_missing: From the sum of the slots a 0-dim bool: nobody put it in, though there are gradients.
-        mean_of: What gradients are divided by where no rank gave a weight.
-        agreement: The slot of a `StepAgreement`, whose sum is 0 where ranks agree; None: there is none.
+        is_weighted: Divide by the window's weight, or by ``mean_of`` where no rank gave a weight.
+        data_ranks: The number of ranks over which gradients have been averaged.
+        loss_scale: The scale that backward multiplied by, for the report.
+        mean_of: The number of micro-batches whose mean the window's gradient is.
     """
 
-    slots: Tensor
+    pack: PackedSum
     scale: Tensor | None = None
-    stages: int = 0
+    is_weighted: bool = False
     data_ranks: int = 1
     loss_scale: Tensor | None = None
-    is_missing: Callable[[Tensor], Tensor] | None = None
     mean_of: int = 1
-    agreement: int | None = None
 
 
 # The clipping thresholds of single param groups, known on ranks that do not have the group too ------------------------
@@ -363,15 +364,15 @@ class GradientClipper:
         given = None if clip is None else clip.rule
         norm_type = self.measure.norm_type if given is None or given.norm_type is None else given.norm_type
         ballot = self.ballot if earlier is None else None
-        rule = self._with_thresholds(given, norm_type, divisor.slots, ballot)
+        rule = self._with_thresholds(given, norm_type, divisor.pack, ballot)
         needs = MeasurementSpec.of(rule, norm_type)
-        norms, inverse, cast = self._unscaled(needs, divisor, ballot)
+        norms, inverse, sums = self._unscaled(needs, divisor, ballot)
         finite, past = norms.total < inf, None  # not where it is NaN
-        if divisor.is_missing is not None:
-            past = divisor.is_missing(norms.extra) & (norms.total != 0)  # states are also made by gradients of zeros
+        if "bypassed" in sums:
+            past = (sums["bypassed"][0] < 0) & (norms.total != 0)  # states are also made by gradients of zeros
             finite = finite & ~past
-        vetoed, parted = (None, None) if ballot is None else ballot.count(cast, finite)
-        disagreed = None if divisor.agreement is None else norms.extra.select(0, divisor.agreement) != 0
+        vetoed, parted = (None, None) if ballot is None else ballot.count(sums, finite)
+        disagreed = sums["agreement"][0] != 0 if "agreement" in sums else None
         decision = Decision(None)
         if rule is not None:
             state = ClipState(rule) if clip is None else clip
@@ -417,7 +418,7 @@ class GradientClipper:
         return verdict if earlier is None else verdict.after(earlier)
 
     def _with_thresholds(
-        self, clip: Clip | None, norm_type: float, slots: Tensor, ballot: SkipVote | None
+        self, clip: Clip | None, norm_type: float, pack: PackedSum, ballot: SkipVote | None
     ) -> Clip | None:
         """The rule, with the thresholds of single param groups in it."""
         groups = self.optimizer.param_groups
@@ -428,22 +429,22 @@ class GradientClipper:
         try:
             return self.thresholds.rule(clip, groups, norm_type)
         except ValueError:
-            self._measured(MeasurementSpec(norm_type), slots, ballot)  # as the other ranks do, which must not wait
+            self._measured(MeasurementSpec(norm_type), pack, ballot)  # as the other ranks do, which must not wait
             raise
 
     # Measuring -------------------------------------------------------------------------------------------------------
 
     def _unscaled(
         self, needs: MeasurementSpec, divisor: GradScaleInfo, ballot: SkipVote | None
-    ) -> tuple[Norms, Tensor | None, Sequence[Tensor]]:
-        """The norms of the gradients as they will be stepped with; ``inverse``; and what ranks said, summed."""
-        norms, cast = self._measured(needs, divisor.slots, ballot)
+    ) -> tuple[Norms, Tensor | None, Mapping[str, Tensor]]:
+        """Return the norms of the gradients as they will be stepped with; ``inverse``; the sums of the packed fields."""
+        norms, sums = self._measured(needs, divisor.pack, ballot)
         inverse = None if divisor.scale is None else divisor.scale.to(norms.extra).reciprocal()
-        if divisor.stages:
-            weight = inverse_weight(norms.extra[: divisor.stages], divisor.data_ranks, divisor.mean_of)
+        if divisor.is_weighted:
+            weight = inverse_weight(sums["window_weight"], divisor.data_ranks, divisor.mean_of)
             inverse = weight if inverse is None else weight * inverse
         if inverse is None:
-            return norms, None, cast
+            return norms, None, sums
         inverse = inverse.to(norms.total)
         total = norms.total * inverse
         groups = total.view(1) if norms.groups.numel() == 1 else norms.groups * inverse
@@ -451,32 +452,31 @@ class GradientClipper:
         for level in ("parameters", "units", "named"):
             if (values := getattr(norms, level)).numel():  # a kernel would multiply nothing too
                 norms = norms._replace(**{level: values * inverse})
-        return norms, inverse, cast
+        return norms, inverse, sums
 
     def _measured(
-        self, needs: MeasurementSpec, extra: Tensor, ballot: SkipVote | None
-    ) -> tuple[Norms, Sequence[Tensor]]:
-        """The norms of the gradients as they are, and the sums of what the ``ballot`` says; ``Norms.extra`` is the sum of
-        all ranks' ``extra``."""
+        self, needs: MeasurementSpec, pack: PackedSum, ballot: SkipVote | None
+    ) -> tuple[Norms, Mapping[str, Tensor]]:
+        """Return the norms of the gradients as they are, and the sums of the packed fields. Collectives: exactly one."""
         if needs not in self._measurers:
             self._measurers[needs] = self._measurer(needs)
         gradients = [param.grad for param in self.params]
         weights = self.params if needs.weights else ()
         numbers = [check.numbers(None if index else gradients) for index, check in enumerate(self.checks)]
-        slots = [check.weighted(of_check) for check, of_check in zip(self.checks, numbers, strict=True)]
+        compared = {
+            f"replicas {index}": check.weighted(of_check)
+            for index, (check, of_check) in enumerate(zip(self.checks, numbers, strict=True))
+        }
         if self._shards is not None:
-            slots.append(self._shards.slots(numbers[0], self.checks[0].params, gradients))
-        cast = [] if ballot is None else ballot.slots(gradients)
-        more = torch.cat([extra, *slots, *cast]) if slots or cast else extra
-        norms = self._measurers[needs](gradients, more, weights)
+            compared["equal shards"] = self._shards.slots(numbers[0], self.checks[0].params, gradients)
+        pack = pack.with_fields(compared).with_fields({} if ballot is None else ballot.fields(gradients))
+        norms = self._measurers[needs](gradients, pack.values, weights)
         if needs.level == "named":
             norms = self._with_named(needs, norms)
-        if not slots and not cast:
-            return norms, ()
-        extra, *totals = norms.extra.split([len(extra), *map(len, slots), *map(len, cast)])
-        if slots:
-            self._compare(norms.total, totals[: len(slots)])
-        return norms._replace(extra=extra), totals[len(slots) :]
+        sums = pack.split(norms.extra)
+        if compared:
+            self._compare(norms.total, [sums[name] for name in compared])
+        return norms, sums
 
     def _compare(self, total: Tensor, sums: Sequence[Tensor]) -> None:
         """Raise ReplicaMismatchError where copies differ, ValueError where shards are copies. Host reads: one."""
@@ -530,7 +530,7 @@ def inverse_weight(totals: Tensor, data_ranks: int, count: int = 1) -> Tensor:
     none.
 
     Args:
-        totals: The sum over ranks of `weight_slots`, without a vote.
+        totals: The sum over ranks of the field ``"window_weight"``.
         data_ranks: D.
         count: Micro-batches whose mean the window's gradient is.
     """

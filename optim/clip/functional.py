@@ -24,6 +24,7 @@ from ..gradients.buckets import sync_axes
 from ..gradients.in_place import clamp_each, is_complete, mark_complete, scale_each
 from ..norm.global_norm import GlobalNorm
 from ..norm.measure import GradStats, Measure, Norms, Reduction, checked_norm_type, checked_reduction
+from ..norm.packed_sum import PackedSum
 from ..norm.plan import ReductionPlan, check_dense_real, check_unused, entries_of
 from ..norm.plan_agreement import agreed
 from .clipper import AgreedThresholds, GradientClipper, GradScaleInfo
@@ -176,9 +177,9 @@ class StatefulClipper:
             return self._clip(clip, local, wrong=False)
 
     def _clip(self, clip: ClipState, params: list[Tensor], wrong: bool) -> GradStats:
-        slots = torch.full((1,), float(wrong), dtype=torch.float64, device=self.registry.device)
+        vote = torch.full((1,), -float(wrong), dtype=torch.float64, device=self.registry.device)
         self.clipping.params = params
-        divisor = GradScaleInfo(slots, is_missing=lambda totals: totals[0] > 0)
+        divisor = GradScaleInfo(PackedSum.of({"bypassed": vote}))
         return self.clipping(clip, divisor, now=True, captured=is_captured()).stats
 
 

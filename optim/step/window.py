@@ -19,7 +19,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -34,6 +34,7 @@ from ...parallel.mesh.value_checks import check_scalar, is_whole
 from ..clip.clipper import GradScaleInfo, StepDecision
 from ..clip.rule import Clip
 from ..kernels.device_constants import Constants
+from ..norm.packed_sum import PackedSum
 from ..norm.powers import accumulation_dtype
 
 if TYPE_CHECKING:
@@ -113,34 +114,38 @@ def place_of(registry: ProcessGroupRegistry) -> WindowPlace:
     return place
 
 
-def weight_slots(
+def window_fields(
     weight: float | Tensor,
     registry: ProcessGroupRegistry,
     device: torch.device,
-    vote: float | None = None,
-    facts: int | None = None,
-) -> Tensor:
-    """[pipeline stages] float64, on ``device``: this rank's part of W, in its stage's slot; `clip.decide.inverse_weight`
-    reads the sum over ranks.
+    bypassed: float | None = None,
+    agreement: int | None = None,
+) -> PackedSum:
+    """Pack this rank's part of the window's weight W, [pipeline stages] float64, as the field ``"window_weight"``.
 
     All ranks of a stage that share a data coordinate know the same weight, so each adds its part of it. Stages that know
-    none (only the last one computes a loss) add 0. After those come a slot for the ``facts`` of a `StepAgreement`, and one
-    for a ``vote``. Not to be written to: those of a number are made once.
+    none (only the last one computes a loss) add 0. `inverse_weight` reads the sum over ranks.
+
+    Args:
+        bypassed, agreement: Values of fields of these names; None: there is no such field.
+    Returns:
+        The packed fields. Don't write to the values of numbers, which are made once.
     """
     place = place_of(registry)
-    more = [float(number) for number in (facts, vote) if number is not None]
+    found = {name: number for name, number in (("agreement", agreement), ("bypassed", bypassed)) if number is not None}
+    more, sizes = list(map(float, found.values())), {"window_weight": place.stages, **dict.fromkeys(found, 1)}
     if not isinstance(weight, Tensor) and not is_captured():  # a graph would copy from the host in every replay
         own = [0.0] * place.stages
         own[place.stage] = weight / place.sharers
         values = [*own, *more]
-        return place.constants(tuple(values), values.copy, torch.float64, device)
+        return PackedSum(place.constants(tuple(values), values.copy, torch.float64, device), sizes)
     slots = torch.zeros(place.stages + len(more), dtype=torch.float64, device=device)
     # Not `slots[...] = number`, which in torch 2.11 is a copy from the host.
     slots[place.stage].fill_(weight / place.sharers)
     for at, number in enumerate(more, place.stages):
         if number:
             slots[at].fill_(number)
-    return slots
+    return PackedSum(slots, sizes)
 
 
 def reference_inverse_weight(weights: Sequence[Sequence[float]]) -> float:
@@ -227,7 +232,7 @@ class Window:
         self.entered = self.looked = False
         self._stepped_with: _Gradient | None = None
         self._weight = Weight()
-        self._slots: tuple[tuple[object, ...], Tensor, WindowPlace] | None = None
+        self._fields: tuple[tuple[object, ...], PackedSum, WindowPlace] | None = None
         self._facts: int | None = None  # in their slot
         self._watched: _OtherBackward | None = None
         self.close()
@@ -360,38 +365,36 @@ class Window:
         if self.scaled and not (alone and self.calls):  # or this rank knows that there was one, and has nobody to tell
             vote = _SCALED if self.calls else -1.0 if self.strays else 0.0
         done = self.verdict is not None  # they were clipped in place in this window, and have it in them already
-        slots, place = self._slots_of(self.weight, vote, registry, device, facts)
+        pack, place = self._fields_of(self.weight, vote, registry, device, facts)
         if facts_of_tensors is not None:
-            slots = slots.clone()
-            slots[place.stages] += facts_of_tensors
+            pack = replace(pack, values=pack.values.clone())
+            pack.split(pack.values)["agreement"] += facts_of_tensors
         is_one = alone and self.count == 1 and not self.has_weight
-        stages = 0 if done or is_one else place.stages
-        missing = None if vote is None else lambda totals: totals[-1] < 0
-        agreement = None if facts is None else place.stages
-        return GradScaleInfo(
-            slots, None if done else scale, stages, place.data_ranks, scale, missing, self.count, agreement
-        )
+        is_weighted = not done and not is_one
+        return GradScaleInfo(pack, None if done else scale, is_weighted, place.data_ranks, scale, self.count)
 
-    def _slots_of(
+    def _fields_of(
         self,
         weight: float | Tensor,
         vote: float | None,
         registry: ProcessGroupRegistry,
         device: torch.device,
         facts: int | None,
-    ) -> tuple[Tensor, WindowPlace]:
-        """Return `weight_slots`, kept where they are of numbers; a graph would read them there for ever."""
+    ) -> tuple[PackedSum, WindowPlace]:
+        """Return `window_fields`, kept where they are of numbers; a graph would read them there for ever."""
         if self.captured or isinstance(weight, Tensor):
-            return weight_slots(weight, registry, device, vote, facts), place_of(registry)
+            return window_fields(weight, registry, device, vote, facts), place_of(registry)
         key = weight, vote, registry, device, facts is None
-        if self._slots is None or self._slots[0] != key:
-            slots, place = weight_slots(weight, registry, device, vote, facts), place_of(registry)
-            self._slots, self._facts = (key, slots if facts is None else slots.clone(), place), facts
-        _, slots, place = self._slots
+        if self._fields is None or self._fields[0] != key:
+            pack, place = window_fields(weight, registry, device, vote, facts), place_of(registry)
+            if facts is not None:
+                pack = replace(pack, values=pack.values.clone())
+            self._fields, self._facts = (key, pack, place), facts
+        _, pack, place = self._fields
         if facts is not None and facts != self._facts:  # with a learning rate that a schedule moves in every step
             self._facts = facts
-            slots[place.stages].fill_(facts)
-        return slots, place
+            pack.split(pack.values)["agreement"].fill_(facts)
+        return pack, place
 
     # Micro-batches ---------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from ..norm.powers import accumulation_dtype
 from ..parallel_optimizer import ParallelOptimizer
 from ..states.chain import Watcher
 from ..step.update_request import Update, UpdateRequest
-from ..step.window import Window, place_of, weight_slots
+from ..step.window import Window, place_of, window_fields
 from .gradient_noise import (
     LocalGradients,
     NoiseScale,
@@ -283,7 +283,7 @@ class Telemetry(Watcher):
             ]
         )
         self._gradients = planned.to_parameters(found)
-        self._window = weight_slots(window.weight, planned.registry, planned.device).clone()
+        self._window = window_fields(window.weight, planned.registry, planned.device).values.clone()
         self._count = window.count
         self._scale = optimizer._scale if not hasattr(optimizer, "found_inf") else optimizer._scale_of_scaler()
         if planned.local is not None:

@@ -14,7 +14,7 @@ from meshstep.optim import Offloaded, ParallelOptimizer, Sharded
 from meshstep.optim.clip.clipper import inverse_weight
 from meshstep.optim.states.offloaded import reference_offloaded_step
 from meshstep.optim.states.sharded import Shards, ZeroBucket, reference_sharded_step, reference_slice
-from meshstep.optim.step.window import place_of, reference_inverse_weight, weight_slots
+from meshstep.optim.step.window import place_of, reference_inverse_weight, window_fields
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from meshstep.parallel.layout.annotation import annotation_of
 from optimizers import OPTIMIZERS
@@ -177,7 +177,7 @@ def inverse_on(axes: tuple[tuple[str, int], ...], weights: list[list[float]], as
         last = all(registry.coordinate[axis] == topology.size(axis) - 1 for axis in topology.pipe_axes)
         own = sum(weights[registry.rank(*topology.data_axes)]) if last else 0.0
         weight: float | Tensor = torch.tensor(own, dtype=torch.float64) if as_tensor else own
-        slots = weight_slots(weight, registry, torch.device("cpu"))
+        slots = window_fields(weight, registry, torch.device("cpu")).values
         dist.all_reduce(slots)
         return float(inverse_weight(slots, place_of(registry).data_ranks))
 

@@ -29,7 +29,7 @@ from .recipe.booster import Booster
 from .recipe.data_parallel import DataParallel, share_weights
 from .recipe.pipeline import Pipeline
 from .schedule import ConstantLR, CosineAnnealingLR, HoldOnSkip, LinearWarmupLR, MultiStepLR, PolynomialLR, WarmupLR
-from .states.chain import Binding, Link, Piece, Placement, Position
+from .states.chain import Binding, Link, Piece, Placement, Position, StepObserver
 from .states.half_states import HalfStates
 from .states.offloaded import Offloaded
 from .states.replayable import Replayable, replay
@@ -114,6 +114,7 @@ __all__ = [
     "SkipSpikes",
     "SpectralNorms",
     "StableAdamW",
+    "StepObserver",
     "Telemetry",
     "TensorBoardWriter",
     "Terminal",

@@ -62,7 +62,7 @@ def _reasons(optimizer: ParallelOptimizer[Any]) -> Iterator[str]:
     elif optimizer._clipping.checks:
         yield "copies have not been compared yet, in a step that was not skipped: make some steps more without a graph"
     yield from filter(None, (link.not_captured() for link in optimizer._states.links))
-    yield from filter(None, (watcher.not_captured() for watcher in optimizer._states.watchers))
+    yield from filter(None, (observer.not_captured() for observer in optimizer.observers))
     yield from _of_window(window, device)
     yield from _of_optimizer(optimizer.optimizer, device)
 

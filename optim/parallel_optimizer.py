@@ -27,7 +27,7 @@ from .clip.rules import ByValue, ClipSpec, in_use
 from .gradients.in_place import nonfinite_names
 from .norm.measure import GradStats, Measure
 from .norm.plan import ReductionPlan, check_unused
-from .states.chain import Piece, Placement, TransformChain, match_names, named_params_of
+from .states.chain import Piece, Placement, StepObserver, TransformChain, match_names, named_params_of
 from .states.gradient_completion import GradientCompletion
 from .states.optimizer_state import Coordinates, PicklableOptimizer, Saved, check_caller
 from .step.call_guard import guard_calls, own_calls
@@ -512,6 +512,29 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         self._plan, self._agreement = plan, agreement
         self._groups.append(added)
         self._bind(thresholds)
+
+    @property
+    def observers(self) -> tuple[StepObserver, ...]:
+        """The observers of the steps, in the order in which they are called."""
+        return tuple(self._states.observers)
+
+    def add_observer(self, observer: StepObserver) -> None:
+        """Call the methods of an observer in every step from now on, after those of earlier observers.
+
+        Raises:
+            TypeError: ``observer`` is no `StepObserver`.
+            ValueError: It was added before.
+        Collectives, host synchronization: none.
+        """
+        if not isinstance(observer, StepObserver):
+            raise TypeError(f"add_observer({observer!r}): give an instance of a subclass of StepObserver")
+        if any(other is observer for other in self.observers):
+            raise ValueError(f"{type(observer).__name__} is an observer of this optimizer already: add it once")
+        self._states.set_observers([*self.observers, observer])
+
+    def remove_observer(self, observer: StepObserver) -> None:
+        """Stop calling an observer. Do nothing if it was not added."""
+        self._states.set_observers([other for other in self.observers if other is not observer])
 
     @torch.no_grad()
     def reload_from_model(self) -> None:

@@ -328,26 +328,37 @@ class Link:
         """Restore it on this rank; `publish` follows, on all. ValueError where it does not fit, and nothing changed."""
 
 
-# Who looks on at a step: at gradients and weights as they come by, which it leaves as they are ------------------------
+# Observers ------------------------------------------------------------------------------------------------------------
 
 
-class Watcher:
-    """Is told, on every rank and in this order, at the end of a window; it may take part in collectives of its own, and
-    changes nothing. Subclasses override what they need; `meshstep.optim.states.chain.TransformChain.watchers` has them."""
+class StepObserver:
+    """Follows the steps of a `ParallelOptimizer`; give it to `ParallelOptimizer.add_observer`.
+
+        class UpdateTime(StepObserver):
+            def update(self, request, update):
+                start = time.perf_counter()
+                update(request)
+                self.seconds = time.perf_counter() - start
+
+    Subclasses override the methods that they need. Each rank calls them in this order, once per step, so an observer on
+    all ranks may use collectives of its own. An observer must not change gradients, weights or the request.
+    """
 
     def not_captured(self) -> str | None:
-        """Why a step can't be captured in a CUDA graph with it: its name, and what it does in Python or on the host."""
+        """Return why a step can't be captured in a CUDA graph with this observer; None: it can be."""
         return None
 
-    def local(self, window: Window) -> None:
-        """Gradients are where backward has left them: this rank's own, but for what was reduced while backward ran."""
+    def local_grads(self, window: Window) -> None:
+        """Look at gradients where backward left them: this rank's own, except those that backward has reduced."""
 
-    def complete(self, window: Window) -> None:
-        """They have come to what is stepped, averaged and summed; the loss scale and the window's weight are still in
-        them, and nothing has been clipped."""
+    def reduced_grads(self, window: Window) -> None:
+        """Look at averaged and summed gradients of the stepped tensors (`ParallelOptimizer.pieces`), before clipping.
+
+        They still contain the loss scale and are not divided by the window's weight.
+        """
 
     def update(self, request: UpdateRequest, update: Update) -> None:
-        """Call ``update``, which steps what the param groups hold, or skips, and brings it into the model."""
+        """Call ``update(request)`` exactly once. It steps or skips, and writes the result into the model."""
         update(request)
 
 
@@ -370,14 +381,14 @@ class TransformChain:
         frozen: Those of them that were frozen between their group's and a later group's addition.
         bringing: The links that have gradients to `bring`, from the model's side on.
         catching_up: Those that `catch_up`.
-        watchers: Who looks on; `watch` says who.
-        around_update: What is around an update: the links' `step`, of the one next to the optimizer first, and watchers.
+        observers: In the order in which they are called.
+        around_update: What is around an update: the links' `step`, of the one next to the optimizer first, and observers.
     Collectives: those of the links.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, links: Sequence[Link], registry: ProcessGroupRegistry) -> None:
         self.optimizer, self.links, self.registry = optimizer, list(links), registry
-        self.watchers: list[Watcher] = []
+        self.observers: list[StepObserver] = []
         self.held: list[Held] = []
         self.given: list[tuple[str, Tensor, bool]] = []
         self.frozen: list[Tensor] = []
@@ -414,7 +425,7 @@ class TransformChain:
         for index, link in enumerate(stepping):
             link.in_parts = all(inner.divisible for inner in stepping[:index])
         self._stepping = [_step_of(link) for link in stepping]
-        self.watch(self.watchers)
+        self.set_observers(self.observers)
 
     def explain(self, error: Exception) -> None:
         """Raise RuntimeError from ``error`` if any parameter was converted, which explains the error."""
@@ -432,10 +443,10 @@ class TransformChain:
                 )
         return None
 
-    def watch(self, watchers: Sequence[Watcher]) -> None:
-        """These look on from now on, and no others."""
-        self.watchers = list(watchers)
-        self.around_update = [*self._stepping, *(watcher.update for watcher in self.watchers)]
+    def set_observers(self, observers: Sequence[StepObserver]) -> None:
+        """Call these observers from now on, and no others."""
+        self.observers = list(observers)
+        self.around_update = [*self._stepping, *(observer.update for observer in self.observers)]
 
     def _those_with(self, *methods: str) -> list[Link]:
         """The links that do something there: a step should not pass through the others."""

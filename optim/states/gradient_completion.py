@@ -84,8 +84,8 @@ class GradientCompletion:
         if window.phase in ("complete", "clipped"):
             return None
         self._check_converted()
-        for watcher in self.chain.watchers:
-            watcher.local(window)
+        for observer in self.chain.observers:
+            observer.local_grads(window)
         if window.captured:
             keep_in_place((*self._buckets, *(self.early or ())))
         averaged = switch is None or switch.averages(window)
@@ -124,8 +124,8 @@ class GradientCompletion:
         if frozen:
             self._forget(frozen)
         window.complete()
-        for watcher in self.chain.watchers:
-            watcher.complete(window)
+        for observer in self.chain.observers:
+            observer.reduced_grads(window)
         return problem
 
     def _watch_first_windows(self, unused: UnusedParameters) -> None:

@@ -29,7 +29,7 @@ from ..norm.plan import ReductionPlan
 from ..norm.plan_agreement import with_names
 from ..norm.powers import accumulation_dtype
 from ..parallel_optimizer import ParallelOptimizer
-from ..states.chain import Watcher
+from ..states.chain import StepObserver
 from ..step.update_request import Update, UpdateRequest
 from ..step.window import Window, place_of, window_fields
 from .gradient_noise import (
@@ -170,7 +170,7 @@ class Measurement:
 # Telemetry ------------------------------------------------------------------------------------------------------------
 
 
-class Telemetry(Watcher):
+class Telemetry(StepObserver):
     """Measures every few steps of an optimizer, from now on. Every rank makes one, at the same point.
 
     Figures, each of the whole model (``.../total``) and of every label:
@@ -226,11 +226,11 @@ class Telemetry(Watcher):
         self._gradients, self._window, self._local = Tensor(), Tensor(), Tensor()
         self._count = 1  # of micro-batches, in the mean that the gradient is
         self._scale: Tensor | None = None
-        optimizer._states.watch([*optimizer._states.watchers, self])
+        optimizer.add_observer(self)
 
     def _check(self) -> None:
         check_every(self.every, f"every={self.every!r}")
-        if any(isinstance(watcher, Telemetry) for watcher in self.optimizer._states.watchers):
+        if any(isinstance(observer, Telemetry) for observer in self.optimizer.observers):
             raise ValueError("the optimizer has a Telemetry already: call its close() before you make another")
         checked_by(self.by)
         if self.spectral is not None:
@@ -251,15 +251,14 @@ class Telemetry(Watcher):
 
     def close(self) -> None:
         """Measure no more. A second call does nothing."""
-        states = self.optimizer._states
-        states.watch([watcher for watcher in states.watchers if watcher is not self])
+        self.optimizer.remove_observer(self)
 
     # What it is told of a step ---------------------------------------------------------------------------------------
 
     def not_captured(self) -> str | None:
         return "Telemetry counts steps and measures some of them, in Python: close() it before the capture"
 
-    def local(self, window: Window) -> None:
+    def local_grads(self, window: Window) -> None:
         self._due = (self.step + 1) % self.every == 0
         if not self._due:
             return
@@ -271,7 +270,7 @@ class Telemetry(Watcher):
         if self._planned.local is not None:
             self._local = self._planned.local.powers()
 
-    def complete(self, window: Window) -> None:
+    def reduced_grads(self, window: Window) -> None:
         if not self._due:
             return
         optimizer, planned = self.optimizer, self._planned

@@ -44,7 +44,9 @@ def measured() -> tuple[float, dict[str, list[float]]]:
         annotate(param, P(), "param")
         plan = ReductionPlan.of(entries_of([[param]], registry.topology), registry.topology, registry.global_rank)
         rank = float(registry.global_rank)
-        pack = PackedSum.of({"first": torch.full((2,), 1.0 + rank)}).with_fields({"second": torch.full((1,), 10 * rank)})
+        pack = PackedSum.of({"first": torch.full((2,), 1.0 + rank)}).with_fields(
+            {"second": torch.full((1,), 10 * rank)}
+        )
         norms = GlobalNorm(plan, registry)([torch.tensor([3.0, 4.0])], pack.values)
         fields: dict[str, Tensor] = pack.split(norms.extra)
         return float(norms.total), {name: values.tolist() for name, values in fields.items()}

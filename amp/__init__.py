@@ -1,12 +1,11 @@
 """Numbers: precision modes, loss scale and master weights."""
 
 from .apex import ApexFp16
-from .by_name import Mode, precision_of
 from .fp8.mode import Fp8, fp8_layers
 from .loss_scale import ConstantLossScale, DynamicLossScale, GradScaler, LossScale
 from .master_weights import MasterWeights
 from .modes import Bf16, Fp32, NaiveFp16, TorchFp16
-from .precision import Precision
+from .precision import Mode, Precision, precision_of
 from .stochastic_rounding import StochasticRounding, stochastic_round_
 
 __all__ = [

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .casting import autocast_criterion, autocast_model_, is_half, run_in_
 from .loss_scale import ConstantLossScale, DynamicLossScale, LossScale
-from .precision import Criterion, Precision
+from .precision import Criterion, Precision, register_mode
 
 
 class _Level(NamedTuple):
@@ -38,6 +38,7 @@ _LEVELS = {
 }
 
 
+@register_mode
 @dataclass(frozen=True)
 class ApexFp16(Precision):
     """One of apex's opt levels; see the table above.

@@ -22,9 +22,10 @@ from torch import nn
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .casting import CastInputs, autocast_criterion, autocast_model_, cast_floating, cast_model_, lift_half_, run_in_
 from .loss_scale import DynamicLossScale, LossScale
-from .precision import Criterion, Precision
+from .precision import Criterion, Precision, register_mode
 
 
+@register_mode
 @dataclass(frozen=True)
 class Fp32(Precision):
     """Full precision; of a model that was built in half precision, parameters, buffers and inputs become float32."""
@@ -36,6 +37,7 @@ class Fp32(Precision):
             model.register_forward_pre_hook(CastInputs(torch.float32), with_kwargs=True)
 
 
+@register_mode
 @dataclass(frozen=True)
 class TorchFp16(Precision):
     """torch's AMP: float32 parameters, model and criterion under autocast to float16, `GradScaler`'s loss scale.
@@ -71,6 +73,7 @@ class TorchFp16(Precision):
         return autocast_criterion(criterion)
 
 
+@register_mode
 @dataclass(frozen=True)
 class Bf16(Precision):
     """bfloat16 throughout: parameters, buffers, inputs, outputs. No loss scale: the range is float32's.
@@ -128,6 +131,7 @@ class Bf16(Precision):
         return in_float32
 
 
+@register_mode
 @dataclass(frozen=True)
 class NaiveFp16(Precision):
     """Everything float16, inputs cast to it, outputs to float32; float32 masters and a loss scale.

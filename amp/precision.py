@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -86,3 +86,38 @@ class Precision(ABC):
     def export_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """The model's state dict in the dtypes that this mode exports: here those of the parameters."""
         return model.state_dict()
+
+
+Mode = Literal["fp32", "fp16", "bf16", "fp16_naive", "fp16_apex", "fp8"]
+MODES: dict[str, type[Precision]] = {}
+"""Modes that `precision_of` knows by name; `register_mode` adds one."""
+
+AnyMode = TypeVar("AnyMode", bound=Precision)
+
+
+def register_mode(mode: type[AnyMode]) -> type[AnyMode]:
+    """Let `precision_of` find a mode by its ``name``. Use it as a class decorator.
+
+    Raises:
+        ValueError: Another mode has this name.
+    """
+    if MODES.setdefault(mode.name, mode) is not mode:
+        raise ValueError(
+            f"the mode {mode.name!r} is {MODES[mode.name].__name__} already: give {mode.__name__} another name"
+        )
+    return mode
+
+
+def precision_of(precision: str | Precision) -> Precision:
+    """Return the mode of this name with its defaults, or the object itself.
+
+    Raises:
+        ValueError: There is no mode of this name.
+    """
+    if isinstance(precision, Precision):
+        return precision
+    if precision in MODES:
+        return MODES[precision]()
+    known = [*get_args(Mode), *(name for name in MODES if name not in get_args(Mode))]
+    names = ", ".join(repr(name) for name in known if name in MODES)
+    raise ValueError(f"precision={precision!r} is no mode; give one of {names}, or an object such as Bf16()")

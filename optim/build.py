@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..amp.by_name import Mode, precision_of
 from ..amp.casting import HALF_DTYPES
-from ..amp.precision import Precision
+from ..amp.precision import Mode, Precision, precision_of
 from ..amp.stochastic_rounding import check_named
 from ..parallel.interop.fsdp_division import divide_once
 from ..parallel.mesh.agreement import check_all_say_the_same, described, on_all_ranks, on_all_ranks_with

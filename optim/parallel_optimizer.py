@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, overload
 import torch
 from torch import Tensor, nn
 
-from ..amp.by_name import Mode, precision_of
-from ..amp.precision import Precision
+from ..amp.precision import Mode, Precision, precision_of
 from ..parallel.interop.transformers import registry_of
 from ..parallel.mesh.agreement import on_all_ranks
 from ..parallel.mesh.call_tracker import public_call, public_constructor, track_call
@@ -31,7 +30,7 @@ from .states.chain import Piece, Placement, StepObserver, TransformChain, match_
 from .states.gradient_completion import GradientCompletion
 from .states.optimizer_state import Coordinates, PicklableOptimizer, Saved, check_caller
 from .step.call_guard import guard_calls, own_calls
-from .step.combined_optimizer import OPTIMIZER_INDEX, unchanged
+from .step.combined_optimizer import OPTIMIZER_INDEX, asks_other_ranks, parts_of, unchanged
 from .step.data_parallel import GradSyncController, Reduce
 from .step.first_window_checks import check_window_is_used
 from .step.skips import DISAGREED, PARTED, OnNonfinite, SkipMonitor
@@ -40,7 +39,6 @@ from .step.torch_engine import lay_out_states
 from .step.update import UpdateEngine
 from .step.update_request import UpdateRequest
 from .step.window import Window
-from .whole.optimizer import bind_whole
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -467,7 +465,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         """What belongs to the plan as it is now."""
         # Where backward leaves gradients.
         self._model_params = [param for group in self._groups for _, param in group]
-        bind_whole(self.optimizer, self._plan, self._states, self.registry)
+        full: list[Any] = [part for part in parts_of(self.optimizer) if asks_other_ranks(part)]
+        if full:
+            full[0].bind_all(full, self._plan, self._states, self.registry)
         lay_out_states(self.optimizer)
         if self._clip is not None:
             self._clip.bind(self._plan.parameter_names)

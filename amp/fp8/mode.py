@@ -25,7 +25,7 @@ from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import some
 from ..loss_scale import LossScale
 from ..modes import Bf16, Fp32
-from ..precision import Criterion, Precision
+from ..precision import Criterion, Precision, register_mode
 from .linear import Fp8Linear, Fp8Matmul, Fp8RowMatmul, fits
 from .tensor import E4M3, E5M2, Quantized, agreed_amax, check_dtypes, quantize
 from .weights import keep_rounded, kept, round_both
@@ -116,6 +116,7 @@ FELL_BACK = "not in 8 bits: a dim of this rank's weight is no multiple of 16"
 UNEVEN = "not in 8 bits: ranks have unequal pieces of its weight"
 
 
+@register_mode
 @dataclass(frozen=True)
 class Fp8(Precision):
     """Linear layers in 8 bits; parameters, masters and everything that isn't a linear layer as in the base mode.

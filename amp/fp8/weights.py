@@ -107,9 +107,10 @@ def round_both(
 
 
 def forget_rounded() -> None:
-    """Weights have been stepped."""
-    for by_how in KEPT.values():
-        by_how.clear()
+    """Forget all rounded weights, because weights have been or will be stepped."""
+    if KEPT:
+        for by_how in KEPT.values():
+            by_how.clear()
 
 
 def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

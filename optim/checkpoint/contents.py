@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from hashlib import blake2b
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +49,10 @@ from ..parallel_optimizer import ParallelOptimizer
 from ..states.chain import SCALAR_STATE, params_of
 from ..states.optimizer_state import check_state_value
 from ..step.c_engine import first_value
-from ..step.combined_optimizer import parts_of
-from ..whole.optimizer import WholeOptimizer
+from ..step.combined_optimizer import asks_other_ranks, parts_of
+
+if TYPE_CHECKING:
+    from ..whole.optimizer import WholeOptimizer
 
 # The parameters of a model under names that mean the same on every rank and in every layout ---------------------------
 
@@ -498,7 +500,7 @@ def optimizer_state(optimizer: ParallelOptimizer, parameters: LogicalParameters)
     for piece in optimizer.pieces():
         name, region = parameters.of(piece.param)
         stepped.append(Stepped(piece.param, piece.piece, name, region.run(piece.offset, piece.piece.numel())))
-    whole_parts = [part for part in parts_of(optimizer.optimizer) if isinstance(part, WholeOptimizer)]
+    whole_parts: list[Any] = [part for part in parts_of(optimizer.optimizer) if asks_other_ranks(part)]
     by_piece = {id(tensor): part for part in whole_parts for tensor in params_of(part.param_groups)}
     of_whole = [by_piece.get(id(one.piece)) for one in stepped]
     return OptimizerState(stepped, state["state"], masters_in(rest["weights"]), of_whole, state["param_groups"], rest)

@@ -13,16 +13,16 @@ from copy import deepcopy
 from itertools import islice
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...parallel.data.random_state import check_random_state, random_state, set_random_state
 from ...parallel.layout.regions import Region, Shape
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.call_tracker import in_call
+from ...parallel.mesh.random_state import check_random_state, random_state, set_random_state
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import printable, some
 from ...parallel.mesh.topology import Topology
@@ -31,7 +31,6 @@ from ..parallel_optimizer import ParallelOptimizer
 from ..states.chain import SCALAR_STATE
 from ..step.combined_optimizer import kind_of
 from ..step.skips import SkipMonitor
-from ..whole.optimizer import WholeOptimizer
 from .contents import (
     LAYOUT,
     LogicalParameters,
@@ -62,6 +61,9 @@ from .directory import (
     verify,
 )
 from .tensors import Reader, Stored, is_tensor_file
+
+if TYPE_CHECKING:
+    from ..whole.optimizer import WholeOptimizer
 
 # A training run put back from a checkpoint, on whatever mesh: first all of it beside the run, then into it ------------
 

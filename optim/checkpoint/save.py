@@ -35,9 +35,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...parallel.data.random_state import random_state
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.call_tracker import in_call, public_call
+from ...parallel.mesh.random_state import random_state
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..parallel_optimizer import ParallelOptimizer
 from ..step.combined_optimizer import kind_of

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_is_leaf, tree_map
 
-from ...parallel.data.random_state import random_state, set_random_state
 from ...parallel.interop.local_parameters import fully_sharded, has_dtensors, local_tensor
 from ...parallel.mesh.agreement import on_all_ranks_with
+from ...parallel.mesh.random_state import random_state, set_random_state
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 

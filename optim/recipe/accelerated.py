@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...parallel.interop.accelerate import innermost, taken_over
+from ...parallel.interop.accelerate import innermost, taken_over, wrong_around
 from ...parallel.mesh.agreement import on_all_ranks
 from ..capture import check_captured
 from ..parallel_optimizer import ParallelOptimizer
 from ..step.data_parallel import find_misplaced_ddp
+from ..step.first_window_checks import check_in_first_window
+
+check_in_first_window(wrong_around)
 
 
 def take_over_clipping(driver: Any, optimizer: Any) -> None:

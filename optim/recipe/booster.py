@@ -44,13 +44,12 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ...amp.by_name import Mode, precision_of
-from ...amp.precision import Precision
+from ...amp.precision import Mode, Precision, precision_of
 from ...parallel.data.loader import ShardedDataLoader, prepare_dataloader
-from ...parallel.data.random_state import cpu_random_state_kept
 from ...parallel.layout.annotation import annotate, annotation_of, attach
 from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
+from ...parallel.mesh.random_state import cpu_random_state_kept
 from ...parallel.mesh.registry import ProcessGroupRegistry, check_registry
 from ...parallel.mesh.topology import Topology
 from ..build import ELSEWHERE, Stats_co, StepOptions, as_one, renamed, what_instead

@@ -18,6 +18,9 @@ from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from ..states.chain import Placement
 from ..states.sharded import Sharded
+from ..step.update import invalidate_before_updates
+
+invalidate_before_updates(forget_rounded)
 
 DataParallel = Literal["ddp", "zero1", "zero2", "fsdp"]
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...parallel.interop.accelerate import wrong_around
 from ...parallel.interop.local_parameters import local_tensor, sums_seen
 from ...parallel.layout.annotation import Sums
 from ...parallel.mesh.agreement import gather_objects
@@ -26,6 +25,21 @@ SAY_SO = (
     "write optimizer.backward(loss) in the place of loss.backward(), or, where others call backward, "
     "`with optimizer.window():` around them, with optimizer.scale_loss(loss) for the loss"
 )
+
+
+_FINDERS: list[Callable[[object], str | None]] = []
+
+
+def check_in_first_window(find: Callable[[object], str | None]) -> None:
+    """Call ``find(optimizer.param_groups)`` in the first window of each optimizer.
+
+    It returns what is wrong with the code around the optimizer, which becomes an error on all ranks, or None.
+    """
+    _FINDERS.append(find)
+
+
+def _problem_around(param_groups: object) -> str | None:
+    return next((problem for find in _FINDERS if (problem := find(param_groups)) is not None), None)
 
 
 class GradientReport(NamedTuple):
@@ -62,7 +76,7 @@ class GradientReport(NamedTuple):
         if isinstance(param_groups, list) and not window.reduced:
             some = some or any(param.grad is not None for group in param_groups for param in group["params"])
         elsewhere = any(getattr(param, "main_grad", None) is not None for param in params)
-        wrong, sums = None if param_groups is None else wrong_around(param_groups), dict[Any, Any]()
+        wrong, sums = None if param_groups is None else _problem_around(param_groups), dict[Any, Any]()
         try:
             sums = {**sums_seen(params)}
         except ValueError as error:

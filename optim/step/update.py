@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ...amp.by_bucket import holding
-from ...amp.fp8 import weights as rounded_weights
 from ..gradients.in_place import scale_gradients, widen_gradients
 from .c_engine import RowCache, loops_for, step_by_loops, step_cached_rows
 from .call_guard import has_step_hooks
@@ -28,6 +27,13 @@ from .torch_engine import (
 )
 from .triton_engine import step_by_triton, triton_for
 from .update_request import HostDecision, Update, UpdateRequest
+
+_CACHES: list[Callable[[], None]] = []
+
+
+def invalidate_before_updates(forget: Callable[[], None]) -> None:
+    """Call ``forget`` before each update, for caches of values that were made from weights. It must be cheap."""
+    _CACHES.append(forget)
 
 
 class UpdateEngine:
@@ -58,8 +64,8 @@ class UpdateEngine:
 
     def step(self, request: UpdateRequest) -> None:
         """Step what the param groups hold now, which may be a part of all parameters, or skip."""
-        if rounded_weights.KEPT:
-            rounded_weights.forget_rounded()
+        for forget in _CACHES:
+            forget()
         optimizer = self.optimizer
         if request.split_weights is None and step_cached_rows(optimizer, request, self._cache_of(optimizer)):
             return

@@ -24,7 +24,6 @@ from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..norm.plan import ReductionPlan
 from ..norm.plan_agreement import with_names
 from ..states.chain import TransformChain, named_params_of, params_of
-from ..step.combined_optimizer import parts_of
 from .tensors import WholeTensors
 
 
@@ -140,6 +139,29 @@ class WholeOptimizer(torch.optim.Optimizer):
             self.bound(WholeTensors.alone([param for _, _, param in pairs], said))
         assert self._tensors is not None
         return self._tensors
+
+    @staticmethod
+    def bind_all(
+        parts: Sequence[WholeOptimizer], plan: ReductionPlan, chain: TransformChain, registry: ProcessGroupRegistry
+    ) -> None:
+        """Bind optimizers to the tensors that the chain has put into their param groups.
+
+        Args:
+            parts: At least one.
+            plan: Of the model's parameters, agreed.
+        Raises:
+            ValueError: On every rank, as `bind`.
+        Collectives: object all-gathers.
+        """
+        plan = plan if plan.parameter_names else with_names(plan, registry)
+        bound, times = {}, Counter(entry.name for entry in plan.entries)
+        for held, piece in zip(chain.held, chain.pieces(plan.entries), strict=True):
+            entry = plan.entries[held.index]
+            # One name twice: two layers' own, or one tensor that is tied on this rank. `bind` raises then.
+            name = plan.parameter_names[plan.parameter_slots[held.index]] if times[entry.name] == 1 else entry.name
+            bound[id(piece.piece)] = Bound(name, held.name, piece.piece, piece.region, entry.spec, entry.trained)
+        for part in parts:
+            part.bind([bound[id(tensor)] for tensor in params_of(part.param_groups)], registry)
 
     def bind(self, pieces: Sequence[Bound], registry: ProcessGroupRegistry) -> None:
         """Step pieces from now on, with other ranks.
@@ -265,34 +287,6 @@ class WholeOptimizer(torch.optim.Optimizer):
             slot.step = slot.state["step"].double() + 1
             slots.append(slot)
         return slots
-
-
-# Tell the optimizers that ask other ranks what they step --------------------------------------------------------------
-
-
-def bind_whole(
-    optimizer: torch.optim.Optimizer, plan: ReductionPlan, chain: TransformChain, registry: ProcessGroupRegistry
-) -> None:
-    """Bind those that it is made of to what the chain has put into their param groups.
-
-    Args:
-        plan: Of the model's parameters, agreed.
-    Raises:
-        ValueError: On every rank, as `WholeOptimizer.bind`.
-    Collectives: object all-gathers, where there is one.
-    """
-    whole = [part for part in parts_of(optimizer) if isinstance(part, WholeOptimizer)]
-    if not whole:
-        return
-    plan = plan if plan.parameter_names else with_names(plan, registry)
-    bound, times = {}, Counter(entry.name for entry in plan.entries)
-    for held, piece in zip(chain.held, chain.pieces(plan.entries), strict=True):
-        entry = plan.entries[held.index]
-        # One name twice: two layers' own, or one tensor that is tied on this rank. Nobody knows; `bind` says so.
-        name = plan.parameter_names[plan.parameter_slots[held.index]] if times[entry.name] == 1 else entry.name
-        bound[id(piece.piece)] = Bound(name, held.name, piece.piece, piece.region, entry.spec, entry.trained)
-    for part in whole:
-        part.bind([bound[id(tensor)] for tensor in params_of(part.param_groups)], registry)
 
 
 # AdamW, for what has no whole to ask for: elementwise (arXiv:1711.05101) ----------------------------------------------

@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subs
 
 from ..mesh.agreement import gather_objects, on_all_ranks
 from ..mesh.call_tracker import in_call
+from ..mesh.random_state import cpu_random_state_kept, seed_cpu_generators
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.value_checks import wrong
-from .random_state import cpu_random_state_kept, seed_cpu_generators
 
 # Which samples each data coordinate takes in each step of each epoch. Pure arithmetic; no process ---------------------
 

@@ -38,7 +38,6 @@ FLOORS: Mapping[str, tuple[frozenset[str], ...]] = {
         frozenset({"precision", "master_weights"}),
         frozenset({"modes", "apex", "stochastic_rounding"}),
         frozenset({"fp8"}),
-        frozenset({"by_name"}),
     ),
     "optim": (
         frozenset({"kernels"}),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from meshstep.parallel.data.random_state import (
+from meshstep.parallel.mesh.random_state import (
     cpu_random_state_kept,
     random_state,
     seed_cpu_generators,

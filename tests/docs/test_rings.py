@@ -1,0 +1,168 @@
+"""Two rings: the core imports no periphery, and works when any periphery package is deleted."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_house import FOLDERS, ROOT, Arrow, arrows, library, text_of
+
+# Packages and modules that the core can do without. Each may import others of them.
+PERIPHERY = (
+    "parallel/layers",
+    "parallel/data",
+    "parallel/ranks",
+    "parallel/interop/megatron",
+    "parallel/interop/deepspeed",
+    "parallel/interop/transformers",
+    "parallel/interop/accelerate",
+    "parallel/interop/audit",
+    "parallel/layout/picture",
+    "parallel/__main__",
+    "amp/fp8",
+    "amp/apex",
+    "optim/whole",
+    "optim/telemetry",
+    "optim/proof",
+    "optim/recipe",
+    "optim/schedule",
+    "optim/states/replayable",
+    "optim/kernels/triton",
+    "optim/step/triton_engine",
+    "optim/__main__",
+    "testing",
+)
+# Imports within functions, of what a user asks for by name.
+ALLOWED = {
+    ("optim/kernels/choice.py", "optim/kernels/triton.py"),  # use_kernels("triton")
+    ("optim/step/update.py", "optim/step/triton_engine.py"),  # the same kernels
+    ("optim/parallel_optimizer.py", "parallel/interop/transformers.py"),  # ParallelOptimizer.for_model
+}
+DELETED = ("parallel/layers", "parallel/data", "amp/fp8", "amp/apex", *(p for p in PERIPHERY if p.startswith("optim/")))
+KEPT = ("optim/kernels/triton", "optim/step/triton_engine")
+
+STEP = """
+import sys, torch, torch.distributed
+from multiprocessing import get_context
+
+def step(root):
+    sys.path.insert(0, root)
+    import meshstep.optim
+    from meshstep.optim import ParallelOptimizer, Sharded, Offloaded
+    from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+    assert meshstep.__file__.startswith(root), meshstep.__file__
+    from meshstep.amp import Bf16, Fp32, NaiveFp16
+    for precision, states in ((Fp32(), ()), (Bf16(), (Sharded("data"), Offloaded(0.5))), (NaiveFp16(init_scale=4.0), ())):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        precision.prepare(model)
+        declare(model, {"*": P()})
+        with ProcessGroupRegistry(Topology(data=1)) as registry:
+            adamw = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+            optimizer = ParallelOptimizer(adamw, registry, max_norm=0.1, precision=precision, states=states)
+            before = [param.detach().clone() for param in model.parameters()]
+            for _ in range(3):
+                optimizer.zero_grad()
+                optimizer.backward(model(torch.ones(2, 4, dtype=before[0].dtype)).float().sum())
+                stats = optimizer.step()
+            assert float(stats.total_norm) > 0
+            assert all(not torch.equal(old, new) for old, new in zip(before, model.parameters()))
+
+if __name__ == "__main__":
+    processes = [(root, get_context("fork").Process(target=step, args=(root,))) for root in sys.argv[1:]]
+    for root, process in processes:
+        process.start()
+        process.join()
+        assert process.exitcode == 0, root
+"""
+
+
+def is_periphery(name: str, packages: tuple[str, ...] = PERIPHERY) -> bool:
+    return any(name.startswith((f"{package}/", f"{package}.py")) for package in packages)
+
+
+def outward(found: set[Arrow]) -> list[Arrow]:
+    """The imports of the periphery by the core. A package's ``__init__`` exports both."""
+    return sorted(
+        (source, target)
+        for source, target in found
+        if not is_periphery(source) and not source.endswith("__init__.py") and is_periphery(target)
+    )
+
+
+def test_core_imports_no_periphery() -> None:
+    assert {*outward(arrows(ROOT))} == ALLOWED
+
+
+def test_an_import_of_the_periphery_by_the_core_is_found() -> None:
+    arrow = ("optim/clip/rule.py", "optim/telemetry/monitor.py")
+    assert outward({arrow, ("optim/__init__.py", arrow[1]), (arrow[1], arrow[0])}) == [arrow]
+
+
+def without(package: str) -> set[str]:
+    """The files to delete with a periphery package: its own, and the periphery that imports them."""
+    found, gone = arrows(ROOT), {name for name in library(ROOT) if is_periphery(name, (package,))}
+    while more := {
+        source
+        for source, target in found
+        if target in gone and source not in gone and is_periphery(source) and not is_init(source, gone)
+    }:
+        gone |= more
+    return gone
+
+
+def is_init(name: str, gone: set[str]) -> bool:
+    """Whether it exports modules of which some are left."""
+    folder = name.removesuffix("__init__.py")
+    return name.endswith("__init__.py") and any(
+        other.startswith(folder) and other != name and other not in gone for other in library(ROOT)
+    )
+
+
+def copy_without(gone: set[str], root: Path) -> None:
+    """Copy the library, without these files and their exports."""
+    modules = {name.removesuffix(".py").removesuffix("/__init__") for name in gone}
+    for name in library(ROOT):
+        if name in gone:
+            continue
+        place = root / "meshstep" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        text = text_of(ROOT, name)
+        if name.endswith("__init__.py"):
+            tree, dropped = ast.parse(text), set[str]()
+            for node in list(tree.body):
+                if not isinstance(node, ast.ImportFrom) or node.level != 1:
+                    continue
+                if f"{name.removesuffix('/__init__.py')}/{(node.module or '').replace('.', '/')}" in modules:
+                    dropped |= {alias.name for alias in node.names}
+                    tree.body.remove(node)
+            text = ast.unparse(tree)
+            for each in dropped:
+                text = text.replace(f"'{each}', ", "").replace(f", '{each}'", "")
+        place.write_text(text)
+    shutil.copy(ROOT / "src" / "meshstep" / "__init__.py", root / "meshstep" / "__init__.py")
+
+
+def test_core_steps_when_periphery_packages_are_deleted(tmp_path: Path) -> None:
+    roots = []
+    for package in (*(p for p in DELETED if p not in KEPT), "everything"):
+        root = tmp_path / package.replace("/", "_")
+        gone = set[str]().union(*map(without, DELETED[:-1])) if package == "everything" else without(package)
+        gone = {name for name in gone if not is_periphery(name, KEPT)}
+        assert gone, package
+        copy_without(gone, root)
+        roots.append(str(root))
+    script = tmp_path / "step.py"
+    script.write_text(STEP)
+    done = subprocess.run([sys.executable, "-W", "ignore", str(script), *roots], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("package", PERIPHERY)
+def test_every_periphery_package_is_there(package: str) -> None:
+    folder, _, rest = package.partition("/")
+    place = ROOT / FOLDERS[folder] / rest
+    assert place.is_dir() or place.with_suffix(".py").is_file()

@@ -26,7 +26,7 @@ def train(path: Path, axes: Axes, precision: str, options: dict[str, Any]) -> li
     """Save at step 3, and write only when training has gone on to step 8: the losses from there on."""
     run = Run(axes, precision, **options)
     may_write = threading.Event()
-    real = async_saver.write  # type: ignore[attr-defined]
+    real = async_saver.write
 
     def held_up(*args: Any) -> Path:
         assert may_write.wait(60)
@@ -179,7 +179,7 @@ def test_nothing_of_the_copy_is_shared_with_the_run(tmp_path: Path, monkeypatch:
     optimizer = optimizer_of(model)
     extra: dict[str, Any] = {"list": [1], "tensor": torch.ones(1)}
     release = threading.Event()
-    real = async_saver.write  # type: ignore[attr-defined]
+    real = async_saver.write
     monkeypatch.setattr(async_saver, "write", lambda *args: release.wait(60) and real(*args))
     with AsyncSaver(tmp_path, optimizer.registry) as saver:
         saver.save(model, optimizer, extra=extra)

@@ -14,7 +14,7 @@ from meshstep.amp.casting import has_equal_values
 from meshstep.optim import Fingerprints, Measure, Offloaded, ParallelOptimizer, Sharded
 from meshstep.optim.states import gradient_completion as completion
 from meshstep.optim.step.first_window_checks import check_not_overwritten
-from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, declare
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, declare, gather_objects
 from torch import nn
 from world import World
 from zero_models import small_buckets
@@ -46,7 +46,8 @@ class Training:
         precision, dtype, states = CASES[case]
         torch.manual_seed(5)
         self.model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)).to(dtype)
-        weight = self.model[0].weight
+        first: Any = self.model[0]
+        weight = first.weight
         weight.data = weight.detach().t().contiguous().t()
         declare(self.model, {"*": P()})
         sgd = torch.optim.SGD(self.model.named_parameters(), lr=2**-6)
@@ -57,7 +58,7 @@ class Training:
         """Return the error of one step."""
         self.optimizer.zero_grad()
         self.optimizer.backward(factor * sum((p.float().square().sum() for p in self.params), torch.zeros(())))
-        with mock.patch.object(completion, "gather_objects", wraps=completion.gather_objects) as gather:
+        with mock.patch.object(completion, "gather_objects", wraps=gather_objects) as gather:
             try:
                 self.optimizer.step()
             except RuntimeError as error:

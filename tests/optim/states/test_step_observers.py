@@ -16,7 +16,7 @@ from world import World
 class Recorder(StepObserver):
     """Notes the gradient and the weight at each call."""
 
-    def __init__(self, name: str, log: list[tuple[str, str, float]], weight: nn.Parameter) -> None:
+    def __init__(self, name: str, log: list[tuple[str, str, float]], weight: torch.Tensor) -> None:
         self.name, self.log, self.weight = name, log, weight
 
     def _note(self, what: str, value: torch.Tensor | None) -> None:

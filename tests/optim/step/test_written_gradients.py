@@ -199,7 +199,7 @@ def mask(params: Iterable[Tensor]) -> None:
             param.grad[:1] = 0
 
 
-def managed(mode: str, precision: str, plain_at: tuple[int, int] | None) -> tuple[list[str], int, list[float]]:
+def managed(mode: str, precision: Any, plain_at: tuple[int, int] | None) -> tuple[list[str], int, list[float]]:
     """Five windows of three micro-batches; ``loss.backward()`` is called for one micro-batch of one of them."""
     options = MODES[mode]
     with ProcessGroupRegistry(Topology(data=2)) as registry:

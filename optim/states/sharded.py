@@ -588,7 +588,10 @@ class Shards(Link):
         return any(bucket.has_copies() for bucket in self.buckets)
 
     def find_overwritten(self) -> Tensor | None:
-        return next((found for bucket in self.buckets if (found := bucket.find_overwritten()) is not None), None)
+        found = next((found for bucket in self.buckets if (found := bucket.find_overwritten()) is not None), None)
+        for bucket in self.buckets:
+            bucket.refresh()  # visible writes change the versions of pieces, by which later transforms see them
+        return found
 
     def clear(self, set_to_none: bool) -> None:
         """Clear the gradients of the pieces and of the model's parameters."""

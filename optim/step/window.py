@@ -502,7 +502,7 @@ class Window:
                     f"shape {tuple(params[index].shape)}): a forward, module.zero_grad() or another optimizer did it; "
                     "clear them with this optimizer's zero_grad(), which waits for the end of the window"
                 )
-        if self._watched is not None and self._watched.has_come:
+        if self._watched is not None and self._watched.has_added(params):
             raise RuntimeError(
                 f"loss.backward() was called after micro-batch {self.micro_batches} of a window of accumulation_steps="
                 f"{self.steps}, and has added gradients that are not counted: write optimizer.backward(loss) for every "
@@ -517,7 +517,7 @@ class Window:
         """
         for param in reversed(params):
             if param.grad is not None and param.requires_grad:
-                self._watched = _OtherBackward()
+                self._watched = _OtherBackward(_Gradient.last_of(params))
                 self._remove_hook = param.register_post_accumulate_grad_hook(self._watched).remove
                 return
 
@@ -538,12 +538,22 @@ _SCALED = 2.0**30  # more than there are ranks: one that knows of a scaled loss 
 
 
 class _OtherBackward:
-    """A hook that notes a backward; it keeps no window alive."""
+    """A hook that notes a backward; it keeps no window alive.
 
-    has_come = False
+    Args:
+        before: The last gradient. A backward that leaves it unchanged, such as that of `prove`, added nothing to it.
+    """
+
+    def __init__(self, before: _Gradient | None) -> None:
+        self._before, self._has_come = before, False
 
     def __call__(self, _: Tensor) -> None:
-        self.has_come = True
+        self._has_come = True
+
+    def has_added(self, params: Sequence[Tensor]) -> bool:
+        """Return whether a backward came and the gradient is another one, or was written to."""
+        after = _Gradient.last_of(params)
+        return self._has_come and (after is None or not after.is_still(self._before))
 
 
 class _Gradient(NamedTuple):

@@ -53,7 +53,7 @@ def _reasons(optimizer: ParallelOptimizer[Any]) -> Iterator[str]:
         yield "a GradScaler calls it: leave it out, and take a precision with a loss scale of its own, 'fp16' say"
     if optimizer.on_nonfinite == "raise":
         yield "on_nonfinite='raise' reads the norm: leave it out, and call poll() between replays"
-    if optimizer._clipping.ballot is not None and optimizer._clipping.ballot.commit is not None:
+    if optimizer._clipping.vote is not None and optimizer._clipping.vote.commit is not None:
         yield "Measure(commit=...) is asked in Python: leave it out, and decide before a replay"
     if isinstance(optimizer._clipping.measure.check_replicas, Fingerprints):
         yield "Measure(check_replicas=Fingerprints(...)) counts steps in Python: leave it out"

@@ -331,22 +331,23 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                 if window.is_unused:
                     check_window_is_used(window, self._model_params, self.registry)
                 return None  # type: ignore[return-value]
-            if window.asked is not None and window.verdict is None:
-                self._clip_now(window.asked)
-            problem = self._completion(window, self._switch)  # complete the gradients
+            problem = None
+            if window.asked is not None and window.decision is None:
+                _, problem = self._clip_now(window.asked)
+            problem = self._completion(window, self._switch) or problem  # complete the gradients
             # Measure them and decide, in exactly one collective, unless an explicit clip has done so in this window.
-            verdict = window.verdict or self._clipping(self._clip, self._divisor(scale), captured=window.captured)
-            reason = self._count(verdict)
+            decision = window.decision or self._clipping(self._clip, self._scale_info(scale), captured=window.captured)
+            reason = self._count(decision)
             if reason is None:
-                self._engine.run(UpdateRequest(verdict.skipped, verdict.factor), self._states.around_update)
+                self._engine.run(UpdateRequest(decision.skipped, decision.factor), self._states.around_update)
             if self.loss_scale is not None:
-                self.loss_scale.update(verdict.stats.found_inf)  # only now: gradients were divided by backward's scale
-            self._finish_window(verdict)
+                self.loss_scale.update(decision.stats.found_inf)  # only now: gradients were divided by backward's scale
+            self._finish_window(decision)
             if reason is not None:
                 raise self._ended(reason)  # a caller that catches it goes on with a lower loss scale
-            if problem := problem or verdict.problem:
+            if problem := problem or decision.problem:
                 raise problem
-            return verdict.stats  # type: ignore[return-value]
+            return decision.stats  # type: ignore[return-value]
 
     @contextmanager
     def _tracked(self, name: str) -> Iterator[None]:
@@ -358,14 +359,14 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                 self._states.explain(error)
                 raise
 
-    def _count(self, verdict: StepDecision) -> str | None:
+    def _count(self, decision: StepDecision) -> str | None:
         """Count the step. Return why training should end here, the same on every rank, or None."""
         facts = None if self._agreement is None else self._agreement.sent
-        return self._skips.count(verdict, self.on_nonfinite, self._window.captured, facts)
+        return self._skips.count(decision, self.on_nonfinite, self._window.captured, facts)
 
-    def _finish_window(self, verdict: StepDecision) -> None:
+    def _finish_window(self, decision: StepDecision) -> None:
         """Keep the report and start an empty window."""
-        self.last_stats = verdict.stats
+        self.last_stats = decision.stats
         self._window.close(self._model_params)
         if self._switch is not None:
             self._switch.expect(self._window)
@@ -375,9 +376,9 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         that differ, or of settings that differ. Every rank must call it. Collectives, host synchronization: some."""
         if reason == DISAGREED and self._agreement is not None:
             return self._agreement.error(self._skips.facts)
-        ballot = self._clipping.ballot
-        if reason == PARTED and ballot is not None and ballot.watch is not None:
-            return ballot.watch.error()
+        vote = self._clipping.vote
+        if reason == PARTED and vote is not None and vote.watch is not None:
+            return vote.watch.error()
         names = nonfinite_names(self._clipping.params, self._clipping.plan.entries, self.registry)
         return FloatingPointError(
             f"{reason}; gradients that are not finite now: {', '.join(names) or 'none (the norm itself overflowed)'}. "
@@ -404,13 +405,13 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         scale: Tensor | None = getattr(self, "grad_scale", None)
         return scale
 
-    def _divisor(self, scale: Tensor | None) -> GradScaleInfo:
+    def _scale_info(self, scale: Tensor | None) -> GradScaleInfo:
         """Return what the window's gradients are divided by, with this rank's part of the slot of facts."""
         window, agreement = self._window, self._agreement
         if agreement is None:
-            return window.divisor(self.registry, scale, self._device)
+            return window.scale_info(self.registry, scale, self._device)
         facts = window.number_of_facts(agreement, self._completion.changed)
-        return window.divisor(self.registry, scale, self._device, facts, agreement.of_tensors())
+        return window.scale_info(self.registry, scale, self._device, facts, agreement.of_tensors())
 
     # Explicit clipping -----------------------------------------------------------------------------------------------
 
@@ -436,28 +437,38 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         self._window.captured = check_captured(self, call)
         in_use(clip)  # checks its arguments
         if self._window.is_full:
-            return self._clip_now(clip).stats
+            return self._clip_and_raise(clip)
         self._window.asked = clip
         return None
 
-    def _clip_now(self, clip: Clip | None) -> StepDecision:
-        """Complete, measure, unscale and clip the gradients in place. Collectives: those of a step."""
+    def _clip_and_raise(self, clip: Clip | None) -> GradStats:
+        """Clip now, then raise what is wrong with the gradients of this rank alone. Other ranks see an overflow."""
+        decision, problem = self._clip_now(clip)
+        if problem is not None:
+            raise problem
+        return decision.stats
+
+    def _clip_now(self, clip: Clip | None) -> tuple[StepDecision, Exception | None]:
+        """Complete, measure, unscale and clip the gradients in place. Collectives: those of a step.
+
+        Returns:
+            The decision, and what is wrong with the gradients of this rank alone. `step` raises it at its end, after it has
+            taken part in all collectives of the other ranks.
+        """
         window = self._window
         before = window.explicit
         window.explicit = (*before, clip)
         try:
             problem = self._completion(window, self._switch)
             rule = self._clip if clip is self.clip else in_use(clip)
-            verdict = self._clipping(
-                rule, self._divisor(self._scale), now=True, earlier=window.verdict, captured=window.captured
+            decision = self._clipping(
+                rule, self._scale_info(self._scale), now=True, earlier=window.decision, captured=window.captured
             )
         except BaseException:
             window.explicit = before
             raise
-        window.clipped(verdict)
-        if problem is not None:
-            raise problem  # only now: `step` must do on this rank what it does on the others
-        return verdict
+        window.clipped(decision)
+        return decision, problem
 
     # Binding ---------------------------------------------------------------------------------------------------------
 

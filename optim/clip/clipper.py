@@ -32,7 +32,7 @@ from ..norm.replicas import EqualShards, FingerprintMonitor, ReplicaCheck, Repli
 from .rule import NOTHING, ByNorm, Clip, ClipState, Decision, checked_threshold
 from .rules import ByGroup, ByValue
 
-# Ballot ---------------------------------------------------------------------------------------------------------------
+# Votes on a step ------------------------------------------------------------------------------------------------------
 
 # What ranks say of a step besides their gradients, in the collective that measures: whether it is to be made at all.
 
@@ -89,7 +89,7 @@ class SkipVote:
         return vetoed, self.watch.parted
 
 
-# Multiply gradients by the factors of a rule --------------------------------------------------------------------------
+# Multiply gradients by clip coefficients ------------------------------------------------------------------------------
 
 
 def multiply_(
@@ -126,7 +126,7 @@ def _slots(level: Level, plan: ReductionPlan, named: Named | None) -> Sequence[i
     return plan.parameter_slots
 
 
-# What a step does, and what its gradients are still to be divided by --------------------------------------------------
+# The decision of a step, and the scale that is still in its gradients -------------------------------------------------
 
 
 class StepDecision(NamedTuple):
@@ -181,7 +181,7 @@ class GradScaleInfo(NamedTuple):
     mean_of: int = 1
 
 
-# The clipping thresholds of single param groups, known on ranks that do not have the group too ------------------------
+# Thresholds of param groups -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ def agreed_thresholds(by_rank: Sequence[Sequence[Any]]) -> AgreedThresholds:
     return AgreedThresholds(tuple(longest), all(len(own) == len(longest) for own in by_rank))
 
 
-# Decide ---------------------------------------------------------------------------------------------------------------
+# Measure gradients and apply a clip rule ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,7 @@ class GradientClipper:
         thresholds: Those of single param groups.
         optimizer: Its param groups may have them.
         checks: Of copies, in the first measurement or in all; the first one of what is measured, gradients too.
-        ballot: What else ranks say there.
+        vote: What else ranks say there.
         shards: The comparison of shards in the first measurement, with the first of ``checks``; None: not compared.
 
     Attributes:
@@ -315,12 +315,12 @@ class GradientClipper:
         thresholds: AgreedThresholds,
         optimizer: torch.optim.Optimizer,
         checks: Sequence[ReplicaCheck] = (),
-        ballot: SkipVote | None = None,
+        vote: SkipVote | None = None,
         shards: EqualShards | None = None,
     ) -> None:
         self.params, self.plan, self.registry, self.measure = list(params), plan, registry, measure
         self.thresholds, self.optimizer = thresholds, optimizer
-        self._regions, self.checks, self.ballot = list(regions), list(checks), ballot
+        self._regions, self.checks, self.vote = list(regions), list(checks), vote
         self._shards = shards if self.checks else None
         self._measurers: dict[MeasurementSpec, GlobalNorm] = {}
         self._named: dict[tuple[str, ...], Named] = {}
@@ -335,13 +335,13 @@ class GradientClipper:
 
     def start_over(self) -> None:
         """Other weights and states are there now."""
-        if self.ballot is not None and self.ballot.watch is not None:
-            self.ballot.watch.start_over()
+        if self.vote is not None and self.vote.watch is not None:
+            self.vote.watch.start_over()
 
     def __call__(
         self,
         clip: ClipState | None,
-        divisor: GradScaleInfo,
+        scale_info: GradScaleInfo,
         *,
         now: bool = False,
         earlier: StepDecision | None = None,
@@ -351,7 +351,7 @@ class GradientClipper:
 
         Args:
             clip: The rule, which remembers this step unless it is skipped by others than itself; None: measure only.
-            divisor: What is still in the gradients.
+            scale_info: What is still in the gradients.
             now: Unscale and clip in place, even where the factor could be folded into the update.
             earlier: Of the same window, in which ranks have had their say.
             captured: A CUDA graph is made of it.
@@ -363,26 +363,27 @@ class GradientClipper:
         """
         given = None if clip is None else clip.rule
         norm_type = self.measure.norm_type if given is None or given.norm_type is None else given.norm_type
-        ballot = self.ballot if earlier is None else None
-        rule = self._with_thresholds(given, norm_type, divisor.pack, ballot)
+        vote = self.vote if earlier is None else None
+        rule = self._with_thresholds(given, norm_type, scale_info.pack, vote)
         needs = MeasurementSpec.of(rule, norm_type)
-        norms, inverse, sums = self._unscaled(needs, divisor, ballot)
+        norms, inverse, sums = self._unscaled(needs, scale_info, vote)
         finite, past = norms.total < inf, None  # not where it is NaN
         if "bypassed" in sums:
             past = (sums["bypassed"][0] < 0) & (norms.total != 0)  # states are also made by gradients of zeros
             finite = finite & ~past
-        vetoed, parted = (None, None) if ballot is None else ballot.count(sums, finite)
+        vetoed, parted = (None, None) if vote is None else vote.count(sums, finite)
         disagreed = sums["agreement"][0] != 0 if "agreement" in sums else None
-        decision = Decision(None)
+        clip_result = Decision(None)
         if rule is not None:
             state = ClipState(rule) if clip is None else clip
-            decision = state.decide(norms, rule) if captured or state.initial else rule.decide(norms, NOTHING)
-            if decision.state:
-                state.remember(decision, _is_taken(finite, vetoed, parted, disagreed))
-        factors, one = decision.factors, self._one
+            clip_result = state.decide(norms, rule) if captured or state.initial else rule.decide(norms, NOTHING)
+            if clip_result.state:
+                state.remember(clip_result, _is_taken(finite, vetoed, parted, disagreed))
+        factors, one = clip_result.factors, self._one
         if one is None or one.device != norms.total.device:  # in the first step: a graph must not make it
             one = self._one = self._constants("one", lambda: [1.0], norms.total.dtype, norms.total.device)[0]
-        factor, level = inverse, MeasurementSpec.level
+        factor: Tensor | None = inverse
+        level: Level = "total"
         if rule is None or factors is None:
             coef = torch.ones_like(norms.total)
         else:
@@ -396,13 +397,13 @@ class GradientClipper:
             factor = None
         if rule is not None and rule.in_place:
             rule.finish_(self.params)
-        spiked, names = decision.spiked(finite), self.plan.parameter_names if self.measure.per_parameter else ()
+        spiked, names = clip_result.spiked(finite), self.plan.parameter_names if self.measure.per_parameter else ()
         stats = GradStats(
             total_norm=norms.total,
             clip_coef=coef,
             found_inf=torch.logical_not(finite, out=torch.empty((), dtype=torch.float32, device=finite.device)),
             group_norms=norms.groups,
-            loss_scale=None if divisor.loss_scale is None else divisor.loss_scale.clone(),
+            loss_scale=None if scale_info.loss_scale is None else scale_info.loss_scale.clone(),
             parameter_norms=dict(zip(names, norms.parameters.unbind(), strict=True)) if names else {},
             vetoed=vetoed,
             parted=parted,
@@ -414,11 +415,11 @@ class GradientClipper:
             skipped = stats.found_inf if disagreed is None else torch.maximum(stats.found_inf, disagreed)
         else:
             skipped = stats.skipped
-        verdict = StepDecision(stats, skipped, factor, past, None if ballot is None else ballot.problem)
-        return verdict if earlier is None else verdict.after(earlier)
+        decision = StepDecision(stats, skipped, factor, past, None if vote is None else vote.problem)
+        return decision if earlier is None else decision.after(earlier)
 
     def _with_thresholds(
-        self, clip: Clip | None, norm_type: float, pack: PackedSum, ballot: SkipVote | None
+        self, clip: Clip | None, norm_type: float, pack: PackedSum, vote: SkipVote | None
     ) -> Clip | None:
         """The rule, with the thresholds of single param groups in it."""
         groups = self.optimizer.param_groups
@@ -429,19 +430,19 @@ class GradientClipper:
         try:
             return self.thresholds.rule(clip, groups, norm_type)
         except ValueError:
-            self._measured(MeasurementSpec(norm_type), pack, ballot)  # as the other ranks do, which must not wait
+            self._measured(MeasurementSpec(norm_type), pack, vote)  # as the other ranks do, which must not wait
             raise
 
     # Measuring -------------------------------------------------------------------------------------------------------
 
     def _unscaled(
-        self, needs: MeasurementSpec, divisor: GradScaleInfo, ballot: SkipVote | None
+        self, needs: MeasurementSpec, scale_info: GradScaleInfo, vote: SkipVote | None
     ) -> tuple[Norms, Tensor | None, Mapping[str, Tensor]]:
         """Return the norms of the gradients as they will be stepped with; ``inverse``; the sums of the packed fields."""
-        norms, sums = self._measured(needs, divisor.pack, ballot)
-        inverse = None if divisor.scale is None else divisor.scale.to(norms.extra).reciprocal()
-        if divisor.is_weighted:
-            weight = inverse_weight(sums["window_weight"], divisor.data_ranks, divisor.mean_of)
+        norms, sums = self._measured(needs, scale_info.pack, vote)
+        inverse = None if scale_info.scale is None else scale_info.scale.to(norms.extra).reciprocal()
+        if scale_info.is_weighted:
+            weight = inverse_weight(sums["window_weight"], scale_info.data_ranks, scale_info.mean_of)
             inverse = weight if inverse is None else weight * inverse
         if inverse is None:
             return norms, None, sums
@@ -455,7 +456,7 @@ class GradientClipper:
         return norms, inverse, sums
 
     def _measured(
-        self, needs: MeasurementSpec, pack: PackedSum, ballot: SkipVote | None
+        self, needs: MeasurementSpec, pack: PackedSum, vote: SkipVote | None
     ) -> tuple[Norms, Mapping[str, Tensor]]:
         """Return the norms of the gradients as they are, and the sums of the packed fields. Collectives: exactly one."""
         if needs not in self._measurers:
@@ -469,7 +470,7 @@ class GradientClipper:
         }
         if self._shards is not None:
             compared["equal shards"] = self._shards.slots(numbers[0], self.checks[0].params, gradients)
-        pack = pack.with_fields(compared).with_fields({} if ballot is None else ballot.fields(gradients))
+        pack = pack.with_fields(compared).with_fields({} if vote is None else vote.fields(gradients))
         norms = self._measurers[needs](gradients, pack.values, weights)
         if needs.level == "named":
             norms = self._with_named(needs, norms)

@@ -31,7 +31,7 @@ from .clipper import AgreedThresholds, GradientClipper, GradScaleInfo
 from .rule import ClipState, checked_threshold
 from .rules import ClipSpec, check_packed, clip_of, planned_for
 
-# A list of parameters that was given to a function, and what is to be true of their gradients -------------------------
+# Parameters given to a function ---------------------------------------------------------------------------------------
 
 Params = Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 Pending = list[tuple[int, Annotation]]
@@ -119,7 +119,7 @@ def _name(listed: OneShotParams, index: int) -> str:
     return listed.names[index] or (annotation.name if annotation else None) or f"parameter {index}"
 
 
-# On list --------------------------------------------------------------------------------------------------------------
+# Rules that need single parameters ------------------------------------------------------------------------------------
 
 # A rule that speaks of single parameters, on a list of them that is no optimizer's: ranks agree once what is in it.
 
@@ -179,8 +179,8 @@ class StatefulClipper:
     def _clip(self, clip: ClipState, params: list[Tensor], wrong: bool) -> GradStats:
         vote = torch.full((1,), -float(wrong), dtype=torch.float64, device=self.registry.device)
         self.clipping.params = params
-        divisor = GradScaleInfo(PackedSum.of({"bypassed": vote}))
-        return self.clipping(clip, divisor, now=True, captured=is_captured()).stats
+        scale_info = GradScaleInfo(PackedSum.of({"bypassed": vote}))
+        return self.clipping(clip, scale_info, now=True, captured=is_captured()).stats
 
 
 def _key(listed: OneShotParams) -> tuple[object, ...]:
@@ -197,7 +197,7 @@ def _regions(plan: ReductionPlan) -> list[Region | None]:
     ]
 
 
-# Functional -----------------------------------------------------------------------------------------------------------
+# Functions without an optimizer ---------------------------------------------------------------------------------------
 
 
 def global_norm(

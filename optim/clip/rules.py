@@ -1,4 +1,4 @@
-"""What is done with gradients that are too long: rules that look at one step alone. What a rule is, `rule` says."""
+"""The clip rules, those that look at one step and those that remember, and what may be given as ``max_norm=``."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class Adaptive(Clip):
         return (longest / norms.units.clamp(min=1e-6)).clamp(max=1.0)
 
 
-# Clip parameters by groups that their names make ----------------------------------------------------------------------
+# Groups of parameters by name -----------------------------------------------------------------------------------------
 
 OfGroup = Threshold | Clip | None
 """What is done with a named group: a threshold of its norm, or a rule for it; None or ``math.inf``: nothing."""
@@ -253,7 +253,7 @@ def _rule_of(value: OfGroup) -> Clip | None:
     return None if isinstance(value, (int, float)) and isinf(value) and value > 0 else ByNorm(value)
 
 
-# What may be given as ``max_norm=``, and what it asks of the plan -----------------------------------------------------
+# The argument ``max_norm=`` -------------------------------------------------------------------------------------------
 
 ClipSpec = Threshold | Clip | Mapping[str, OfGroup] | None
 """A threshold of the global norm; another rule; thresholds or rules by pattern (`ByName`); None: measure only."""
@@ -308,7 +308,7 @@ def check_packed(clip: Clip | None, reduction: str) -> None:
         raise ValueError(f"max_norm={clip!r} needs measure=Measure(reduction='packed'), in which everything travels")
 
 
-# Clip every parameter by an exponential mean of its own norm ----------------------------------------------------------
+# AdaGC ----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -357,7 +357,7 @@ class AdaGC(Clip):
         return Decision(factors, {"steps": steps + 1, "mean": torch.where(norm > 0, new, mean)})
 
 
-# Clip by the norm of the step before ----------------------------------------------------------------------------------
+# ByPreviousNorm -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -388,7 +388,7 @@ class ByPreviousNorm(Clip):
         return Decision(factor, {"norm": norms.total, **counted(state)})
 
 
-# Leave out steps whose gradient is far longer than usual --------------------------------------------------------------
+# SkipSpikes -----------------------------------------------------------------------------------------------------------
 
 _FROM_THEN = ("level", "patterns", "weights", "in_place", "norm_type", "unit_dim")
 _THEN = "then/"
@@ -481,7 +481,7 @@ class SkipSpikes(Clip):
         return ordered.gather(0, middle).mean()
 
 
-# A threshold that moves -----------------------------------------------------------------------------------------------
+# WarmUp ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -511,7 +511,7 @@ class WarmUp:
         return self.start + (self.end - self.start) * (taken / self.steps).clamp(max=1.0)
 
 
-# Clip norms that stand out from those of the steps before: their z-score ----------------------------------------------
+# ZClip ----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

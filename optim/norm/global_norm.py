@@ -38,8 +38,8 @@ class GlobalNorm:
     """Measures the gradients of one plan.
 
     Args:
-        plan: What is summed over which ranks; agreed by all ranks (`norm.agreement.agree`) for ``reduction="per_group"``
-            and ``per_parameter=True``, whose collectives depend on it.
+        plan: What is summed over which ranks; agreed by all ranks (`norm.plan_agreement.agree`) for
+            ``reduction="per_group"`` and ``per_parameter=True``, whose collectives depend on it.
         registry: The groups.
         norm_type: p >= 1, or inf.
         reduction: ``"packed"``: one all-reduce over the world (an all-gather for p = inf). ``"per_group"``: one

@@ -1,8 +1,4 @@
-"""Units of a parameter: the slices along one dim of the logical tensor, such as the rows of a linear layer's weight.
-
-A rank may hold parts of many units, and several ranks parts of one. Each rank adds the powers of its parts to the units'
-slots, and the packed collective adds the ranks'.
-"""
+"""Groups of parameters other than param groups: by name (`Named`), and slices along a dim (`Units`)."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from ..kernels.device_constants import Constants
 from .plan import ReductionPlan
 from .powers import p_norm
 
-# Named ----------------------------------------------------------------------------------------------------------------
+# Groups by name -------------------------------------------------------------------------------------------------------
 
 # Named groups: logical parameters by glob over their names, whoever holds them and whatever param groups they are in.
 #
@@ -75,7 +71,11 @@ class Named:
         return p_norm(torch.where(own, parameters.unsqueeze(1), torch.zeros_like(parameters[:1])), norm_type)
 
 
-# Units ----------------------------------------------------------------------------------------------------------------
+# Slices along a dim ---------------------------------------------------------------------------------------------------
+
+# A unit is a slice of the full tensor, such as a row of a linear layer's weight. A rank may hold parts of many units, and
+# several ranks parts of one. Each rank adds the powers of its parts to the units' slots, and the packed collective adds
+# those of all ranks.
 
 UnitDim = int | Mapping[str, int]
 """The dim along which units lie, of all parameters or by glob over their names (0 for those that no pattern matches)."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...parallel.mesh.value_checks import check_scalar, is_whole
 
-# What is measured of gradients: which norms, of what, and how they are reduced ----------------------------------------
+# Norms ----------------------------------------------------------------------------------------------------------------
 
 Reduction = Literal["packed", "per_group"]
 Level = Literal["total", "groups", "parameters", "named", "units"]
@@ -71,7 +71,7 @@ def checked_reduction(reduction: Reduction) -> Reduction:
     return reduction
 
 
-# Measure --------------------------------------------------------------------------------------------------------------
+# Options of the measurement -------------------------------------------------------------------------------------------
 
 Commit = Callable[[], bool | Tensor]
 
@@ -150,7 +150,7 @@ class Measure:
             raise TypeError(f"commit={self.commit!r}: give a function without arguments that returns True or False")
 
 
-# What one measurement of the gradients says ---------------------------------------------------------------------------
+# The report of a step -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -166,8 +166,8 @@ class GradStats:
             clipping, inf or NaN as it is.
         clip_coef: 0-dim, same dtype: what the gradients were (or will be) multiplied by; 1 without clipping or when the
             norm is not finite. Where param groups have their own ``max_norm``, that of the others.
-        found_inf: 0-dim float32: 1 when the norm is not finite and the step is skipped, else 0. It may be skipped for other
-            reasons, see `skipped`.
+        found_inf: 0-dim float32: 1 when the norm is not finite, or gradients came past `backward` without its loss scale;
+            the step is skipped then. It may be skipped for other reasons, see `skipped`.
         group_norms: [number of param groups]: the global p-norm of each param group.
         loss_scale: 0-dim float32: what backward had multiplied the loss by; None in modes without a loss scale.
         parameter_norms: By parameter name, where asked for: the global p-norm of each logical parameter.

@@ -30,7 +30,7 @@ from ...parallel.layout.spec import Owned, P, owns
 from ...parallel.mesh.text import aligned, some
 from ...parallel.mesh.topology import Topology
 
-# What a plan knows of each parameter ----------------------------------------------------------------------------------
+# Entries --------------------------------------------------------------------------------------------------------------
 
 _UNDECLARED = Annotation(P(), declared=False)
 
@@ -159,7 +159,7 @@ def check_dense_real(tensor: Tensor, name: str) -> None:
         raise TypeError(f"{name} is sparse ({tensor.layout}); build the layer with sparse=False")
 
 
-# Plan -----------------------------------------------------------------------------------------------------------------
+# The plan -------------------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 

@@ -171,7 +171,7 @@ class ReplicaCheck:
         return [Mismatch(self.plan.parameter_names[slot], axis, kind) for slot, axis, kind in self.differing(totals)]
 
 
-# Watch ----------------------------------------------------------------------------------------------------------------
+# Fingerprints over a long run -----------------------------------------------------------------------------------------
 
 # Watch copies over a long run: every so many steps fingerprints travel along; what parted is held back and named.
 #
@@ -324,7 +324,7 @@ def _minorities(
             yield tuple(rank for rank, bits in copies.items() if tie or bits != most), len(copies)
 
 
-# Equal shards ---------------------------------------------------------------------------------------------------------
+# Shards that are replicas ---------------------------------------------------------------------------------------------
 
 # Find replicated parameters that are declared sharded, in the collective that measures the norm in the first step.
 #

@@ -80,7 +80,7 @@ def _clip_norm(
     _look_at_call(accelerator, optimizer, parameters)
     if isinf(max_norm):
         optimizer._window.captured = check_captured(optimizer, "clip_grad_norm_")
-        stats = optimizer._clip_now(optimizer.clip).stats
+        stats = optimizer._clip_and_raise(optimizer.clip)
     else:
         stats = optimizer.clip_grad_by_norm(float(max_norm), norm_type)
     norm: Tensor = stats.total_norm

@@ -1,4 +1,4 @@
-"""The schedules: each is the warm-up and floor of `WarmupLR` with a decay of `formulas`.
+"""The schedules: each is the warm-up and floor of `WarmupLR` with a decay of the formulas below.
 
 schedule = CosineAnnealingLR(optimizer, total_steps=1000, warmup_steps=50)
 for batch in loader:
@@ -356,7 +356,7 @@ class MultiStepLR(WarmupLR):
 
 
 class PolynomialLR(WarmupLR):
-    """Decays as a power of what is left of the run: (1 - x(t)) ** power, with x as `formulas` says.
+    """Decays as a power of what is left of the run: (1 - x(t)) ** power, with x as the formulas below says.
 
     Args:
         total_steps: T >= 1, the warm-up among them.
@@ -412,7 +412,7 @@ class LinearWarmupLR(PolynomialLR):
 
 
 class CosineAnnealingLR(WarmupLR):
-    """Decays along half a cosine: (1 + cos(pi x(t))) / 2, with x as `formulas` says.
+    """Decays along half a cosine: (1 + cos(pi x(t))) / 2, with x as the formulas below says.
 
     Without a warm-up it is torch's CosineAnnealingLR up to t = T, after which torch's rises again.
 

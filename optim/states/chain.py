@@ -28,7 +28,7 @@ from ..step.data_parallel import TorchGradSync
 from ..step.update_request import Update, UpdateRequest
 from ..step.window import Window
 
-# What the optimizer holds at each position of its param groups, and what that is of the model -------------------------
+# Positions of the param groups ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _part_of(value: Any, key: str, param: Tensor, target: Tensor, offset: int) -
     return value.to(target.device, copy=True)
 
 
-# One link of the chain: something that stands in for parameters in an optimizer's param groups ------------------------
+# Parameter transforms -------------------------------------------------------------------------------------------------
 
 # A placement (`Placement`) is what a user writes, ``states=(Sharded("data"), Offloaded(0.5))``: a frozen object that
 # checks itself and makes the link. Links are installed in the order of their `Position`, each over what the one before
@@ -153,7 +153,7 @@ def _part_of(value: Any, key: str, param: Tensor, target: Tensor, offset: int) -
 #     model's parameter -> local tensor of a DTensor -> piece -> copy on the CPU -> float32 master -> stepped
 #
 # Gradients go down the chain (`bring`), the update comes up (`step`). A link knows its own replacement and nothing else;
-# nesting, order, clearing and which piece is what are the chain's (`meshstep.optim.states.chain`).
+# nesting, order, clearing and which piece is what are those of `TransformChain`.
 
 
 class Position(IntEnum):
@@ -362,7 +362,7 @@ class StepObserver:
         update(request)
 
 
-# Chain ----------------------------------------------------------------------------------------------------------------
+# The chain of transforms ----------------------------------------------------------------------------------------------
 
 
 class TransformChain:
@@ -495,7 +495,7 @@ class TransformChain:
         return [h.param for h in self.held]
 
     def pieces(self, entries: Sequence[ParameterEntry]) -> list[Piece]:
-        """The same, with what each is of the model.
+        """What the optimizer steps, with which part of which parameter each tensor is.
 
         Args:
             entries: Of the model's parameters, by index.

@@ -116,8 +116,8 @@ class GradientCompletion:
         for param in self.params:
             gradient = param.grad
             if gradient is not None and (gradient.layout is not torch.strided or gradient.dtype.is_complex):
-                problem = poison_bad_kinds(self.params, self.plan.entries)
-        # Else torch's data parallelism left the last micro-batch out, and nobody else averages.
+                problem = poison_bad_kinds(self.params, self.plan.entries) or problem
+        # `averaged` is False where torch's data parallelism left the last micro-batch out: these buckets then average too.
         buckets = self._buckets if averaged else gradient_buckets(self.params, self.plan, self.chain.registry)
         if buckets:
             reduce_all(buckets)

@@ -23,10 +23,10 @@ from ..step.window import Window
 from .chain import Binding, Held, Link, Replacements
 from .elementwise import check_in_buckets
 
-# Float32 masters kept as the bfloat16 weights and 16 bits more; see `meshstep.amp.split_masters` ----------------------
+# Split master weights -------------------------------------------------------------------------------------------------
 
 # No tensor stands for a weight: the param groups hold it, its gradient is the main grad, and its state that of the
-# master, in float32. Whoever steps joins the masters where it steps them (`meshstep.optim.step.split_weights`).
+# master, in float32. Whoever steps joins the masters where it steps them (`SplitWeights`).
 
 MANY_WRITES = 3
 """Steps in a row that find written weights, before a warning."""
@@ -239,7 +239,7 @@ def _bit_sums(weights: Sequence[Tensor]) -> list[int]:
     return found
 
 
-# Masters --------------------------------------------------------------------------------------------------------------
+# Transforms of the precision modes ------------------------------------------------------------------------------------
 
 
 def precision_link(binding: Binding) -> Link:

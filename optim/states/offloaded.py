@@ -35,7 +35,7 @@ from ..step.update_request import Update, UpdateRequest
 from ..step.window import Window
 from .chain import Binding, Held, Link, Placement, Position, Replacements
 
-# Host bucket ----------------------------------------------------------------------------------------------------------
+# Copies on the CPU, in buckets ----------------------------------------------------------------------------------------
 
 # Parameters on a device and copies of them in the CPU's memory, between which one copy each way goes over the bus.
 #
@@ -164,7 +164,7 @@ class HostBucket:
         self._mark()
 
 
-# Offloaded ------------------------------------------------------------------------------------------------------------
+# The placement and its transform --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from ..step.skips import SkipMonitor
 from ..step.torch_engine import lay_out_states
 from .chain import TransformChain, params_of
 
-# Coordinates ----------------------------------------------------------------------------------------------------------
+# The place of a rank's states -----------------------------------------------------------------------------------------
 
 # Where a rank's optimizer states belong, kept with them: what a rank saved is for the rank at the same place alone.
 
@@ -123,7 +123,7 @@ def _shown(axes: Mapping[str, tuple[int, ...]]) -> str:
     return ", ".join(places) or "no coordinate in particular (it had all parameters whole)"
 
 
-# State checks ---------------------------------------------------------------------------------------------------------
+# Checks of loaded states ----------------------------------------------------------------------------------------------
 
 # Checks of an optimizer's state that comes from a file or a user: kinds and ranges, before anything is replaced.
 
@@ -179,7 +179,7 @@ def check_state_value(name: str, value: object, where: str) -> None:
         raise wrong(f"{where}[{name!r}]", number, f"a number of steps from 0 to {MAX_COUNT}")
 
 
-# Saved ----------------------------------------------------------------------------------------------------------------
+# Saving and loading ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -326,7 +326,7 @@ def _cloned(state: dict[str, Any]) -> dict[str, Any]:
     return state if masters is None else {**state, "masters": {key: value.clone() for key, value in masters.items()}}
 
 
-# Copies of a whole optimizer: for `copy.deepcopy`, and for pickle -----------------------------------------------------
+# copy.deepcopy and pickle ---------------------------------------------------------------------------------------------
 
 # What stands in for parameters shares their memory, hangs on their hooks and talks over groups, so it isn't copied. It is
 # made anew over copies of the parameters, by the same arguments, and then loads the state.

@@ -57,7 +57,7 @@ from ..step.window import Window
 from .chain import Binding, Held, Link, Placement, Position, Replacements, other_layout
 from .elementwise import check_elementwise
 
-# Slices ---------------------------------------------------------------------------------------------------------------
+# Buckets of sharded parameters ----------------------------------------------------------------------------------------
 
 # One flat bucket of parameters at run time: its gradients come to this rank's slice, its slice goes out to all ranks.
 
@@ -284,7 +284,7 @@ def reference_sharded_step(
             params[s.position].data.view(-1)[s.start : s.start + s.numel] = copy.detach()
 
 
-# Over which axes a parameter is cut into the pieces that ranks step; and that all of these ranks cut it ---------------
+# The axes over which a parameter is sharded ---------------------------------------------------------------------------
 
 
 class ShardingDecision(NamedTuple):
@@ -339,7 +339,7 @@ def check_same_cuts(cuts: Sequence[Cuts], topology: Topology) -> None:
                 )
 
 
-# The spec of a piece: plans, norms and clipping need no exception for sharded states ----------------------------------
+# The spec of a shard --------------------------------------------------------------------------------------------------
 
 
 def piece_spec(spec: P, axes: tuple[str, ...]) -> P:
@@ -348,7 +348,7 @@ def piece_spec(spec: P, axes: tuple[str, ...]) -> P:
     return P((*spec.sharded_axes, *axes), partial=partial, owned=dict(spec.owned), tied=dict(spec.tied))
 
 
-# Sharded --------------------------------------------------------------------------------------------------------------
+# The placement and its transform --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -478,7 +478,7 @@ class Shards(Link):
         return torch.float32 if self._main_grads and is_half(param) else param.dtype
 
     def _waits(self, entry: ParameterEntry) -> bool:
-        """Whether its bucket waits for the end of backward: `gradients/early`. Others may have other owned parameters."""
+        """Whether its bucket waits for the end of backward (`reduce_in_backward`). Other ranks may own others."""
         return self._all_late or bool(entry.spec.owned) or kind_of(entry, self.registry.topology) in self._uneven
 
     def _make_bucket(self, params: list[Tensor], layout: FlatBucket, cut: ShardingDecision, waits: bool) -> ZeroBucket:

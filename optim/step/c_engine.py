@@ -36,7 +36,7 @@ from ..kernels.native import DTYPES, NO_MEMORY, Kind, Native, PointerColumns
 from .call_guard import has_step_hooks
 from .update_request import LowPrecisionOut, UpdateRequest
 
-# The optimizers of torch whose updates the library's kernels make, in the order of these ------------------------------
+# Supported torch optimizers -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def first_value(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], name
     return 0.0
 
 
-# Again ----------------------------------------------------------------------------------------------------------------
+# Rows of tensors, cached from step to step ----------------------------------------------------------------------------
 
 GRADIENTS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 STRIDED = frozenset({torch.strided})
@@ -336,7 +336,7 @@ def is_number(value: Tensor) -> bool:
     return type(value) in PLAIN and value.dtype in (torch.float32, torch.float64) and not is_lazy(value)
 
 
-# The update engine ----------------------------------------------------------------------------------------------------
+# Stepping by the loops ------------------------------------------------------------------------------------------------
 
 
 def step_cached_rows(optimizer: Optimizer, request: UpdateRequest, cache: RowCache) -> bool:

@@ -187,7 +187,7 @@ def check_not_overwritten(names: Sequence[str | None], has_fingerprints: bool) -
     """Raise RuntimeError, on every rank alike, if a rank found weights that the next step would undo.
 
     Args:
-        names: By global rank, the parameter that `Chain.find_overwritten` returned there.
+        names: By global rank, the parameter that `TransformChain.find_overwritten` returned there.
         has_fingerprints: `Fingerprints` compare replicas. A difference on one rank alone is left to them: it may be a
             flipped bit, of which they name tensor and rank.
     """

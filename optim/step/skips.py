@@ -81,9 +81,9 @@ class SkipMonitor:
         self._total, self._in_a_row, self._past, self._vetoed, self._has_parted, self._disagreed = self.counts.unbind()
 
     def count(
-        self, verdict: StepDecision, on_nonfinite: OnNonfinite, captured: bool, facts: Facts | None = None
+        self, decision: StepDecision, on_nonfinite: OnNonfinite, captured: bool, facts: Facts | None = None
     ) -> str | None:
-        """Count one step, which is skipped where ``verdict.skipped`` is 1, before it is made.
+        """Count one step, which is skipped where ``decision.skipped`` is 1, before it is made.
 
         Args:
             captured: A CUDA graph is made of it: the counts go on in its replays, and `poll` looks at them.
@@ -94,13 +94,13 @@ class SkipMonitor:
             RuntimeError: On every rank: gradients came past `backward`, `LAG` steps ago; or now, with ``"raise"``.
         Host reads: one or two with ``"raise"``, else none.
         """
-        stats = verdict.stats
+        stats = decision.stats
         in_a_row, past, parted, disagreed = (0, 0, 0, 0) if captured else self._before()
         then = self._sent[self._step % LAG]
-        self._add(verdict)
+        self._add(decision)
         if not captured:
             self._send(facts)
-        if past or (on_nonfinite == "raise" and verdict.past is not None and bool(verdict.past)):
+        if past or (on_nonfinite == "raise" and decision.past is not None and bool(decision.past)):
             raise self._came_past(f", the first one {LAG} steps ago" if past else ", this one")
         if parted or (on_nonfinite == "raise" and stats.parted is not None and bool(stats.parted)):
             return self._parted()
@@ -143,12 +143,12 @@ class SkipMonitor:
             f"them were skipped{since}: {SAY_SO}"
         )
 
-    def _add(self, verdict: StepDecision) -> None:
-        stats, past = verdict.stats, verdict.past
-        if verdict.skipped is stats.found_inf:  # overflow is the only reason to skip: one kernel for both counts
+    def _add(self, decision: StepDecision) -> None:
+        stats, past = decision.stats, decision.past
+        if decision.skipped is stats.found_inf:  # overflow is the only reason to skip: one kernel for both counts
             self._total_and_in_a_row.add_(stats.found_inf)
         else:
-            self._total.add_(verdict.skipped)
+            self._total.add_(decision.skipped)
             self._in_a_row.add_(stats.found_inf)
         self._in_a_row.mul_(stats.found_inf)
         if past is not None:

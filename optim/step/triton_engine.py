@@ -1,6 +1,6 @@
 """torch's fused optimizers on a GPU, stepped by kernels in Triton on torch's own states, if these were chosen.
 
-As `native_update`, but for all param groups at once; and nothing of factor, skip flag, step counts and learning rates that
+As `c_engine`, but for all param groups at once; and nothing of factor, skip flag, step counts and learning rates that
 are tensors is read by the host.
 """
 

@@ -40,7 +40,7 @@ from ..norm.powers import accumulation_dtype
 if TYPE_CHECKING:
     from .step_agreement import StepAgreement
 
-# Weights --------------------------------------------------------------------------------------------------------------
+# The window's weight --------------------------------------------------------------------------------------------------
 
 # What the micro-batches of a window weigh, all data ranks together, on its way through the collective that measures.
 
@@ -154,7 +154,7 @@ def reference_inverse_weight(weights: Sequence[Sequence[float]]) -> float:
     return len(weights) / total if total else 1.0
 
 
-# Gradients that a pipeline schedule divides after its backward, where that is wrong -----------------------------------
+# Gradients that a pipeline schedule divides twice ---------------------------------------------------------------------
 
 # With ``scale_grads=True`` every stage of `torch.distributed.pipelining` divides the gradients of its parameters by the
 # number of micro-batches when the schedule is through: right where each is of this call alone, and is divided once.
@@ -189,7 +189,7 @@ def watching_stages(window: Window, params: Sequence[Tensor]) -> Iterator[None]:
         kind.scale_grads = divide
 
 
-# Window ---------------------------------------------------------------------------------------------------------------
+# The window -----------------------------------------------------------------------------------------------------------
 
 Phase = Literal["open", "accumulating", "complete", "clipped", "broken"]
 
@@ -197,7 +197,7 @@ Phase = Literal["open", "accumulating", "complete", "clipped", "broken"]
 class Window:
     """The micro-batches since the last step: how many, their weight here, and what has been done with the gradients.
 
-    Nobody else remembers any of it: who needs to know is told, or asks.
+    No other object remembers where the optimizer is between two steps.
 
     Args:
         steps: Micro-batches a window in managed accumulation; None: the caller decides when to step.
@@ -216,7 +216,7 @@ class Window:
         left_out: torch's data parallelism was told to leave the last micro-batch out.
         reduced: A backward has reduced the gradients while it ran.
         asked: What an explicit call in the middle of the window wants done at its end.
-        verdict: What was decided and done in this window by an explicit call.
+        decision: What was decided and done in this window by an explicit call.
         explicit: The rules of the window's explicit clips, in their order.
         holds_old: The gradients of the window before have been reduced and nobody has cleared them.
         came: A backward has left a gradient on this rank, ever.
@@ -253,7 +253,7 @@ class Window:
             self._weight.clear()
         self.reduced = False
         self.asked: Clip | None = None
-        self.verdict: StepDecision | None = None
+        self.decision: StepDecision | None = None
         self.explicit: tuple[Clip | None, ...] = ()
         self._weighted: bool | None = None
         self._with_gradient: list[int] = []
@@ -347,7 +347,7 @@ class Window:
             return True
         return sys.exc_info()[1] not in (None, self._handled)
 
-    def divisor(
+    def scale_info(
         self,
         registry: ProcessGroupRegistry,
         scale: Tensor | None,
@@ -364,7 +364,7 @@ class Window:
         alone, vote = registry.topology.world_size == 1, None
         if self.scaled and not (alone and self.calls):  # or this rank knows that there was one, and has nobody to tell
             vote = _SCALED if self.calls else -1.0 if self.strays else 0.0
-        done = self.verdict is not None  # they were clipped in place in this window, and have it in them already
+        done = self.decision is not None  # they were clipped in place in this window, and have it in them already
         pack, place = self._fields_of(self.weight, vote, registry, device, facts)
         if facts_of_tensors is not None:
             pack = replace(pack, values=pack.values.clone())
@@ -490,9 +490,9 @@ class Window:
         """The gradients have been reduced. A broken window stays broken."""
         self.phase, self.left_out = "broken" if self.phase == "broken" else "complete", False
 
-    def clipped(self, verdict: StepDecision) -> None:
+    def clipped(self, decision: StepDecision) -> None:
         """An explicit call has unscaled and clipped them."""
-        self.phase, self.verdict = "broken" if self.phase == "broken" else "clipped", verdict
+        self.phase, self.decision = "broken" if self.phase == "broken" else "clipped", decision
 
     def _check_gradients(self, params: Sequence[Tensor]) -> None:
         for index in self._with_gradient:

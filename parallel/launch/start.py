@@ -283,7 +283,7 @@ def init_distributed(
 ) -> Launch:
     """Initialise the default process group, and choose this process's device.
 
-    Variables are read as the module `environment` lists them. Without any of them this is a world of one process, which
+    Variables are read as `read_environment` lists them. Without any of them this is a world of one process, which
     opens no port. If the default process group is there already, it is described and nothing is changed. When torchrun has
     restarted the ranks of a node (``--max-restarts``), they meet anew; load the newest checkpoint then, as at any start.
 

@@ -27,7 +27,7 @@ class Ranks(ABC):
 
     On each rank the default process group is initialised, and the global seed is 0. Process groups that the function makes
     are its own to end (a registry is closed). The function is found by its name: define it at the top of a module or script
-    (see `by_value`).
+    (see `encoded`).
     """
 
     timeout: float

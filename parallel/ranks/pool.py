@@ -58,7 +58,7 @@ class Task(NamedTuple):
         group: Name of the default process group; workers stay in it while the name is the same.
         port: Of the store on this machine in which its members meet.
         group_timeout: Of its collectives, in seconds.
-        call: As `by_value.encoded` makes it.
+        call: As `encoded` makes it.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""Something else in the place of `parallel.mesh.objects.all_gather_objects`, where tensors have no elements."""
+"""A replacement of `process_group_collectives.all_gather_objects`, where tensors have no elements."""
 
 from __future__ import annotations
 

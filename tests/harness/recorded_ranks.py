@@ -145,7 +145,7 @@ def _make(options: Any, _: object) -> _Group:
 
 
 def _gather_objects(value: Any, group: Any, _: torch.device) -> list[Any]:
-    """`parallel.mesh.objects.all_gather_objects`."""
+    """`parallel.mesh.process_group_collectives.all_gather_objects`."""
     group.gathers += 1
     group.note("collective", "objects")
     found: list[Any] = _thread.exchange.gather((group.of, group.gathers), group.own_rank, value, group.own_size)

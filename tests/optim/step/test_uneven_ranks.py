@@ -119,6 +119,39 @@ def test_a_sparse_gradient_that_turns_up_late(
     assert world.run(2, late_sparse, precision, options, clip) == [(0, 1), (1, 1)]
 
 
+def late_sparse_in_a_window(options: dict[str, Any]) -> tuple[int, int, list[float]]:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        embedding = nn.Embedding(6, 4)
+        nn.init.ones_(embedding.weight)
+        annotate(embedding.weight, P(), "e")
+        optimizer = ParallelOptimizer(
+            sgd(embedding.parameters()), registry, **arguments(accumulation_steps=2, **options)
+        )
+        errors = 0
+        for step in range(3):
+            embedding.sparse = step == 1 and registry.rank("data") == 1
+            for micro in range(2):
+                optimizer.backward(embedding(torch.tensor([1, 2])).sum())
+                if micro == 0:
+                    assert optimizer.clip_grad_by_norm(1.0) is None
+                try:
+                    optimizer.step()
+                except TypeError:
+                    errors += 1
+                optimizer.zero_grad()
+        return errors, optimizer.skipped_steps, embedding.weight.flatten().tolist()
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": 1.0}], ids=str)
+def test_sparse_gradient_in_a_window_with_an_explicit_clip_skips_its_step_alone(
+    world: World, options: dict[str, Any]
+) -> None:
+    (errors, skipped, weights), (of_sparse, also_skipped, same_weights) = world.run(2, late_sparse_in_a_window, options)
+    assert (errors, of_sparse) == (0, 1)
+    assert (skipped, also_skipped) == (1, 1)
+    assert weights == same_weights
+
+
 def uneven_offload() -> list[list[float]]:
     with ProcessGroupRegistry(Topology(tensor=2)) as registry:
         shared = parameter("shared", 4, value=1.0)

@@ -40,7 +40,8 @@ class PackedSum:
             return self
         sizes = {**self.sizes, **{name: len(values) for name, values in fields.items()}}
         if len(sizes) < len(self.sizes) + len(fields):
-            raise ValueError(f"a field is packed twice: {', '.join({*self.sizes} & {*fields})}")
+            twice = ", ".join({*self.sizes} & {*fields})
+            raise ValueError(f"the field {twice} is packed twice: give each field a name of its own")
         return PackedSum(torch.cat([self.values, *fields.values()]), sizes)
 
     def split(self, sums: Tensor) -> dict[str, Tensor]:

@@ -59,12 +59,15 @@ class HostDecision:
         self._host.copy_(both, non_blocking=True)
         self._event: torch.cuda.Event = torch.cuda.Event()
         self._event.record(torch.cuda.current_stream(skip.device))
+        self._here: tuple[Tensor, Tensor | None] | None = None
 
     def wait(self) -> tuple[Tensor, Tensor | None]:
-        """Return ``skip`` and ``factor`` on the CPU. Host synchronization: a wait for the copy."""
-        self._event.synchronize()
-        of_skip, of_factor = self._dtypes
-        return self._host[0].to(of_skip), None if of_factor is None else self._host[1].to(of_factor)
+        """Return ``skip`` and ``factor`` on the CPU. Host synchronization: the first time a wait for the copy."""
+        if self._here is None:
+            self._event.synchronize()
+            of_skip, of_factor = self._dtypes
+            self._here = self._host[0].to(of_skip), None if of_factor is None else self._host[1].to(of_factor)
+        return self._here
 
 
 @dataclass(eq=False)

@@ -39,13 +39,6 @@ def test_the_quickstart_is_the_first_that_is_shown_after_the_diff() -> None:
     assert shown[0] == ("python", (ROOT / "examples" / "quickstart.py").read_text())
 
 
-def test_a_packages_page_names_all_its_rooms() -> None:
-    for package, page in PAGES.items():
-        rooms = {path.name for path in (ROOT / package).iterdir() if path.is_dir() or path.suffix == ".py"}
-        named = {name.strip("/") for name in re.findall(r"`([\w./]+)`", page)}
-        assert rooms - named - {"__init__.py", "__pycache__"} == set(), package
-
-
 # The commands ---------------------------------------------------------------------------------------------------------
 
 

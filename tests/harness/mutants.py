@@ -139,6 +139,8 @@ class _Calls:
     def __call__(self, tensor: Tensor, forward: Map, backward: Map, over: Over) -> Tensor:
         if over.size == 1:
             return tensor
+        if torch._C._current_graph_task_id() != -1:  # a backward, which belongs to the call in forward
+            return self._apply(tensor, forward, backward, over)
         index = len(self.seen)
         self.seen.append((forward, backward, over))
         self.shapes.append(tuple(tensor.shape))

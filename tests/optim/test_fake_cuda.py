@@ -46,7 +46,6 @@ from meshstep.optim import (
 from meshstep.optim.gradients.buckets import BUCKET_BYTES
 from meshstep.optim.norm.replicas import ReplicaCheck
 from meshstep.optim.states import offloaded
-from meshstep.optim.states import offloaded as host_bucket
 from meshstep.optim.step.skips import LAG, SkipMonitor
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.parallel.interop import dtensor, dtensor_gradients
@@ -328,9 +327,9 @@ def test_2d_layers_of_several_ranks_on_one_gpu_by_gloo() -> None:
 def test_offloaded_states_wait_for_the_gradients_and_for_the_decision() -> None:
     for log in without_comparison(steps(Topology(), "fp32", {"states": Offloaded(0.5), "max_norm": 1.0}, CPU)):
         gradients, decision, weights = log.waits
-        assert "host_bucket.py" in gradients
-        assert "optim/step/update.py" in decision
-        assert "host_bucket.py" in weights
+        assert "optim/states/offloaded.py" in gradients
+        assert "optim/step/update_request.py" in decision
+        assert "optim/states/offloaded.py" in weights
 
 
 @pytest.mark.parametrize(("fraction", "nbytes", "buckets"), [(1.0, BUCKET_BYTES, 1), (0.5, 2000, 2), (1.0, 2000, 4)])
@@ -342,7 +341,7 @@ def test_offloaded_parameters_travel_in_buckets_each_way(
     monkeypatch.setattr(offloaded, "BUCKET_BYTES", nbytes)
     logs = steps(Topology(), mode, {"states": Offloaded(fraction), "max_norm": 1.0}, CPU, count=50)
     for log in without_comparison(logs)[1:]:
-        assert sum("synchronize" in wait and "host_bucket.py" in wait for wait in log.waits) == buckets + 1
+        assert sum("synchronize" in wait and "optim/states/offloaded.py" in wait for wait in log.waits) == buckets + 1
         assert len(log.waits) == buckets + 2  # for each bucket of gradients, the last of weights, and the decision
         assert len(log.transfers) == 2 * buckets + 2  # the decision, and the counts of skipped steps
 
@@ -352,16 +351,16 @@ def test_offloaded_parameters_take_one_flat_bucket_on_the_device(monkeypatch: py
     monkeypatch.setattr(offloaded, "BUCKET_BYTES", 2000)
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0
-    make = host_bucket.HostBucket._flat_there
+    make = offloaded.HostBucket._flat_there
 
-    def noted(bucket: host_bucket.HostBucket, host: torch.Tensor) -> torch.Tensor:
+    def noted(bucket: offloaded.HostBucket, host: torch.Tensor) -> torch.Tensor:
         nonlocal most
         flat = make(bucket, host)
         alive.append(weakref.ref(flat))
         most = max(most, sum(other is not None for other in (made() for made in alive)))
         return flat
 
-    monkeypatch.setattr(host_bucket.HostBucket, "_flat_there", noted)
+    monkeypatch.setattr(offloaded.HostBucket, "_flat_there", noted)
     steps(Topology(), "fp32", {"states": Offloaded(1.0)}, CPU, count=50)
     assert len(alive) == 4 + 3 * 2 * 4  # when they are made, and each way in three steps
     assert most == 1

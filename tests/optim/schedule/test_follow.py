@@ -78,7 +78,7 @@ def test_a_deferred_verdict_is_in_time_for_the_next_step(monkeypatch: pytest.Mon
             reads.append(super().read())
             return reads[-1]
 
-    monkeypatch.setattr("meshstep.optim.schedule.hold.HostCopy", OnTheWay)
+    monkeypatch.setattr("meshstep.optim.schedule.hold.FlagCopy", OnTheWay)
     run = Training()
     assert run.step(math.inf) == 0.0
     run.schedule.step()

@@ -51,7 +51,7 @@ class Late(taken_steps.FlagCopy):
 @pytest.fixture(params=["at once", "late"])
 def verdict(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "late":
-        monkeypatch.setattr("meshstep.optim.schedule.hold.HostCopy", Late)
+        monkeypatch.setattr("meshstep.optim.schedule.hold.FlagCopy", Late)
     return str(request.param)
 
 
@@ -111,7 +111,7 @@ def test_micro_batches_do_not_move_it(verdict: str) -> None:
 
 
 def test_a_late_move_is_not_made_before_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshstep.optim.schedule.hold.HostCopy", Late)
+    monkeypatch.setattr("meshstep.optim.schedule.hold.FlagCopy", Late)
     held = Training(SCHEDULES["LambdaLR"])
     held.run([1.0])
     assert held.optimizer.param_groups[0]["lr"] == 1.0

@@ -18,6 +18,7 @@ from .clip.rules import (
 from .gradients.buckets import Exact, Exchange, sync_gradients
 from .gradients.compressed import Bf16Wire
 from .kernels.choice import use_kernels
+from .lion import Lion
 from .norm.global_norm import GlobalNorm
 from .norm.measure import Fingerprints, GradStats, Measure, Norms
 from .norm.plan import Bucket, ParameterEntry, ReductionPlan
@@ -86,6 +87,7 @@ __all__ = [
     "JsonLines",
     "LinearWarmupLR",
     "Link",
+    "Lion",
     "Measure",
     "Measurement",
     "Monitor",

@@ -68,8 +68,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     error; one that is frozen later, on all ranks, is left out of the steps from then on.
 
     Args:
-        optimizer: A torch optimizer over declared parameters. Adam, AdamW, SGD and Adagrad with ``fused=True`` take the
-            factor and the skip on the device; any other costs one pass over the gradients and one host read a step.
+        optimizer: A torch optimizer over declared parameters. `Lion`, and with ``fused=True`` Adam, AdamW, SGD and Adagrad,
+            take the factor and skip on the device; any other costs one pass over the gradients and one host read a step.
             In modes with master weights its param groups then hold the masters, and in the place of DTensor parameters
             (`fully_shard`, `parallelize_module`; see `meshstep.parallel.interop.dtensor`) their local tensors. Or a list of
             optimizers, with no parameter in two: one norm, one verdict, one state; ``"optimizer"`` in a group says whose.

@@ -40,7 +40,7 @@ FLOORS: Mapping[str, tuple[frozenset[str], ...]] = {
         frozenset({"fp8"}),
     ),
     "optim": (
-        frozenset({"kernels"}),
+        frozenset({"kernels", "lion"}),
         frozenset({"norm"}),
         frozenset({"gradients"}),
         frozenset({"clip"}),

@@ -25,6 +25,7 @@ PERIPHERY = (
     "parallel/__main__",
     "amp/fp8",
     "amp/apex",
+    "optim/lion",
     "optim/whole",
     "optim/telemetry",
     "optim/proof",

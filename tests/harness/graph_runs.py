@@ -20,6 +20,7 @@ from meshstep.optim import (
     ByNorm,
     ByValue,
     GradStats,
+    Lion,
     Measure,
     ParallelOptimizer,
     PerParameter,
@@ -79,6 +80,10 @@ def _sgd(params: Any, lr: Tensor) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=lr, momentum=0.9, fused=True)
 
 
+def _lion(params: Any, lr: Tensor) -> torch.optim.Optimizer:
+    return Lion(params, lr=lr, weight_decay=0.1)
+
+
 def _adamw(params: Any, lr: Tensor) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=lr, fused=True)
 
@@ -101,6 +106,7 @@ SETTINGS: dict[str, Setting] = {
     "fp16_naive": Setting(_NAIVE, {"max_norm": 0.5}),
     "O2": Setting(ApexFp16("O2", loss_scale=256.0), {"max_norm": 0.5}),
     "momentum": Setting(_NAIVE, {"max_norm": 0.5}, _sgd),
+    "lion": Setting(_NAIVE, {"max_norm": 0.5}, _lion),
     "by value": Setting(options={"max_norm": ByValue(0.1)}),
     "by group": Setting(options={"max_norm": ByGroup((0.3,))}),
     "by parameter": Setting(_NAIVE, {"max_norm": PerParameter(0.2)}),

@@ -1,0 +1,120 @@
+"""Lion (Chen et al. 2023, arXiv:2302.06675), by torch's foreach kernels, with skip flag and factor on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion: steps of equal size in every element, by the sign of a momentum.
+
+        m, w: momentum (state ``"exp_avg"``), weight
+        w <- w (1 - lr weight_decay) - lr sign(b1 m + (1 - b1) g)
+        m <- b2 m + (1 - b2) g
+
+        optimizer = ParallelOptimizer(Lion(model.parameters(), lr=1e-4), registry, max_norm=1.0)
+
+    Like torch's fused optimizers it reads the attributes ``grad_scale`` and ``found_inf`` on the device. Where
+    ``found_inf`` is 1, weights and momenta keep their values, also if gradients are not finite. Weights may be sharded,
+    because the update is elementwise. Every update has the same size, so clipping does not shorten it: it reduces the
+    share of a long gradient in the momentum.
+
+    Not supported: sparse and complex gradients, ``maximize``. It is not a single kernel: a step makes about ten foreach
+    calls and one call per parameter (the mask of a skipped step). It needs temporary memory for three tensors of each
+    parameter's shape in float32, five for parameters in half precision.
+    Weights and momenta in bfloat16 and float16 are cast one by one, computed in float32 and rounded to nearest, so small
+    updates are lost; use float32 masters. There are no C loops and no Triton kernel for Lion.
+
+    Args:
+        params: As for any torch optimizer.
+        lr: A number, or a 0-dim tensor; >= 0.
+        betas: (b1, b2), each >= 0 and < 1.
+        weight_decay: Decoupled; >= 0. 0: none.
+    Raises:
+        ValueError: An option is out of range.
+    Collectives: none. Host reads: none.
+    """
+
+    elementwise = True
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        if not lr >= 0 or not weight_decay >= 0 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"lr={lr}, weight_decay={weight_decay}, betas={betas}: give >= 0, >= 0, in [0, 1)")
+        # ``fused`` tells the update engine that every group reads `found_inf` and `grad_scale`.
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "fused": True})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one update. ``closure``: evaluated once before it, with gradients enabled; its result is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        skip, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        for group in self.param_groups:
+            kinds: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Tensor]] = {}
+            for param in group["params"]:
+                if param.grad is not None:
+                    kinds.setdefault((param.device, param.dtype, param.grad.dtype), []).append(param)
+            for params in kinds.values():
+                self._step(group, params, skip, scale)
+        return loss
+
+    def _step(self, group: Mapping[str, Any], params: list[Tensor], skip: Tensor | None, scale: Tensor | None) -> None:
+        """Step parameters of one device and dtype, with gradients of one dtype."""
+        (b1, b2), lr, device = group["betas"], group["lr"], params[0].device
+        for param in params:
+            if not self.state[param]:
+                self.state[param]["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        states: list[Tensor] = [self.state[param]["exp_avg"] for param in params]
+        work = torch.float64 if params[0].dtype == torch.float64 else torch.float32
+        lr = lr.to(device, work) if isinstance(lr, Tensor) else lr
+        skips = None if skip is None else skip.to(device) > 0
+
+        def number(value: float | Tensor, if_skipped: float) -> Tensor:
+            """Return a 0-dim tensor. A fill, unlike a copy of a tensor from the host, does not synchronize."""
+            made = (
+                value.to(device, work)
+                if isinstance(value, Tensor)
+                else torch.full((), value, dtype=work, device=device)
+            )
+            return made if skips is None else made.masked_fill(skips, if_skipped)
+
+        grads: list[Tensor] = [param.grad.to(work) for param in params if param.grad is not None]
+        one = torch.ones((), dtype=work, device=device) if scale is None else scale.to(device, work)
+        grads = list(torch._foreach_div(grads, one))
+        if skips is not None:
+            for grad in grads:
+                grad.masked_fill_(skips, -0.0)  # x + -0.0 is x, to the bit; 0 times NaN would be NaN
+        weights, momenta = _in(work, params), _in(work, states)
+        # Products and sums are rounded one by one: a fused multiply-add rounds the end of a piece differently.
+        updates = torch._foreach_mul(momenta, number(b1, 0.0))
+        torch._foreach_add_(updates, torch._foreach_mul(grads, 1 - b1))
+        torch._foreach_sign_(updates)  # of a skipped step +0, so that what is added is -0
+        torch._foreach_mul_(updates, number(-lr, -0.0))
+        if group["weight_decay"]:
+            torch._foreach_mul_(weights, number(1 - lr * group["weight_decay"], 1.0))
+        torch._foreach_add_(weights, updates)
+        torch._foreach_mul_(momenta, number(b2, 1.0))
+        torch._foreach_mul_(grads, 1 - b2)
+        torch._foreach_add_(momenta, grads)
+        if weights[0].dtype != params[0].dtype:
+            torch._foreach_copy_([param.detach() for param in params], weights)
+        if momenta[0].dtype != states[0].dtype:
+            torch._foreach_copy_(states, momenta)
+
+
+def _in(dtype: torch.dtype, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors in a dtype; a tensor that has it already is returned itself."""
+    return [tensor.detach().to(dtype) for tensor in tensors]

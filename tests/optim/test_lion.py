@@ -1,0 +1,204 @@
+"""Lion: its formula, and a step that reads the skip flag and the factor on the device."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import fake_cuda
+from meshstep.amp import Bf16
+from meshstep.optim import Lion, ParallelOptimizer
+from meshstep.optim.step.update import steps_on_device
+from meshstep.parallel import ProcessGroupRegistry, Topology
+from planted import LAYOUTS
+from probes import no_host_reads
+from torch import Tensor, nn
+from whole_runs import STATES, alone, copies_differ, largest_error
+from whole_services import beyond_sgd, changed_by_overflow, each_trained, run_to, without_host_reads
+from world import World
+
+OPTIONS: list[dict[str, Any]] = [
+    {"lr": 0.03},
+    {"lr": 0.03, "betas": (0.5, 0.8), "weight_decay": 0.3},
+    {"lr": torch.tensor(0.03), "weight_decay": 0.1},
+]
+
+
+def lion(params: Any, **options: Any) -> Lion:
+    return Lion(params, **{"lr": 0.03, "weight_decay": 0.2, **options})
+
+
+def gradients(step: int, shapes: list[tuple[int, ...]]) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    return [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
+
+
+def expected(options: dict[str, Any], weight: Tensor, grads: list[Tensor]) -> Tensor:
+    """The formula of arXiv:2302.06675, algorithm 2."""
+    lr, (b1, b2), decay = float(options["lr"]), options.get("betas", (0.9, 0.99)), options.get("weight_decay", 0.0)
+    momentum = torch.zeros_like(weight)
+    for grad in grads:
+        update = torch.sign(b1 * momentum + (1 - b1) * grad)
+        weight = weight - lr * (update + decay * weight)
+        momentum = b2 * momentum + (1 - b2) * grad
+    return weight
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_steps_are_the_formula(options: dict[str, Any], dtype: torch.dtype) -> None:
+    shapes: list[tuple[int, ...]] = [(7, 3), (), (5,), (0, 2)]
+    params = [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in shapes]
+    before, grads = (
+        [param.detach().double().clone() for param in params],
+        [gradients(step, shapes) for step in range(6)],
+    )
+    optimizer = Lion(params, **options)
+    for of_step in grads:
+        for param, grad in zip(params, of_step, strict=True):
+            param.grad = grad.to(dtype)
+        optimizer.step()
+    for index, param in enumerate(params):
+        want = expected(options, before[index], [of_step[index].to(dtype).double() for of_step in grads])
+        torch.testing.assert_close(
+            param.detach().double(), want, rtol=0, atol=1e-12 if dtype == torch.float64 else 2e-6
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_skipped_step_changes_no_bit_and_reads_nothing(dtype: torch.dtype) -> None:
+    values = torch.tensor([0.0, -0.0, 1.0, -3.0, 2.0, 0.5])
+    param, late = nn.Parameter(values.to(dtype)), nn.Parameter(values.to(dtype))
+    optimizer: Any = lion([param, late])
+    param.grad = torch.tensor([0.0, -0.0, -0.0, 1.0, -2.0, 0.0]).to(dtype)
+    optimizer.step()
+    optimizer.state[param]["exp_avg"][:4] = torch.tensor([-0.0, 0.0, -1.0, 1.0])
+    param.data[:4] = torch.tensor([-0.0, 0.0, -0.0, -0.0])
+    tensors = [param, late, optimizer.state[param]["exp_avg"]]
+    before = [tensor.detach().clone() for tensor in tensors]
+    for bad in (torch.nan, torch.inf, -torch.inf, 1.0):
+        param.grad, late.grad = torch.full_like(param, bad), torch.full_like(param, bad)
+        optimizer.found_inf, optimizer.grad_scale = torch.ones(()), torch.full((), 0.5)
+        with no_host_reads():
+            optimizer.step()
+        for tensor, old in zip(tensors, before, strict=True):
+            assert torch.equal(tensor, old)
+            assert torch.equal(tensor.signbit(), old.signbit())
+        assert not optimizer.state[late]["exp_avg"].any()
+    optimizer.found_inf = torch.zeros(())
+    optimizer.step()
+    assert not torch.equal(param, before[0])
+
+
+def test_factor_multiplies_gradients_in_the_update() -> None:
+    found = []
+    for factor in (1.0, 0.25):
+        param = nn.Parameter(torch.linspace(-1, 1, 9))
+        optimizer: Any = lion([param])
+        for step in range(4):
+            param.grad = gradients(step, [(9,)])[0].float() * (1 if factor == 1 else 4)
+            optimizer.found_inf, optimizer.grad_scale = torch.zeros(()), torch.tensor(1 / factor)
+            optimizer.step()
+        found.append([param.detach(), optimizer.state[param]["exp_avg"]])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_half_precision_weights_are_computed_in_float32() -> None:
+    weight = torch.linspace(-1, 1, 50).bfloat16()
+    param, exact = nn.Parameter(weight.clone()), nn.Parameter(weight.float())
+    for own in (param, exact):
+        own.grad = torch.linspace(1, -2, 50).bfloat16().to(own.dtype)
+        lion([own], lr=0.01).step()
+    assert torch.equal(param, exact.bfloat16())
+
+
+def test_arguments_out_of_range_are_refused() -> None:
+    for options in ({"lr": -1.0}, {"betas": (1.0, 0.9)}, {"betas": (0.9, -0.1)}, {"weight_decay": -0.1}):
+        with pytest.raises(ValueError, match="give >= 0, >= 0, in"):
+            lion([nn.Parameter(torch.ones(2))], **options)
+
+
+def test_state_dict_goes_on_to_the_bit() -> None:
+    param = nn.Parameter(torch.ones(6))
+    optimizer = lion([param])
+    param.grad = torch.linspace(-1, 1, 6)
+    optimizer.step()
+    other = nn.Parameter(param.detach().clone())
+    loaded = lion([other])
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    other.grad = param.grad = torch.linspace(1, -2, 6)
+    optimizer.step()
+    loaded.step()
+    assert torch.equal(param, other)
+
+
+# In a ParallelOptimizer -------------------------------------------------------------------------------------------------
+
+CASES = [(layout, "whole") for layout in ("tensor", "grid", "pipe, tied", "data x tensor")]
+CASES += [("data x tensor", "ZeRO-2"), ("tensor", "offload")]
+
+
+def test_pieces_step_as_one_process(world: World) -> None:
+    calls = [
+        (LAYOUTS[layout].topology.world_size, (LAYOUTS[layout], [lion], STATES[states], 6)) for layout, states in CASES
+    ]
+    for (layout, states), by_rank in zip(CASES, world.run_each(each_trained, calls), strict=True):
+        own = [made for (made,) in by_rank]
+        assert largest_error(own, alone(LAYOUTS[layout], lion, 6)) <= 1e-12, f"{layout}, {states}"
+        assert copies_differ(own) == [], f"{layout}, {states}"
+
+
+def test_step_adds_no_collective_reads_nothing_and_skips_an_overflow(world: World) -> None:
+    layout, makes = LAYOUTS["data x tensor"], [lion]
+    assert world.run(4, beyond_sgd, layout, makes, {}) == [[{}]] * 4
+    world.run(4, without_host_reads, layout, makes, {})
+    for dtype in (torch.float64, torch.float32):
+        assert world.run(4, changed_by_overflow, layout, makes, dtype, STATES["ZeRO-2"]) == [[[]]] * 4
+
+
+def test_checkpoint_goes_on_without_sharded_states(world: World, tmp_path: Path) -> None:
+    layout, make = LAYOUTS["data x tensor"], partial(lion)
+    world.run(4, run_to, layout, make, tmp_path, range(3), False, STATES["ZeRO-2"])
+    resumed = world.run(4, run_to, layout, make, tmp_path, range(3, 6), True, {})
+    assert largest_error(resumed, alone(layout, make, 6)) <= 1e-12
+
+
+@pytest.mark.parametrize("precision", [Bf16(), Bf16(split_masters=True)])
+def test_clipped_step_with_masters_reads_nothing(precision: Bf16) -> None:
+    model, registry = nn.Linear(4, 3), ProcessGroupRegistry(Topology())
+    precision.prepare(model, registry)
+    optimizer = ParallelOptimizer(lion(model.parameters()), registry, max_norm=0.1, precision=precision)
+    assert steps_on_device(optimizer.optimizer)
+    for step in range(4):
+        before = [param.detach().clone() for param in model.parameters()]
+        optimizer.zero_grad()
+        optimizer.backward(model(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().sum())
+        if step < 2:
+            optimizer.step()
+        else:
+            with no_host_reads():
+                optimizer.step()
+        assert not any(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_step_on_a_gpu_waits_for_nothing_and_launches_one_mask_per_parameter(dtype: torch.dtype) -> None:
+    """On fake CUDA tensors; it never ran on a GPU in the tests."""
+    with fake_cuda() as logging:
+        params = [nn.Parameter(torch.ones(6, 2, device="cuda", dtype=dtype)) for _ in range(40)]
+        optimizer = ParallelOptimizer(lion(params), ProcessGroupRegistry(Topology()), max_norm=1.0)
+        for _ in range(3):
+            with optimizer.window():
+                for param in params:
+                    param.grad = torch.ones_like(param)
+            with logging() as log:
+                optimizer.step()
+    assert log.waits == []
+    assert not [transfer for transfer in log.transfers if "lion" in transfer]  # skip counts are copied behind the step
+    assert sum(name.startswith("aten.masked_fill_") for name in log.launches) <= len(params) + 3
+    assert sum(name.startswith("aten._foreach") for name in log.launches) <= 14

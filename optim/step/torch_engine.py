@@ -232,6 +232,7 @@ def update_by_torch(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor:
         scale_gradients(params, torch.where(found_inf > 0, torch.ones_like(factor), factor))
         factor = None
     _start_momentum(optimizer)
+    _start_sums(optimizer)
     lay_out_all(optimizer)
     fused: Any = optimizer
     fused.found_inf = found_inf
@@ -268,8 +269,26 @@ def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
 
 
+def _start_sums(optimizer: torch.optim.Optimizer) -> None:
+    """Make the first states of an Adagrad, as its constructor does: torch 2.11 makes none for a group that is added."""
+    if not isinstance(optimizer, torch.optim.Adagrad):
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None and "sum" not in optimizer.state.get(param, {}):
+                first = optimizer.defaults["initial_accumulator_value"]
+                first = complex(first, first) if param.is_complex() else first
+                is_double = torch.get_default_dtype() == torch.float64 and not group["fused"]
+                count = torch.zeros((), dtype=torch.float64 if is_double else torch.float32)
+                optimizer.state[param] = {
+                    "step": count.to(param.device) if group["fused"] else count,
+                    "sum": torch.full_like(param, first, memory_format=torch.preserve_format).detach(),
+                }
+
+
 def step_rightly(optimizer: torch.optim.Optimizer) -> None:
     """Step, without fused kernels where those are wrong."""
+    _start_sums(optimizer)
     groups = optimizer.param_groups if is_miscomputed(optimizer) else []
     fused = [group["fused"] for group in groups]
     try:

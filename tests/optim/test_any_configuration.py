@@ -81,13 +81,10 @@ def problems_of(case: Case, first: Sequence[Report], second: Sequence[Report] | 
             found.append(f"{report.skipped} steps were skipped for {skipped}")
     for report in (*first, *(second or ())):
         for number, norm in report.norms.items():
-            # Sums in bfloat16 are off by a part of their largest term, which may cancel.
-            largest = dense.absolute_norms[number] if case.mode.norm_rounding > 1e-6 else norms[number]
-            if not (
-                abs(norm - norms[number]) < case.mode.norm_rounding * largest
-                if isfinite(norms[number])
-                else not isfinite(norm)
-            ):
+            # A sum is off by a part of its largest term, which may cancel: in bfloat16, and in float32.
+            rounding, absolute = case.mode.norm_rounding, dense.absolute_norms[number]
+            allowed = rounding * absolute if rounding > 1e-6 else max(rounding * norms[number], 2**-22 * absolute)
+            if not (abs(norm - norms[number]) < allowed if isfinite(norms[number]) else not isfinite(norm)):
                 found.append(f"step {number}: norm {norm} for {norms[number]}")
     return found
 

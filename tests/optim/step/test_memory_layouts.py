@@ -255,3 +255,23 @@ def test_a_view_with_other_strides_at_the_same_address_is_seen() -> None:
                 optimizer.step()
             found.append(param.detach().contiguous())
         close(found[0], found[1])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_gaps_in_a_parameter_change_no_bits_of_any_parameter(name: str) -> None:
+    """Replicas may lie differently in memory, or beside other parameters."""
+    found = []
+    for change in (with_gaps, torch.clone):
+        params = [
+            nn.Parameter(torch.arange(12.0).view(4, 3).sin()),
+            nn.Parameter(change(torch.arange(12.0).view(4, 3).cos())),
+        ]
+        declare(nn.ParameterList(params), {"*": P()})
+        optimizer = ParallelOptimizer(MAKE[name](params), ProcessGroupRegistry(Topology()), max_norm=0.7)
+        for step in range(STEPS):
+            generator = torch.Generator().manual_seed(step)
+            for param in params:
+                param.grad = torch.randn(param.shape, generator=generator)
+            optimizer.step()
+        found.append([param.detach().contiguous() for param in params])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

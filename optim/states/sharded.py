@@ -52,7 +52,6 @@ from ..gradients.reduce_in_backward import (
     uneven_kinds,
 )
 from ..norm.plan import Bucket, ParameterEntry, ReductionPlan, entries_of
-from ..step.update_request import Update, UpdateRequest
 from ..step.window import Window
 from .chain import Binding, Held, Link, Placement, Position, Replacements, other_layout
 from .elementwise import check_elementwise
@@ -570,10 +569,6 @@ class Shards(Link):
                     f"{name} got a gradient outside of optimizer.backward, in a window that used it: with "
                     "Sharded(gradients=True) all micro-batches of a window go through optimizer.backward, or none"
                 )
-
-    def step(self, request: UpdateRequest, update: Update) -> None:
-        update(request)
-        self.publish()
 
     @torch.no_grad()
     def publish(self) -> None:

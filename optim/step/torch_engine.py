@@ -224,8 +224,13 @@ def _dense_copy(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
 
 
 def update_by_torch(optimizer: torch.optim.Optimizer, found_inf: Tensor, factor: Tensor | None) -> None:
-    """Step a fused optimizer by torch's kernels; arguments as for `meshstep.optim.step.update.Update`. Host reads:
-    none."""
+    """Step a fused optimizer by torch's kernels. Host reads: none.
+
+    Args:
+        optimizer: A fused optimizer.
+        found_inf: 0-dim: above 0 skips the update.
+        factor: 0-dim: what gradients are multiplied by first; None: 1.
+    """
     params = params_of(optimizer)
     widen_gradients(params)
     if factor is not None and torch.float64 in {param.dtype for param in params}:

@@ -87,7 +87,8 @@ class _Group(dist.ProcessGroup):
     """A process group of one rank's thread."""
 
     def __init__(self, rank: int, size: int, name: str, members: tuple[int, ...]) -> None:
-        super().__init__(rank, size)
+        construct: Callable[..., None] = super().__init__  # torch 2.14 declares only the constructor with a store
+        construct(rank, size)
         self.own_rank, self.own_size, self.of, self.members, self.gathers = rank, size, name, members, 0
 
     def note(self, kind: Kind, what: str = "") -> None:

@@ -68,7 +68,8 @@ def torch_binds(monkeypatch: pytest.MonkeyPatch, rank: int, device: torch.device
     options = SimpleNamespace(enable_reconfigure=False, process_group=None, global_ranks_in_group=[rank], group_rank=0)
 
     def new_group(*_: Any, **__: Any) -> None:
-        found.append(distributed_c10d._nccl2_device(options))  # type: ignore[arg-type]
+        torch_module: Any = distributed_c10d  # torch 2.14 declares no such attribute
+        found.append(torch_module._nccl2_device(options))
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(dist, "new_group", new_group)

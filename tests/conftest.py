@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -16,24 +17,23 @@ import torch
 from hypothesis import HealthCheck, settings
 from interpreted import Interpreted, interpreted_pool
 from loops import using
-from properties import is_sample, sample, starts_processes
+from properties import default_cases, is_sample, profile, sample, starts_processes
 from world import World
 
 torch.set_num_threads(1)
 # To look for garbage after each 700 objects took an eighth of the time of these processes: most objects here live long.
 gc.set_threshold(100_000)
 
-# "oldest" is for a second run of the suite, on the oldest torch: what it looks for shows in any case, not in a rare one.
-# A tenth of the random cases, and of the listed ones what `properties.sample` and `repetitions` leave. "many",
-# seventeen times the cases, for one file: MESHSTEP_TEST_PROFILE=many pytest tests/optim/test_any_configuration.py
-for profile, examples in (("default", 100), ("oldest", 10), ("many", 1700)):
+# Number of random cases out of 100 that each profile draws. "default" is `pytest` without options; "full" is the run with
+# the slow tests; "oldest" is the second run of .ci/run, on the oldest torch, with a sample of all tests. "many" is for one
+# file: MESHSTEP_TEST_PROFILE=many pytest tests/optim/test_any_configuration.py
+for name, examples in (("default", 20), ("full", 100), ("oldest", 10), ("many", 1700)):
     settings.register_profile(
-        f"meshstep-{profile}",
+        f"meshstep-{name}",
         deadline=None,
         max_examples=examples,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     )
-settings.load_profile(f"meshstep-{os.environ.get('MESHSTEP_TEST_PROFILE', 'default')}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,6 +47,9 @@ def pytest_configure(config: pytest.Config) -> None:
     interrupted there, it would often hold the lock of a connection, and gloo's thread would spin on that, on the same
     core, for its whole time slice.
     """
+    selects_slow = re.search(r"(?<!not )\bslow\b", config.option.markexpr) is not None
+    os.environ.setdefault("MESHSTEP_TEST_PROFILE", "full" if selects_slow else "default")
+    settings.load_profile(f"meshstep-{profile()}")
     if hasattr(os, "SCHED_BATCH"):
         with suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -67,12 +70,23 @@ def world() -> Iterator[World]:
     pool.close()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest files first, or one process works at the end while the other waits."""
+    """Mark the cases that the default run leaves out as slow, and move the longest files to the front.
+
+    Without that order one process would work at the end while the other one waits. A test that is named on the command
+    line keeps all cases.
+    """
     if is_sample():
         chosen = set(sample(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
+    else:
+        by_default = set(default_cases(items))
+        named = tuple(argument for argument in config.args if "::" in argument)
+        for item in items:
+            if item not in by_default and not item.nodeid.startswith(named):
+                item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: not (starts_processes(item.nodeid) or item.path.name == "test_torchtitan.py"))
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from properties import repetitions
 from test_house import FOLDERS, ROOT, Arrow, arrows, library, text_of
 
 # Packages and modules that the core can do without. Each may import others of them.
@@ -149,7 +150,8 @@ def copy_without(gone: set[str], root: Path) -> None:
 
 def test_core_steps_when_periphery_packages_are_deleted(tmp_path: Path) -> None:
     roots = []
-    for package in (*(p for p in DELETED if p not in KEPT), "everything"):
+    packages = repetitions([p for p in DELETED if p not in KEPT], "deleted", default=3)
+    for package in (*packages, "everything"):
         root = tmp_path / package.replace("/", "_")
         gone = set[str]().union(*map(without, DELETED[:-1])) if package == "everything" else without(package)
         gone = {name for name in gone if not is_periphery(name, KEPT)}

@@ -20,8 +20,9 @@ import random
 import zlib
 from collections.abc import Callable, Sequence
 from functools import wraps
+from itertools import combinations, pairwise
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import Phase, given, seed, settings
@@ -32,6 +33,8 @@ from world import World
 C = TypeVar("C")
 Item = TypeVar("Item", bound=pytest.Item)
 WITHOUT_SHRINKING: Sequence[Phase] = (Phase.explicit, Phase.reuse, Phase.generate)
+CASES_OF_A_TEST = 4  # in the default run, of a test with ranks; a test of the files below has one
+TESTS_OF_A_FILE = 3  # in the sample on the oldest torch
 CASES_OF_A_FILE = 1  # in a sample, of the files below: they start processes or train: seconds of Python's
 STARTS_PROCESSES = (
     "docs/test_gpu_suite.py",
@@ -95,14 +98,33 @@ def number_of_cases(count: int) -> int:
     return max(1, count * settings().max_examples // 100)
 
 
+def profile() -> str:
+    """Return the profile of this run: ``default``, ``full``, ``oldest`` or ``many``; see tests/conftest.py."""
+    return os.environ.get("MESHSTEP_TEST_PROFILE", "default")
+
+
+def is_full() -> bool:
+    """Whether this run leaves out no case."""
+    return profile() in ("full", "many")
+
+
 def is_sample() -> bool:
     """Whether this run of the suite is the second one, on the oldest torch, which takes a sample of the cases."""
-    return os.environ.get("MESHSTEP_TEST_PROFILE") == "oldest"
+    return profile() == "oldest"
 
 
-def repetitions(values: Sequence[C], *key: object) -> Sequence[C]:
-    """All of them, for a property that holds for each alike; in a sample one, another one for another ``key``."""
-    return [values[zlib.crc32(repr(key).encode()) % len(values)]] if is_sample() else values
+def repetitions(values: Sequence[C], *key: object, default: int | None = None) -> Sequence[C]:
+    """Return the values for which a test repeats itself: all of them, or fewer in a shorter run.
+
+    Args:
+        key: Decides which single value the sample on the oldest torch takes.
+        default: How many values the default run takes, spread over ``values``. None: all.
+    """
+    if is_sample():
+        return [values[zlib.crc32(repr(key).encode()) % len(values)]]
+    if profile() == "default" and default is not None:
+        return [values[(len(values) - 1) * index // max(1, default - 1)] for index in range(default)]
+    return values
 
 
 def starts_processes(file: str) -> bool:
@@ -111,10 +133,10 @@ def starts_processes(file: str) -> bool:
 
 
 def sample(items: Sequence[Item]) -> list[Item]:
-    """Of each parametrised test one case; the other tests whole; of a file that `STARTS_PROCESSES`, `CASES_OF_A_FILE`.
+    """Return one case of each test, of at most `TESTS_OF_A_FILE` tests per file.
 
-    A case of the second half: tests list one process first and the layouts of many ranks last. Which one of these a hash of
-    the name says: of another test another one.
+    A file that `STARTS_PROCESSES` has `CASES_OF_A_FILE`. The case is from the second half of a test's list, because tests
+    list one process first and the layouts of many ranks last. A hash of the name decides which tests and which case.
     """
     by_test: dict[str, list[Item]] = {}
     for item in items:
@@ -125,9 +147,64 @@ def sample(items: Sequence[Item]) -> list[Item]:
     return [
         item
         for file, chosen in by_file.items()
-        for item in (_some_of(chosen, CASES_OF_A_FILE) if starts_processes(file) else chosen)
+        for item in _some_of(chosen, CASES_OF_A_FILE if starts_processes(file) else TESTS_OF_A_FILE)
     ]
 
 
+def default_cases(items: Sequence[Item]) -> list[Item]:
+    """Return the cases of the default run; the other cases are slow.
+
+    A test without ranks keeps all cases, a test with ranks `CASES_OF_A_TEST`, a test of a file that `STARTS_PROCESSES`
+    one. The marker ``default_cases(count)`` sets another number for one test.
+    """
+    by_test: dict[str, list[Item]] = {}
+    for item in items:
+        by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return [item for cases in by_test.values() for item in spread(cases, _default_count(cases[0], len(cases)))]
+
+
+def _default_count(item: pytest.Item, every: int) -> int:
+    marker = item.get_closest_marker("default_cases")
+    if marker is not None:
+        return int(marker.args[0])
+    needs_ranks = any(fixture in ("world", "interpreted") for fixture in getattr(item, "fixturenames", ()))
+    return 1 if starts_processes(item.nodeid) else CASES_OF_A_TEST if needs_ranks else every
+
+
+def spread(cases: Sequence[Item], count: int) -> list[Item]:
+    """Return ``count`` cases of one test, in their order, that differ in as many arguments as possible.
+
+    Each further case adds as many pairs of argument values as possible to the pairs of the cases before it. A hash of
+    the name decides between equal cases, so that other tests take other ones. Of a single list of cases there are no
+    pairs; it is cut into ``count`` pieces of equal length, and each piece gives one case.
+    """
+    if count >= len(cases):
+        return list(cases)
+    arguments = _arguments(cases)
+    if len(arguments[0]) < 2:
+        bounds = [len(cases) * piece // count for piece in range(count + 1)]
+        return [min(cases[start:end], key=_hash) for start, end in pairwise(bounds)]
+    pairs = [{*combinations(values, 1), *combinations(values, 2)} for values in arguments]
+    covered: set[Any] = set()
+    chosen: list[int] = []
+    for _ in range(count):
+        others = [index for index in range(len(cases)) if index not in chosen]
+        chosen.append(min(others, key=lambda index: (-len(pairs[index] - covered), _hash(cases[index]))))
+        covered |= pairs[chosen[-1]]
+    return [cases[index] for index in sorted(chosen)]
+
+
+def _arguments(cases: Sequence[pytest.Item]) -> list[tuple[tuple[int, int], ...]]:
+    """Return for each case the index of each argument; arguments that change together count as one."""
+    indices = [dict[str, int](case.callspec.indices) if hasattr(case, "callspec") else {} for case in cases]
+    columns = dict.fromkeys(tuple(of.get(name, -1) for of in indices) for name in indices[0])
+    varied = [column for column in columns if len(set(column)) > 1]
+    return [tuple(enumerate(row)) for row in zip(*varied, strict=True)] if varied else [() for _ in cases]
+
+
 def _some_of(items: Sequence[Item], count: int) -> list[Item]:
-    return sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode()))[:count]
+    return sorted(items, key=_hash)[:count]
+
+
+def _hash(item: pytest.Item) -> int:
+    return zlib.crc32(item.nodeid.encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,17 @@ import properties
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from properties import CASES_OF_A_FILE, number_of_cases, random_cases, repetitions, sample
+from properties import (
+    CASES_OF_A_FILE,
+    CASES_OF_A_TEST,
+    TESTS_OF_A_FILE,
+    default_cases,
+    number_of_cases,
+    random_cases,
+    repetitions,
+    sample,
+    spread,
+)
 from world import World, WorldError
 
 NUMBERS = st.lists(st.integers(0, 1000), max_size=4)
@@ -93,9 +104,9 @@ def item(test: str, **arguments: object) -> Any:
     return SimpleNamespace(nodeid=f"{test}[{arguments}]", callspec=SimpleNamespace(params=arguments))
 
 
-def test_a_sample_has_every_test_and_of_each_a_late_case_the_same_in_every_process() -> None:
-    tests = [[item(f"test {index}", mode=mode) for mode in range(20)] for index in range(100)]
-    pair, alone = [item("pair", mode=mode) for mode in range(2)], item("alone")
+def test_a_sample_has_a_late_case_of_a_few_tests_of_each_file_the_same_in_every_process() -> None:
+    tests = [[item(f"file {index}::test", mode=mode) for mode in range(20)] for index in range(100)]
+    pair, alone = [item("pair::test", mode=mode) for mode in range(2)], item("alone::test")
     every = [*(case for cases in tests for case in cases), *pair, alone]
     chosen = sample(every)
     assert [sum(case in chosen for case in cases) for cases in [*tests, pair, [alone]]] == [1] * 102
@@ -103,6 +114,56 @@ def test_a_sample_has_every_test_and_of_each_a_late_case_the_same_in_every_proce
     modes = {case.callspec.params["mode"] for cases in tests for case in cases if case in chosen}
     assert modes == set(range(10, 20)), "of another test another one"
     assert sample(every) == chosen
+    of_one_file = [item(f"file::test {index}", mode=mode) for index in range(9) for mode in range(20)]
+    assert (
+        len({case.nodeid.partition("[")[0] for case in sample(of_one_file)})
+        == len(sample(of_one_file))
+        == TESTS_OF_A_FILE
+    )
+
+
+def drawn_from(
+    *lists: int, file: str = "optim/test_a.py", fixtures: tuple[str, ...] = ("world",), marker: object = None
+) -> list[Any]:
+    """All combinations of indices of lists of these lengths: the cases of one test."""
+    return [
+        SimpleNamespace(
+            nodeid=f"tests/{file}::test_it[{index}]",
+            callspec=SimpleNamespace(indices=dict(enumerate(index))),
+            fixturenames=fixtures,
+            get_closest_marker=lambda name: marker,
+        )
+        for index in product(*map(range, lists))
+    ]
+
+
+def test_default_run_takes_all_cases_of_a_test_without_ranks_and_a_few_of_others() -> None:
+    alone = drawn_from(20, fixtures=("tmp_path",))
+    assert default_cases(alone) == alone
+    assert len(default_cases(drawn_from(20))) == CASES_OF_A_TEST
+    assert len(default_cases(drawn_from(20, marker=SimpleNamespace(args=(7,))))) == 7
+    assert len(default_cases(drawn_from(2))) == 2
+    assert len(default_cases(drawn_from(20, file="examples/test_a.py"))) == 1
+
+
+def test_spread_takes_one_case_of_each_part_of_a_list() -> None:
+    taken = [case.callspec.indices[0] for case in spread(drawn_from(20), 4)]
+    assert [index // 5 for index in taken] == [0, 1, 2, 3]
+
+
+def test_spread_takes_every_value_and_then_new_pairs() -> None:
+    taken = [tuple(case.callspec.indices.values()) for case in spread(drawn_from(4, 4, 2), 4)]
+    assert [{index[which] for index in taken} for which in range(3)] == [{*range(4)}, {*range(4)}, {0, 1}]
+    taken = [tuple(case.callspec.indices.values()) for case in spread(drawn_from(4, 4, 2), 20)]
+    assert {index[:2] for index in taken} == {*product(range(4), range(4))}
+    assert {index[1:] for index in taken} == {*product(range(4), range(2))}
+
+
+def test_spread_counts_arguments_that_change_together_as_one() -> None:
+    cases = drawn_from(12)
+    for case in cases:
+        case.callspec.indices["the same list"] = case.callspec.indices[0]
+    assert [case.callspec.indices[0] // 4 for case in spread(cases, 3)] == [0, 1, 2]
 
 
 def test_of_a_file_that_starts_processes_a_sample_has_a_few_tests() -> None:
@@ -110,13 +171,16 @@ def test_of_a_file_that_starts_processes_a_sample_has_a_few_tests() -> None:
     every = [item(name.format(index)) for name in (starts, others) for index in range(10)]
     chosen = [case.nodeid for case in sample(every)]
     assert sum(name.startswith("tests/examples/") for name in chosen) == CASES_OF_A_FILE
-    assert sum(name.startswith("tests/parallel/") for name in chosen) == 10
+    assert sum(name.startswith("tests/parallel/") for name in chosen) == TESTS_OF_A_FILE
 
 
-def test_repetitions_are_left_out_of_a_sample_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repetitions_are_left_out_of_shorter_runs_only(monkeypatch: pytest.MonkeyPatch) -> None:
     values = ("a", "b", "c")
+    monkeypatch.setenv("MESHSTEP_TEST_PROFILE", "full")
+    assert repetitions(values, "key", default=1) == values
     monkeypatch.setenv("MESHSTEP_TEST_PROFILE", "default")
     assert repetitions(values, "key") == values
+    assert [repetitions(values, "key", default=count) for count in (1, 2, 3)] == [["a"], ["a", "c"], [*values]]
     monkeypatch.setenv("MESHSTEP_TEST_PROFILE", "oldest")
     taken = [repetitions(values, key) for key in range(20)]
     assert all(len(some) == 1 for some in taken)

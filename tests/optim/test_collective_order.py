@@ -23,7 +23,7 @@ from meshstep.optim.gradients.reduce_in_backward import Sizes, uneven_kinds
 from meshstep.optim.states import sharded
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, copy_to, declare, reduce_from
 from overlap_runs import watched
-from properties import WITHOUT_SHRINKING, number_of_cases
+from properties import WITHOUT_SHRINKING, is_full, number_of_cases
 from random_programs import DRAWN, Drawn, drawn_of, options_of, recorded
 from recorded_ranks import Event, Program
 from torch import nn
@@ -179,9 +179,10 @@ def met_by_optimizer(options: dict[str, Any], over_nccl: bool) -> list[tuple[obj
 
 def test_groups_made_in_the_order_of_first_use_would_deadlock_if_making_them_were_a_meeting() -> None:
     """What torch 2.15 does over NCCL unless it is told not to; `meet` is safe there too."""
-    ask = [replace(drawn_of(number), asks=True) for number in range(8)]
+    numbers = range(8) if is_full() else (3,)  # the cheapest one that is stuck
+    ask = [replace(drawn_of(number), asks=True) for number in numbers]
     made = [[of_kind(program, "make") for program in recorded(drawn)] for drawn in ask]
-    assert sum(stuck(programs) is not None for programs in made) >= 3
+    assert sum(stuck(programs) is not None for programs in made) >= 3 * len(numbers) / 8
     for drawn in ask:
         assert eager(recorded(replace(drawn, asks=False))) is None
 

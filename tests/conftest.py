@@ -27,7 +27,7 @@ gc.set_threshold(100_000)
 # Number of random cases out of 100 that each profile draws. "default" is `pytest` without options; "full" is the run with
 # the slow tests; "oldest" is the second run of .ci/run, on the oldest torch, with a sample of all tests. "many" is for one
 # file: MESHSTEP_TEST_PROFILE=many pytest tests/optim/test_any_configuration.py
-for name, examples in (("default", 20), ("full", 100), ("oldest", 10), ("many", 1700)):
+for name, examples in (("default", 10), ("full", 100), ("oldest", 10), ("many", 1700)):
     settings.register_profile(
         f"meshstep-{name}",
         deadline=None,

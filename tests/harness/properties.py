@@ -33,7 +33,7 @@ from world import World
 C = TypeVar("C")
 Item = TypeVar("Item", bound=pytest.Item)
 WITHOUT_SHRINKING: Sequence[Phase] = (Phase.explicit, Phase.reuse, Phase.generate)
-CASES_OF_A_TEST = 4  # in the default run, of a test with ranks; a test of the files below has one
+CASES_OF_A_TEST = 2  # in the default run, of a test with ranks; a test of the files below has one
 TESTS_OF_A_FILE = 3  # in the sample on the oldest torch
 CASES_OF_A_FILE = 1  # in a sample, of the files below: they start processes or train: seconds of Python's
 STARTS_PROCESSES = (

@@ -1,5 +1,7 @@
 """The step: global gradient norm, clipping and the parallel optimizer."""
 
+import warnings
+
 from .checkpoint import AsyncSaver, TorchStates, load_checkpoint, newest_checkpoint, save_checkpoint
 from .clip.functional import clip_grad_norm_, clip_grad_value_, global_norm
 from .clip.rule import ByNorm, Clip, ClipState, Decision, OfEachParameter
@@ -21,6 +23,7 @@ from .kernels.choice import use_kernels
 from .lion import Lion
 from .norm.global_norm import GlobalNorm
 from .norm.measure import Fingerprints, GradStats, Measure, Norms
+from .norm.param_table import ParamPosition, SteppedTensor
 from .norm.plan import Bucket, ParameterEntry, ReductionPlan
 from .norm.replicas import ReplicaMismatchError
 from .parallel_optimizer import ParallelOptimizer
@@ -30,7 +33,7 @@ from .recipe.booster import Booster
 from .recipe.data_parallel import DataParallel, share_weights
 from .recipe.pipeline import Pipeline
 from .schedule import ConstantLR, CosineAnnealingLR, HoldOnSkip, LinearWarmupLR, MultiStepLR, PolynomialLR, WarmupLR
-from .states.chain import Binding, Link, Piece, Placement, Position, StepObserver
+from .states.chain import Binding, Link, Placement, Position, StepObserver
 from .states.half_states import HalfStates
 from .states.offloaded import Offloaded
 from .states.replayable import Replayable, replay
@@ -98,9 +101,9 @@ __all__ = [
     "OfEachParameter",
     "Offloaded",
     "ParallelOptimizer",
+    "ParamPosition",
     "ParameterEntry",
     "PerParameter",
-    "Piece",
     "Pipeline",
     "Placement",
     "PolynomialLR",
@@ -117,6 +120,7 @@ __all__ = [
     "SpectralNorms",
     "StableAdamW",
     "StepObserver",
+    "SteppedTensor",
     "Telemetry",
     "TensorBoardWriter",
     "Terminal",
@@ -141,3 +145,15 @@ __all__ = [
     "take_over_clipping",
     "use_kernels",
 ]
+
+
+_RENAMED = {"Piece": SteppedTensor}
+
+
+def __getattr__(name: str) -> object:
+    """Return a public object by its former name, with a DeprecationWarning."""
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    new = _RENAMED[name]
+    warnings.warn(f"meshstep.optim.{name} is called {new.__name__} now", DeprecationWarning, stacklevel=2)
+    return new

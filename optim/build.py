@@ -23,6 +23,7 @@ from .gradients.buckets import BUCKET_BYTES, gradient_buckets
 from .gradients.reduce_in_backward import BackwardReducer, Early
 from .kernels.choice import kernels_here
 from .norm.measure import Fingerprints, GradStats, Measure
+from .norm.param_table import ParamTable
 from .norm.plan import ReductionPlan, count_as_copies, entries_of
 from .norm.plan_agreement import Summary, agree
 from .states.chain import Binding, Placement, Position, TransformChain
@@ -242,34 +243,33 @@ class Setup:
         links.insert(precision_at, precision_link(binding))
         return TransformChain(self.optimizer, [LocalTensors(self.registry.topology), *links], self.registry)
 
-    def clipping(self, plan: ReductionPlan, chain: TransformChain, thresholds: AgreedThresholds) -> GradientClipper:
-        """What measures the gradients of what the chain steps, and applies rules to them."""
-        regions = [piece.region for piece in chain.pieces(plan.entries)]
-        device = self.device_of([[(None, param) for _, param, _ in chain.given]])
+    def clipping(self, table: ParamTable, chain: TransformChain, thresholds: AgreedThresholds) -> GradientClipper:
+        """Return the object that measures the gradients of the stepped tensors and applies clipping rules to them."""
+        device = self.device_of([[(None, param) for param in chain.params]])
         masters, commit = precision_of(self.precision).masters, self.measure.commit
-        watch = watch_of(plan, chain, self.measure, device, masters, bool(self.placements))
+        watch = watch_of(table, chain, self.measure, device, masters, bool(self.placements))
         return GradientClipper(
-            chain.measured(),
-            regions,
-            chain.derive(plan),
+            table.grad_tensors,
+            [row.region for row in table],
+            table.plan,
             self.registry,
             self.measure,
             thresholds,
             self.optimizer,
-            checks_of(plan, chain, self.measure, device),
+            checks_of(table, chain.given, self.measure, device),
             SkipVote(commit, watch, device) if commit is not None or watch is not None else None,
-            equal_shards_of(plan, chain, self.measure, device),
+            equal_shards_of(table, chain.given, self.measure, device),
         )
 
     def completion(
-        self, plan: ReductionPlan, chain: TransformChain, agreement: StepAgreement | None = None
+        self, table: ParamTable, chain: TransformChain, agreement: StepAgreement | None = None
     ) -> GradientCompletion:
         """What completes the gradients of what the chain steps, some of them while backward runs (`switch`).
 
         Collectives: with ``overlap``, an object all-gather.
         """
-        derived, measured, reduce = chain.derive(plan), chain.measured(), self.reduce
-        leaves = {id(param) for param in chain.leaves}
+        plan, measured, reduce = table.model_plan, table.grad_tensors, self.reduce
+        leaves = {id(row.leaf) for row in table}
         # A master's gradient is its parameter's too, a local tensor's its DTensor's: nobody may put another in its place.
         adopt = all(id(tensor) in leaves for tensor in measured)
         common: dict[str, Any] = {"average_data": reduce.average_data, "exchange": reduce.exchange}
@@ -279,14 +279,14 @@ class Setup:
             # Masters know by a gradient's identity whether it has been cleared.
             whole = not precision_of(self.precision).masters
             options = {**common, "adopt": whole, "only": can_be_early, "bucket_bytes": bucket_bytes}
-            early = gradient_buckets(chain.model_params, plan, self.registry, **options)
+            early = gradient_buckets([row.param for row in table], plan, self.registry, **options)
             only = lambda entry: not can_be_early(entry)  # noqa: E731
         options = {**common, "adopt": adopt, "only": only, "bucket_bytes": reduce.bucket_bytes}
         buckets = lambda p: gradient_buckets(measured, p, self.registry, **options)  # noqa: E731
         in_backward = early is not None or bool(chain.around_backward)
-        unused = UnusedParameters([param for _, param, _ in chain.given], plan, self.registry, in_backward)
+        unused = UnusedParameters(chain.params, plan, self.registry, in_backward)
         fingerprints = isinstance(self.measure.check_replicas, Fingerprints)
-        return GradientCompletion(chain, derived, buckets, early, agreement, unused, fingerprints)
+        return GradientCompletion(chain, table, buckets, early, agreement, unused, fingerprints)
 
     def switch(self, completion: GradientCompletion, before: GradSyncController | None) -> GradSyncController | None:
         """Who reduces gradients in backward; None: nobody.
@@ -298,8 +298,7 @@ class Setup:
             for module in modules_in(self.data_parallel) if before is None else ():
                 divide_once(module)
             return before or self.binding(precision_of(self.precision)).data_parallel
-        chain, entries = completion.chain, completion.plan.entries
-        names = {id(param): entry.name for param, entry in zip(chain.model_params, entries, strict=True)}
+        names = {id(row.param): row.entry.name for row in completion.table}
         reducer = BackwardReducer(lambda param: names[id(param)], completion.early, (), in_flight=None)
         if not isinstance(before, OverlappedReduce):
             return OverlappedReduce(reducer)

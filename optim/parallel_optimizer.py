@@ -25,8 +25,9 @@ from .clip.rule import ByNorm, Clip, ClipState
 from .clip.rules import ByValue, ClipSpec, in_use
 from .gradients.in_place import nonfinite_names
 from .norm.measure import GradStats, Measure
+from .norm.param_table import ParamTable, SteppedTensor
 from .norm.plan import ReductionPlan, check_unused
-from .states.chain import Piece, Placement, StepObserver, TransformChain, match_names, named_params_of
+from .states.chain import Placement, StepObserver, TransformChain, match_names, named_params_of
 from .states.gradient_completion import GradientCompletion
 from .states.optimizer_state import Coordinates, PicklableOptimizer, Saved, check_caller
 from .step.call_guard import guard_calls, own_calls
@@ -107,6 +108,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     _clip: ClipState | None  # the rule of ``max_norm`` and what it remembers
     # Remade by `_bind` when param groups are added:
     _plan: ReductionPlan
+    _table: ParamTable
     _states: TransformChain
     _completion: GradientCompletion
     _clipping: GradientClipper
@@ -379,7 +381,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         vote = self._clipping.vote
         if reason == PARTED and vote is not None and vote.watch is not None:
             return vote.watch.error()
-        names = nonfinite_names(self._clipping.params, self._clipping.plan.entries, self.registry)
+        names = nonfinite_names(self._table, self.registry)
         return FloatingPointError(
             f"{reason}; gradients that are not finite now: {', '.join(names) or 'none (the norm itself overflowed)'}. "
             "Nothing was stepped: look for a too large learning rate, a division by zero or a too large loss scale"
@@ -476,14 +478,15 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         """What belongs to the plan as it is now."""
         # Where backward leaves gradients.
         self._model_params = [param for group in self._groups for _, param in group]
+        self._table = self._states.table(self._plan)
         full: list[Any] = [part for part in parts_of(self.optimizer) if asks_other_ranks(part)]
         if full:
-            full[0].bind_all(full, self._plan, self._states, self.registry)
+            full[0].bind_all(full, self._table, self.registry)
         lay_out_states(self.optimizer)
         if self._clip is not None:
             self._clip.bind(self._plan.parameter_names)
-        self._completion = self._setup.completion(self._plan, self._states, self._agreement)
-        self._clipping = self._setup.clipping(self._plan, self._states, thresholds)
+        self._completion = self._setup.completion(self._table, self._states, self._agreement)
+        self._clipping = self._setup.clipping(self._table, self._states, thresholds)
         self._switch = self._setup.switch(self._completion, getattr(self, "_switch", None))
         registry = self.registry
         around = self._states.around_backward
@@ -606,7 +609,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         setup = replace(self._setup, max_norm=value)
         plan = setup.plan_for_clip(self._plan)
         if plan is not self._plan:
-            self._clipping.replan(self._states.derive(plan))
+            self._table = self._states.table(plan)
+            self._clipping.replan(self._table.plan)
         self._setup, self._plan, new = setup, plan, in_use(value)
         if new is None or new.rule != self.clip:
             self._clip = new
@@ -658,10 +662,12 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         """What the norm sums over which ranks, agreed by all ranks; print it."""
         return self._clipping.plan
 
-    def pieces(self) -> list[Piece]:
-        """Everything that the optimizer steps on this rank, with which part of which logical tensor it is; in the order of
-        the param groups."""
-        return self._states.pieces(self._plan.entries)
+    def pieces(self) -> list[SteppedTensor]:
+        """Return one record per tensor that the optimizer steps on this rank, in the order of the param groups.
+
+        A record names the model parameter and tells which part of the full tensor the stepped tensor is.
+        """
+        return list(self._table)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state of this rank's pieces, and under ``"meshstep"`` all else a new process needs:

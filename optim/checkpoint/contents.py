@@ -473,12 +473,21 @@ class RankRecord:
 
 
 class Stepped(NamedTuple):
-    """What the optimizer has at one position: (a piece of) a parameter or its master, and where that is."""
+    """One tensor that the optimizer steps, with its place in the checkpoint.
+
+    Args:
+        param: The model parameter.
+        tensor: The stepped tensor.
+        name: The name of the full tensor in the checkpoint.
+        region: The part of the full tensor that ``tensor`` is.
+        whole: The full-tensor optimizer that steps it and decides which of its states belong to the full tensor, or None.
+    """
 
     param: Tensor
-    piece: Tensor
+    tensor: Tensor
     name: str
     region: Region
+    whole: WholeOptimizer | None
 
 
 class OptimizerState(NamedTuple):
@@ -487,7 +496,6 @@ class OptimizerState(NamedTuple):
     stepped: list[Stepped]  # by position in the param groups
     tensors: dict[int, dict[str, Any]]  # by position and key
     masters: dict[int, Tensor]  # by position
-    whole: list[WholeOptimizer | None]  # by position: who knows what of its state belongs to the logical parameter
     groups: list[dict[str, Any]]
     rest: dict[str, Any]  # precision, loss scale, ...: ``state_dict()["meshstep"]``
 
@@ -496,14 +504,14 @@ def optimizer_state(optimizer: ParallelOptimizer, parameters: LogicalParameters)
     """Raises ValueError where the optimizer steps what is not in the model. Collectives: none. Host reads: a few."""
     state = optimizer.state_dict()
     rest = {key: value for key, value in state["meshstep"].items() if key != "coordinates"}  # any rank reads it
-    stepped = []
-    for piece in optimizer.pieces():
-        name, region = parameters.of(piece.param)
-        stepped.append(Stepped(piece.param, piece.piece, name, region.run(piece.offset, piece.piece.numel())))
     whole_parts: list[Any] = [part for part in parts_of(optimizer.optimizer) if asks_other_ranks(part)]
-    by_piece = {id(tensor): part for part in whole_parts for tensor in params_of(part.param_groups)}
-    of_whole = [by_piece.get(id(one.piece)) for one in stepped]
-    return OptimizerState(stepped, state["state"], masters_in(rest["weights"]), of_whole, state["param_groups"], rest)
+    whole_of = {id(tensor): part for part in whole_parts for tensor in params_of(part.param_groups)}
+    stepped = []
+    for row in optimizer.pieces():
+        name, region = parameters.of(row.param)
+        run = region.run(row.offset, row.tensor.numel())
+        stepped.append(Stepped(row.param, row.tensor, name, run, whole_of.get(id(row.tensor))))
+    return OptimizerState(stepped, state["state"], masters_in(rest["weights"]), state["param_groups"], rest)
 
 
 def masters_in(weights: Mapping[str, Any]) -> dict[int, Tensor]:
@@ -537,8 +545,8 @@ def collect(parameters: LogicalParameters, state: OptimizerState) -> tuple[dict[
         names = [state.stepped[position].name for position in group["params"]]
         hyper = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         record.groups.append((sorted(set(names)), hyper))
-    for position, (stepped, part) in enumerate(zip(state.stepped, state.whole, strict=True)):
-        kept = state.tensors.get(position, {})
+    for position, stepped in enumerate(state.stepped):
+        kept, part = state.tensors.get(position, {}), stepped.whole
         shared = {key: value for key, value in kept.items() if part is not None and part.is_whole_state(key)}
         for key, value in shared.items():
             if not isinstance(value, Tensor):
@@ -549,7 +557,7 @@ def collect(parameters: LogicalParameters, state: OptimizerState) -> tuple[dict[
             tensors[f"whole/{key}/{stepped.name}"] = whole(value)
         if parameters.is_first(stepped.param):
             kept = {key: value for key, value in kept.items() if key not in shared}
-            own = PieceState.of(kept, stepped.piece, stepped.region)
+            own = PieceState.of(kept, stepped.tensor, stepped.region)
             record.pieces.setdefault(stepped.name, {})[place_of(stepped.region)] = own
             tensors.update(_state_tensors(stepped, own, kept))
             if position in state.masters:
@@ -579,8 +587,8 @@ def first_states_for_others(
     for stepped in state.stepped:
         if parameters.is_first(stepped.param):
             for key, dtype in pieces.missing(stepped.name, stepped.region):
-                first = torch.full((), first_value(*group_of[id(stepped.piece)], key), dtype=dtype)
-                yield f"state/{key}/{stepped.name}", part_of(stepped.region, first.expand(stepped.piece.shape))
+                first = torch.full((), first_value(*group_of[id(stepped.tensor)], key), dtype=dtype)
+                yield f"state/{key}/{stepped.name}", part_of(stepped.region, first.expand(stepped.tensor.shape))
 
 
 def whole(tensor: Tensor) -> SavedTensor:

@@ -13,7 +13,7 @@ from copy import deepcopy
 from itertools import islice
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -62,9 +62,6 @@ from .directory import (
 )
 from .tensors import Reader, Stored, is_tensor_file
 
-if TYPE_CHECKING:
-    from ..whole.optimizer import WholeOptimizer
-
 # A training run put back from a checkpoint, on whatever mesh: first all of it beside the run, then into it ------------
 
 
@@ -108,10 +105,7 @@ class Restoration:
         if own is not None:
             self._check_groups(groups)
             self._check_states(own)
-            self._state = [
-                self._room_for_state(stepped) | self._room_for_whole(stepped, part)
-                for stepped, part in zip(own.stepped, own.whole, strict=True)
-            ]
+            self._state = [self._room_for_state(stepped) | self._room_for_whole(stepped) for stepped in own.stepped]
             self._masters = self._room_for_masters(own)
 
     @property
@@ -193,7 +187,7 @@ class Restoration:
         state = kept.plain()
         for key in kept.tensors:
             found = self._find(f"state/{key}/{name}")
-            state[key] = self._room(f"state/{key}/{name}", region, stepped.piece.shape, found.dtype)
+            state[key] = self._room(f"state/{key}/{name}", region, stepped.tensor.shape, found.dtype)
         places = {key: f"piece/{key}/{region}/{name}" for key in kept.odd}
         if lost := sorted(key for key, place in places.items() if place not in self._stored):
             raise ValueError(
@@ -202,20 +196,22 @@ class Restoration:
             )
         return state | {key: self._room_for_all(place) for key, place in places.items()}
 
-    def _room_for_whole(self, stepped: Stepped, part: WholeOptimizer | None) -> dict[str, Any]:
-        """What belongs to the logical parameter, and this rank is to have."""
+    def _room_for_whole(self, stepped: Stepped) -> dict[str, Any]:
+        """Return the states of the full tensor that this rank must have."""
+        part = stepped.whole
         keys = [parse_key(key)[1:] for key in self._stored if key.startswith("whole/")] if part is not None else []
         own = [
-            key for key, name in keys if name == stepped.name and part is not None and part.keeps(stepped.piece, key)
+            key for key, name in keys if name == stepped.name and part is not None and part.keeps(stepped.tensor, key)
         ]
         return {key: self._room_for_all(f"whole/{key}/{stepped.name}") for key in own}
 
     def _room_for_masters(self, own: OptimizerState) -> dict[int, Tensor]:
         masters = {}
-        for position, (_, piece, name, region) in enumerate(own.stepped):
+        for position, stepped in enumerate(own.stepped):
+            name = stepped.name
             if position in own.masters:
-                masters[position] = self._room(f"master/{name}", region, piece.shape, torch.float32)
-            elif piece.requires_grad and f"master/{name}" in self._stored:
+                masters[position] = self._room(f"master/{name}", stepped.region, stepped.tensor.shape, torch.float32)
+            elif stepped.tensor.requires_grad and f"master/{name}" in self._stored:
                 raise ValueError(
                     f"the checkpoint has a float32 master of {name}, the optimizer has none: it was saved in another mode; "
                     "continue in that one"

@@ -17,9 +17,9 @@ from ...parallel.layout.regions import Region
 from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from ..norm.param_table import SteppedTensor
 from ..norm.plan import ParameterEntry
 from ..parallel_optimizer import ParallelOptimizer
-from ..states.chain import Piece
 from ..states.masters import SplitMasters
 from ..step.call_guard import own_calls
 from ..step.combined_optimizer import parts_of
@@ -37,7 +37,7 @@ class LaidOut:
     Args:
         param: As the model has it.
         local: This rank's plain tensor of it.
-        held: (position in the optimizer, piece) of what is stepped for it here.
+        held: (position in the optimizer, record) of each tensor that is stepped for it on this rank.
         cut_over: The axes of `Sharded`, if its ranks step pieces of ``local``.
     """
 
@@ -45,7 +45,7 @@ class LaidOut:
     param: Tensor
     local: Tensor
     entry: ParameterEntry
-    held: list[tuple[int, Piece]]
+    held: list[tuple[int, SteppedTensor]]
     cut_over: tuple[str, ...] | None
 
     def spec_and_region(self) -> tuple[P, Region]:
@@ -74,7 +74,7 @@ class LaidOut:
         where = registry.topology, registry.coordinate
         return spec, Region.of_shard(entry.full_shape, shape, spec, *where, entry.name)
 
-    def whole(self, pieces: list[tuple[Piece, Any]]) -> Tensor:
+    def whole(self, pieces: list[tuple[SteppedTensor, Any]]) -> Tensor:
         """One state of one parameter, as a DTensor where it is split."""
         from torch.distributed.tensor import DTensor, Shard
 
@@ -218,9 +218,9 @@ class TorchStates(torch.optim.Optimizer):
     def _parameters_by_group(self) -> Iterator[Iterator[LaidOut]]:
         optimizer = self._optimizer
         links = optimizer._states.links
-        held: dict[int, list[tuple[int, Piece]]] = {}
-        for position, piece in enumerate(optimizer.pieces()):
-            held.setdefault(id(piece.param), []).append((position, piece))
+        held: dict[int, list[tuple[int, SteppedTensor]]] = {}
+        for position, row in enumerate(optimizer.pieces()):
+            held.setdefault(id(row.param), []).append((position, row))
         entries = iter(optimizer._plan.entries)
 
         def one(param: Tensor) -> LaidOut:
@@ -269,13 +269,13 @@ class TorchStates(torch.optim.Optimizer):
                 found.setdefault(name, set()).update(names)
         return {item.entry.name: sorted(found[item.entry.name]) for item, _ in own}
 
-    def _own_states(self) -> list[tuple[LaidOut, dict[str, list[tuple[Piece, Any]]]]]:
+    def _own_states(self) -> list[tuple[LaidOut, dict[str, list[tuple[SteppedTensor, Any]]]]]:
         """For each parameter its states here, masters among them, by name: what there is of each piece."""
         state = self._optimizer.state_dict()
         masters = masters_in(state["meshstep"]["weights"])
         result = []
         for item in (item for group in self._parameters for item in group):
-            values: dict[str, list[tuple[Piece, Any]]] = {}
+            values: dict[str, list[tuple[SteppedTensor, Any]]] = {}
             for position, piece in item.held:
                 own = dict(state["state"].get(position, {}))
                 if position in masters:
@@ -323,21 +323,23 @@ class TorchStates(torch.optim.Optimizer):
             first += len(items)
         return {"state": state, "param_groups": groups}
 
-    def _check(self, own: list[tuple[LaidOut, dict[str, list[tuple[Piece, Any]]]]]) -> dict[str, dict[str, Any]]:
+    def _check(
+        self, own: list[tuple[LaidOut, dict[str, list[tuple[SteppedTensor, Any]]]]]
+    ) -> dict[str, dict[str, Any]]:
         """The numbers, by parameter and name. ValueError where there is a state that can't be told as a tensor."""
         numbers: dict[str, dict[str, Any]] = {}
         for item, values in own:
             if values:
                 item.spec_and_region()
             for key, (piece, value) in ((key, pair) for key, pairs in values.items() for pair in pairs):
-                if not isinstance(value, Tensor) or _is_number(key, value, piece.piece):
+                if not isinstance(value, Tensor) or _is_number(key, value, piece.tensor):
                     kept = value.double().item() if isinstance(value, Tensor) else value
                     if numbers.setdefault(item.entry.name, {}).setdefault(key, kept) != kept:
                         raise ValueError(f"{key} of {item.entry.name} differs between pieces: use save_checkpoint")
-                elif value.shape != piece.piece.shape:
+                elif value.shape != piece.tensor.shape:
                     raise ValueError(
                         f"{key} of {item.entry.name} has shape {tuple(value.shape)}, the parameter "
-                        f"{tuple(piece.piece.shape)}: only numbers and states of its shape can be laid out; use "
+                        f"{tuple(piece.tensor.shape)}: only numbers and states of its shape can be laid out; use "
                         "save_checkpoint"
                     )
         return numbers
@@ -416,8 +418,8 @@ class TorchStates(torch.optim.Optimizer):
             return
         local = item.local_part(value)
         for position, piece in item.held:
-            part = local.reshape(-1)[piece.offset : piece.offset + piece.piece.numel()]
-            yield position, part.view(piece.piece.shape).clone()
+            part = local.reshape(-1)[piece.offset : piece.offset + piece.tensor.numel()]
+            yield position, part.view(piece.tensor.shape).clone()
 
 
 def _is_number(key: str, value: Tensor, param: Tensor) -> bool:

@@ -13,7 +13,8 @@ from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..kernels.memory import is_lazy, resolve_
 from ..norm.global_norm import are_alike
-from ..norm.plan import ParameterEntry, check_dense_real
+from ..norm.param_table import ParamTable
+from ..norm.plan import check_dense_real
 
 _COMPLETE = "_meshstep_complete"
 
@@ -107,39 +108,36 @@ def is_complete(param: Tensor, grad: Tensor | None = None) -> bool:
 # What can be wrong with gradients, found before anything is changed ---------------------------------------------------
 
 
-def check_kinds(params: Sequence[Tensor], entries: Sequence[ParameterEntry]) -> None:
-    """Raise TypeError, with the name, for a complex or sparse gradient."""
-    gradients = [param.grad for param in params]
-    kinds = {(gradient.layout, gradient.dtype) for gradient in gradients if gradient is not None}
-    if all(layout is torch.strided and not dtype.is_complex for layout, dtype in kinds):
-        return
-    for gradient, entry in zip(gradients, entries, strict=True):
-        if gradient is not None:
-            check_dense_real(gradient, f"the gradient of {entry.name}")
+def check_kinds(table: ParamTable) -> None:
+    """Raise TypeError, with the name of the parameter, for a complex or sparse gradient."""
+    for row in table:
+        if row.grad_tensor.grad is not None:
+            check_dense_real(row.grad_tensor.grad, f"the gradient of {row.entry.name}")
 
 
-def poison_bad_kinds(params: Sequence[Tensor], entries: Sequence[ParameterEntry]) -> TypeError | None:
-    """Put NaN in place of gradients that have no norm; returns the error to raise when all ranks have been served.
+def poison_bad_kinds(table: ParamTable) -> TypeError | None:
+    """Replace gradients that have no norm by NaN; return the error to raise after the collectives of all ranks.
 
-    The rank keeps its part in the collectives that way, and all ranks skip the step.
+    The rank takes part in these collectives with NaN, so that all ranks skip the step.
     """
     try:
-        check_kinds(params, entries)
+        check_kinds(table)
     except TypeError as problem:
-        for param in params:
+        for param in table.grad_tensors:
             if param.grad is not None and (param.grad.is_complex() or param.grad.layout != torch.strided):
                 param.grad = torch.full_like(param, torch.nan, dtype=gradient_dtype(param))
         return problem
     return None
 
 
-def nonfinite_names(
-    params: Sequence[Tensor], entries: Sequence[ParameterEntry], registry: ProcessGroupRegistry
-) -> list[str]:
-    """Names of the parameters whose gradients are not finite on any rank. Collectives, host reads: yes; for errors."""
+def nonfinite_names(table: ParamTable, registry: ProcessGroupRegistry) -> list[str]:
+    """Return the names of parameters whose gradients are not finite on any rank, for an error.
+
+    Collectives: an object all-gather. Host synchronization: one per gradient.
+    """
     mine = [
-        entry.name
-        for param, entry in zip(params, entries, strict=True)
-        if param.grad is not None and not bool(param.grad.isfinite().all())
+        row.entry.name
+        for row in table
+        if row.grad_tensor.grad is not None and not bool(row.grad_tensor.grad.isfinite().all())
     ]
     return list(dict.fromkeys(name for report in gather_objects(mine, registry) for name in report))

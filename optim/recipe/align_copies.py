@@ -23,7 +23,8 @@ from ...parallel.mesh.call_tracker import in_call
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from ..gradients.buckets import BUCKET_BYTES, layout_kind
-from ..norm.plan import Bucket, ReductionPlan
+from ..norm.param_table import ParamTable
+from ..norm.plan import Bucket
 from ..parallel_optimizer import ParallelOptimizer
 from ..states.chain import TransformChain
 
@@ -48,21 +49,20 @@ def align_copies(optimizer: ParallelOptimizer[Any]) -> None:
     brings weights into the model. Host reads: yes.
     """
     with in_call(optimizer.registry, "align_copies"):
-        _align(optimizer._states, optimizer.plan, optimizer.registry)
+        _align(optimizer._table, optimizer._states, optimizer.registry)
 
 
-def _align(chain: TransformChain, plan: ReductionPlan, registry: ProcessGroupRegistry) -> None:
+def _align(table: ParamTable, chain: TransformChain, registry: ProcessGroupRegistry) -> None:
     found: dict[_TravelKind, list[Tensor]] = {}
     said: dict[_TravelKind, list[str]] = {}
-    for entry, stepped, state in zip(plan.entries, chain.stepped, chain.states(), strict=True):
-        ranks = holders_of(entry.spec, plan.topology, plan.rank)
-        if len(ranks) > 1 and entry.trained:
-            kind = _TravelKind(ranks, layout_kind(entry.spec, plan.topology))
-            keys = [key for key in sorted(state) if key not in SCALAR_STATE]
-            tensors = [stepped, *(state[key] for key in keys)]
-            found.setdefault(kind, []).extend(tensors)
-            what = ", ".join(f"{key} {tuple(t.shape)} {t.dtype}" for key, t in zip(["it", *keys], tensors, strict=True))
-            said.setdefault(kind, []).append(f"{entry.name}: {what}")
+    for row, state in zip(table, chain.states(), strict=True):
+        ranks = holders_of(row.spec, table.plan.topology, table.plan.rank)
+        if len(ranks) > 1 and row.trained:
+            kind = _TravelKind(ranks, layout_kind(row.spec, table.plan.topology))
+            named = {"it": row.tensor, **{key: state[key] for key in sorted(state) if key not in SCALAR_STATE}}
+            found.setdefault(kind, []).extend(named.values())
+            what = ", ".join(f"{key} {tuple(t.shape)} {t.dtype}" for key, t in named.items())
+            said.setdefault(kind, []).append(f"{row.entry.name}: {what}")
     _agree(said, registry)
     for kind, tensors in sorted(found.items(), key=lambda item: item[0]):
         _share(tensors, kind.ranks, registry)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
 from inspect import signature
@@ -19,52 +19,16 @@ from ...amp.master_weights import SCALAR_STATE as SCALAR_STATE
 from ...amp.master_weights import label_of
 from ...amp.precision import Precision
 from ...parallel.layout.annotation import annotation_of
-from ...parallel.layout.regions import Region
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..kernels.memory import PLAIN, resolve_
-from ..norm.plan import ParameterEntry, ReductionPlan
+from ..norm.param_table import ParamPosition, ParamTable, make_table
+from ..norm.plan import ReductionPlan
 from ..step.call_guard import own_calls
 from ..step.data_parallel import TorchGradSync
 from ..step.update_request import Update, UpdateRequest
 from ..step.window import Window
 
 # Positions of the param groups ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One tensor that the optimizer steps, and what it is of the model.
-
-    Args:
-        name: The model parameter's.
-        param: The model parameter: this rank's shard of it.
-        piece: What the optimizer steps, and keeps its state for: the elements of ``param`` from ``offset`` on, float32
-            where it is a master. 1-dim where optimizer states are sharded, else of the parameter's shape.
-        offset: In the flattened (row-major) parameter.
-        region: Which part of the logical tensor that is; None where ranks have pieces of unequal sizes.
-    """
-
-    name: str
-    param: Tensor
-    piece: Tensor
-    offset: int
-    region: Region | None = None
-
-
-@dataclass(frozen=True)
-class Held:
-    """One position of the param groups: the model's parameter number ``index`` of those that the optimizer was given.
-
-    Args:
-        offset: In the flattened parameter, where what is stepped for it begins.
-        path: What each link of the chain was given, from the model's (local) parameter on; what is stepped is not among it.
-    """
-
-    index: int
-    name: str
-    param: Tensor
-    offset: int = 0
-    path: tuple[Tensor, ...] = field(default=(), repr=False)
 
 
 Replacements = Mapping[Tensor, Sequence[tuple[Tensor, int]]]
@@ -106,10 +70,10 @@ def match_names(new: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
             group.update({"param_names": []}) if named else group.pop("param_names", None)
 
 
-def held_in(param_groups: Sequence[Mapping[str, Any]], first: int = 0) -> list[Held]:
-    """What param groups hold in which nothing has been replaced; their parameters are numbered from ``first`` on."""
+def positions_in(param_groups: Sequence[Mapping[str, Any]], first: int = 0) -> list[ParamPosition]:
+    """Return the positions of param groups in which no tensor has been replaced; parameters are numbered from ``first``."""
     return [
-        Held(index, name or f"parameter {index}", param)
+        ParamPosition(index, name or f"parameter {index}", param, param)
         for index, (name, param) in enumerate(named_params_of(param_groups), first)
     ]
 
@@ -243,11 +207,11 @@ class Link:
         """Why a step can't be captured in a CUDA graph with it: its name, and what it does in Python or on the host."""
         return None
 
-    def install(
-        self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]
-    ) -> Replacements:
-        """What stands for each of ``tensors``, which the optimizer holds now at the positions ``held``, of those that are
-        replaced. Called again for param groups that are added."""
+    def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
+        """Return the tensors that replace those of ``positions``; a tensor that is not a key stays.
+
+        Called again for param groups that are added.
+        """
         return {}
 
     def move_state(
@@ -256,8 +220,8 @@ class Link:
         """Give the stand-ins of ``tensor`` its optimizer state."""
         move_state(optimizer, tensor, targets)
 
-    def derive(self, plan: ReductionPlan, held: Sequence[Held], tensors: Sequence[Tensor]) -> ReductionPlan:
-        """The plan of the stand-ins, from that of the model's parameters."""
+    def derive(self, plan: ReductionPlan, positions: Sequence[ParamPosition]) -> ReductionPlan:
+        """Return the plan of the stepped tensors, given a plan with one entry per position."""
         return plan
 
     def micro_batch(self, window: Window) -> AbstractContextManager[None]:
@@ -365,6 +329,32 @@ class StepObserver:
 # The chain of transforms ----------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
+class GivenParam:
+    """One model parameter, as the optimizer was given it.
+
+    Args:
+        trained: It required a gradient when the last param group was added.
+        dtype, device: Those that it had when it was given.
+    """
+
+    name: str
+    param: Tensor
+    trained: bool
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, name: str, param: Tensor) -> GivenParam:
+        """Return the record of a parameter as it is now."""
+        return cls(name, param, param.requires_grad, param.dtype, param.device)
+
+    @property
+    def is_converted(self) -> bool:
+        """Return True if the parameter has another dtype or device than when it was given."""
+        return self.param.dtype != self.dtype or self.param.device != self.device
+
+
 class TransformChain:
     """Links, installed over an optimizer's param groups, which are changed in place.
 
@@ -374,10 +364,8 @@ class TransformChain:
         registry: The groups.
 
     Attributes:
-        held: What stands at each position of the param groups.
-        given: The model's parameters, some of which this rank may have no piece of: name, parameter, whether it was
-            trained.
-        kinds: The dtype and device that each of them had when it was given.
+        positions: Those of the param groups, with the tensors that are stepped.
+        given: The model parameters, some of which this rank may have no shard of.
         frozen: Those of them that were frozen between their group's and a later group's addition.
         bringing: The links that have gradients to `bring`, from the model's side on.
         catching_up: Those that `catch_up`.
@@ -389,10 +377,9 @@ class TransformChain:
     def __init__(self, optimizer: torch.optim.Optimizer, links: Sequence[Link], registry: ProcessGroupRegistry) -> None:
         self.optimizer, self.links, self.registry = optimizer, list(links), registry
         self.observers: list[StepObserver] = []
-        self.held: list[Held] = []
-        self.given: list[tuple[str, Tensor, bool]] = []
+        self.positions: list[ParamPosition] = []
+        self.given: list[GivenParam] = []
         self.frozen: list[Tensor] = []
-        self.kinds: list[tuple[torch.dtype, torch.device]] = []
         self._add(optimizer.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -405,21 +392,19 @@ class TransformChain:
         except Exception:
             del self.optimizer.param_groups[before:]
             self.given, self.frozen = given, frozen
-            del self.kinds[len(given) :]
             raise
 
     def _add(self, groups: list[dict[str, Any]]) -> None:
-        held = held_in(groups, first=len(self.given))
-        for param in (h.param for h in held if type(h.param) in PLAIN and h.param.is_neg()):
+        positions = positions_in(groups, first=len(self.given))
+        for param in (at.param for at in positions if type(at.param) in PLAIN and at.param.is_neg()):
             resolve_(param)  # links read memory: pieces are views of it
         # The plan is agreed anew, without what has been frozen since: that is frozen for good.
-        self.frozen += [param for _, param, trained in self.given if trained and not param.requires_grad]
-        self.given = [(name, param, trained and param.requires_grad) for name, param, trained in self.given]
-        self.given += [(h.name, h.param, h.param.requires_grad) for h in held]
-        self.kinds += [(h.param.dtype, h.param.device) for h in held]
+        self.frozen += [of.param for of in self.given if of.trained and not of.param.requires_grad]
+        self.given = [replace(of, trained=of.trained and of.param.requires_grad) for of in self.given]
+        self.given += [GivenParam.of(at.name, at.param) for at in positions]
         for link in self.links:
-            held = self._install(link, groups, held)
-        self.held += held
+            positions = self._install(link, groups, positions)
+        self.positions += positions
         self.bringing, self.catching_up = self._those_with("bring"), self._those_with("catch_up")
         stepping = self._those_with("step", "publish")[::-1]
         for index, link in enumerate(stepping):
@@ -434,11 +419,12 @@ class TransformChain:
 
     def converted(self) -> str | None:
         """Return the error of the first parameter that has another dtype or device than when it was given."""
-        for (name, param, _), (dtype, device) in zip(self.given, self.kinds, strict=True):
-            if param.dtype != dtype or param.device != device:
-                was, now = (dtype, param.dtype) if param.dtype != dtype else (device, param.device)
+        for of in self.given:
+            if of.is_converted:
+                param = of.param
+                was, now = (of.dtype, param.dtype) if param.dtype != of.dtype else (of.device, param.device)
                 return (
-                    f"{name} was {was} when the optimizer was made, and is {now} now: convert and move the model before "
+                    f"{of.name} was {was} when the optimizer was made, and is {now} now: convert and move the model before "
                     "ParallelOptimizer is made, or make the optimizer anew"
                 )
         return None
@@ -456,18 +442,22 @@ class TransformChain:
             if not link.idle and any(getattr(type(link), name) is not getattr(Link, name) for name in methods)
         ]
 
-    def _install(self, link: Link, groups: list[dict[str, Any]], held: list[Held]) -> list[Held]:
-        tensors = params_of(groups)
-        stand_ins = link.install(self.optimizer, held, tensors)
+    def _install(self, link: Link, groups: list[dict[str, Any]], positions: list[ParamPosition]) -> list[ParamPosition]:
+        stand_ins = _install_by(link, self.optimizer, positions)
         for tensor, targets in stand_ins.items():
             link.move_state(self.optimizer, tensor, targets)
         for group in groups:
             group.update(replaced(group, lambda tensor: [new for new, _ in stand_ins.get(tensor, [(tensor, 0)])]))
         return [
-            replace(h, param=new if link.is_local else h.param, offset=h.offset + offset, path=(*h.path, tensor))
-            for h, tensor in zip(held, tensors, strict=True)
-            for new, offset in stand_ins.get(tensor, [(tensor, 0)])
+            at.replaced_by(new, offset, link.is_local)
+            for at in positions
+            for new, offset in stand_ins.get(at.tensor, [(at.tensor, 0)])
         ]
+
+    @property
+    def params(self) -> list[Tensor]:
+        """Return the model parameters that the optimizer was given."""
+        return [of.param for of in self.given]
 
     # What is stepped --------------------------------------------------------------------------------------------------
 
@@ -484,61 +474,31 @@ class TransformChain:
             for tensor in self.stepped
         ]
 
-    @property
-    def leaves(self) -> list[Tensor]:
-        """What the optimizer was given at each position, for which backward makes gradients."""
-        return [h.path[0] for h in self.held]
-
-    @property
-    def model_params(self) -> list[Tensor]:
-        """The model's (local) parameter at each position."""
-        return [h.param for h in self.held]
-
-    def pieces(self, entries: Sequence[ParameterEntry]) -> list[Piece]:
-        """What the optimizer steps, with which part of which parameter each tensor is.
+    def table(self, model_plan: ReductionPlan) -> ParamTable:
+        """Return one record per stepped tensor. Collectives, host synchronization: none.
 
         Args:
-            entries: Of the model's parameters, by index.
+            model_plan: The agreed plan of the model parameters.
         """
-        pairs = zip(self.held, self.stepped, strict=True)
-        return [
-            Piece(h.name, h.param, tensor, h.offset, self._region(h, tensor, entries[h.index])) for h, tensor in pairs
-        ]
+        grad_tensors = [self._first_on_path(at, lambda link, given: link.holds_back(given)) for at in self.positions]
+        replica_tensors = [self._first_on_path(at, lambda link, given: link.differs) for at in self.positions]
+        return make_table(self.positions, grad_tensors, replica_tensors, self.derive(model_plan), model_plan)
 
-    def _region(self, held: Held, tensor: Tensor, entry: ParameterEntry) -> Region | None:
-        if entry.full_shape is None:
-            return None
-        where = self.registry.topology, self.registry.coordinate
-        try:
-            shard = Region.of_shard(entry.full_shape, entry.shape, entry.spec, *where, entry.name)
-        except ValueError:  # pieces of unequal sizes, of which nobody has said how they are cut
-            return None
-        return shard.run(held.offset, tensor.numel())
+    def _first_on_path(self, at: ParamPosition, stops: Callable[[Link, Tensor], bool]) -> Tensor:
+        """Return the tensor that was given to the first link for which ``stops`` is true, else the stepped tensor."""
+        return next((given for link, given in zip(self.links, at.path, strict=True) if stops(link, given)), at.tensor)
 
-    def measured(self) -> list[Tensor]:
-        """The tensors whose gradients are completed, measured, clipped and stepped with, in the optimizer's order."""
-        return [self._before(h, tensor, lambda link, given: link.holds_back(given)) for h, tensor in self._both()]
-
-    def compared(self) -> list[Tensor]:
-        """The tensors whose values must be equal on all ranks that hold copies, in the same order."""
-        return [self._before(h, tensor, lambda link, given: link.differs) for h, tensor in self._both()]
-
-    def _both(self) -> Iterator[tuple[Held, Tensor]]:
-        return zip(self.held, self.stepped, strict=True)
-
-    def _before(self, held: Held, tensor: Tensor, stops: Callable[[Link, Tensor], bool]) -> Tensor:
-        """What the first link was given at which to stop, else what is stepped."""
-        found = (given for link, given in zip(self.links, held.path, strict=True) if stops(link, given))
-        return next(found, tensor)
-
-    def derive(self, plan: ReductionPlan) -> ReductionPlan:
-        """The plan of what is `measured`, from that of the model's parameters; no collective."""
-        measured = self.measured()
-        entries = tuple(plan.entries[h.index] for h in self.held)
-        slots = tuple(plan.parameter_slots[h.index] for h in self.held) if plan.parameter_slots else ()
-        plan = replace(plan, entries=entries, parameter_slots=slots)
+    def derive(self, model_plan: ReductionPlan) -> ReductionPlan:
+        """Return the plan of the stepped tensors, from that of the model parameters; no collective."""
+        entries = tuple(model_plan.entries[at.index] for at in self.positions)
+        slots = model_plan.parameter_slots
+        plan = replace(
+            model_plan,
+            entries=entries,
+            parameter_slots=tuple(slots[at.index] for at in self.positions) if slots else (),
+        )
         for link in self.links:
-            plan = link.derive(plan, self.held, measured)
+            plan = _derive_by(link, plan, self.positions)
         return plan
 
     def states(self) -> list[dict[str, Tensor]]:
@@ -567,7 +527,7 @@ class TransformChain:
         for link in self.links:
             tensor = link.find_overwritten()
             if tensor is not None:
-                names = (h.name for h in self.held if any(tensor is given for given in h.path))
+                names = (at.name for at in self.positions if any(tensor is given for given in at.path))
                 return next(names, None) or label_of(tensor)
         return None
 
@@ -605,6 +565,34 @@ class TransformChain:
         """Bring the stepped weights into the model on all ranks, after they were loaded."""
         for link in reversed(self.links):
             link.publish()
+
+
+def _install_by(link: Link, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
+    """Call the link's `install`; with a DeprecationWarning also one that takes (optimizer, held, tensors)."""
+    if len(signature(link.install).parameters) != 3:
+        return link.install(optimizer, positions)
+    _warn_of_tensors(link, "install(self, optimizer, positions)")
+    install: Callable[..., Replacements] = link.install
+    return install(optimizer, positions, [at.tensor for at in positions])
+
+
+def _derive_by(link: Link, plan: ReductionPlan, positions: Sequence[ParamPosition]) -> ReductionPlan:
+    """Call the link's `derive`; with a DeprecationWarning also one that takes (plan, held, tensors)."""
+    if len(signature(link.derive).parameters) != 3:
+        return link.derive(plan, positions)
+    _warn_of_tensors(link, "derive(self, plan, positions)")
+    derive: Callable[..., ReductionPlan] = link.derive
+    return derive(plan, positions, [at.tensor for at in positions])
+
+
+def _warn_of_tensors(link: Link, wanted: str) -> None:
+    name = wanted.partition("(")[0]
+    warnings.warn(
+        f"{type(link).__name__}.{name} takes a list of tensors as its third argument, which is deprecated: write {wanted}; "
+        "each position has its tensor as position.tensor",
+        DeprecationWarning,
+        stacklevel=2,
+    )
 
 
 def _step_of(link: Link) -> Callable[[UpdateRequest, Update], object]:

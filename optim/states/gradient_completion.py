@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 
 from ...parallel.interop.local_parameters import settle_sums
 from ...parallel.layout.annotation import annotation_of
+from ...parallel.layout.spec import P
 from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ..gradients.buckets import Reducible, gradient_buckets, keep_in_place, reduce_all
 from ..gradients.in_place import check_kinds, clear_gradients, poison_bad_kinds
+from ..norm.param_table import ParamTable, SteppedTensor
 from ..norm.plan import ReductionPlan
 from ..step.data_parallel import GradSyncController, find_misplaced_ddp
 from ..step.first_window_checks import (
@@ -31,7 +32,7 @@ class GradientCompletion:
 
     Args:
         chain: What stands in for the model's parameters.
-        plan: Of what is stepped.
+        table: The stepped tensors.
         buckets: From a plan what completes the gradients that have come to the end of the chain.
         early: They complete first those of the model's parameters that can be reduced while backward runs, if that is
             wanted.
@@ -40,6 +41,7 @@ class GradientCompletion:
         has_fingerprints: `Fingerprints` compare replicas; the same on all ranks.
 
     Attributes:
+        table: As given, with the sums over model axes that the first window settled.
         looked: The first window has been looked at, by all ranks together.
         changed: Indices of parameters frozen since they came, and of those unfrozen since, in the last window.
     """
@@ -47,16 +49,16 @@ class GradientCompletion:
     def __init__(
         self,
         chain: TransformChain,
-        plan: ReductionPlan,
+        table: ParamTable,
         buckets: Callable[[ReductionPlan], Sequence[Reducible]],
         early: Sequence[Reducible] | None,
         agreement: StepAgreement | None,
         unused: UnusedParameters,
         has_fingerprints: bool = False,
     ) -> None:
-        self.chain, self.plan, self.early = chain, plan, early
-        self.params = chain.measured()
-        self._make_buckets, self._buckets = buckets, list(buckets(plan))
+        self.chain, self.table, self.early = chain, table, early
+        self.params = table.grad_tensors
+        self._make_buckets, self._buckets = buckets, list(buckets(table.plan))
         self.looked, self._agreement, self._has_copies = False, agreement, False
         self._has_fingerprints = has_fingerprints
         self._unused: UnusedParameters | None = unused
@@ -90,11 +92,11 @@ class GradientCompletion:
             keep_in_place((*self._buckets, *(self.early or ())))
         averaged = switch is None or switch.averages(window)
         if switch is not None:
-            switch.hand_over([param for _, param, _ in self.chain.given])
+            switch.hand_over(self.chain.params)
         problem: Exception | None
         frozen, problem = self._frozen_since()
         if window.scaled and not window.calls:
-            window.strays = window.has_strays([param for _, param, _ in self.chain.given])
+            window.strays = window.has_strays(self.chain.params)
         seen = None if self.looked else self._seen(window)
         if self._unused is not None and not window.captured:
             self._watch_first_windows(self._unused)
@@ -110,15 +112,15 @@ class GradientCompletion:
             problem = link.bring(window, averaged) or problem
         window.holds_old = True
         if seen is not None:
-            on_all_ranks(lambda: check_kinds(self.params, self.plan.entries), self.chain.registry)
+            on_all_ranks(lambda: check_kinds(self.table), self.chain.registry)
             self.looked = window.looked = True
             window.forget_gradients()
         for param in self.params:
             gradient = param.grad
             if gradient is not None and (gradient.layout is not torch.strided or gradient.dtype.is_complex):
-                problem = poison_bad_kinds(self.params, self.plan.entries) or problem
+                problem = poison_bad_kinds(self.table) or problem
         # `averaged` is False where torch's data parallelism left the last micro-batch out: these buckets then average too.
-        buckets = self._buckets if averaged else gradient_buckets(self.params, self.plan, self.chain.registry)
+        buckets = self._buckets if averaged else gradient_buckets(self.params, self.table.plan, self.chain.registry)
         if buckets:
             reduce_all(buckets)
         if frozen:
@@ -143,11 +145,13 @@ class GradientCompletion:
 
     def _seen(self, window: Window) -> GradientReport:
         """What this rank sees of the gradients that backward left, and of what is around the model."""
-        params = [param for _, param, _ in self.chain.given]
+        params = self.chain.params
         seen = GradientReport.of(window, params, self.chain.optimizer.param_groups, self._facts(window))
         seen = seen._replace(has_copies=self.chain.has_copies())
-        held = [h.path[0] for h in self.chain.held]
-        found = find_misplaced_ddp(held, self.plan.entries, self.chain.registry) if seen.wrong is None else None
+        leaves = [row.leaf for row in self.table]
+        found = None
+        if seen.wrong is None:
+            found = find_misplaced_ddp(leaves, self.table.plan.entries, self.chain.registry)
         if found is None:
             return seen
         name, ranks = found
@@ -165,7 +169,7 @@ class GradientCompletion:
         Args:
             averaged: They were averaged over the data axes in backward.
         """
-        params = [param for _, param, _ in self.chain.given]
+        params = self.chain.params
         seen = gather_objects(mine, self.chain.registry)
         check_gradients_came(seen, window.scaled)
         self._has_copies = any(of_rank.has_copies for of_rank in seen)
@@ -175,30 +179,26 @@ class GradientCompletion:
             )
         warn_of_written_gradients(seen, self.chain.registry.topology, window.scaled, averaged)
         if settle_sums(params, [of_rank.sums for of_rank in seen]):
-            self.plan = self._with_sums(self.plan)
-            self._buckets = list(self._make_buckets(self.plan))
+            self.table = self.table.with_specs(self._spec_with_sums)
+            self._buckets = list(self._make_buckets(self.table.plan))
 
-    def _with_sums(self, plan: ReductionPlan) -> ReductionPlan:
-        """With the pending sums that the specs of the model's parameters tell of by now."""
-        entries = []
-        for entry, h in zip(plan.entries, self.chain.held, strict=True):
-            annotation = annotation_of(h.param)
-            partial = entry.spec.partial if annotation is None else annotation.spec_on(plan.topology).partial
-            entries.append(replace(entry, spec=entry.spec.with_partial(partial)))
-        return replace(plan, entries=tuple(entries))
+    def _spec_with_sums(self, row: SteppedTensor) -> P:
+        """Return the row's spec with the partial gradients that the model parameter's spec has by now."""
+        annotation = annotation_of(row.param)
+        if annotation is None:
+            return row.spec
+        return row.spec.with_partial(annotation.spec_on(self.table.plan.topology).partial)
 
     def _check_converted(self) -> None:
         """Raise RuntimeError if parameters have other dtypes or devices than when they were given to the optimizer.
 
         Looks at the first and the last parameter and, in turn, one other: ``model.double()`` converts all of them.
         """
-        given, kinds = self.chain.given, self.chain.kinds
+        given = self.chain.given
         if given:
             self._looked_at = (self._looked_at + 1) % len(given)
-            for index in (0, -1, self._looked_at):
-                param = given[index][1]
-                if (param.dtype, param.device) != kinds[index]:
-                    raise RuntimeError(self.chain.converted())
+            if any(given[index].is_converted for index in (0, -1, self._looked_at)):
+                raise RuntimeError(self.chain.converted())
 
     def _facts(self, window: Window) -> int:
         """Return what this rank adds to the slot of facts. Host reads: of settings that are tensors on a device."""
@@ -216,20 +216,20 @@ class GradientCompletion:
             rank has done its part in the collectives.
         """
         frozen = {id(param) for param in self.chain.frozen if param.grad is None}
-        found = [at for at, (_, param, trained) in enumerate(self.chain.given) if param.requires_grad != trained]
+        found = [at for at, of in enumerate(self.chain.given) if of.param.requires_grad != of.trained]
         if not found:
             self.changed = (), ()
             return frozen, None
         given = self.chain.given
-        thawed = tuple(at for at in found if not given[at][2])
-        self.changed = tuple(at for at in found if given[at][2]), thawed
-        problem = RuntimeError(thawed_text(given[thawed[0]][0])) if thawed else None
+        thawed = tuple(at for at in found if not given[at].trained)
+        self.changed = tuple(at for at in found if given[at].trained), thawed
+        problem = RuntimeError(thawed_text(given[thawed[0]].name)) if thawed else None
         if problem is not None and self._agreement is None:
             raise problem
-        return frozen | {id(given[at][1]) for at in self.changed[0] if given[at][1].grad is None}, problem
+        return frozen | {id(given[at].param) for at in self.changed[0] if given[at].param.grad is None}, problem
 
     def _forget(self, frozen: set[int]) -> None:
         """Clear what other ranks gave for parameters that are frozen here: zeros, which are no gradients."""
-        for h, tensor in zip(self.chain.held, self.params, strict=True):
-            if id(h.path[0]) in frozen:
-                clear_gradients([tensor, *h.path], set_to_none=True)
+        for row in self.table:
+            if id(row.leaf) in frozen:
+                clear_gradients([row.grad_tensor, *row.path], set_to_none=True)

@@ -18,8 +18,9 @@ from ...amp.stochastic_rounding import BUCKET_NUMEL, Drawn, round_all_, seed_of
 from ...parallel.layout.annotation import Annotation, annotation_of
 from ...parallel.layout.spec import P
 from ...parallel.mesh.value_checks import check_count, fields
+from ..norm.param_table import ParamPosition
 from ..step.update_request import Update, UpdateRequest
-from .chain import Binding, Held, Link, Placement, Position, Replacements
+from .chain import Binding, Link, Placement, Position, Replacements
 from .elementwise import check_in_buckets
 
 
@@ -67,13 +68,12 @@ class Halves(Link):
     def not_captured(self) -> str | None:
         return "HalfStates draws by the number of the step, and replays would round by the same bits"
 
-    def install(
-        self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]
-    ) -> Replacements:
-        for h, tensor in zip(held, tensors, strict=True):
+    def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
+        for at in positions:
+            tensor = at.tensor
             if tensor.dtype == torch.float32 or (self._split and tensor.dtype == torch.bfloat16):
                 spec = (annotation_of(tensor) or Annotation(P())).spec_on(self.registry.topology)
-                name = f"{spec} {tuple(tensor.shape)}" if spec.tied else h.name  # tied copies may have other names
+                name = f"{spec} {tuple(tensor.shape)}" if spec.tied else at.name  # tied copies may have other names
                 where = [self.registry.coordinate[axis] for axis in spec.distinct_axes(self.registry.topology)]
                 self._keys[tensor] = f"{name} {where}"
         self.publish()

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from ...parallel.interop.local_parameters import has_dtensors, local_tensor
 from ...parallel.mesh.topology import Topology
 from ..gradients.in_place import clear_gradients
+from ..norm.param_table import ParamPosition
 from ..step.update_request import Update, UpdateRequest
 from ..step.window import Window
-from .chain import Held, Link, Replacements
+from .chain import Link, Replacements
 
 _SHARED = "_meshstep_shared"  # the mark of a gradient that came from a DTensor
 
@@ -40,10 +41,9 @@ class LocalTensors(Link):
     def idle(self) -> bool:  # type: ignore[override]
         return not self._pairs
 
-    def install(
-        self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]
-    ) -> Replacements:
+    def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
         """Raises ValueError where a layout has no spec."""
+        tensors = [at.tensor for at in positions]
         if not has_dtensors(tensors):
             return {}
         from ...parallel.interop.dtensor import DTensor, local_parameter

@@ -18,9 +18,10 @@ from ...amp.stochastic_rounding import StochasticRounding
 from ...parallel.mesh.value_checks import check_text, list_of
 from ..gradients.in_place import clear_gradients
 from ..norm.hashing import TensorHash
+from ..norm.param_table import ParamPosition
 from ..step.update_request import LowPrecisionOut, SplitWeights, Update, UpdateRequest
 from ..step.window import Window
-from .chain import Binding, Held, Link, Replacements
+from .chain import Binding, Link, Replacements
 from .elementwise import check_in_buckets
 
 # Split master weights -------------------------------------------------------------------------------------------------
@@ -84,11 +85,9 @@ class SplitMasters(Link):
         load_states_exactly(self.optimizer, self.remainders)
 
     @torch.no_grad()
-    def install(
-        self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]
-    ) -> Replacements:
+    def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
         self._drop_written()
-        for tensor in tensors:
+        for tensor in (at.tensor for at in positions):
             if tensor.dtype == torch.bfloat16 and tensor.requires_grad and tensor not in self.remainders:
                 self.remainders[tensor] = torch.zeros_like(tensor, dtype=torch.int16)
                 use_main_grad_(tensor)
@@ -311,9 +310,7 @@ class Masters(Link):
         self._main_grads, self._cast = main_grads, cast
         self.masters: MasterWeights | None = None
 
-    def install(
-        self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]
-    ) -> Replacements:
+    def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
         if self.masters is None:
             self.masters = MasterWeights(optimizer, main_grads=self._main_grads, cast=self._cast)
             new = self.masters.pairs
@@ -384,9 +381,7 @@ class StochasticallyRounded(Link):
     def not_captured(self) -> str | None:
         return "stochastic rounding draws by the number of the step, and replays would round by the same bits"
 
-    def install(
-        self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]
-    ) -> Replacements:
+    def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
         """Raises ValueError where on several ranks a parameter has no name."""
         if self._rounding is None:
             self._rounding = StochasticRounding(optimizer, self._registry)

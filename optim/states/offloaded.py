@@ -30,10 +30,11 @@ from ...parallel.layout.annotation import copy_annotation
 from ...parallel.mesh.value_checks import check_scalar
 from ..gradients.buckets import BUCKET_BYTES, flat_buckets
 from ..gradients.in_place import clear_gradients, gradient_dtype
+from ..norm.param_table import ParamPosition
 from ..step.update import only, steps_in_parts
 from ..step.update_request import Update, UpdateRequest
 from ..step.window import Window
-from .chain import Binding, Held, Link, Placement, Position, Replacements
+from .chain import Binding, Link, Placement, Position, Replacements
 
 # Copies on the CPU, in buckets ----------------------------------------------------------------------------------------
 
@@ -234,11 +235,9 @@ class OffloadTransform(Link):
         return "Offloaded waits for the GPU and steps on the CPU" if self.copies else None
 
     @torch.no_grad()
-    def install(
-        self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]
-    ) -> Replacements:
+    def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
         self._optimizer = optimizer
-        trained = [tensor for tensor in tensors if tensor.requires_grad]
+        trained = [at.tensor for at in positions if at.tensor.requires_grad]
         chosen = [trained[index] for index in offloaded([tensor.numel() for tensor in trained], self.fraction)]
         for tensor in chosen:
             if self.main_grads and is_half(tensor):

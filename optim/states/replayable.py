@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ...amp.casting import copy_each_
+from ..norm.param_table import ParamPosition
 from ..step.update_request import Update, UpdateRequest
-from .chain import Binding, Held, Link, Placement, Position, Replacements
+from .chain import Binding, Link, Placement, Position, Replacements
 
 if TYPE_CHECKING:
     from ..parallel_optimizer import ParallelOptimizer
@@ -89,10 +90,8 @@ class Kept(Link):
     def not_captured(self) -> str | None:
         return "Replayable asks on the host whether an update is made"
 
-    def install(
-        self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]
-    ) -> Replacements:
-        self._names += [h.name for h in held]
+    def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
+        self._names += [at.name for at in positions]
         self._inputs = None
         return {}
 

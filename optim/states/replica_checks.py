@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch import Tensor
 
 from ...parallel.interop.local_parameters import has_dtensors, local_parameter
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
+from ...parallel.mesh.topology import Topology
 from ..norm.measure import Fingerprints, Measure
+from ..norm.param_table import ParamTable
 from ..norm.plan import ReductionPlan
 from ..norm.replicas import EqualShards, FingerprintMonitor, ReplicaCheck
-from .chain import Placement, TransformChain
+from .chain import GivenParam, Placement, TransformChain
 from .offloaded import Offloaded
 
 
@@ -47,61 +50,67 @@ def check_stepped_alike(
                 )
 
 
-def checks_of(plan: ReductionPlan, chain: TransformChain, measure: Measure, device: torch.device) -> list[ReplicaCheck]:
-    """Of the first measurement, or of all; the first one of what is measured.
+def checks_of(
+    table: ParamTable, given: Sequence[GivenParam], measure: Measure, device: torch.device
+) -> list[ReplicaCheck]:
+    """Return the comparisons of replicas in the first measurement, or in all; the first one includes gradients.
 
     Args:
-        plan: Of the model's parameters; agreed with names.
-        device: Where a step's numbers are.
+        table: The stepped tensors; the plan agreed with names.
+        given: The model parameters.
+        device: The device of a step's reduced values.
     """
-    topology, derived = plan.topology, chain.derive(plan)
+    topology = table.plan.topology
     if not measure.check_replicas or topology.world_size == 1:
         return []
-    checks = [ReplicaCheck(derived, chain.compared(), device)]
-    if derived.cut_over is not None:  # equal pieces say nothing of the copies that they were cut from
-        whole = [local_parameter(param, topology) for _, param, _ in chain.given]
-        checks.append(ReplicaCheck(plan, whole, device))
+    checks = [ReplicaCheck(table.plan, [row.replica_tensor for row in table], device)]
+    if table.plan.cut_over is not None:  # equal shards say nothing about the replicas from which they were taken
+        checks.append(ReplicaCheck(table.model_plan, _local_tensors(given, topology), device))
     return checks
 
 
+def _local_tensors(given: Sequence[GivenParam], topology: Topology) -> list[Tensor]:
+    return [local_parameter(of.param, topology) for of in given]
+
+
 def equal_shards_of(
-    plan: ReductionPlan, chain: TransformChain, measure: Measure, device: torch.device
+    table: ParamTable, given: Sequence[GivenParam], measure: Measure, device: torch.device
 ) -> EqualShards | None:
     """Return the comparison of shards in the first measurement; None where replicas are not compared.
 
     Args: as for `checks_of`.
     """
-    topology = plan.topology
+    topology = table.plan.topology
     if not measure.check_replicas or topology.world_size == 1:
         return None
     axes: list[tuple[str, ...]] = []
-    for entry, (_, param, _) in zip(plan.entries, chain.given, strict=True):
-        spec = entry.spec.on(topology)
-        is_declared = not (spec.owned or spec.tied or has_dtensors((param,)))
+    for row in table:
+        spec = row.model_entry.spec.on(topology)
+        is_declared = not (spec.owned or spec.tied or has_dtensors((given[row.index].param,)))
         axes.append(tuple(a for a in spec.sharded_axes if topology.size(a) > 1) if is_declared else ())
-    return EqualShards(chain.derive(plan), [axes[h.index] for h in chain.held], device)
+    return EqualShards(table.plan, axes, device)
 
 
 def watch_of(
-    plan: ReductionPlan, chain: TransformChain, measure: Measure, device: torch.device, masters: bool, placed: bool
+    table: ParamTable, chain: TransformChain, measure: Measure, device: torch.device, masters: bool, placed: bool
 ) -> FingerprintMonitor | None:
-    """Of the whole run, where that is wanted.
+    """Return the comparison of replicas over the whole run; None without `Fingerprints`.
 
     Args: as for `checks_of`.
-        masters: The mode has master weights; ``placed``: there are placements. What is compared goes by these, which are
-            the same on all ranks, and not by what a rank steps, which may be nothing.
+        masters: The mode has master weights.
+        placed: There are placements. These two decide which tensors are compared, because they are the same on all ranks,
+            including ranks that step nothing.
     """
-    topology, stepped = plan.topology, chain.stepped
+    topology = table.plan.topology
     if not isinstance(measure.check_replicas, Fingerprints) or topology.world_size == 1:
         return None
     what = "master" if masters else "stepped weight" if placed else "parameter"
-    checks = [ReplicaCheck(chain.derive(plan), stepped, device, chain.states, exact=True, what=what)]
+    checks = [ReplicaCheck(table.plan, table.tensors, device, chain.states, exact=True, what=what)]
     if masters or placed:
-        whole = [local_parameter(param, topology) for _, param, _ in chain.given]
-        checks.append(ReplicaCheck(plan, whole, device, exact=True))
+        checks.append(ReplicaCheck(table.model_plan, _local_tensors(chain.given, topology), device, exact=True))
     if (
         not any(check.copied_over(index) for check in checks for index in range(len(check.plan.entries)))
-        and plan.entries
+        and table.model_plan.entries
     ):
         warnings.warn(
             f"nothing on this rank has a copy on {topology!r}, all is split: Fingerprints compare nothing here",

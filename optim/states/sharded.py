@@ -51,9 +51,10 @@ from ..gradients.reduce_in_backward import (
     sizes_of,
     uneven_kinds,
 )
+from ..norm.param_table import ParamPosition
 from ..norm.plan import Bucket, ParameterEntry, ReductionPlan, entries_of
 from ..step.window import Window
-from .chain import Binding, Held, Link, Placement, Position, Replacements, other_layout
+from .chain import Binding, Link, Placement, Position, Replacements, other_layout
 from .elementwise import check_elementwise
 
 # Buckets of sharded parameters ----------------------------------------------------------------------------------------
@@ -423,12 +424,11 @@ class Shards(Link):
 
     # Layout ----------------------------------------------------------------------------------------------------------
 
-    def install(
-        self, optimizer: torch.optim.Optimizer, held: Sequence[Held], tensors: Sequence[Tensor]
-    ) -> Replacements:
+    def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
         """Raises ValueError, on every rank, where two ranks of the axis would shard different parameters."""
         topology = self.registry.topology
-        named: list[Tensor | tuple[str, Tensor]] = [(h.name, tensor) for h, tensor in zip(held, tensors, strict=True)]
+        tensors = [at.tensor for at in positions]
+        named: list[Tensor | tuple[str, Tensor]] = [(at.name, at.tensor) for at in positions]
         entries = entries_of([named], topology)
         cuts = [cut_of(entry, self.how.axis, topology, self._averages_data, self.how.gradients) for entry in entries]
         planned, over = self._layouts(tensors, entries, cuts), {i: cut for i, cut in enumerate(cuts) if cut.axes}
@@ -504,13 +504,15 @@ class Shards(Link):
         check_same_cuts([cuts for _, cuts, *_ in reports], topology)
         self._norm_buckets.update(*(buckets for buckets, *_ in reports))
 
-    def derive(self, plan: ReductionPlan, held: Sequence[Held], tensors: Sequence[Tensor]) -> ReductionPlan:
+    def derive(self, plan: ReductionPlan, positions: Sequence[ParamPosition]) -> ReductionPlan:
         """The plan of the pieces: its buckets are summed over the axis too."""
         entries = []
-        for h, tensor, entry in zip(held, tensors, plan.entries, strict=True):
-            if axes := next((self._cut_over[given] for given in h.path if given in self._cut_over), None):
+        for at, entry in zip(positions, plan.entries, strict=True):
+            if axes := next((self._cut_over[given] for given in at.path if given in self._cut_over), None):
                 averaged = (*entry.averaged, *axes)  # if these are data axes at all: by the bucket, or by torch before
-                entry = replace(entry, spec=piece_spec(entry.spec, axes), shape=tuple(tensor.shape), averaged=averaged)
+                entry = replace(
+                    entry, spec=piece_spec(entry.spec, axes), shape=tuple(at.tensor.shape), averaged=averaged
+                )
             entries.append(entry)
         over = self.registry.topology.atoms(self.how.axis)
         return replace(plan, entries=tuple(entries), buckets=tuple(sorted(self._norm_buckets)), cut_over=over)

@@ -208,7 +208,7 @@ def check_are_local(optimizer: ParallelOptimizer[Any]) -> None:
         reasons.append("Reduce(overlap=True) averages them while backward runs: leave overlap out")
     if any(isinstance(placement, Sharded) and placement.gradients for placement in setup.placements):
         reasons.append("Sharded(gradients=True) averages them while backward runs: shard the states alone")
-    if has_dtensors([param for _, param, _ in optimizer._states.given]):
+    if has_dtensors(optimizer._states.params):
         reasons.append("those of DTensors may be pending sums: declare plain parameters")
     if reasons:
         raise ValueError(

@@ -25,6 +25,7 @@ from ...parallel.mesh.value_checks import check_count
 from ..clip.clipper import inverse_weight
 from ..kernels.device_constants import Constants
 from ..norm.measure import check_every
+from ..norm.param_table import ParamTable
 from ..norm.plan import ReductionPlan
 from ..norm.plan_agreement import with_names
 from ..norm.powers import accumulation_dtype
@@ -77,8 +78,8 @@ class Planned:
         registry, chain, device = optimizer.registry, optimizer._states, optimizer._device
         self.registry, self.device, self.constants = registry, device, Constants()
         model = optimizer._plan if optimizer._plan.parameter_names else with_names(optimizer._plan, registry)
-        self.plan = chain.derive(model)
-        self.values, self.measured = chain.values, chain.measured()
+        table = chain.table(model)
+        self.plan, self.values, self.measured = table.plan, chain.values, table.grad_tensors
         names, slots = self.plan.parameter_names, self.plan.parameter_slots
         self._to_parameters = Slots(slots, len(names), device)
         dtype = accumulation_dtype(device)
@@ -93,8 +94,7 @@ class Planned:
         self._to_labels = Slots(where, len(labels), device)
 
         # Frozen parameters have no gradients of which zeros could be counted.
-        pairs = zip(self.measured, self.plan.entries, strict=True)
-        self.numels = [tensor.numel() if entry.trained else 0 for tensor, entry in pairs]
+        self.numels = [row.grad_tensor.numel() if row.trained else 0 for row in table]
         elements = self.to_parameters(torch.tensor(self.numels, dtype=dtype).to(device))
         self._elements = self.to_labels(self.summed(elements))
 
@@ -102,15 +102,15 @@ class Planned:
         # Of unknown shape are those with pieces of unequal sizes, which are an error there.
         matrix = [shape is None or len(shape) > 1 for shape in self.plan.parameter_shapes]
         self.matrices = [index for index, slot in enumerate(slots) if fits[slot] and matrix[slot]]
-        self.spectral = None if spectral is None else self._power_iteration(optimizer, spectral)
+        self.spectral = None if spectral is None else self._power_iteration(table, spectral)
         self.local: LocalGradients | None = None
         self.left_out, self._own = tuple[str, ...](), torch.zeros(0)
         if noise is not None:
             self._see_local(optimizer, model, [everywhere[slot][1] for slot in range(len(names))])
 
-    def _power_iteration(self, optimizer: ParallelOptimizer[Any], spectral: SpectralNorms) -> PowerIteration:
-        pieces, names, slots = optimizer.pieces(), self.plan.parameter_names, self.plan.parameter_slots
-        named = [(names[slots[index]], pieces[index].piece, pieces[index].region) for index in self.matrices]
+    def _power_iteration(self, table: ParamTable, spectral: SpectralNorms) -> PowerIteration:
+        rows = [table.rows[index] for index in self.matrices]
+        named = [(table.name_of(row), row.tensor, row.region) for row in rows]
         return PowerIteration(named, self.registry, spectral.iterations, self.device)
 
     def _see_local(self, optimizer: ParallelOptimizer[Any], model: ReductionPlan, own: list[bool]) -> None:
@@ -119,8 +119,7 @@ class Planned:
                 "NoiseScale: the data axes split every parameter, so that no data rank has gradients of its own samples "
                 "alone: leave noise= out"
             )
-        params = [param for _, param, _ in optimizer._states.given]
-        self.local = LocalGradients(params, model, self.registry, self.device, self.constants)
+        self.local = LocalGradients(optimizer._states.params, model, self.registry, self.device, self.constants)
         self.left_out = tuple(name for name, is_own in zip(self.plan.parameter_names, own, strict=True) if not is_own)
         self._own = torch.tensor(own, dtype=accumulation_dtype(self.device)).to(self.device)
 

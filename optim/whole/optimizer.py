@@ -18,34 +18,12 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from ...amp.casting import is_half
-from ...parallel.layout.regions import Region
 from ...parallel.layout.spec import P
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from ..norm.plan import ReductionPlan
+from ..norm.param_table import ParamTable, SteppedTensor
 from ..norm.plan_agreement import with_names
-from ..states.chain import TransformChain, named_params_of, params_of
+from ..states.chain import named_params_of, params_of
 from .tensors import WholeTensors
-
-
-@dataclass(frozen=True)
-class Bound:
-    """What a position of the param groups is of the model.
-
-    Args:
-        name: The logical tensor's, unique in the model.
-        given: The name that the parameter has on this rank.
-        piece: What is stepped.
-        region: Which part of the logical tensor that is.
-        spec: The parameter's layout.
-        trained: Not frozen.
-    """
-
-    name: str
-    given: str | None
-    piece: Tensor
-    region: Region | None
-    spec: P
-    trained: bool = True
 
 
 @dataclass
@@ -141,33 +119,31 @@ class WholeOptimizer(torch.optim.Optimizer):
         return self._tensors
 
     @staticmethod
-    def bind_all(
-        parts: Sequence[WholeOptimizer], plan: ReductionPlan, chain: TransformChain, registry: ProcessGroupRegistry
-    ) -> None:
-        """Bind optimizers to the tensors that the chain has put into their param groups.
+    def bind_all(parts: Sequence[WholeOptimizer], table: ParamTable, registry: ProcessGroupRegistry) -> None:
+        """Bind full-tensor optimizers to the tensors that they step.
 
         Args:
             parts: At least one.
-            plan: Of the model's parameters, agreed.
+            table: The stepped tensors of all optimizers.
         Raises:
             ValueError: On every rank, as `bind`.
         Collectives: object all-gathers.
         """
-        plan = plan if plan.parameter_names else with_names(plan, registry)
-        bound, times = {}, Counter(entry.name for entry in plan.entries)
-        for held, piece in zip(chain.held, chain.pieces(plan.entries), strict=True):
-            entry = plan.entries[held.index]
-            # One name twice: two layers' own, or one tensor that is tied on this rank. `bind` raises then.
-            name = plan.parameter_names[plan.parameter_slots[held.index]] if times[entry.name] == 1 else entry.name
-            bound[id(piece.piece)] = Bound(name, held.name, piece.piece, piece.region, entry.spec, entry.trained)
+        plan = table.model_plan if table.model_plan.parameter_names else with_names(table.model_plan, registry)
+        times, bound = Counter(entry.name for entry in plan.entries), dict[int, tuple[str, SteppedTensor]]()
+        for row in table:
+            local = row.model_entry.name
+            # Two layers with one name, or one tensor that is tied on this rank: `bind` raises for the repeated name.
+            name = plan.parameter_names[plan.parameter_slots[row.index]] if times[local] == 1 else local
+            bound[id(row.tensor)] = name, row
         for part in parts:
             part.bind([bound[id(tensor)] for tensor in params_of(part.param_groups)], registry)
 
-    def bind(self, pieces: Sequence[Bound], registry: ProcessGroupRegistry) -> None:
-        """Step pieces from now on, with other ranks.
+    def bind(self, rows: Sequence[tuple[str, SteppedTensor]], registry: ProcessGroupRegistry) -> None:
+        """Step these tensors from now on, together with other ranks.
 
         Args:
-            pieces: By position.
+            rows: By position in the param groups: the unique name of the full tensor, and the stepped tensor.
         Raises:
             ValueError: On every rank, see `WholeTensors.of`.
         Collectives: an object all-gather.
@@ -176,12 +152,14 @@ class WholeOptimizer(torch.optim.Optimizer):
 
         def say() -> list[Any]:
             return [
-                self.said_of(one.given, one.region.full_shape, group, one.spec) if one.region and one.trained else None
-                for one, group in zip(pieces, groups, strict=True)
+                self.said_of(row.name, row.region.full_shape, group, row.model_entry.spec)
+                if row.region and row.trained
+                else None
+                for (_, row), group in zip(rows, groups, strict=True)
             ]
 
-        tensors = WholeTensors.of([(one.name, one.piece, one.region) for one in pieces], registry, say)
-        self._frozen = {position for position, one in enumerate(pieces) if not one.trained}
+        tensors = WholeTensors.of([(name, row.tensor, row.region) for name, row in rows], registry, say)
+        self._frozen = {position for position, (_, row) in enumerate(rows) if not row.trained}
         self.bound(tensors)
 
     def bound(self, tensors: WholeTensors) -> None:

@@ -85,12 +85,12 @@ def measure(registry: ProcessGroupRegistry, mode: str, options: dict[str, Any], 
         slices = _slices(optimizer)
         optimizer.zero_grad()
     pieces = optimizer.pieces()
-    masters = sum(piece.piece.nbytes for piece in pieces if piece.piece.dtype != piece.param.dtype)
-    states = {piece: _state_bytes(optimizer, piece.piece) for piece in pieces}
+    masters = sum(piece.tensor.nbytes for piece in pieces if piece.tensor.dtype != piece.param.dtype)
+    states = {piece: _state_bytes(optimizer, piece.tensor) for piece in pieces}
     # What is offloaded is a piece where states are sharded, else a parameter: both lie where the gradient is measured.
     copies = next((link.copies for link in optimizer._states.links if isinstance(link, OffloadTransform)), {})
-    beside = [p for p, measured in zip(pieces, optimizer._states.measured(), strict=True) if measured in copies]
-    offloaded = sum(_state_bytes(optimizer, piece.piece) + piece.piece.nbytes for piece in beside)
+    beside = [piece for piece in pieces if piece.grad_tensor in copies]
+    offloaded = sum(_state_bytes(optimizer, piece.tensor) + piece.tensor.nbytes for piece in beside)
     parameters = sum(param.nbytes for param in model.parameters())
     return Usage(parameters, most[0], slices, masters, sum(states.values()), offloaded, seconds)
 

@@ -103,7 +103,7 @@ def sent_by(case: Case) -> tuple[list[Sent], int]:
                 optimizer.step()
             optimizer.zero_grad()
         moments = [v for s in optimizer.state.values() for k, v in s.items() if k != "step"]
-        masters = [piece.piece for piece in optimizer.pieces() if case.bf16]
+        masters = [piece.tensor for piece in optimizer.pieces() if case.bf16]
         return sent, sum(tensor.nbytes for tensor in (*moments, *masters))
 
 
@@ -173,6 +173,6 @@ def test_masters_and_half_the_states_are_what_the_page_says() -> None:
         optimizer.backward(weight.float().square().sum())
         optimizer.step()
         (piece,) = optimizer.pieces()
-        kept = [value for key, value in optimizer.state[piece.piece].items() if key != "step"]
-        found = sum(value.nbytes for value in kept) + piece.piece.untyped_storage().nbytes()
+        kept = [value for key, value in optimizer.state[piece.tensor].items() if key != "step"]
+        found = sum(value.nbytes for value in kept) + piece.tensor.untyped_storage().nbytes()
         assert found == page()["state_bytes"](64 * 64, masters=True, half_states=True)

@@ -167,17 +167,17 @@ class Run:
         """What is stepped for a parameter, its gradient or a state of it; or the model's own tensor."""
         if what == "model":
             return local(self.model.get_parameter(name))
-        measured = self.optimizer._states.measured()  # where gradients are when they are complete
-        at, piece = next((at, of.piece) for at, of in enumerate(self.optimizer.pieces()) if of.name == name)
+        row = next(row for row in self.optimizer.pieces() if row.name == name)
         if what == "gradient":
-            gradient = measured[at].grad
+            gradient = row.grad_tensor.grad
             assert gradient is not None
             return gradient
+        piece = row.tensor
         return piece.detach() if what == "parameter" else self.optimizer.state[piece][what]
 
     def everything(self) -> list[Tensor]:
         """Copies of what is stepped, and of its states. (Where that is not the model's, each step brings it there.)"""
-        pieces = [piece.piece for piece in self.optimizer.pieces()]
+        pieces = [piece.tensor for piece in self.optimizer.pieces()]
         states = [value for piece in pieces for value in self.optimizer.state[piece].values()]
         return [tensor.detach().clone() for tensor in [*pieces, *states]]
 

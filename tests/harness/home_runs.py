@@ -35,7 +35,7 @@ def unbound(kind: str) -> Callable[..., HomeOptimizer]:
 
 
 def bare(optimizer: HomeOptimizer) -> HomeOptimizer:
-    optimizer.bind = lambda pieces, registry: None  # type: ignore[method-assign]
+    optimizer.bind = lambda rows, registry: None  # type: ignore[method-assign]
     return optimizer
 
 

@@ -7,8 +7,8 @@ from unittest import mock
 
 import torch
 from meshstep.optim import ParallelOptimizer
+from meshstep.optim.norm.param_table import SteppedTensor
 from meshstep.optim.states import sharded as zero
-from meshstep.optim.states.chain import Piece
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from scenarios import VOCAB
 from torch import Tensor, nn
@@ -81,7 +81,7 @@ def odd_steps(
         optimizer.step()
 
 
-def pieces(optimizer: ParallelOptimizer) -> list[Piece]:
+def pieces(optimizer: ParallelOptimizer) -> list[SteppedTensor]:
     """What this rank steps, and of which parameters it is."""
     return optimizer.pieces()
 

@@ -136,7 +136,7 @@ def evaluated(layout: Layout, make: Make, options: dict[str, Any]) -> tuple[list
         # What the model has, which is whole where pieces are not.
         shown = dict(model.named_parameters())
         for piece, part in zip(optimizer.pieces(), averages, strict=True):
-            held = shown[piece.name].detach().flatten()[piece.offset : piece.offset + piece.piece.numel()]
+            held = shown[piece.name].detach().flatten()[piece.offset : piece.offset + piece.tensor.numel()]
             assert torch.equal(held, part.value)
         optimizer.train()
         run_step(model, optimizer, 4)

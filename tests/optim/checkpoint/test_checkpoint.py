@@ -169,7 +169,7 @@ def build_pieces(axes: Axes, specs: Specs, zero: str | None) -> tuple[Pieces, Pa
 def save_pieces(path: Path, axes: Axes, specs: Specs, zero: str | None) -> None:
     model, optimizer = build_pieces(axes, specs, zero)
     for piece in optimizer.pieces():
-        optimizer.state[piece.piece] = state_of(piece.piece, piece.param, piece.offset)
+        optimizer.state[piece.tensor] = state_of(piece.tensor, piece.param, piece.offset)
     save_checkpoint(path, model, optimizer)
     optimizer.registry.close()
 
@@ -184,8 +184,8 @@ def load_pieces(path: Path, axes: Axes, specs: Specs, zero: str | None) -> None:
     for name, param in model.named_parameters():
         assert torch.equal(param, expected[name]), name
     for piece in optimizer.pieces():
-        wanted = state_of(piece.piece, piece.param, piece.offset)
-        found = optimizer.state[piece.piece]
+        wanted = state_of(piece.tensor, piece.param, piece.offset)
+        found = optimizer.state[piece.tensor]
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[key], value) for key, value in wanted.items()), piece.name
     optimizer.registry.close()

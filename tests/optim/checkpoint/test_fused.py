@@ -152,8 +152,8 @@ def train(path: Path, stage: Stage, first: int, last: int, truth: Truth) -> None
         spec = specs[piece.name]
         if stage.how == "fsdp":
             spec = spec.with_dims([(*spec.dim_axes(0), "data"), spec.dim_axes(1)])
-        kept = optimizer.state[piece.piece]["exp_avg"]
-        for whole, found in ((truth.weights, piece.piece), (truth.averages, kept)):
+        kept = optimizer.state[piece.tensor]["exp_avg"]
+        for whole, found in ((truth.weights, piece.tensor), (truth.averages, kept)):
             local = slice_of(whole[last - 1][piece.name], spec, topology, rank).flatten()
             assert near(found.detach().flatten(), local[piece.offset :][: found.numel()]), piece.name
     save_checkpoint(path, model, optimizer)

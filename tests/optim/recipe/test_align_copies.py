@@ -44,7 +44,7 @@ def values(optimizer: ParallelOptimizer) -> Values:
     """What is stepped, and its state and remainder, by the part of the logical tensor that it is."""
     found = {}
     for piece, state in zip(optimizer.pieces(), optimizer._states.states(), strict=True):
-        tensors = [piece.piece, *(state[key] for key in sorted(state) if key != "step")]
+        tensors = [piece.tensor, *(state[key] for key in sorted(state) if key != "step")]
         found[piece.name, str(piece.region)] = [tensor.detach().clone() for tensor in tensors]
     return found
 
@@ -82,7 +82,7 @@ def apart(axes: dict[str, int], mode: str, states: str, align: bool) -> str:
         generator = torch.Generator().manual_seed(registry.global_rank)
         with torch.no_grad():
             for piece, state in zip(optimizer.pieces(), optimizer._states.states(), strict=True):
-                for key, tensor in {"it": piece.piece, **state}.items():
+                for key, tensor in {"it": piece.tensor, **state}.items():
                     if key == "remainder":
                         tensor.add_(registry.global_rank)
                     elif key != "step":

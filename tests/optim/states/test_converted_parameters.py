@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,6 +78,7 @@ def test_moved_model_is_named_with_its_devices() -> None:
         model = nn.Linear(3, 2)
         declare(model, {"*": P()})
         optimizer = ParallelOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1), registry)
-        optimizer._states.kinds[0] = torch.float32, torch.device("cuda:0")  # as if `model.cpu()` had moved it here
+        given = optimizer._states.given
+        given[0] = replace(given[0], device=torch.device("cuda:0"))  # as if `model.cpu()` had moved it here
         with pytest.raises(RuntimeError, match="weight was cuda:0 when the optimizer was made, and is cpu now"):
             optimizer.step()

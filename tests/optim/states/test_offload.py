@@ -184,7 +184,7 @@ def test_only_the_fraction_is_elsewhere() -> None:
     model, optimizer = build("bf16", offload=0.5)
     steps(model, optimizer, range(1))
     trained = [param for param in model.parameters() if param.requires_grad]
-    measured = optimizer._states.measured()
+    measured = [piece.grad_tensor for piece in optimizer.pieces()]
     on_device = [param for param in trained if all(param is not other for other in measured)]
     # Those whose master is measured, and stepped, on the device; the others' gradients stay with the parameter.
     held = sum(param.numel() for param in on_device)
@@ -192,8 +192,8 @@ def test_only_the_fraction_is_elsewhere() -> None:
     assert 0 < held <= 0.5 * total
     for piece in optimizer.pieces():
         if piece.param.requires_grad:
-            assert piece.piece.dtype == torch.float32
-            assert optimizer.state[piece.piece]["exp_avg"].device == piece.piece.device
+            assert piece.tensor.dtype == torch.float32
+            assert optimizer.state[piece.tensor]["exp_avg"].device == piece.tensor.device
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16_naive"])
@@ -217,14 +217,14 @@ def test_state_fits_any_fraction(mode: str, before: float | None, after: float |
 def test_overflow_changes_nothing() -> None:
     model, optimizer = build("bf16", offload=1.0)
     steps(model, optimizer, range(2))
-    before, held = weights(model), [piece.piece.detach().clone() for piece in optimizer.pieces()]
+    before, held = weights(model), [piece.tensor.detach().clone() for piece in optimizer.pieces()]
     optimizer.zero_grad()
     optimizer.backward(model(data(5) * torch.inf))
     stats = optimizer.step()
     assert stats is not None
     assert float(stats.found_inf) == 1
     assert_same(weights(model), before)
-    assert_same([piece.piece.detach() for piece in optimizer.pieces()], held)
+    assert_same([piece.tensor.detach() for piece in optimizer.pieces()], held)
 
 
 def test_weights_loaded_into_the_model_are_stepped_or_refused() -> None:
@@ -261,11 +261,11 @@ def test_states_are_on_the_cpu_and_steps_the_same(mode: str) -> None:
     for one, other in zip(weights(model), weights(plain), strict=True):
         assert torch.allclose(one.float(), other.float(), rtol=1e-2, atol=1e-3)
     assert all(copy.is_pinned() for copy in link_of(offloading, OffloadTransform).copies.values())
-    sides = {piece.piece.device.type for piece in offloading.pieces() if piece.param.requires_grad}
+    sides = {piece.tensor.device.type for piece in offloading.pieces() if piece.param.requires_grad}
     assert sides == {"cpu", "cuda"}
     for piece in offloading.pieces():
         if piece.param.requires_grad:
-            assert offloading.state[piece.piece]["exp_avg"].device == piece.piece.device
+            assert offloading.state[piece.tensor]["exp_avg"].device == piece.tensor.device
             assert piece.param.is_cuda
 
 

@@ -149,7 +149,7 @@ def undisturbed(case: str) -> tuple[list[str], list[int]]:
         errors.append(run.step())
         with torch.no_grad():
             for piece in run.optimizer.pieces():
-                piece.piece.mul_(0.5)  # a write to what is stepped, which the next step brings into the model
+                piece.tensor.mul_(0.5)  # a write to what is stepped, which the next step brings into the model
         errors += [run.step() for _ in range(2)]
     return errors, gathers
 

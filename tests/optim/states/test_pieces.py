@@ -52,8 +52,8 @@ def pieces_of(placed: Placed) -> tuple[list[Part], list[tuple[str, bool]]]:
         optimizer.step()
         told = []
         for piece in optimizer.pieces():
-            run = piece.param.detach().flatten()[piece.offset :][: piece.piece.numel()]
-            same = model.get_parameter(piece.name) is piece.param and torch.equal(run.float(), piece.piece.flatten())
+            run = piece.param.detach().flatten()[piece.offset :][: piece.tensor.numel()]
+            same = model.get_parameter(piece.name) is piece.param and torch.equal(run.float(), piece.tensor.flatten())
             told.append((piece.name, same))
         return parts(layout, optimizer), told
 

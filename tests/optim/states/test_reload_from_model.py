@@ -98,4 +98,4 @@ def test_new_memory_of_a_parameter_with_a_master_is_seen() -> None:
         with pytest.raises(RuntimeError, match=r"weight was changed since the last step.*reload_from_model\(\)"):
             optimizer.step()
         optimizer.reload_from_model()
-        assert bool((optimizer.pieces()[0].piece == 0).all())
+        assert bool((optimizer.pieces()[0].tensor == 0).all())

@@ -40,7 +40,7 @@ def step_of(optimizer: ParallelOptimizer[Any], scale: float = 1.0) -> None:
 
 
 def everything(optimizer: ParallelOptimizer[Any]) -> list[Tensor]:
-    pieces = [piece.piece for piece in optimizer.pieces()]
+    pieces = [piece.tensor for piece in optimizer.pieces()]
     states = [v for piece in pieces for v in optimizer.state[piece].values() if isinstance(v, Tensor)]
     gradients = [piece.grad for piece in pieces if piece.grad is not None]
     return [tensor.detach().clone() for tensor in [*pieces, *states, *gradients]]
@@ -65,7 +65,7 @@ def test_a_bit_that_turned_since_is_named(what: str) -> None:
     optimizer = alone(OPTIMIZERS["fused AdamW"])
     for _ in range(3):
         step_of(optimizer)
-    piece = next(piece.piece for piece in optimizer.pieces() if piece.name == "w")
+    piece = next(piece.tensor for piece in optimizer.pieces() if piece.name == "w")
     flip(piece if what == "parameter" else optimizer.state[piece][what], 0)
     assert replay(optimizer) == [f"w: {what}"]
 
@@ -74,7 +74,7 @@ def test_a_skipped_step_keeps_the_update_before_it() -> None:
     optimizer = alone(OPTIMIZERS["fused AdamW"])
     step_of(optimizer)
     step_of(optimizer, float("inf"))
-    piece = next(piece.piece for piece in optimizer.pieces() if piece.name == "b")
+    piece = next(piece.tensor for piece in optimizer.pieces() if piece.name == "b")
     assert replay(optimizer) == []
     flip(piece, 31)
     assert replay(optimizer) == ["b: parameter"]
@@ -100,7 +100,7 @@ def test_it_is_of_what_is_stepped_wherever_that_is(options: dict[str, Any]) -> N
         step_of(optimizer)
     assert replay(optimizer) == []
     first = optimizer.pieces()[0]
-    flip(first.piece, 5)
+    flip(first.tensor, 5)
     assert replay(optimizer) == [f"{first.name}: parameter"]
 
 

@@ -78,7 +78,7 @@ def masters_of(optimizer: ParallelOptimizer[Any]) -> dict[int, Tensor]:
 
 def everything(model: nn.Module, optimizer: ParallelOptimizer[Any]) -> Bits:
     """Weights, masters and states."""
-    state = [optimizer.state.get(piece.piece, {}) for piece in optimizer.pieces()]
+    state = [optimizer.state.get(piece.tensor, {}) for piece in optimizer.pieces()]
     states = [entry[key] for entry in state for key in sorted(entry) if isinstance(entry[key], Tensor)]
     return [value.detach().clone() for value in (*model.parameters(), *masters_of(optimizer).values(), *states)]
 
@@ -364,7 +364,7 @@ def test_weight_master_and_states_of_adamw_are_twelve_bytes_an_element() -> None
             optimizer.backward(model(torch.ones(1, 64)).float().sum())
             optimizer.step()
             kept = [value for state in optimizer._states.states() for key, value in state.items() if key != "step"]
-            stepped = [piece.piece for piece in optimizer.pieces()]
+            stepped = [piece.tensor for piece in optimizer.pieces()]
             assert sum(tensor.nbytes for tensor in (*stepped, *kept)) == nbytes * 64 * 64
 
 
@@ -416,7 +416,7 @@ def read(path: str, is_split: bool, name: str) -> tuple[list[tuple[str, Any, Ten
         load_checkpoint(path, model, optimizer)
         found = []
         for piece, master in zip(optimizer.pieces(), masters_of(optimizer).values(), strict=True):
-            weight = piece.param.detach().reshape(-1)[piece.offset :][: piece.piece.numel()]
+            weight = piece.param.detach().reshape(-1)[piece.offset :][: piece.tensor.numel()]
             found.append((piece.name, piece.region, master.flatten().clone(), weight.clone()))
         dtypes = {value.dtype for state in optimizer.state.values() for value in state.values()}
         run_step(model, optimizer, 5)
@@ -527,7 +527,7 @@ def stepped_from_written(how: str, states: str, kernels: Kernels, path: str) -> 
         exact = []
         for piece, master in zip(optimizer.pieces(), masters, strict=True):
             start = kept[piece.name].reshape(-1)[piece.offset :][: master.numel()].float().view(master.shape)
-            momentum = optimizer.state[piece.piece]["momentum_buffer"].float()
+            momentum = optimizer.state[piece.tensor]["momentum_buffer"].float()
             exact.append(torch.allclose(master, start - 0.25 * momentum, rtol=1e-6, atol=2e-8))
         return had, finite, all(exact)
 

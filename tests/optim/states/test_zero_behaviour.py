@@ -27,7 +27,7 @@ def train_odd(options: dict[str, Any]) -> dict[str, Tensor]:
         names = [name for group in optimizer.param_groups for name in group["param_names"]]
         assert len(names) == len(stepped(optimizer))
         if options:
-            assert model.expert in {piece.piece for piece in pieces(optimizer)}
+            assert model.expert in {piece.tensor for piece in pieces(optimizer)}
             assert optimizer.plan.counted == sum(p.numel() for p in Odd().parameters())
             assert "pieces of parameters cut over 'data'" in str(optimizer.plan)
         return {name: param.detach().clone() for name, param in model.named_parameters()}
@@ -50,12 +50,12 @@ def cover(options: dict[str, Any]) -> list[tuple[str, int, int]]:
         found = []
         for piece in pieces(optimizer):
             assert piece.param is named[piece.name]
-            part = piece.param.detach().reshape(-1)[piece.offset : piece.offset + piece.piece.numel()]
-            assert torch.equal(piece.piece.detach().reshape(-1).to(torch.bfloat16), part)
+            part = piece.param.detach().reshape(-1)[piece.offset : piece.offset + piece.tensor.numel()]
+            assert torch.equal(piece.tensor.detach().reshape(-1).to(torch.bfloat16), part)
             if piece.param.requires_grad:
-                assert piece.piece.dtype == torch.float32
-                assert optimizer.state[piece.piece]["exp_avg"].shape == piece.piece.shape
-                found.append((piece.name, piece.offset, piece.piece.numel()))
+                assert piece.tensor.dtype == torch.float32
+                assert optimizer.state[piece.tensor]["exp_avg"].shape == piece.tensor.shape
+                found.append((piece.name, piece.offset, piece.tensor.numel()))
         return found
 
 

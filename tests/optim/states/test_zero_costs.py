@@ -38,7 +38,7 @@ def cost(shards: bool, gradients: bool, mode: str) -> dict[str, Any]:
                 optimizer.step()
             optimizer.zero_grad()
         states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
-        masters = [piece.piece for piece in pieces(optimizer) if piece.piece.dtype != piece.param.dtype]
+        masters = [piece.tensor for piece in pieces(optimizer) if piece.tensor.dtype != piece.param.dtype]
         return {
             "collectives": dict(seen),
             "gradients": gradient_bytes,

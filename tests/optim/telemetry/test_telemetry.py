@@ -112,10 +112,10 @@ def test_with_masters_norms_are_the_masters_and_underflow_is_of_scaled_gradients
     )  # times 2^16 the second is normal in float16, the third is not
     for _ in range(2):
         optimizer.zero_grad()
-        before = optimizer.pieces()[0].piece.detach().double().clone()
+        before = optimizer.pieces()[0].tensor.detach().double().clone()
         optimizer.backward((model[0].float() * gradient).sum())
         stats = optimizer.step()
-        after = optimizer.pieces()[0].piece.detach().double()
+        after = optimizer.pieces()[0].tensor.detach().double()
         found = last(telemetry).to_dict()
         assert found["param_norm/total"] == pytest.approx(float(before.norm()), rel=1e-12)
         assert found["grad_norm/total"] == pytest.approx(float(stats.total_norm), rel=1e-12)

@@ -181,7 +181,7 @@ def test_stacks_blocks_and_convolutions_are_the_matrices_they_are_made_of() -> N
 def unbound(params: Iterable[Any]) -> Muon:
     """What is wrong: every piece is a matrix."""
     optimizer = muon(params, blocks={})
-    optimizer.bind = lambda pieces, registry: None  # type: ignore[method-assign]
+    optimizer.bind = lambda rows, registry: None  # type: ignore[method-assign]
     return optimizer
 
 

@@ -143,7 +143,7 @@ def stepped(
             annotate(param, specs[name], name)
         inner = Muon(params.items(), ns_dtype=None, **OPTIONS)
         if not bound:
-            inner.bind = lambda pieces, registry: None  # type: ignore[method-assign]
+            inner.bind = lambda rows, registry: None  # type: ignore[method-assign]
         optimizer = ParallelOptimizer(inner, registry, **options)
         for step in range(1, STEPS + 1):
             optimizer.zero_grad()

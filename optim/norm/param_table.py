@@ -1,0 +1,192 @@
+"""One record per tensor that the optimizer steps, built once whenever parameters are given to the optimizer."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from torch import Tensor
+
+from ...parallel.layout.regions import Region
+from ...parallel.layout.spec import P
+from ...parallel.mesh.topology import Topology
+from .plan import ParameterEntry, ReductionPlan
+
+
+@dataclass(frozen=True, eq=False)
+class ParamPosition:
+    """One position of the param groups, while parameter transforms replace its tensor.
+
+    Args:
+        index: Number of the model parameter, in the order in which the optimizer was given parameters.
+        name: Name of the model parameter.
+        param: The model parameter: this rank's shard of it; of a DTensor its local tensor.
+        tensor: The tensor that the optimizer holds at this position.
+        offset: The first element of ``tensor`` in the flattened (row-major) ``param``.
+        path: The tensors that ``tensor`` replaced one after the other, from the tensor that the optimizer was given on.
+    """
+
+    index: int
+    name: str
+    param: Tensor
+    tensor: Tensor
+    offset: int = 0
+    path: tuple[Tensor, ...] = field(default=(), repr=False)
+
+    @property
+    def leaf(self) -> Tensor:
+        """Return the tensor that the optimizer was given, whose gradient backward writes."""
+        return self.path[0] if self.path else self.tensor
+
+    def replaced_by(self, tensor: Tensor, offset: int, is_param: bool) -> ParamPosition:
+        """Return the position with another tensor in place of its own.
+
+        Args:
+            offset: The first element of the new tensor in the flattened old one.
+            is_param: The new tensor is what the library calls the model parameter from now on.
+        """
+        param = tensor if is_param else self.param
+        return replace(self, param=param, tensor=tensor, offset=self.offset + offset, path=(*self.path, self.tensor))
+
+
+@dataclass(frozen=True, eq=False)
+class SteppedTensor(ParamPosition):
+    """One tensor that the optimizer steps, and its place in the model; see `ParamPosition` for the first arguments.
+
+    ``tensor`` is 1-dim where optimizer states are sharded, and of the parameter's shape otherwise. It is float32 where it
+    is a master weight.
+
+    Args:
+        entry: The layout of the tensor whose gradient is measured: its spec, shape, dtype, param group, and whether it is
+            trained.
+        model_entry: The layout of the model parameter.
+        region: Its part of the full tensor; None where ranks have shards of unequal sizes.
+        grad_tensor: The tensor whose gradient is reduced, measured, clipped and stepped with.
+        replica_tensor: The tensor whose values are equal on all ranks that hold a replica.
+        num_replicas: Number of ranks that hold the same shard.
+        logical_index: Index of the full tensor's name in ``plan.parameter_names``; None where the plan has no names.
+    """
+
+    entry: ParameterEntry = field(kw_only=True)
+    model_entry: ParameterEntry = field(kw_only=True, repr=False)
+    region: Region | None = field(kw_only=True)
+    grad_tensor: Tensor = field(kw_only=True, repr=False)
+    replica_tensor: Tensor = field(kw_only=True, repr=False)
+    num_replicas: int = field(kw_only=True)
+    logical_index: int | None = field(kw_only=True)
+
+    @property
+    def spec(self) -> P:
+        """Return how the stepped tensor is laid out over the mesh."""
+        return self.entry.spec
+
+    @property
+    def group(self) -> int:
+        """Return the index of its param group."""
+        return self.entry.group
+
+    @property
+    def trained(self) -> bool:
+        """Return True unless the parameter was frozen when the optimizer was made."""
+        return self.entry.trained
+
+    @property
+    def piece(self) -> Tensor:
+        """Return ``tensor``. Deprecated."""
+        warnings.warn("SteppedTensor.piece is called SteppedTensor.tensor now", DeprecationWarning, stacklevel=2)
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class ParamTable:
+    """The stepped tensors of this rank, in the order of the param groups.
+
+    Args:
+        rows: One record per stepped tensor.
+        plan: The reduction plan of their gradients, with one entry per row.
+        model_plan: The reduction plan of the model parameters, with one entry per model parameter.
+    """
+
+    rows: tuple[SteppedTensor, ...]
+    plan: ReductionPlan
+    model_plan: ReductionPlan
+
+    def __iter__(self) -> Iterator[SteppedTensor]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def grad_tensors(self) -> list[Tensor]:
+        """Return of each row the tensor whose gradient is measured."""
+        return [row.grad_tensor for row in self.rows]
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """Return of each row the tensor that the optimizer steps."""
+        return [row.tensor for row in self.rows]
+
+    def with_specs(self, spec_of: Callable[[SteppedTensor], P]) -> ParamTable:
+        """Return the table with other specs, in its rows and in its plan."""
+        rows = tuple(replace(row, entry=replace(row.entry, spec=spec_of(row))) for row in self.rows)
+        return replace(self, rows=rows, plan=replace(self.plan, entries=tuple(row.entry for row in rows)))
+
+    def name_of(self, row: SteppedTensor) -> str:
+        """Return the unique name of the row's full tensor, for a plan with names."""
+        return row.name if row.logical_index is None else self.plan.parameter_names[row.logical_index]
+
+
+def make_table(
+    positions: Sequence[ParamPosition],
+    grad_tensors: Sequence[Tensor],
+    replica_tensors: Sequence[Tensor],
+    plan: ReductionPlan,
+    model_plan: ReductionPlan,
+) -> ParamTable:
+    """Return the table of the tensors at these positions.
+
+    Args:
+        positions: After all parameter transforms.
+        grad_tensors: Of each position the tensor whose gradient is measured.
+        replica_tensors: Of each position the tensor whose values are equal on all replicas.
+        plan: Of the stepped tensors.
+        model_plan: Of the model parameters, by `ParamPosition.index`.
+    Collectives, host synchronization: none.
+    """
+    slots = plan.parameter_slots or (None,) * len(positions)
+    rows = tuple(
+        SteppedTensor(
+            position.index,
+            position.name,
+            position.param,
+            position.tensor,
+            position.offset,
+            position.path,
+            entry=entry,
+            model_entry=model_plan.entries[position.index],
+            region=_region(position, model_plan.entries[position.index], model_plan),
+            grad_tensor=grad_tensor,
+            replica_tensor=replica_tensor,
+            num_replicas=num_replicas,
+            logical_index=slot,
+        )
+        for position, grad_tensor, replica_tensor, entry, num_replicas, slot in zip(
+            positions, grad_tensors, replica_tensors, plan.entries, plan.holders, slots, strict=True
+        )
+    )
+    return ParamTable(rows, plan, model_plan)
+
+
+def _region(position: ParamPosition, entry: ParameterEntry, plan: ReductionPlan) -> Region | None:
+    """Return the stepped tensor's part of the full tensor; None where shards have unequal sizes."""
+    if entry.full_shape is None:
+        return None
+    topology: Topology = plan.topology
+    try:
+        shard = Region.of_shard(entry.full_shape, entry.shape, entry.spec, topology, plan.coordinate, entry.name)
+    except ValueError:  # the full shape is not known from a shard that differs in size from other shards
+        return None
+    return shard.run(position.offset, position.tensor.numel())

@@ -12,9 +12,9 @@ from ...amp.casting import is_half
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..kernels.memory import is_lazy, resolve_
-from ..norm.global_norm import are_alike
 from ..norm.param_table import ParamTable
 from ..norm.plan import check_dense_real
+from ..norm.powers import are_alike
 
 _COMPLETE = "_meshstep_complete"
 

@@ -11,7 +11,6 @@ are gathered and put together on every rank, again in one collective.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from functools import partial
 from math import inf
@@ -21,17 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...amp.capture import is_captured
 from ...parallel.mesh.process_group_collectives import all_gather_flat
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from ..kernels.choice import chosen, triton_on
 from ..kernels.device_constants import Constants
-from ..kernels.memory import PLAIN
-from ..kernels.native import DTYPES, NO_MEMORY, NORM_TYPES, Native, in_memory_order
 from .groupings import Units
 from .measure import Level, Norms, Reduction, checked_norm_type, checked_reduction
 from .plan import ReductionPlan
-from .powers import HIGH, accumulation_dtype, p_norm, powers_by_torch
+from .powers import HIGH, accumulation_dtype, are_alike, local_powers, p_norm
 
 
 class GlobalNorm:
@@ -74,9 +69,9 @@ class GlobalNorm:
         self._sizes = [plan.num_groups, parameters, sizes["units"], weights]
         self._slots = sum(self._sizes)
         self._by_norms = self.norm_type >= HIGH  # what travels is norms, not powers
-        self._has_copies = any(weight != 1 for weight in plan.weights)
+        self._has_copies = any(weight != 1 for weight in plan.replica_weights)
         self._constants = Constants()
-        self._weights_of_all: Tensor | None = None
+        self._all_replica_weights: Tensor | None = None
         self._wire = registry.device
         alone = registry.topology.world_size == 1
         self._world = None if alone else registry.group(*registry.topology.axes)
@@ -121,7 +116,7 @@ class GlobalNorm:
         elif self.weights_at is not None:
             everything = list(range(len(weights)))
             powers = self._local_powers([weight.detach() for weight in weights], like.device).to(like)
-            powers = self._weighted(powers, everything)
+            powers = self._divided_by_replicas(powers, everything)
             if self.weights_at == "parameters":
                 found.append(self._of_parameters(powers, everything))
             else:
@@ -130,7 +125,7 @@ class GlobalNorm:
         return found
 
     def _of_units(self, units: Units, tensors: Sequence[Tensor | None]) -> Tensor:
-        powers = units.powers(tensors, self.norm_type, self.plan.weights)
+        powers = units.powers(tensors, self.norm_type, self.plan.replica_weights)
         return powers.pow(1 / self.norm_type) if HIGH <= self.norm_type < inf else powers
 
     def _together(self, values: Tensor) -> Tensor:
@@ -139,15 +134,15 @@ class GlobalNorm:
             return values[0]
         return p_norm(values, self.norm_type) if self._by_norms else values.sum()
 
-    def _weighted(self, powers: Tensor, present: list[int]) -> Tensor:
+    def _divided_by_replicas(self, powers: Tensor, present: list[int]) -> Tensor:
         """Each piece divided by its number of holders; for p = inf copies do no harm."""
         if self.norm_type == inf or not self._has_copies:
             return powers
-        weights = self._weights_of_all if len(present) == len(self.plan.weights) else None
+        weights = self._all_replica_weights if len(present) == len(self.plan.replica_weights) else None
         if weights is None or weights.device != powers.device:
-            weights = self._constant("weights", present, powers)
-            if len(present) == len(self.plan.weights):
-                self._weights_of_all = weights
+            weights = self._constant("replica_weights", present, powers)
+            if len(present) == len(self.plan.replica_weights):
+                self._all_replica_weights = weights
         return powers * (weights.pow(1 / self.norm_type) if self._by_norms else weights)
 
     def _local_powers(self, gradients: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -166,7 +161,7 @@ class GlobalNorm:
         return powers[self._constants(("place", *order), partial(_inverse, order), torch.int64, device)]
 
     def _packed(self, powers: Tensor, present: list[int], extra: Tensor, more: list[Tensor]) -> tuple[Tensor, Tensor]:
-        slots = [*self._slots_of(self._weighted(powers, present), present), *more]
+        slots = [*self._slots_of(self._divided_by_replicas(powers, present), present), *more]
         if self._world is None:
             return slots[0] if len(slots) == 1 else torch.cat(slots), extra
         vector, group = torch.cat([*slots, extra]), self._world
@@ -226,9 +221,11 @@ class GlobalNorm:
         found[self._constant("parameter_slots", present, powers)] = powers
         return found
 
-    def _constant(self, kind: Literal["weights", "parameter_slots"], present: list[int], like: Tensor) -> Tensor:
+    def _constant(
+        self, kind: Literal["replica_weights", "parameter_slots"], present: list[int], like: Tensor
+    ) -> Tensor:
         of_entries = getattr(self.plan, kind)
-        dtype = like.dtype if kind == "weights" else torch.int64
+        dtype = like.dtype if kind == "replica_weights" else torch.int64
         return self._constants((kind, *present), lambda: [of_entries[i] for i in present], dtype, like.device)
 
     # Collectives: on their own device, where that is another than the gradients' ----------------------------------------
@@ -248,47 +245,3 @@ class GlobalNorm:
 
 def _inverse(order: list[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
-
-
-def are_alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether all have one dtype and device."""
-    return len({tensor.dtype for tensor in tensors}) == 1 and len({tensor.device for tensor in tensors}) == 1
-
-
-def local_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-    """[n] float64: the sum of |g|^p of each gradient, its largest |g| for p = inf, its p-norm for `HIGH` <= p < inf.
-
-    A NaN or inf in a gradient makes its entry NaN or inf, and finite values don't. Within 1e-14 by the compiled loops, for
-    p = 1, 2 and inf on a CPU (`meshstep.optim.kernels`); else within 1e-12, but for squares of float32 gradients on a CPU:
-    1e-7. On a GPU every element is cast to float64 as it is read, and its power is taken and summed there: with the range
-    of the CPU path; by Triton's kernels, if they were chosen, for whole p and inf, within 1e-14.
-
-    Args:
-        gradients: Dense real tensors of any float dtype, all on one device.
-        norm_type: p >= 1, or inf.
-    Collectives: none. Host reads: none.
-    """
-    if not gradients:
-        return torch.zeros(0, dtype=torch.float64)
-    device, powers = gradients[0].device, None
-    high = inf > norm_type >= HIGH
-    kernels = None if high or chosen.triton is None or is_captured() else triton_on(device)
-    if kernels is not None:
-        powers = kernels.powers(gradients, norm_type)
-    elif chosen.native is not None and gradients[0].is_cpu:
-        powers = powers_by_loops(chosen.native, gradients, norm_type)
-    return powers_by_torch(gradients, norm_type) if powers is None else powers
-
-
-def powers_by_loops(loops: Native, tensors: Sequence[Tensor], norm_type: float) -> Tensor | None:
-    """[n] float64: `Native.powers`, of tensors on the CPU of one dtype; None where the loops have not their like."""
-    kind, dtype = NORM_TYPES.get(norm_type), DTYPES.get(tensors[0].dtype)
-    if kind is None or dtype is None or not {*map(type, tensors)} <= PLAIN:
-        return None
-    tensors = [tensor if tensor.is_contiguous() else in_memory_order(tensor) for tensor in tensors]
-    addresses, numels = array("Q", map(Tensor.data_ptr, tensors)), array("q", map(Tensor.numel, tensors))
-    found, threads = torch.empty(len(tensors), dtype=torch.float64), torch.get_num_threads()
-    (at, _), (lengths, _) = addresses.buffer_info(), numels.buffer_info()
-    if loops.powers(len(tensors), at, lengths, dtype, kind, found.data_ptr(), threads):
-        raise MemoryError(NO_MEMORY)
-    return found

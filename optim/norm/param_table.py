@@ -174,7 +174,7 @@ def make_table(
             logical_index=slot,
         )
         for position, grad_tensor, replica_tensor, entry, num_replicas, slot in zip(
-            positions, grad_tensors, replica_tensors, plan.entries, plan.holders, slots, strict=True
+            positions, grad_tensors, replica_tensors, plan.entries, plan.num_replicas, slots, strict=True
         )
     )
     return ParamTable(rows, plan, model_plan)

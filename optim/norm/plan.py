@@ -280,14 +280,26 @@ class ReductionPlan:
         return self.for_each(lambda spec: index[Bucket.of(spec, self.topology)])
 
     @cached_property
-    def holders(self) -> tuple[int, ...]:
-        """For each entry how many ranks hold a copy of its piece."""
+    def num_replicas(self) -> tuple[int, ...]:
+        """Return for each entry the number of ranks that hold the same shard."""
         return self.for_each(lambda spec: spec.holders(self.topology))
 
     @cached_property
+    def replica_weights(self) -> tuple[float, ...]:
+        """Return for each entry 1 / ``num_replicas``: the weight of a rank's power in the packed sum."""
+        return tuple(1 / replicas for replicas in self.num_replicas)
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """Return ``num_replicas``. Deprecated."""
+        warnings.warn("ReductionPlan.holders is called num_replicas now", DeprecationWarning, stacklevel=2)
+        return self.num_replicas
+
+    @property
     def weights(self) -> tuple[float, ...]:
-        """For each entry 1 / (ranks that hold a copy of its piece)."""
-        return tuple(1 / holders for holders in self.holders)
+        """Return ``replica_weights``. Deprecated."""
+        warnings.warn("ReductionPlan.weights is called replica_weights now", DeprecationWarning, stacklevel=2)
+        return self.replica_weights
 
     def for_each(self, answer: Callable[[P], T]) -> tuple[T, ...]:
         """``answer`` to the spec of each entry; asked once for each spec there is."""
@@ -307,7 +319,7 @@ class ReductionPlan:
         """For each entry the elements of this pipeline stage that the weighted sum counts: local elements x ranks that add
         them x weight."""
         ranks = self.for_each(self._ranks_that_add)
-        return tuple(e.numel * n // h for e, n, h in zip(self.entries, ranks, self.holders, strict=True))
+        return tuple(e.numel * n // h for e, n, h in zip(self.entries, ranks, self.num_replicas, strict=True))
 
     def _ranks_that_add(self, spec: P) -> int:
         ranks, topology = 1, self.topology
@@ -379,7 +391,7 @@ class ReductionPlan:
         mine = [i for i, at in enumerate(self.bucket_indices) if at == index]
         ranks = self.topology.peers(self.rank, *bucket.axes(self.topology))
         shown = ",".join(map(str, ranks[:8])) + (f",... ({len(ranks)})" if len(ranks) > 8 else "")
-        weight = f"1/{self.holders[mine[0]]}" if mine else "-"
+        weight = f"1/{self.num_replicas[mine[0]]}" if mine else "-"
         local, counted = sum(self.entries[i].numel for i in mine), sum(self.counted_numels[i] for i in mine)
         return str(bucket), shown, weight, f"{len(mine):,}", f"{local:,}", f"{counted:,}"
 

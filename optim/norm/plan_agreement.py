@@ -186,7 +186,7 @@ def _holders(plan: ReductionPlan) -> tuple[Holders, ...]:
 def _weighted(plan: ReductionPlan) -> Fraction:
     """The elements of this rank, each divided by its number of holders."""
     numels: Counter[int] = Counter()
-    for entry, holders in zip(plan.entries, plan.holders, strict=True):
+    for entry, holders in zip(plan.entries, plan.num_replicas, strict=True):
         numels[holders] += entry.numel
     return sum((Fraction(numel, holders) for holders, numel in numels.items()), Fraction())
 

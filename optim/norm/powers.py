@@ -9,6 +9,7 @@ powers leave the range of float64 too: there p-norms stand in for them, which ar
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from math import inf
 
@@ -16,7 +17,10 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from ..kernels.native import in_memory_order
+from ...amp.capture import is_captured
+from ..kernels.choice import chosen, triton_on
+from ..kernels.memory import PLAIN
+from ..kernels.native import DTYPES, NO_MEMORY, NORM_TYPES, Native, in_memory_order
 
 SMALL = 1024  # elements
 ROW = 1024  # elements that are summed in float32
@@ -147,3 +151,50 @@ def _largest(gradient: Tensor) -> Tensor:
         return gradient.new_zeros((), dtype=torch.float32)
     low, high = torch.aminmax(gradient)
     return torch.maximum(low.neg(), high)
+
+
+# The kernels that compute them ----------------------------------------------------------------------------------------
+
+
+def are_alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether all have one dtype and device."""
+    return len({tensor.dtype for tensor in tensors}) == 1 and len({tensor.device for tensor in tensors}) == 1
+
+
+def local_powers(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
+    """[n] float64: the sum of |g|^p of each gradient, its largest |g| for p = inf, its p-norm for `HIGH` <= p < inf.
+
+    A NaN or inf in a gradient makes its entry NaN or inf, and finite values don't. Within 1e-14 by the compiled loops, for
+    p = 1, 2 and inf on a CPU (`meshstep.optim.kernels`); else within 1e-12, but for squares of float32 gradients on a CPU:
+    1e-7. On a GPU every element is cast to float64 as it is read, and its power is taken and summed there: with the range
+    of the CPU path; by Triton's kernels, if they were chosen, for whole p and inf, within 1e-14.
+
+    Args:
+        gradients: Dense real tensors of any float dtype, all on one device.
+        norm_type: p >= 1, or inf.
+    Collectives: none. Host reads: none.
+    """
+    if not gradients:
+        return torch.zeros(0, dtype=torch.float64)
+    device, powers = gradients[0].device, None
+    high = inf > norm_type >= HIGH
+    kernels = None if high or chosen.triton is None or is_captured() else triton_on(device)
+    if kernels is not None:
+        powers = kernels.powers(gradients, norm_type)
+    elif chosen.native is not None and gradients[0].is_cpu:
+        powers = powers_by_loops(chosen.native, gradients, norm_type)
+    return powers_by_torch(gradients, norm_type) if powers is None else powers
+
+
+def powers_by_loops(loops: Native, tensors: Sequence[Tensor], norm_type: float) -> Tensor | None:
+    """[n] float64: `Native.powers`, of tensors on the CPU of one dtype; None where the loops have not their like."""
+    kind, dtype = NORM_TYPES.get(norm_type), DTYPES.get(tensors[0].dtype)
+    if kind is None or dtype is None or not {*map(type, tensors)} <= PLAIN:
+        return None
+    tensors = [tensor if tensor.is_contiguous() else in_memory_order(tensor) for tensor in tensors]
+    addresses, numels = array("Q", map(Tensor.data_ptr, tensors)), array("q", map(Tensor.numel, tensors))
+    found, threads = torch.empty(len(tensors), dtype=torch.float64), torch.get_num_threads()
+    (at, _), (lengths, _) = addresses.buffer_info(), numels.buffer_info()
+    if loops.powers(len(tensors), at, lengths, dtype, kind, found.data_ptr(), threads):
+        raise MemoryError(NO_MEMORY)
+    return found

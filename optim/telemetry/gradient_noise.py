@@ -32,9 +32,8 @@ from ...parallel.mesh.value_checks import check_finite, fields
 from ..gradients.buckets import gradient_buckets, reduce_all, sync_axes, sync_ranks
 from ..gradients.in_place import gradient_dtype
 from ..kernels.device_constants import Constants
-from ..norm.global_norm import local_powers
 from ..norm.plan import ParameterEntry, ReductionPlan
-from ..norm.powers import SCRATCH, accumulation_dtype, flattened
+from ..norm.powers import SCRATCH, accumulation_dtype, flattened, local_powers
 from ..parallel_optimizer import ParallelOptimizer
 from ..states.sharded import Sharded
 
@@ -252,7 +251,7 @@ class LocalGradients:
             if len(sync_ranks(plan.entries[index].spec, topology, plan.rank, average_data=False)) > 1
         ]
         self.data_ranks, self.data_rank = topology.size(*topology.data_axes), registry.rank(*topology.data_axes)
-        weights = [self.data_ranks * plan.weights[index] for index in self._own]
+        weights = [self.data_ranks * plan.replica_weights[index] for index in self._own]
         self._weights = torch.tensor(weights, dtype=torch.float64).to(device)
 
     def powers(self) -> Tensor:

@@ -83,7 +83,7 @@ class Planned:
         names, slots = self.plan.parameter_names, self.plan.parameter_slots
         self._to_parameters = Slots(slots, len(names), device)
         dtype = accumulation_dtype(device)
-        self._weights = torch.tensor(self.plan.weights, dtype=dtype).to(device)
+        self._weights = torch.tensor(self.plan.replica_weights, dtype=dtype).to(device)
 
         own = [is_local(entry, registry.topology) for entry in model.entries]
         told = {slot: (e.group, o) for slot, e, o in zip(model.parameter_slots, model.entries, own, strict=True)}

@@ -86,7 +86,7 @@ def before_the_first_step(count: int, rounds: int) -> None:
 
     def plan() -> None:
         made = ReductionPlan.of(entries, topology, 777_777)
-        assert len(made.weights) == len(made.bucket_indices) == count
+        assert len(made.replica_weights) == len(made.bucket_indices) == count
 
     questions: dict[str, Step] = {
         f"plan of {count:,} parameters at {topology.world_size:,} ranks": plan,

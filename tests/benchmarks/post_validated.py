@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
 import torch
 import torch.distributed as dist
 from meshstep.optim.kernels.native import Kind, Native, PointerColumns, built
-from meshstep.optim.norm.global_norm import powers_by_loops
+from meshstep.optim.norm.powers import powers_by_loops
 from meshstep.optim.step.c_engine import update_by_loops
 from torch import Tensor
 from world import World, printed_by

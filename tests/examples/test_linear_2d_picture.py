@@ -49,7 +49,7 @@ def facts(layout: BiasLayout) -> dict[str, tuple[str, tuple[int, ...], Fraction,
         declare(layer)
         plan = ParallelOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), registry).plan
         found = {}
-        for entry, index, weight in zip(plan.entries, plan.bucket_indices, plan.weights, strict=True):
+        for entry, index, weight in zip(plan.entries, plan.bucket_indices, plan.replica_weights, strict=True):
             full = torch.arange(16).reshape(4, 4) if entry.name == "weight" else torch.arange(4)
             param = layer.get_parameter(entry.name)
             elements = shard(full, spec_of(param), registry)

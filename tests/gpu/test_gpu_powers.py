@@ -6,7 +6,7 @@ from math import inf
 
 import pytest
 import torch
-from meshstep.optim.norm.global_norm import local_powers
+from meshstep.optim.norm.powers import local_powers
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

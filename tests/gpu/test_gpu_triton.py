@@ -17,8 +17,7 @@ from interpreted import why_no_triton
 from loops import using
 from meshstep.optim import ParallelOptimizer
 from meshstep.optim.kernels.choice import Kernels, triton_on
-from meshstep.optim.norm.global_norm import local_powers
-from meshstep.optim.norm.powers import reference_powers
+from meshstep.optim.norm.powers import local_powers, reference_powers
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from on_gpu import nobody_waits
 from torch import Tensor, nn

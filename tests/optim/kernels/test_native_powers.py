@@ -18,8 +18,7 @@ from loops import instructions_here, loops, using, with_instructions, with_threa
 from meshstep.optim import use_kernels
 from meshstep.optim.kernels.choice import Kernels
 from meshstep.optim.kernels.native import torchs_threads
-from meshstep.optim.norm.global_norm import local_powers, powers_by_loops
-from meshstep.optim.norm.powers import reference_powers
+from meshstep.optim.norm.powers import local_powers, powers_by_loops, reference_powers
 from properties import number_of_cases
 from torch import Tensor
 

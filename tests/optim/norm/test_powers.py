@@ -9,9 +9,8 @@ import pytest
 import torch
 from fake_cuda import fake_cuda
 from meshstep.optim import global_norm
-from meshstep.optim.norm.global_norm import local_powers
 from meshstep.optim.norm.measure import Reduction
-from meshstep.optim.norm.powers import _powers_at_once, reference_powers
+from meshstep.optim.norm.powers import _powers_at_once, local_powers, reference_powers
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -65,7 +65,7 @@ def test_a_plan_of_ten_thousand_parameters_at_a_million_ranks_asks_each_spec_onc
     entries = [ParameterEntry(f"layer{i}", specs[i % len(specs)], (64, 64)) for i in range(10_000)]
     with mock.patch.object(P, question, autospec=True, side_effect=getattr(P, question)) as asked:
         plan = ReductionPlan.of(entries, topology, 777_777 // 8 * 8)
-        assert len(plan.weights) == len(plan.bucket_indices) == len(str(plan) and plan.counted_numels) == 10_000
+        assert len(plan.replica_weights) == len(plan.bucket_indices) == len(str(plan) and plan.counted_numels) == 10_000
     assert 0 < asked.call_count < 20 * len(specs)
 
 
@@ -79,7 +79,7 @@ def test_weighted_pieces_of_all_ranks_add_up(case: Case) -> None:
         held = [index for index in range(len(case.params)) if case.holds(index, rank)]
         entries = [ParameterEntry(f"p{i}", case.params[i].spec, tuple(case.piece(i, rank).shape)) for i in held]
         plan = ReductionPlan.of(entries, topology, rank)
-        weighted += sum(e.numel * w for e, w in zip(plan.entries, plan.weights, strict=True))
+        weighted += sum(e.numel * w for e, w in zip(plan.entries, plan.replica_weights, strict=True))
     full = 0
     for param in case.params:
         stages = prod(topology.size(axis) for axis in topology.pipe_axes if axis not in param.spec.named_axes)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...parallel.layout.regions import Region
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from ..gradients.in_place import is_complete, mark_complete, scale_each, widen_gradients
+from ..gradients.in_place import keep_complete_marks, scale_each, widen_gradients
 from ..kernels.device_constants import Constants
 from ..norm.global_norm import GlobalNorm
 from ..norm.groupings import Named, UnitDim, Units
@@ -516,14 +516,10 @@ class GradientClipper:
     def _multiply_(self, needs: MeasurementSpec, level: Level, factors: Tensor) -> None:
         """Multiply the gradients by factors at that level, in place; sums that have been made stay so."""
         # All at once: gradients that are views of one buffer are written to together, as far as torch can tell.
-        complete = [param for param in self.params if is_complete(param)]
-        widen_gradients(self.params)
-        units = self._measurers[needs].units
-        multiply_(
-            [param.grad for param in self.params], level, factors, self.plan, units, self._named.get(needs.patterns)
-        )
-        for param in complete:
-            mark_complete(param)
+        units, named = self._measurers[needs].units, self._named.get(needs.patterns)
+        with keep_complete_marks((param, None) for param in self.params):
+            widen_gradients(self.params)
+            multiply_([param.grad for param in self.params], level, factors, self.plan, units, named)
 
 
 def inverse_weight(totals: Tensor, data_ranks: int, count: int = 1) -> Tensor:

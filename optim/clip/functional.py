@@ -21,7 +21,7 @@ from ...parallel.layout.spec import P
 from ...parallel.mesh.call_tracker import in_call
 from ...parallel.mesh.registry import ProcessGroupRegistry, check_registry
 from ..gradients.buckets import sync_axes
-from ..gradients.in_place import clamp_each, is_complete, mark_complete, scale_each
+from ..gradients.in_place import clamp_each, is_complete, keep_complete_marks, scale_each
 from ..norm.global_norm import GlobalNorm
 from ..norm.measure import GradStats, Measure, Norms, Reduction, checked_norm_type, checked_reduction
 from ..norm.packed_sum import PackedSum
@@ -73,14 +73,8 @@ class OneShotParams:
 
     def change(self, change: Callable[[list[Tensor | None]], None]) -> None:
         """Change the gradients in place; sums that have been made stay so."""
-        complete = [
-            (self.params[i], self.gradients[i])
-            for i, _ in self.pending
-            if is_complete(self.params[i], self.gradients[i])
-        ]
-        change(self.gradients)
-        for param, gradient in complete:
-            mark_complete(param, gradient)
+        with keep_complete_marks((self.params[i], self.gradients[i]) for i, _ in self.pending):
+            change(self.gradients)
 
     @property
     def sizes(self) -> list[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,11 +34,9 @@ def widen_gradients(params: Sequence[Tensor]) -> None:
 
 def scale_gradients(params: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply the gradients that are there by a 0-dim tensor, in place: one multi-tensor pass a device and dtype."""
-    complete = [param for param in params if is_complete(param)]
-    widen_gradients(params)
-    scale_each([param.grad for param in params], factor)
-    for param in complete:
-        mark_complete(param)
+    with keep_complete_marks((param, None) for param in params):
+        widen_gradients(params)
+        scale_each([param.grad for param in params], factor)
 
 
 def scale_each(gradients: Sequence[Tensor | None], factor: Tensor) -> None:
@@ -76,11 +75,9 @@ def change_each(
 
 def clamp_gradients(params: Sequence[Tensor], clip_value: float) -> None:
     """Clamp the gradients that are there to [-clip_value, clip_value], in place."""
-    complete = [param for param in params if is_complete(param)]
-    widen_gradients(params)
-    clamp_each([param.grad for param in params], clip_value)
-    for param in complete:
-        mark_complete(param)
+    with keep_complete_marks((param, None) for param in params):
+        widen_gradients(params)
+        clamp_each([param.grad for param in params], clip_value)
 
 
 def clear_gradients(params: Sequence[Tensor], set_to_none: bool) -> None:
@@ -103,6 +100,19 @@ def is_complete(param: Tensor, grad: Tensor | None = None) -> bool:
     """Whether nothing has written to the gradient since `mark_complete`. Args: grad: As there."""
     grad = param.grad if grad is None else grad
     return grad is None or getattr(param, _COMPLETE, None) == (grad.data_ptr(), grad._version)
+
+
+@contextmanager
+def keep_complete_marks(pairs: Iterable[tuple[Tensor, Tensor | None]]) -> Iterator[None]:
+    """Keep the marks of `mark_complete` while the body changes gradients in place.
+
+    Args:
+        pairs: A parameter and its gradient; None: ``param.grad``.
+    """
+    complete = [(param, grad) for param, grad in pairs if is_complete(param, grad)]
+    yield
+    for param, grad in complete:
+        mark_complete(param, grad)
 
 
 # What can be wrong with gradients, found before anything is changed ---------------------------------------------------

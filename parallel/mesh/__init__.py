@@ -1,1 +1,1 @@
-"""Who is where: named axes, the groups along them, what all ranks agree on, collectives between them."""
+"""Named mesh axes, the process groups along them, checks over all ranks, and collectives."""

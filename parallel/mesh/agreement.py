@@ -1,4 +1,4 @@
-"""Checks that every rank makes together, so that an error on one rank is an error on all and nobody is left waiting."""
+"""Checks that all ranks run together: an error on one rank is raised on every rank, so that no rank waits for another."""
 
 from __future__ import annotations
 
@@ -18,12 +18,23 @@ V = TypeVar("V")
 
 
 def gather_objects(value: T, registry: ProcessGroupRegistry) -> list[T]:
-    """``value`` of every rank, by global rank. For set-up only: it pickles and waits for the host.
+    """Gather ``value`` from every rank and return the values by global rank.
 
+    Every rank must call this function at the same point. It pickles the value and synchronizes with the host: use it
+    during set-up, not in every step.
+
+        >>> gather_objects(registry.global_rank, registry)  # with 2 ranks
+        [0, 1]
+
+    Args:
+        value: Any object that `pickle` accepts.
+        registry: Its topology's world is the set of ranks.
+    Returns:
+        One value per rank. With one rank the list holds ``value`` itself.
     Raises:
-        RuntimeError: On every rank: ranks have met that are in different calls of this library.
-    Collectives: those of `all_gather_objects` over the world: one round, two of large values, none on one rank. Host reads:
-    yes.
+        RuntimeError: On every rank: ranks called this function from different public calls of this library.
+    Collectives: one all-gather of objects over the world, or two if a value is large; none with one rank.
+    Host synchronization: yes.
     """
     if registry.topology.world_size == 1:
         return [value]
@@ -35,26 +46,46 @@ def gather_objects(value: T, registry: ProcessGroupRegistry) -> list[T]:
 
 
 def on_all_ranks(function: Callable[[], T], registry: ProcessGroupRegistry) -> T:
-    """``function()``, whose error on any rank is raised on every rank.
+    """Call ``function()`` and return its result; an error on any rank is raised on every rank.
 
-    Every rank must call it at the same point; ``function`` must issue no collective.
+    Every rank must call this function at the same point.
 
+        size = on_all_ranks(lambda: os.path.getsize(path), registry)  # a file that is missing on one rank stops all ranks
+
+    Args:
+        function: Takes no arguments, and must issue no collective.
+        registry: Its topology's world is the set of ranks.
+    Returns:
+        The result of ``function()`` on this rank.
     Raises:
-        The rank's own error where it has one; else a ValueError, TypeError or RuntimeError with the rank and the text of
-        the first one that failed: of the same type if it is one of these, and a RuntimeError that names the type if not.
-    Collectives: those of `gather_objects`. Host reads: yes.
+        Exception: The error of this rank's ``function``, unchanged.
+        ValueError, TypeError, RuntimeError: ``function`` failed on other ranks only. The message has the first failed rank
+            and its error text. The type is the type of that error if it is one of these three, else RuntimeError with the
+            type's name in the message.
+    Collectives: those of `gather_objects`.
+    Host synchronization: yes.
     """
     return on_all_ranks_with(lambda: (function(), None), registry)[0]
 
 
 def on_all_ranks_with(function: Callable[[], tuple[T, V]], registry: ProcessGroupRegistry) -> tuple[T, list[V]]:
-    """As `on_all_ranks`, of a function that returns what stays here and what all are told: this rank's, and what it told
-    on each, by global rank. In the one gather that an error takes anyway."""
+    """Call ``function()`` as `on_all_ranks` does, and gather the second item of its result in the same collective.
+
+    Args:
+        function: Returns ``(result, value)``; must issue no collective.
+        registry: Its topology's world is the set of ranks.
+    Returns:
+        This rank's ``result``, and the ``value`` of every rank by global rank.
+    Raises:
+        Exception: As in `on_all_ranks`.
+    Collectives: those of `gather_objects`.
+    Host synchronization: yes.
+    """
     try:
-        (result, told), error = function(), None
-    except Exception as caught:  # of any type: the other ranks must not wait for this one
-        result, told, error = None, None, caught
-    reports = gather_objects((told, None if error is None else (type(error).__name__, str(error))), registry)
+        (result, value), error = function(), None
+    except Exception as caught:  # any type, because the other ranks would wait in the gather below
+        result, value, error = None, None, caught
+    reports = gather_objects((value, None if error is None else (type(error).__name__, str(error))), registry)
     if error is not None:
         raise error
     for rank, (_, report) in enumerate(reports):
@@ -75,35 +106,53 @@ _SAME_KIND: dict[str, type[Exception]] = {
 
 
 def check_same(settings: Mapping[str, object], registry: ProcessGroupRegistry) -> None:
-    """Compare settings by name over all ranks that have one of that name. Every rank must call it at the same point.
+    """Check that every setting has the same value on all ranks that have a setting of its name.
 
+    Every rank must call this function at the same point.
+
+    Args:
+        settings: By name. Values are compared as the text that `describe` returns.
+        registry: Its topology's world is the set of ranks.
     Raises:
-        ValueError: On every rank, with the first setting that differs and both values.
-    Collectives: those of `gather_objects`. Host reads: yes.
+        ValueError: On every rank, with the first setting that differs and two of its values.
+    Collectives: those of `gather_objects`.
+    Host synchronization: yes.
     """
     check_all_say_the_same(gather_objects(described(settings), registry))
 
 
 def described(settings: Mapping[str, object]) -> dict[str, str]:
-    """Settings as texts, for `check_all_say_the_same`."""
+    """Return the settings as texts that `check_all_say_the_same` compares."""
     return {name: describe(value) for name, value in settings.items()}
 
 
 def check_all_say_the_same(by_rank: Sequence[Mapping[str, str]]) -> None:
-    """Raise ValueError, with the first of the settings that differs among those who have one of that name."""
+    """Raise ValueError for the first setting that differs between two ranks.
+
+    Args:
+        by_rank: Per global rank, the result of `described`. Ranks without a setting of some name are not compared.
+    """
     first: dict[str, tuple[int, str]] = {}
-    for rank, said in enumerate(by_rank):
-        for name, value in said.items():
-            known, other = first.setdefault(name, (rank, value))
-            if value != other:
+    for rank, settings in enumerate(by_rank):
+        for name, value in settings.items():
+            first_rank, first_value = first.setdefault(name, (rank, value))
+            if value != first_value:
                 raise ValueError(
-                    f"{name} is {other} on rank {known} and {value} on rank {rank}: give all ranks the same, or the "
-                    "copies of the model drift apart"
+                    f"{name} is {first_value} on rank {first_rank} and {value} on rank {rank}: give the same value on all "
+                    "ranks, or replicas diverge"
                 )
 
 
 def describe(value: object, depth: int = 4) -> str:
-    """What an argument is, as text that is the same in every process; 1 and 1.0 are the same."""
+    """Return a text for ``value`` that is the same in every process, for comparing arguments between ranks.
+
+    1 and 1.0 have the same text. Objects are shown by type name and attributes.
+
+    Args:
+        value: Any object.
+        depth: Nesting depth of objects whose attributes are shown; deeper objects are shown by type name alone.
+    Host synchronization: yes, if ``value`` has a tensor of at most 16 elements on a device.
+    """
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() else float.__repr__(value)
     if isinstance(value, Tensor):
@@ -115,13 +164,14 @@ def describe(value: object, depth: int = 4) -> str:
     if value is None or isinstance(value, (bool, int, str, type)):
         return repr(value)
     if getattr(value, "shape", None) == () and hasattr(value, "item") and type(item := value.item()) is not type(value):
-        return describe(item)  # a number of numpy's
+        return describe(item)  # a NumPy number
     if isinstance(value, nn.Module) or depth == 0:
         return type(value).__name__
     if is_dataclass(value):
-        said = {field.name: getattr(value, field.name) for field in fields(value)}
+        attributes = {field.name: getattr(value, field.name) for field in fields(value)}
     elif hasattr(value, "__dict__") and not callable(value):
-        said = dict(sorted(vars(value).items()))
+        attributes = dict(sorted(vars(value).items()))
     else:
         return str(getattr(value, "__qualname__", value if isinstance(value, torch.dtype) else type(value).__name__))
-    return f"{type(value).__name__}({', '.join(f'{name}={describe(item, depth - 1)}' for name, item in said.items())})"
+    shown = ", ".join(f"{name}={describe(item, depth - 1)}" for name, item in attributes.items())
+    return f"{type(value).__name__}({shown})"

@@ -1,11 +1,11 @@
-"""Which call of this library each rank is in, for the error of a rank that waited for others in vain.
+"""Track the public call that each rank is in, and report the calls of all ranks when a collective fails.
 
     with track_call("save_checkpoint", registry):
-        ...                                # a collective fails: RuntimeError, which says where all ranks are
+        ...                                # if a collective fails, the RuntimeError lists the call of every rank
 
-Within a call nothing is told to anybody: its name and number stay in this process. A rank whose collective failed asks the
-others (`answers`), and those answer too that are in no collective, or in code that is not ours. One that is stopped, or
-gone, does not.
+Tracking needs no communication: the name and number of a call stay in this process. When a collective fails, the rank
+requests the current calls of other ranks through the default store. A thread in every process responds, also if the process
+is in no collective or in code outside this library. Stopped and dead processes do not respond.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from torch.distributed import distributed_c10d
 from .text import named_ranks, printable
 from .topology import Topology
 
-# What each rank does, asked by one that the others did not meet: in the store of the default process group ------------
+# Requests and responses between ranks, through the store of the default process group ---------------------------------
 
-# A thread of every process looks there once a second, and answers.
+# A thread of every process checks the store for requests once per second.
 
-LOOKS_EVERY = 1.0  # seconds
-PATIENCE = 4.0  # with answers, in seconds
-_QUESTIONS, _ANSWER = "meshstep/calls/questions", "meshstep/calls/answer"  # a count, and what a rank says
+POLL_INTERVAL = 1.0  # seconds
+RESPONSE_TIMEOUT = 4.0  # seconds
+_QUESTIONS, _ANSWER = "meshstep/calls/questions", "meshstep/calls/answer"  # number of requests; response per rank
 
 
 class Answering:
-    """The thread of this process that answers the questions of other ranks, as long as the default group is this one.
+    """Background thread that responds to requests of other ranks while the default group is unchanged.
 
     Args:
-        world: The group.
-        doing: The answer.
+        world: The default process group.
+        doing: Returns the response, a description of the current call.
     """
 
     def __init__(self, world: dist.ProcessGroup, doing: Callable[[], str]) -> None:
         self._doing, self.rank, self.world_size = doing, dist.get_rank(), dist.get_world_size()
-        # A connection of its own: others may wait on theirs.
+        # A separate connection, because another thread may be waiting on the default one.
         self._store = distributed_c10d._get_default_store().clone()
         self._server = _Server(self._store)
         self._world, self._stop = weakref.ref(world), threading.Event()
@@ -60,18 +60,18 @@ class Answering:
         self._thread.start()
 
     def is_of_now(self) -> bool:
-        """Whether the default group is still the same."""
+        """Return True if the default group is still the group of this object."""
         return dist.is_initialized() and self._world() is dist.group.WORLD
 
     def stop(self) -> None:
-        """End the thread, which must not be in the middle of something when the interpreter ends."""
+        """Stop the thread, which must not run while the interpreter exits."""
         self._stop.set()
-        self._thread.join(2 * LOOKS_EVERY)
+        self._thread.join(2 * POLL_INTERVAL)
 
     def _run(self) -> None:
         answered = 0
-        with closing(self._server), suppress(RuntimeError):  # the store's server has ended
-            while not self._stop.wait(LOOKS_EVERY) and self.is_of_now():
+        with closing(self._server), suppress(RuntimeError):  # raised if the process that serves the store has exited
+            while not self._stop.wait(POLL_INTERVAL) and self.is_of_now():
                 self._server.check()
                 if self._store.check([_QUESTIONS]):
                     question = self._store.add(_QUESTIONS, 0)
@@ -80,12 +80,18 @@ class Answering:
                         answered = question
 
     def ask(self, rank: int, found: dict[int, str]) -> None:
-        """Put the answers of other ranks into ``found``, each as it arrives. Raises RuntimeError where the store's server
-        has ended: those that arrived before are there."""
+        """Request the calls of all other ranks, and store each response in ``found`` when it arrives.
+
+        Args:
+            rank: This rank.
+            found: Output: response per rank. Ranks that do not respond within `RESPONSE_TIMEOUT` are missing.
+        Raises:
+            RuntimeError: The process that serves the store has exited. Earlier responses are in ``found``.
+        """
         waiting = set(range(self.world_size)) - {rank}
-        time.sleep(LOOKS_EVERY / 5)  # a process that ends closes its connections one after another
+        time.sleep(POLL_INTERVAL / 5)  # a process that exits closes its connections one after another
         self._server.check()
-        question, until = self._store.add(_QUESTIONS, 1), time.monotonic() + PATIENCE
+        question, until = self._store.add(_QUESTIONS, 1), time.monotonic() + RESPONSE_TIMEOUT
         while waiting and time.monotonic() < until:
             for other in sorted(waiting):
                 self._server.check()
@@ -94,12 +100,14 @@ class Answering:
                     if answered >= question:
                         found[other] = doing
             waiting -= found.keys()
-            time.sleep(LOOKS_EVERY / 20 if waiting else 0)
+            time.sleep(POLL_INTERVAL / 20 if waiting else 0)
 
 
 class _Server:
-    """The process that serves a store: whether it has ended, asked over a connection of our own, which nothing is sent
-    over. Where the store itself finds out, torch logs some 20 lines of a C++ stack trace."""
+    """Monitor of the process that serves a store, over a separate idle connection.
+
+    Without it the store's own client would detect the exit, and torch would log about 20 lines of a C++ stack trace.
+    """
 
     def __init__(self, store: Any) -> None:
         self._socket: socket.socket | None = None
@@ -107,31 +115,38 @@ class _Server:
             store = store.underlying_store
         if isinstance(store, TCPStore):
             with suppress(OSError):
-                self._socket = socket.create_connection((store.host, store.port), timeout=PATIENCE)
+                self._socket = socket.create_connection((store.host, store.port), timeout=RESPONSE_TIMEOUT)
                 self._socket.setblocking(False)
 
     def close(self) -> None:
-        """Close the connection; `check` raises from then on."""
+        """Close the connection; later calls of `check` raise."""
         if self._socket is not None:
             self._socket.close()
 
     def check(self) -> None:
-        """Raise RuntimeError where it has ended."""
+        """Raise RuntimeError if the process has exited."""
         try:
-            ended = self._socket is not None and not self._socket.recv(1, socket.MSG_PEEK)
+            is_closed = self._socket is not None and not self._socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return
         except OSError:
-            ended = True
-        if ended:
-            raise RuntimeError("the process that serves the job's store has ended: start the job again")
+            is_closed = True
+        if is_closed:
+            raise RuntimeError("the process that serves the job's store has exited; start the job again")
 
 
 _answering: Answering | None = None
 
 
 def start_answering(world: dist.ProcessGroup, doing: Callable[[], str]) -> bool:
-    """Answer others from now on. Returns False where the answers in this default group have begun before."""
+    """Start the thread that responds to other ranks.
+
+    Args:
+        world: The default process group.
+        doing: Returns the response.
+    Returns:
+        False if the thread runs already for the current default group, else True.
+    """
     global _answering
     if _answering is not None and _answering.is_of_now():
         return False
@@ -139,23 +154,27 @@ def start_answering(world: dist.ProcessGroup, doing: Callable[[], str]) -> bool:
     return True
 
 
-def answers_of_others(rank: int) -> dict[int, str] | None:
-    """What the other ranks say that they do, of those that answer; None: the store gives no answer at all."""
+def request_answers(rank: int) -> dict[int, str] | None:
+    """Return the responses of other ranks by rank; None if the store does not respond, or no thread was started.
+
+    Args:
+        rank: This rank. Ranks that do not respond are missing in the result.
+    """
     answering = _answering
     if answering is None or not answering.is_of_now():
         return None
-    found, ended = dict[int, str](), threading.Event()
+    found, done = dict[int, str](), threading.Event()
 
     def ask() -> None:
-        with suppress(RuntimeError):  # the store's server has ended
+        with suppress(RuntimeError):  # raised if the process that serves the store has exited
             answering.ask(rank, found)
-            ended.set()
+            done.set()
 
-    # In a thread, because a store whose process is stopped would keep us for ever.
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(PATIENCE + LOOKS_EVERY)
-    return found.copy() if found or ended.is_set() else None
+    # In a thread, because a request to a stopped store process would block forever.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(RESPONSE_TIMEOUT + POLL_INTERVAL)
+    return found.copy() if found or done.is_set() else None
 
 
 @atexit.register
@@ -167,7 +186,7 @@ def _end() -> None:
 # Calls ----------------------------------------------------------------------------------------------------------------
 
 _IN_VAIN = "waited in vain"
-_GLOO_SAYS = ("gloo/transport", "Application timeout caused pair closure")  # the latter after a timeout before
+_GLOO_ERRORS = ("gloo/transport", "Application timeout caused pair closure")  # the second follows an earlier timeout
 _CPP_TRACE = ("Exception raised from ", "frame #", "C++ CapturedTraceback:")
 _SAME_CALLS = "Every rank must make the same calls in the same order"
 
@@ -175,7 +194,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Call(NamedTuple):
-    """A call of the public interface: its name, and its number among the calls of that name in its thread, from 1."""
+    """A call of the public interface.
+
+    Args:
+        name: Name of the function or method.
+        number: Number of the call among the calls of this name in its thread, from 1.
+    """
 
     name: str
     number: int
@@ -185,15 +209,21 @@ class Call(NamedTuple):
 
 
 class Caller(Protocol):
-    """A registry: among which ranks a call is made."""
+    """The interface of a registry that a call needs: its ranks, and this rank."""
 
     topology: Topology
     global_rank: int
 
 
 class _ThreadCalls:
-    """The calls of one thread: counts by name since the default group exists, the current outermost call, and the last one
-    that ended, with the type of its error."""
+    """The calls of one thread.
+
+    Attributes:
+        thread: Identifier of the thread.
+        counts: Number of calls per name since the default group was created.
+        current: The current outermost call, or None.
+        last: Name, number and error type (None: no error) of the last finished call, or None before the first.
+    """
 
     __slots__ = ("__weakref__", "counts", "current", "last", "thread")
 
@@ -207,27 +237,30 @@ class _ThreadCalls:
         self.last: tuple[str, int, type[BaseException] | None] | None = None
 
 
-class _Own(threading.local):
-    """The calls of the current thread."""
+class _CurrentThread(threading.local):
+    """Thread-local holder of the calls of the current thread."""
 
     def __init__(self) -> None:
         self.calls = _by_thread[threading.get_ident()] = _ThreadCalls()
 
 
 _by_thread: WeakValueDictionary[int, _ThreadCalls] = WeakValueDictionary()
-_own = _Own()
+_current_thread = _CurrentThread()
 
 
 class track_call:
-    """Context of a public call: an error of the transport in it becomes one that names the call of every rank. Within
-    another call of the same thread it does nothing.
+    """Context manager of a public call: if a collective fails in it, the error lists the current call of every rank.
+
+    Within another call of the same thread it has no effect.
 
     Args:
-        name: The name of the call.
-        registry: The ranks among which it is made.
+        name: Name of the call.
+        registry: Its topology's world is the set of ranks that make the call.
     Raises:
-        RuntimeError: From the transport's own error: a timeout, or a lost connection. It takes seconds.
-    Collectives: none. Host reads: none.
+        RuntimeError: A collective or the store failed: a timeout or a lost connection. Gathering the calls of other ranks
+            takes a few seconds.
+    Collectives: none.
+    Host synchronization: none.
     """
 
     __slots__ = ("_calls", "_name", "_number", "_registry")
@@ -236,7 +269,7 @@ class track_call:
         self._name, self._registry = name, registry
 
     def __enter__(self) -> None:
-        calls = _own.calls
+        calls = _current_thread.calls
         if calls.current is not None:
             self._calls: _ThreadCalls | None = None
             return
@@ -246,19 +279,19 @@ class track_call:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        calls = self._calls  # of the thread that entered: a generator may end in another one
+        calls = self._calls  # of the thread that entered, because a generator may be closed in another thread
         if calls is None:
             return
         try:
             if error is not None and self._registry.topology.world_size > 1 and is_transport_error(error):
                 kind = RuntimeError
-                raise RuntimeError(_explained(self.call, self._registry, error)) from _shortened(error)
+                raise RuntimeError(_explain(self.call, self._registry, error)) from _strip_cpp_trace(error)
         finally:
             calls.current, calls.last = None, (self._name, self._number, kind)
 
     @property
     def call(self) -> Call:
-        """Its name and number."""
+        """Return the name and number of the call."""
         return Call(self._name, self._number)
 
 
@@ -268,7 +301,7 @@ def in_call(registry: Caller, name: str) -> track_call:
 
 
 def public_call(method: F) -> F:
-    """A method of an object with a ``registry`` as a call of its name."""
+    """Decorate a method of an object with a ``registry``, so that it is tracked as a call of its name."""
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -279,7 +312,11 @@ def public_call(method: F) -> F:
 
 
 def public_constructor(init: F) -> F:
-    """A constructor whose second argument is a ``registry`` as a call of its class's name."""
+    """Decorate ``__init__``, so that it is tracked as a call with the name of its class.
+
+    The registry is the second positional argument after ``self``, or the keyword argument ``registry``. Calls without a
+    registry are not tracked.
+    """
 
     @wraps(init)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -291,55 +328,62 @@ def public_constructor(init: F) -> F:
 
 
 def current_call() -> str | None:
-    """The name of the call that this thread is in."""
-    current = _own.calls.current
+    """Return the name of this thread's current call, or None outside of any call."""
+    current = _current_thread.calls.current
     return None if current is None else current.call.name
 
 
 def check_same_call(calls: Sequence[str | None]) -> None:
-    """Raise RuntimeError unless all ranks are in a call of the same name; ``calls`` by rank."""
+    """Raise RuntimeError unless all ranks are in a call of the same name.
+
+    Args:
+        calls: Per global rank, the result of `current_call`.
+    """
     if len({*calls}) > 1:
         where: dict[str | None, list[int]] = {}
         for rank, call in enumerate(calls):
             where.setdefault(call, []).append(rank)
-        told = ", ".join(f"{named_ranks(ranks)} in {call}" for call, ranks in where.items())
-        raise RuntimeError(f"ranks meet in different calls: {told}. {_SAME_CALLS}")
+        listed = ", ".join(f"{named_ranks(ranks)} in {call}" for call, ranks in where.items())
+        raise RuntimeError(f"ranks meet in different calls: {listed}. {_SAME_CALLS}")
 
 
 def is_transport_error(error: BaseException | None) -> bool:
-    """Whether a collective failed, or the store, not what ranks computed: gloo's errors are plain RuntimeErrors."""
+    """Return True if ``error`` is a failure of a collective or of the store.
+
+    gloo raises plain RuntimeErrors, which are detected by their text. Errors that `track_call` raised return False.
+    """
     if isinstance(error, dist.DistError):
         return True
     text = str(error)
-    return type(error) is RuntimeError and _IN_VAIN not in text and any(said in text for said in _GLOO_SAYS)
+    return type(error) is RuntimeError and _IN_VAIN not in text and any(part in text for part in _GLOO_ERRORS)
 
 
 # The error ------------------------------------------------------------------------------------------------------------
 
 
-def _explained(call: Call, registry: Caller, error: BaseException) -> str:
+def _explain(call: Call, registry: Caller, error: BaseException) -> str:
     rank = registry.global_rank
-    waited = f"rank {rank} {_IN_VAIN} in {call}"
-    said = f"torch says: {printable(str(error).partition(chr(10))[0])}"
-    answers = answers_of_others(rank)
+    failure = f"rank {rank} {_IN_VAIN} in {call}"
+    reason = f"torch reports: {printable(str(error).partition(chr(10))[0])}"
+    answers = request_answers(rank)
     if answers is None:
-        return f"{waited}, and where the others are is not known: the job's store does not answer either. {said}"
+        return f"{failure}; the calls of other ranks are unknown, because the job's store does not respond. {reason}"
     others: dict[str, list[int]] = {}
     for other in range(registry.topology.world_size):
         if other != rank:
-            doing = answers.get(other, "no answer (the process has ended, or is stopped)")
+            doing = answers.get(other, "no response (the process has exited or is stopped)")
             others.setdefault(doing, []).append(other)
-    told = "; ".join(f"{named_ranks(of)}: {doing}" for doing, of in others.items())
-    given_up = f"(its last, {call}, raised RuntimeError)"
-    if all(doing == f"in {call}" or given_up in doing for doing in others):
-        why = "All came to the same call: a connection was lost, or one of them took longer than the timeout"
+    listed = "; ".join(f"{named_ranks(ranks)}: {doing}" for doing, ranks in others.items())
+    failed_there = f"(its last, {call}, raised RuntimeError)"
+    if all(doing == f"in {call}" or failed_there in doing for doing in others):
+        advice = "All ranks made the same call: a connection was lost, or a rank took longer than the timeout"
     else:
-        why = f"{_SAME_CALLS}, and none may stop before the others"
-    return f"{waited}; {told}. {why}. {said}"
+        advice = f"{_SAME_CALLS}, and no rank may stop before the others"
+    return f"{failure}; {listed}. {advice}. {reason}"
 
 
-def _shortened(error: BaseException) -> BaseException:
-    """Cut torch's C++ stack trace off the text of ``error``, in place, and return it."""
+def _strip_cpp_trace(error: BaseException) -> BaseException:
+    """Remove torch's C++ stack trace from the text of ``error``, in place, and return ``error``."""
     lines = str(error).splitlines()
     kept = list(takewhile(lambda line: not line.startswith(_CPP_TRACE), lines))
     if len(kept) < len(lines):
@@ -347,8 +391,8 @@ def _shortened(error: BaseException) -> BaseException:
     return error
 
 
-def _doing() -> str:
-    """What this process does now."""
+def _describe_activity() -> str:
+    """Return a description of the current calls of all threads, and of the user's code in the main thread."""
     main = threading.main_thread().ident or 0
     threads = {calls.thread: calls for ref in _by_thread.valuerefs() if (calls := ref()) is not None}
     current = {thread: calls.current.call for thread, calls in threads.items() if calls.current is not None}
@@ -359,14 +403,14 @@ def _doing() -> str:
         before = ""
         if last is not None:
             name, number, error = last
-            ended = "returned" if error is None else f"raised {error.__name__}"
-            before = f" (its last, {Call(name, number)}, {ended})"
-        doing = f"in no call of meshstep{before}, but {_place(sys._current_frames().get(main))}"
+            outcome = "returned" if error is None else f"raised {error.__name__}"
+            before = f" (its last, {Call(name, number)}, {outcome})"
+        doing = f"in no call of meshstep{before}, but {_locate_user_code(sys._current_frames().get(main))}"
     return ", and in a thread ".join([doing, *(f"in {other}" for other in current.values())])
 
 
-def _place(frame: FrameType | None) -> str:
-    """Where the user's own code is."""
+def _locate_user_code(frame: FrameType | None) -> str:
+    """Return file, line and function of the innermost frame of user code, or ``"ending"`` without a frame."""
     while frame is not None and frame.f_back is not None and _is_library(frame):
         frame = frame.f_back
     if frame is None:
@@ -385,8 +429,11 @@ def _ordinal(number: int) -> str:
 
 
 def answer_questions(world: dist.ProcessGroup) -> None:
-    """From now on, answer other ranks that ask what this one does; once for each default group, which counts anew."""
-    if start_answering(world, _doing):
+    """Start responding to other ranks with the current calls of this process.
+
+    The first call per default group starts the thread and resets the numbers of all calls. Further calls have no effect.
+    """
+    if start_answering(world, _describe_activity):
         for ref in _by_thread.valuerefs():
             if (calls := ref()) is not None:
                 calls.start_over()

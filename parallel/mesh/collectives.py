@@ -1,26 +1,29 @@
-"""Differentiable collectives over mesh axes: what a parallel layer does to its activations and to small parameters.
+"""Differentiable collectives over mesh axes, for the activations and small parameters of parallel layers.
 
-Every one is a linear map over the ranks of ``registry.group(*axes)``, and its backward is the adjoint map:
+Every collective is a linear map over the ranks of ``registry.group(*axes)``, and its backward is the adjoint map:
 
-    function            forward                   backward                 use it where
-    copy_to             identity                  all-reduce               a replicated tensor enters split work
+    function            forward                   backward                 use case
+    copy_to             identity                  all-reduce               a replicated tensor enters sharded computation
     reduce_from         all-reduce                identity                 partial sums become a replicated tensor
-    gather_from         all-gather                take own slice           pieces become a replicated tensor
-    scatter_to          take own slice            all-gather               a replicated tensor is split
-    all_gather_to       all-gather                reduce-scatter           pieces enter work that is split otherwise
-    reduce_scatter_to   reduce-scatter            all-gather               partial sums become pieces
-    broadcast_from      broadcast from one rank   reduce to that rank      one rank holds what all need
-    all_to_all          all-to-all                all-to-all, back         pieces go to the ranks that work on them
+    gather_from         all-gather                take own shard           shards become a replicated tensor
+    scatter_to          take own shard            all-gather               a replicated tensor is sharded
+    all_gather_to       all-gather                reduce-scatter           shards enter a different computation per rank
+    reduce_scatter_to   reduce-scatter            all-gather               partial sums become shards
+    broadcast_from      broadcast from one rank   reduce to that rank      all ranks need the tensor of one rank
+    all_to_all          all-to-all                reverse all-to-all       parts of shards move to other ranks
 
-`gather_from` and `all_gather_to` differ in what comes after: the same computation on every rank (each then has the
-whole gradient already, and keeps its slice), or a different one (the gradients are terms of a sum).
+Choose between `gather_from` and `all_gather_to` by the next computation. If it is the same on every rank, each rank already
+has the full gradient and keeps its shard: use `gather_from`. If it differs between ranks, each rank has a partial gradient,
+which must be summed: use `all_gather_to`.
 
-The backward is made of the same maps, so it can be differentiated again. Over a group of size 1 nothing happens, the
-tensor itself comes back, and torch.distributed need not be initialised. Dtypes pass through unchanged, under autocast
-too: a sum is made in the dtype of the tensor. With several axes, pieces are in group order: row-major over the axes in
-the order of the topology. None reads the host. Every rank of the group must call, with equal shapes (`all_to_all` takes
-others), and with a tensor that requires grad on all of them or on none. Only where a dim is said to be ``uneven``, or how
-long it is as a whole (``length``), its pieces are those of `torch.chunk`, over one axis.
+* Every rank of the group must call the function. The shapes must be equal on all ranks, except for `all_to_all`.
+* The tensor must require grad on all ranks of the group, or on none.
+* The backward consists of the same maps, so it can be differentiated again.
+* Over a group of size 1 the functions return the tensor itself, and ``torch.distributed`` need not be initialised.
+* The dtype is unchanged, also under autocast: sums are computed in the dtype of the tensor.
+* Over several axes, shards are in the order of the group: row-major over the axes in the order of the topology.
+* By default shards are equal. With ``uneven=True`` or ``length=`` they are the chunks of `torch.chunk` over one axis.
+* No function synchronizes with the host.
 """
 
 from __future__ import annotations
@@ -42,13 +45,20 @@ from .registry import ProcessGroupRegistry
 
 # Linear maps ----------------------------------------------------------------------------------------------------------
 
-# The linear maps over the ranks of a group that `collectives` is made of: what each does, and how autograd pairs them.
+# Each map as a plain function, and one autograd function that pairs a map with its adjoint.
 
 
 @dataclass(frozen=True)
 class Over:
-    """Where a map acts: the axes, the tensor dim that is split or joined, and the index in the group of the root; and the
-    name of the call that it is a part of, for the error of a rank that waits for the others in vain."""
+    """Arguments of a linear map, except the tensor.
+
+    Args:
+        registry: Provides the process group.
+        axes: Mesh axes of the group.
+        dim: Tensor dim (>= 0) along which the map splits or concatenates. Default: the first.
+        root: Index of the root in the group, for `broadcast` and `reduce_to_root`. Default: the first rank.
+        call: Name of the public call that the map is part of. It appears in the error of a rank whose collective fails.
+    """
 
     registry: ProcessGroupRegistry
     axes: tuple[str, ...]
@@ -69,7 +79,11 @@ class Over:
         return self.registry.rank(*self.axes)
 
     def piece(self, tensor: Tensor) -> int:
-        """The length of one rank's piece of ``tensor`` along the dim."""
+        """Return the length along the dim of one rank's shard of ``tensor``.
+
+        Raises:
+            ValueError: The dim's length is not a multiple of the group size.
+        """
         length = tensor.size(self.dim)
         if length % self.size:
             raise ValueError(
@@ -84,11 +98,11 @@ Map_ = TypeVar("Map_", bound=Callable[..., Tensor])
 
 
 def _collective(function: Map_) -> Map_:
-    """Make a map a public call, which an error of a rank that waits in vain names."""
+    """Track the map as the public call ``over.call``, so that the error of a failed collective names that call."""
 
     @wraps(function)
     def call(tensor: Tensor, over: Over, **options: Any) -> Tensor:
-        if torch.compiler.is_compiling():  # the compiler traces the collective alone
+        if torch.compiler.is_compiling():  # the compiler traces the collective without the call tracker
             return function(tensor, over, **options)
         with track_call(over.call, over.registry):
             return function(tensor, over, **options)
@@ -98,23 +112,23 @@ def _collective(function: Map_) -> Map_:
 
 @dataclass(frozen=True)
 class Cut:
-    """A dim as pieces, one for each rank of a group, in its order."""
+    """Lengths of the sections of one tensor dim, one section per rank in the order of the group."""
 
     dim: int
     sizes: list[int]
 
 
-# The maps themselves: not differentiable, out of place, for groups of more than one rank.
+# The maps are not differentiable and out of place, and need groups of more than one rank.
 
 
 def identity(tensor: Tensor, over: Over) -> Tensor:
-    """The tensor, as a view, so that autograd has a tensor of its own to return."""
+    """Return a view of the tensor, because an autograd function must not return its input itself."""
     return tensor.view_as(tensor)
 
 
 @_collective
 def all_reduce(tensor: Tensor, over: Over) -> Tensor:
-    """The sum over the group, of the same shape."""
+    """Return the sum over the group, with the shape of ``tensor``."""
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=over.group)
     return total
@@ -122,16 +136,16 @@ def all_reduce(tensor: Tensor, over: Over) -> Tensor:
 
 @_collective
 def all_gather(tensor: Tensor, over: Over) -> Tensor:
-    """All pieces, joined along the dim: [..., length, ...] -> [..., size * length, ...]."""
+    """Concatenate the shards of all ranks along the dim: [..., length, ...] -> [..., size * length, ...]."""
     pieces = tensor.new_empty((over.size, *tensor.shape))
-    # Flat: gloo refuses buffers with the extra dim.
+    # Flat views, because gloo rejects buffers with the extra dim.
     all_gather_flat(pieces.view(-1), tensor.contiguous().view(-1), over.group)
     return pieces.movedim(0, over.dim).flatten(over.dim, over.dim + 1)
 
 
 @_collective
 def reduce_scatter(tensor: Tensor, over: Over) -> Tensor:
-    """This rank's piece of the sum over the group: [..., size * length, ...] -> [..., length, ...]."""
+    """Return this rank's shard of the sum over the group: [..., size * length, ...] -> [..., length, ...]."""
     length = over.piece(tensor)
     before, after = tensor.shape[: over.dim], tensor.shape[over.dim + 1 :]
     pieces = tensor.reshape(*before, over.size, length, *after).movedim(over.dim, 0).contiguous()
@@ -141,16 +155,16 @@ def reduce_scatter(tensor: Tensor, over: Over) -> Tensor:
 
 
 def own_slice(tensor: Tensor, over: Over) -> Tensor:
-    """This rank's piece along the dim: [..., size * length, ...] -> [..., length, ...]; no collective."""
+    """Return this rank's shard along the dim, without a collective: [..., size * length, ...] -> [..., length, ...]."""
     length = over.piece(tensor)
     return tensor.narrow(over.dim, over.rank * length, length).contiguous()
 
 
 @_collective
 def broadcast(tensor: Tensor, over: Over) -> Tensor:
-    """What the root has; the others give a tensor of its shape and dtype."""
+    """Return the root's tensor. Other ranks pass any tensor of the same shape and dtype."""
     if over.rank == over.root:
-        # Not the tensor itself: torch 2.13 would give its gradient the parameter's grad_dtype, on the root alone.
+        # Detached, because torch 2.13 would give the gradient the parameter's grad_dtype on the root only.
         received = tensor.detach().contiguous()
     else:
         received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -160,7 +174,7 @@ def broadcast(tensor: Tensor, over: Over) -> Tensor:
 
 @_collective
 def reduce_to_root(tensor: Tensor, over: Over) -> Tensor:
-    """The sum over the group on the root, zeros elsewhere."""
+    """Return the sum over the group on the root, and zeros on other ranks."""
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.reduce(total, group_dst=over.root, group=over.group)
     return total if over.rank == over.root else total.zero_()
@@ -168,7 +182,14 @@ def reduce_to_root(tensor: Tensor, over: Over) -> Tensor:
 
 @_collective
 def exchange(tensor: Tensor, over: Over, cut: Cut, joined: Cut) -> Tensor:
-    """Piece i of the tensor, as ``cut`` says, goes to rank i; the pieces that come from all ranks, ``joined``."""
+    """Send section i of ``tensor`` to rank i of the group, and concatenate the received sections.
+
+    Args:
+        tensor: Its dim ``cut.dim`` has length ``sum(cut.sizes)``.
+        over: The group.
+        cut: Sections to send, per receiving rank.
+        joined: Sections to receive, per sending rank, and the dim along which they are concatenated.
+    """
     sent = tensor.split(cut.sizes, cut.dim)
     shapes = [list(sent[over.rank].shape) for _ in range(over.size)]
     for shape, length in zip(shapes, joined.sizes, strict=True):
@@ -181,7 +202,7 @@ def exchange(tensor: Tensor, over: Over, cut: Cut, joined: Cut) -> Tensor:
 
 
 class _LinearMap(torch.autograd.Function):
-    """Applies ``forward_map``; the backward applies ``backward_map``, its adjoint, as another of these."""
+    """Autograd function of ``forward_map``; its backward applies the adjoint, ``backward_map``, as a `_LinearMap` too."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, forward_map: Map, backward_map: Map, over: Over) -> Tensor:
@@ -194,7 +215,7 @@ class _LinearMap(torch.autograd.Function):
 
 
 def apply(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over) -> Tensor:
-    """``forward_map`` of the tensor, whose adjoint is ``backward_map``; itself over a group of size 1."""
+    """Apply ``forward_map`` with ``backward_map`` as its backward. Return ``tensor`` itself over a group of size 1."""
     if over.size == 1:
         return tensor
     result: Tensor = _LinearMap.apply(tensor, forward_map, backward_map, over)
@@ -202,7 +223,11 @@ def apply(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over) -> Te
 
 
 def along(tensor: Tensor, registry: ProcessGroupRegistry, axes: tuple[str, ...], dim: int, call: str) -> Over:
-    """Where a map acts that cuts or joins ``dim``. ValueError where the tensor has no such dim."""
+    """Return the `Over` of a map that splits or concatenates ``dim``, which may be negative.
+
+    Raises:
+        ValueError: ``dim`` is out of range for ``tensor``.
+    """
     if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(
             f"dim {dim} is out of range for a tensor of shape {tuple(tensor.shape)}; give one of its {tensor.dim()} dims"
@@ -214,55 +239,80 @@ def along(tensor: Tensor, registry: ProcessGroupRegistry, axes: tuple[str, ...],
 
 
 def copy_to(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str) -> Tensor:
-    """A replicated tensor on its way into work that is split over ``axes``; its gradient is summed over them.
+    """Return a replicated tensor unchanged, and sum its gradient over ``axes`` in backward.
 
+    Use it where a replicated tensor enters a computation that is sharded over ``axes``.
+
+        hidden = copy_to(hidden, registry, "tensor")    # before a column-parallel matmul
+
+    Args:
+        tensor: Equal on all ranks of the group; any shape and dtype.
+        registry: Provides the process group.
+        axes: Mesh axes of the group.
+    Returns:
+        A view of ``tensor``; ``tensor`` itself if the group has size 1.
     Collectives: none in forward, one all-reduce in backward.
+    Host synchronization: none.
     """
     return apply(tensor, identity, all_reduce, Over(registry, axes, call="copy_to"))
 
 
 def reduce_from(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str) -> Tensor:
-    """The sum of every rank's ``tensor`` over ``axes``, on every rank.
+    """Sum ``tensor`` over ``axes`` and return the sum on every rank.
 
+        output = reduce_from(partial_output, registry, "tensor")    # after a row-parallel matmul
+
+    Args:
+        tensor: This rank's term of the sum; the shape and dtype are equal on all ranks.
+        registry: Provides the process group.
+        axes: Mesh axes of the group.
+    Returns:
+        The sum, a new tensor; ``tensor`` itself if the group has size 1.
     Collectives: one all-reduce in forward, none in backward.
+    Host synchronization: none.
     """
     return apply(tensor, all_reduce, identity, Over(registry, axes, call="reduce_from"))
 
 
-def _joined(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over, length: int | None) -> Tensor:
-    """Pieces are joined; uneven ones as equal ones, the padding of which comes last."""
+def _concatenate(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over, length: int | None) -> Tensor:
+    """Apply a map that concatenates shards. With ``length`` uneven shards are padded, and the result is narrowed to it."""
     if length is None:
         return apply(tensor, forward_map, backward_map, over)
     chunk, piece = _chunk(length, over)
     if tensor.size(over.dim) != piece:
         raise ValueError(
-            f"dim {over.dim} of a tensor of shape {tuple(tensor.shape)} is no piece of length={length} over "
-            f"{over.axes[0]}={over.size}: this rank's has {piece}; give the "
-            "length of the whole dim, and the piece that shard or scatter_to(uneven=True) makes"
+            f"dim {over.dim} of a tensor of shape {tuple(tensor.shape)} has length {tensor.size(over.dim)}, but this "
+            f"rank's shard of length={length} over {over.axes[0]}={over.size} has {piece}; give the length of the full "
+            "dim, and the shard that shard(uneven=True) or scatter_to(uneven=True) returns"
         )
-    return apply(_padded(tensor, over, chunk), forward_map, backward_map, over).narrow(over.dim, 0, length)
+    return apply(_pad(tensor, over, chunk), forward_map, backward_map, over).narrow(over.dim, 0, length)
 
 
-def _cut(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over, uneven: bool) -> Tensor:
+def _split(tensor: Tensor, forward_map: Map, backward_map: Map, over: Over, uneven: bool) -> Tensor:
+    """Apply a map that splits a dim. With ``uneven`` the dim is padded, and the result is narrowed to this rank's chunk."""
     if not uneven:
         return apply(tensor, forward_map, backward_map, over)
     chunk, piece = _chunk(tensor.size(over.dim), over)
-    padded = _padded(tensor, over, chunk * over.size)
+    padded = _pad(tensor, over, chunk * over.size)
     return apply(padded, forward_map, backward_map, over).narrow(over.dim, 0, piece)
 
 
 def _chunk(length: int, over: Over) -> tuple[int, int]:
-    """The length of all pieces but late ones, and of this rank's."""
+    """Return the length of the first chunk that `torch.chunk` makes of ``length``, and of this rank's chunk.
+
+    Raises:
+        ValueError: ``over`` has several axes.
+    """
     if len(over.axes) != 1:
         raise ValueError(
-            f"uneven pieces over {' x '.join(over.axes)}: they are those of one axis; call once for each, the slowest "
-            "axis first where a tensor is cut, and last where pieces are joined"
+            f"uneven shards are along {' x '.join(over.axes)}, but must be along one axis; call the function once per "
+            "axis: start with the slowest axis to split a tensor, and end with it to concatenate shards"
         )
     chunk = -(-length // over.size)
     return chunk, max(min(chunk, length - over.rank * chunk), 0)
 
 
-def _padded(tensor: Tensor, over: Over, length: int) -> Tensor:
+def _pad(tensor: Tensor, over: Over, length: int) -> Tensor:
     missing = length - tensor.size(over.dim)
     if not missing:
         return tensor
@@ -272,61 +322,115 @@ def _padded(tensor: Tensor, over: Over, length: int) -> Tensor:
 def gather_from(
     tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, dim: int, length: int | None = None
 ) -> Tensor:
-    """The pieces over ``axes`` joined along ``dim``, for work that every rank does alike.
+    """Concatenate the shards of all ranks along ``dim``, for a computation that is the same on every rank.
+
+        logits = gather_from(logits, registry, "tensor", dim=-1)
 
     Args:
-        length: Of the joined dim, where its pieces over one axis are uneven.
+        tensor: This rank's shard; any dtype.
+        registry: Provides the process group.
+        axes: Mesh axes of the group.
+        dim: Tensor dim that is sharded over ``axes``; may be negative.
+        length: Length of the full dim, for uneven shards over one axis. None: shards are equal.
+    Returns:
+        The full tensor, on every rank.
+    Raises:
+        ValueError: ``dim`` is out of range; or ``length`` is given, and the shard is not this rank's chunk of it or there
+            are several axes.
     Collectives: one all-gather in forward, none in backward.
+    Host synchronization: none.
     """
-    return _joined(tensor, all_gather, own_slice, along(tensor, registry, axes, dim, "gather_from"), length)
+    return _concatenate(tensor, all_gather, own_slice, along(tensor, registry, axes, dim, "gather_from"), length)
 
 
 def scatter_to(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, dim: int, uneven: bool = False) -> Tensor:
-    """This rank's piece along ``dim`` of a tensor that is replicated over ``axes``.
+    """Return this rank's shard along ``dim`` of a tensor that is replicated over ``axes``.
+
+        hidden = scatter_to(hidden, registry, "tensor", dim=-1)
 
     Args:
-        uneven: The dim need not divide over the one axis. For features; a batch has unequal means then.
+        tensor: Equal on all ranks of the group; any shape and dtype.
+        registry: Provides the process group.
+        axes: Mesh axes of the group.
+        dim: Tensor dim to shard; may be negative.
+        uneven: Make the chunks of `torch.chunk` over one axis. False: the dim must be a multiple of the group size. Do not
+            use it for the batch dim, because ranks would average over different numbers of samples.
+    Returns:
+        The shard; ``tensor`` itself if the group has size 1.
     Raises:
-        ValueError: The dim doesn't divide over the axes, and ``uneven`` isn't said.
+        ValueError: ``dim`` is out of range; its length is not a multiple of the group size, and ``uneven`` is False; or
+            ``uneven`` is True with several axes.
     Collectives: none in forward, one all-gather in backward.
+    Host synchronization: none.
     """
-    return _cut(tensor, own_slice, all_gather, along(tensor, registry, axes, dim, "scatter_to"), uneven)
+    return _split(tensor, own_slice, all_gather, along(tensor, registry, axes, dim, "scatter_to"), uneven)
 
 
 def all_gather_to(
     tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, dim: int, length: int | None = None
 ) -> Tensor:
-    """The pieces over ``axes`` joined along ``dim``, for work that is different on every rank.
+    """Concatenate the shards of all ranks along ``dim``, for a computation that differs between ranks.
+
+        hidden = all_gather_to(hidden, registry, "tensor", dim=1)    # sequence parallel, before a column-parallel matmul
 
     Args:
-        length: As in `gather_from`.
+        tensor: This rank's shard; any dtype.
+        registry: Provides the process group.
+        axes: Mesh axes of the group.
+        dim: Tensor dim that is sharded over ``axes``; may be negative.
+        length: Length of the full dim, for uneven shards over one axis. None: shards are equal.
+    Returns:
+        The full tensor, on every rank. Its gradient is summed over ``axes`` and sharded in backward.
+    Raises:
+        ValueError: As in `gather_from`.
     Collectives: one all-gather in forward, one reduce-scatter in backward.
+    Host synchronization: none.
     """
-    return _joined(tensor, all_gather, reduce_scatter, along(tensor, registry, axes, dim, "all_gather_to"), length)
+    return _concatenate(tensor, all_gather, reduce_scatter, along(tensor, registry, axes, dim, "all_gather_to"), length)
 
 
 def reduce_scatter_to(
     tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, dim: int, uneven: bool = False
 ) -> Tensor:
-    """This rank's piece along ``dim`` of the sum of every rank's ``tensor`` over ``axes``.
+    """Sum ``tensor`` over ``axes`` and return this rank's shard of the sum along ``dim``.
+
+        hidden = reduce_scatter_to(partial_hidden, registry, "tensor", dim=1)    # after a row-parallel matmul
 
     Args:
-        uneven: As in `scatter_to`.
+        tensor: This rank's term of the sum; the shape and dtype are equal on all ranks.
+        registry: Provides the process group.
+        axes: Mesh axes of the group.
+        dim: Tensor dim to shard; may be negative.
+        uneven: Make the chunks of `torch.chunk` over one axis. False: the dim must be a multiple of the group size.
+    Returns:
+        The shard; ``tensor`` itself if the group has size 1.
     Raises:
-        ValueError: The dim doesn't divide over the axes, and ``uneven`` isn't said.
+        ValueError: As in `scatter_to`.
     Collectives: one reduce-scatter in forward, one all-gather in backward.
+    Host synchronization: none.
     """
-    return _cut(tensor, reduce_scatter, all_gather, along(tensor, registry, axes, dim, "reduce_scatter_to"), uneven)
+    return _split(tensor, reduce_scatter, all_gather, along(tensor, registry, axes, dim, "reduce_scatter_to"), uneven)
 
 
 def broadcast_from(tensor: Tensor, registry: ProcessGroupRegistry, *axes: str, root: int = 0) -> Tensor:
-    """The tensor of the rank with index ``root`` in the group over ``axes``, on every rank of it.
+    """Return the tensor of the root rank on every rank of the group over ``axes``.
 
-    The other ranks give any tensor of equal shape and dtype, which *requires grad if the root's does*, or they would
-    stay away from the reduction in backward and leave the root waiting. There the root gets the sum of all gradients,
-    the others zeros.
+    In backward the root receives the sum of all gradients, and other ranks receive zeros.
 
+        weight = broadcast_from(weight, registry, "row", root=0)
+
+    Args:
+        tensor: On the root, the tensor to send. On other ranks, any tensor of the same shape and dtype. It *must require
+            grad if the root's tensor does*: otherwise the reduce in backward is not called there, and the root waits.
+        registry: Provides the process group.
+        axes: Mesh axes of the group.
+        root: Index of the root in the group. Default: the first rank.
+    Returns:
+        The root's tensor; ``tensor`` itself if the group has size 1.
+    Raises:
+        ValueError: ``root`` is not an index of the group.
     Collectives: one broadcast in forward, one reduce in backward.
+    Host synchronization: none.
     """
     size = registry.size(*axes)
     if not 0 <= root < size:
@@ -343,43 +447,53 @@ def all_to_all(
     split_sizes: Sequence[int] | None = None,
     concat_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Cut along ``split_dim`` into a piece for each rank of the group over ``axes``; the pieces for this rank, from all of
-    them, joined along ``concat_dim``.
+    """Split ``tensor`` along ``split_dim``, send one section to each rank, and concatenate the received sections.
 
-        all_to_all(tokens, registry, "expert", split_dim=0, split_sizes=sent, concat_sizes=received)  # to their experts
-        all_to_all(heads, registry, "cp", split_dim=1, concat_dim=2)  # from all heads of some tokens to some of all
+        # Send tokens to the ranks of their experts:
+        all_to_all(tokens, registry, "expert", split_dim=0, split_sizes=sent, concat_sizes=received)
+        # From all heads of this rank's tokens to some heads of all tokens:
+        all_to_all(heads, registry, "cp", split_dim=1, concat_dim=2)
 
     Args:
-        tensor: Any dtype. Ranks may give tensors of different lengths along ``concat_dim``; none at all is a length, too.
-        concat_dim: By default ``split_dim``.
-        split_sizes: Lengths along ``split_dim`` of the pieces, in group order; by default equal ones. Where the two dims
-            differ, every rank gives the same.
-        concat_sizes: Lengths along ``concat_dim`` of the pieces that come, what their senders say; by default all as long
-            as this rank's own. Ranks that don't know them send each other the numbers first.
-
+        tensor: Any dtype. Its length along ``concat_dim`` may differ between ranks, and may be 0.
+        registry: Provides the process group.
+        axes: Mesh axes of the group.
+        split_dim: Tensor dim to split; may be negative.
+        concat_dim: Tensor dim along which received sections are concatenated. None: ``split_dim``.
+        split_sizes: Length along ``split_dim`` of the section for each rank, in the order of the group. None: equal
+            sections. If ``concat_dim`` differs from ``split_dim``, all ranks must pass the same sizes.
+        concat_sizes: Length along ``concat_dim`` of the section from each rank, as the sender's tensor has it. None: the
+            length of this rank's own section for every rank. If the lengths are not known, exchange them first.
+    Returns:
+        The received sections, concatenated in the order of the group.
     Raises:
-        ValueError: Sizes are not one a rank, don't add up to the dim's length, or are missing; the dim doesn't divide.
-    Collectives: one all-to-all in forward, one in backward, with the sizes changed about.
+        ValueError: Sizes have another length than the group, or do not add up to the dim's length; ``concat_sizes`` is
+            missing; a dim is out of range; or the dim is not a multiple of the group size and ``split_sizes`` is None.
+    Collectives: one all-to-all in forward, one in backward with the sizes exchanged.
+    Host synchronization: none.
     """
     over = along(tensor, registry, axes, split_dim, "all_to_all")
     target = over.dim if concat_dim is None else along(tensor, registry, axes, concat_dim, "all_to_all").dim
     sent = [over.piece(tensor)] * over.size if split_sizes is None else list(split_sizes)
     if concat_sizes is None and split_sizes is not None and target == over.dim:
-        raise ValueError("pieces of other sizes than equal ones: give concat_sizes too, what comes from each rank")
+        raise ValueError(
+            "split_sizes is given without concat_sizes, so the lengths of the received sections are unknown; give "
+            "concat_sizes too, one length per rank of the group"
+        )
     own = sent[over.rank] if target == over.dim and len(sent) == over.size else tensor.size(target)
     received = [own] * over.size if concat_sizes is None else list(concat_sizes)
     for name, sizes in (("split_sizes", sent), ("concat_sizes", received)):
         if len(sizes) != over.size or min(sizes) < 0:
-            raise ValueError(f"{name} is {sizes}; give a length >= 0 for each of the {over.size} ranks of the group")
+            raise ValueError(f"{name} is {sizes}; give one length >= 0 per rank of the group of {over.size} ranks")
     if sum(sent) != tensor.size(over.dim):
         raise ValueError(
-            f"split_sizes {sent} don't add up to dim {over.dim} of a tensor of shape {tuple(tensor.shape)}; give "
-            f"lengths that make up {tensor.size(over.dim)}"
+            f"split_sizes {sent} add up to {sum(sent)}, but dim {over.dim} of a tensor of shape {tuple(tensor.shape)} has "
+            f"length {tensor.size(over.dim)}; give lengths that add up to {tensor.size(over.dim)}"
         )
     if received[over.rank] != own:
         raise ValueError(
-            f"concat_sizes says that this rank sends itself {received[over.rank]}, but its piece has {own}; give what "
-            "each rank has for this one in its split_sizes"
+            f"concat_sizes has length {received[over.rank]} for this rank's own section, but that section has length "
+            f"{own}; give the lengths that the ranks of the group pass in split_sizes for this rank"
         )
     cut, joined = Cut(over.dim, sent), Cut(target, received)
     return apply(tensor, partial(exchange, cut=cut, joined=joined), partial(exchange, cut=joined, joined=cut), over)

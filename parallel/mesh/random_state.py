@@ -1,7 +1,8 @@
-"""The states of this process's global random number generators: taken, put back, kept and seeded, in one place.
+"""Read, restore, check and seed the global random number generators of this process.
 
-They are Python's, torch's on the CPU and, as far as they are in use, numpy's and that of torch's current GPU. Nobody can
-draw from numpy's who has not imported numpy, so nobody here imports it.
+The generators are Python's, torch's CPU generator, NumPy's, and the generator of torch's current GPU. The GPU generator is
+skipped before CUDA is initialised. NumPy's generator is skipped until another module imports NumPy: before that, no code
+can draw from it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from ..mesh.value_checks import anything, check_count, check_number, check_text,
 
 
 def random_state() -> dict[str, Any]:
-    """Of all of them, in containers that ``torch.load(weights_only=True)`` reads. Host reads: one, of a GPU's generator."""
+    """Return the states of all generators, in containers that ``torch.load(weights_only=True)`` reads.
+
+    Returns:
+        The states by generator: ``"python"``, ``"cpu"``, and ``"numpy"`` and ``"cuda"`` if these are in use.
+    Host synchronization: once, for the state of the GPU generator.
+    """
     state = cpu_random_state()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -26,7 +32,10 @@ def random_state() -> dict[str, Any]:
 
 
 def cpu_random_state() -> dict[str, Any]:
-    """As `random_state`, without the GPU's. Host reads: none."""
+    """Return the states as `random_state` does, without the GPU generator.
+
+    Host synchronization: none.
+    """
     state: dict[str, Any] = {"python": random.getstate(), "cpu": torch.get_rng_state()}
     if numpy := sys.modules.get("numpy"):
         kind, keys, *rest = numpy.random.get_state()
@@ -35,7 +44,11 @@ def cpu_random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Continue from what `random_state` or `cpu_random_state` returned, as far as this process has such generators."""
+    """Restore the states that `random_state` or `cpu_random_state` returned.
+
+    Args:
+        state: By generator. States of generators that this process does not have (NumPy, CUDA) are ignored.
+    """
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(state["cpu"])
@@ -46,7 +59,11 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def check_random_state(state: object) -> None:
-    """Raise ValueError where `set_random_state` can't take ``state``: each part is set in a generator of its own."""
+    """Raise ValueError if `set_random_state` can't restore ``state``; the global generators are unchanged.
+
+    Each state is restored into a temporary generator. States of generators that this process does not have are not
+    checked.
+    """
     fields({"python": items(check_count, list_of(check_count), anything), "cpu": anything})(state, "the random state")
     assert isinstance(state, dict)
     version, numbers, gauss = state["python"]
@@ -63,12 +80,18 @@ def check_random_state(state: object) -> None:
     except ValueError:
         raise
     except Exception as problem:
-        raise ValueError(f"the state of a random number generator is none: {str(problem).splitlines()[0]}") from None
+        raise ValueError(
+            f"the saved state of a random number generator can't be restored: {str(problem).splitlines()[0]}; take another "
+            "checkpoint"
+        ) from None
 
 
 @contextmanager
 def cpu_random_state_kept() -> Iterator[None]:
-    """Put the CPU generators back as they were, whatever is drawn within. Host reads: none."""
+    """Restore the CPU generators at the end of the ``with`` block, so that draws in the block leave no trace.
+
+    Host synchronization: none.
+    """
     state = cpu_random_state()
     try:
         yield
@@ -77,10 +100,10 @@ def cpu_random_state_kept() -> Iterator[None]:
 
 
 def seed_cpu_generators(seed: int) -> None:
-    """Seed Python's, torch's CPU and numpy's generator, and no GPU's.
+    """Seed the generators of Python, torch (CPU) and NumPy; GPU generators are unchanged.
 
     Args:
-        seed: 0..2^32-1, which is what numpy takes.
+        seed: 0..2^32-1, the range that NumPy accepts.
     """
     torch.default_generator.manual_seed(seed)
     random.seed(seed)

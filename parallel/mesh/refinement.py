@@ -1,11 +1,11 @@
-"""The axes that several device meshes of the same ranks have in common: their refinement.
+"""The common refinement of several device meshes over the same ranks: axes of which every mesh dim is a product.
 
-    dense    (data=4, tensor=2)     strides 2, 1     data    = edp x data_1      tensor
-    experts  (edp=2, expert=4)      strides 4, 1     edp     expert = data_1 x tensor
-                                                     edp=2, data_1=2, tensor=2
+    mesh     dims                   strides     dims as products of the axes edp=2, data_1=2, tensor=2
+    dense    (data=4, tensor=2)     2, 1        data = edp x data_1      tensor
+    experts  (edp=2, expert=4)      4, 1        edp                      expert = data_1 x tensor
 
-Numbers of ranks are read in mixed radix. A dim of size n and stride s is the digits from s to s * n; all these ends,
-sorted, are those of the axes, if each divides the next one.
+A rank number is read as a mixed-radix number. A dim of size n and stride s covers the digits from s to s * n. The axes are
+the intervals between the sorted bounds of all dims; each bound must divide the next one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ Ranks = tuple[int, ...]
 
 
 class Dim(NamedTuple):
-    """A dim of a device mesh as one rank sees it: its mesh's number, its name, and the ranks along it, in order."""
+    """A dim of a device mesh at one rank's coordinate.
+
+    Args:
+        mesh: Index of the mesh.
+        name: Name of the dim.
+        ranks: Global ranks along the dim, in its order.
+    """
 
     mesh: int
     name: str
@@ -30,13 +36,14 @@ class Dim(NamedTuple):
 
 
 def agreed_dims(meshes: Sequence[DeviceMesh]) -> list[list[Dim]]:
-    """Of each rank of the world, the dims of the meshes that it is in.
+    """Gather `dims_of` from every rank of the world and return the results by global rank.
 
     Raises:
         ValueError: On every rank: a mesh has no dim names.
-    Collectives: an object all-gather over the world.
+    Collectives: one object all-gather over the world.
+    Host synchronization: yes.
     """
-    import torch.distributed as dist  # most that a topology is for needs no torch
+    import torch.distributed as dist  # imported here, because a topology alone needs no torch
 
     mine: list[Dim] | str = []
     try:
@@ -52,7 +59,7 @@ def agreed_dims(meshes: Sequence[DeviceMesh]) -> list[list[Dim]]:
 
 
 def dims_of(meshes: Sequence[DeviceMesh]) -> list[Dim]:
-    """The dims of the meshes that this rank is in.
+    """Return the dims of all meshes that contain this rank.
 
     Raises:
         ValueError: A mesh has no dim names.
@@ -61,32 +68,36 @@ def dims_of(meshes: Sequence[DeviceMesh]) -> list[Dim]:
     for number, mesh in enumerate(meshes):
         names, at = mesh.mesh_dim_names, mesh.get_coordinate()
         if names is None:
-            raise ValueError(f"{mesh} has no dim names; make it with mesh_dim_names=('data', 'tensor') or the like")
+            raise ValueError(
+                f"{mesh} has no dim names; make it with names, for example mesh_dim_names=('data', 'tensor')"
+            )
         for index, name in enumerate(names) if at is not None else ():
             found.append(Dim(number, name, ranks_along(mesh, index)))
     return found
 
 
 def ranks_along(mesh: DeviceMesh, index: int) -> Ranks:
-    """The ranks along a dim of a mesh that this rank is in, in order."""
+    """Return the global ranks along dim number ``index`` of a mesh that contains this rank, in the dim's order."""
     at = mesh.get_coordinate() or ()
     return tuple(mesh.mesh[tuple(slice(None) if i == index else where for i, where in enumerate(at))].tolist())
 
 
 def refined(views: Sequence[Sequence[Dim]]) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
-    """The sizes of the axes, slowest first, and the axes of the aliases.
+    """Return the axes of the common refinement and the aliases for mesh dims.
 
-    A dim that is an axis gives it its name, if it is the first; other dims are aliases. An axis that is no dim is named
-    after the first one that it is a part of, and its place in that: ``data_1``.
+    An axis that equals a mesh dim has the name of the first such dim; further names of it become aliases. Any other axis is
+    named after the first dim that contains it, with its position in that dim: ``data_1``.
 
     Args:
-        views: Of each rank of the world.
+        views: Per global rank, the dims that contain it, as `agreed_dims` returns them.
+    Returns:
+        Size per axis, slowest first; and per alias the axes of which it is the product.
     Raises:
-        ValueError: The groups along a dim are not alike, or no grid; or those of several dims don't nest; dims of one name
-            differ; or ranks are along no dim.
+        ValueError: The groups along a dim have different sizes or strides, or are not a grid; dims do not nest; dims with
+            the same name differ; or ranks are along no dim of any mesh.
     """
     world = len(views)
-    steps = {dim: _steps(dim, found) for dim, found in _by_dim(views).items()}
+    steps = {dim: _grid_steps(dim, found) for dim, found in _groups_by_dim(views).items()}
     ends = {1: "1", world: f"the world of {world}"}
     for (_, name), found in steps.items():
         for size, stride in found:
@@ -96,13 +107,13 @@ def refined(views: Sequence[Sequence[Dim]]) -> tuple[dict[str, int], dict[str, t
     for small, large in pairwise(digits):
         if large % small:
             raise ValueError(
-                f"the meshes don't nest: {small}, {ends[small]}, doesn't divide {large}, {ends[large]}, so no axes make up "
-                "both; lay them out so that the groups of one are made of whole groups of the other"
+                f"the meshes don't nest: {small}, {ends[small]}, doesn't divide {large}, {ends[large]}, so no common axes "
+                "exist; lay the meshes out so that each group of one mesh consists of complete groups of the other"
             )
     atoms = list(pairwise(digits))[::-1]  # slowest first
 
-    def within(found: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-        """The numbers of the atoms that steps are made of, in their order."""
+    def atoms_of(found: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+        """Return the indices of the atoms whose product the steps are, in the order of the steps."""
         parts = (
             i
             for size, stride in found
@@ -111,7 +122,7 @@ def refined(views: Sequence[Sequence[Dim]]) -> tuple[dict[str, int], dict[str, t
         )
         return tuple(parts)
 
-    parts = _by_name({dim: within(found) for dim, found in steps.items()})
+    parts = _atoms_by_name({dim: atoms_of(found) for dim, found in steps.items()})
     names: dict[int, str] = {}
     for name, numbers in parts.items():
         if len(numbers) == 1:
@@ -122,16 +133,16 @@ def refined(views: Sequence[Sequence[Dim]]) -> tuple[dict[str, int], dict[str, t
     for number, (low, high) in enumerate(atoms):
         if number not in names:
             raise ValueError(
-                f"ranks {tuple(range(0, high, low))} are along no dim of the meshes given, so nothing says what they share:"
-                " give the mesh that has them too"
+                f"ranks {tuple(range(0, high, low))} are along no dim of these meshes, so their axis is unknown; give a "
+                "mesh with a dim along these ranks too"
             )
     axes = {names[number]: high // low for number, (low, high) in enumerate(atoms)}
     axes |= {name: 1 for name, numbers in parts.items() if not numbers}
     return axes, {name: tuple(names[i] for i in numbers) for name, numbers in parts.items() if name not in axes}
 
 
-def _by_dim(views: Sequence[Sequence[Dim]]) -> dict[tuple[int, str], list[Ranks]]:
-    """The groups along each dim of each mesh."""
+def _groups_by_dim(views: Sequence[Sequence[Dim]]) -> dict[tuple[int, str], list[Ranks]]:
+    """Return the distinct groups of ranks per (mesh index, dim name)."""
     found: dict[tuple[int, str], list[Ranks]] = {}
     for dims in views:
         for mesh, name, ranks in dims:
@@ -141,27 +152,31 @@ def _by_dim(views: Sequence[Sequence[Dim]]) -> dict[tuple[int, str], list[Ranks]
     return dict(sorted(found.items(), key=lambda item: item[0][0]))
 
 
-def _steps(dim: tuple[int, str], groups: Sequence[Ranks]) -> list[tuple[int, int]]:
-    """(size, stride) pairs, slowest first, of the one grid that all groups along a dim are."""
+def _grid_steps(dim: tuple[int, str], groups: Sequence[Ranks]) -> list[tuple[int, int]]:
+    """Return the (size, stride) pairs, slowest first, of the grid that every group along a dim is."""
     first, (_, name) = groups[0], dim
     for group in groups:
         if [rank - group[0] for rank in group] != [rank - first[0] for rank in first]:
             raise ValueError(
-                f"the groups along {name!r} are not alike: ranks {first} and {group}. Axes make groups of one size and "
-                "stride for all ranks: uneven ones (a stage with more tensor ranks than another) are no product of axes; "
-                "give meshes whose groups are alike"
+                f"the groups along {name!r} have different sizes or strides: ranks {first} and ranks {group}. Groups along "
+                "an axis have the same size and strides on all ranks; for example, all stages need the same number of "
+                "tensor ranks. Give meshes whose groups have the same size and strides"
             )
     steps = steps_of(first)
     if steps is None or any(group[0] // stride % size for group in groups for size, stride in steps):
         raise ValueError(
-            f"ranks {first} along {name!r} are no grid: their distances are no product of sizes and strides; "
-            "give meshes that init_device_mesh made, or slices of them"
+            f"ranks {first} along {name!r} are not a grid: their distances are not a product of sizes and strides; "
+            "give meshes that init_device_mesh returns, or slices of such meshes"
         )
     return steps
 
 
 def steps_of(ranks: Ranks) -> list[tuple[int, int]] | None:
-    """(size, stride) pairs, slowest first, whose grid these ranks are in row-major order; None: there are none."""
+    """Return (size, stride) pairs, slowest first, of the grid that lists these ranks in row-major order.
+
+    Returns:
+        The pairs, or None if the ranks are not such a grid.
+    """
     offsets = [rank - ranks[0] for rank in ranks]
     steps: list[tuple[int, int]] = []
     done = 1
@@ -175,9 +190,9 @@ def steps_of(ranks: Ranks) -> list[tuple[int, int]] | None:
     return steps if grid == offsets and prod(size for size, _ in steps) == len(ranks) else None
 
 
-def _by_name(parts: Mapping[tuple[int, str], tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def _atoms_by_name(parts: Mapping[tuple[int, str], tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     for (_, name), atoms in parts.items():
         if found.setdefault(name, atoms) != atoms:
-            raise ValueError(f"{name!r} names dims of two meshes that hold different ranks; rename one of them")
+            raise ValueError(f"{name!r} is the name of dims of two meshes with different ranks; rename one of the dims")
     return found

@@ -1,13 +1,13 @@
-"""The process groups of a topology: made when they are first used, shared when they have the same members.
+"""The process groups of a topology: created at first use, and shared by axes with the same members.
 
     with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
         registry.coordinate                # {'data': 1, 'tensor': 0} on rank 2
         registry.ranks("tensor")           # (2, 3)
         dist.all_reduce(x, group=registry.group("tensor"))
 
-Only the groups that are asked for exist, on the ranks that ask. A rank makes its handle of a group alone, without a
-word to the others (see `local_group`), so ranks may ask for different groups, in different orders, or not at all, and
-nothing waits. The members of a group meet in its first collective, or before that in `meet`.
+A group exists only on the ranks that request it. A rank creates its handle of a group without communication (see
+`new_local_group`). Ranks may therefore request different groups, in different orders, without waiting for each other. The
+members of a group connect in its first collective, or earlier in `ProcessGroupRegistry.meet`.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from .call_tracker import answer_questions, in_call
 from .process_group_collectives import all_gather_objects
 from .topology import Role, Topology
 
-# Make a process group without waiting for its other members -----------------------------------------------------------
+# Create a process group without waiting for its other members ---------------------------------------------------------
 
-# `torch.distributed.new_group` is a meeting: gloo connects all members before it returns, NCCL splits the parent when a
-# device is bound to it, and `use_local_synchronization=True` only shrinks the meeting to the members. Meetings need one
-# order that everybody keeps, and ranks that first need different groups have none:
+# `torch.distributed.new_group` synchronizes ranks: gloo connects all members before it returns, NCCL splits the parent when
+# a device is bound to it, and `use_local_synchronization=True` only limits the synchronization to the members. This is safe
+# only if all ranks create groups in the same order. Ranks that need different groups have no such order:
 #
-# * ranks that ask in different orders wait for each other in a circle (torch's documentation warns of it);
-# * the name of the group, under which its members meet in the store, is a hash with a counter of the groups that *this
-#   rank* made before (seen in torch 2.13 and 2.15). Ranks that are in different groups have different counters, so they
-#   wait under different names even when all of them ask in the same order.
+# * ranks that create groups in different orders deadlock (torch's documentation warns about it);
+# * the group's name, under which its members connect in the store, is a hash that includes the number of groups that *this
+#   rank* created before (seen in torch 2.13 and 2.15). Ranks in different groups have different numbers, so they wait under
+#   different names even if they create groups in the same order.
 #
-# Nor would an agreed order be safe, as a ticket per request in the store would give: to keep it, a rank must first make
-# groups that others asked for, and one of their members may be waiting for this rank in a collective elsewhere.
+# An agreed order, such as a ticket per request in the store, would not be safe either. A rank would first have to create
+# groups that other ranks requested, while a member of these groups may wait for this rank in another collective.
 #
-# So no meeting is held. The caller gives the name, gloo connects lazily (each pair of ranks at its first message), and
-# NCCL is told to make its communicator at the first collective: torch 2.15's would else make it with the group. What is
-# left of the creation is local: it takes under a millisecond, and ranks may create groups in any order.
+# Therefore creation does not synchronize. The caller passes the name, gloo connects each pair of ranks at its first
+# message, and an option makes NCCL create its communicator at the first collective (by default torch 2.15 creates it with
+# the group). The rest of the creation is local: it takes under a millisecond, and the order does not matter.
 #
-# Members meet in their first collective on the group, which is a meeting anyway; a member that never comes is an error
-# after the group's timeout there. Those first collectives do need an order: over NCCL a rank is in one bootstrap at a
-# time, which also takes memory of the GPU. `ProcessGroupRegistry.meet` holds them early, in one order on all ranks.
+# Members connect in the first collective of the group. If a member never calls it, the collective fails after the group's
+# timeout. These first collectives need one order: over NCCL a rank can be in only one bootstrap at a time, and a bootstrap
+# takes GPU memory. `ProcessGroupRegistry.meet` runs them early, in the same order on all ranks.
 
-# What would make the creation a meeting again: gloo's eager full mesh, and the barrier that torch can be told to add.
+# Disables two settings that synchronize at creation: gloo's eager full mesh, and torch's optional barrier.
 _LAZY_ENVIRONMENT = {"TORCH_GLOO_LAZY_INIT": "1", "TORCH_DIST_INIT_BARRIER": "0"}
 
 
@@ -67,17 +67,24 @@ def new_local_group(
     backend: str | None = None,
     device: torch.device | None = None,
 ) -> dist.ProcessGroup:
-    """A process group of these global ranks, made by this rank alone.
+    """Create this rank's handle of a process group, without communication.
+
+    Not thread-safe if another thread creates process groups at the same time.
 
     Args:
-        ranks: Global ranks, ascending, this one among them.
-        name: The same on every member, and never used before on this default store.
-        timeout: For the group's collectives; the default group's otherwise.
-        backend: As in `torch.distributed.new_group`; the default group's otherwise.
-        device: Where its tensors will be; it is bound to a CUDA device. torch would take LOCAL_RANK, or the rank modulo the
-            number of devices, which Slurm's cyclic placement makes another process's device.
-
-    Collectives: none, and no wait for other ranks. Not thread safe against other threads that make groups.
+        ranks: Global ranks of the members, ascending; this rank is one of them.
+        name: Name of the group: the same on every member, and never used before in this default store.
+        timeout: Timeout of the group's collectives. None: the timeout of the default group.
+        backend: As in `torch.distributed.new_group`. None: the backend of the default group.
+        device: Device of the group's tensors; a CUDA device is bound to the group. None: torch chooses the device by
+            LOCAL_RANK, or by the rank modulo the number of devices. With Slurm's cyclic placement this is the device of
+            another process.
+    Returns:
+        The process group.
+    Raises:
+        RuntimeError: This version of torch ignores the name.
+    Collectives: none.
+    Host synchronization: none.
     """
     timeout = timeout if timeout is not None else _default_timeout()
     bound = device if device is not None and device.type == "cuda" else None
@@ -92,34 +99,41 @@ def new_local_group(
         )
     if not isinstance(group, dist.ProcessGroup) or group.group_name != name:
         raise RuntimeError(
-            f"this torch, {torch.__version__}, doesn't let a process group be named ({group!r} instead of {name!r}); take "
+            f"torch {torch.__version__} ignored the name of a new process group: expected {name!r}, found {group!r}; use "
             "torch 2.11 or newer"
         )
-    if bound is not None and group.bound_device_id is None:  # as torch before 2.15 leaves it
+    if bound is not None and group.bound_device_id is None:  # torch before 2.15 does not bind the device
         group.bound_device_id = bound
     return group
 
 
 def end_local_group(group: dist.ProcessGroup, *, abort: bool = False) -> None:
-    """Destroy the group; with ``abort`` NCCL's works are given up, for which it would wait. Other backends don't wait."""
+    """Destroy the process group.
+
+    Args:
+        group: A group that `new_local_group` returned.
+        abort: Abort pending NCCL collectives. False: wait for them. Other backends never wait.
+    """
     end = distributed_c10d._abort_process_group if abort and "nccl" in dist.get_backend_config(group) else None
     (end or dist.destroy_process_group)(group)
 
 
 def cuda_device(world: dist.ProcessGroup | None) -> torch.device:
-    """The CUDA device of this process: the one that the default group is bound to, else the current one."""
+    """Return the CUDA device of this process: the device bound to the default group, or else the current device."""
     bound = None if world is None else world.bound_device_id
     return bound if bound is not None and bound.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
 
 
 def _nccl_options(backend: str | None, timeout: timedelta | None) -> object | None:
-    """What keeps NCCL from making the communicator, which is a meeting, with the group, as torch 2.15 does; None: nothing
-    is needed."""
+    """Return options that make NCCL create the communicator at the first collective, or None if none are needed.
+
+    By default torch 2.15 creates the communicator with the group, which synchronizes all members.
+    """
     if "nccl" not in str(backend or dist.get_backend_config()) or not dist.is_nccl_available():
         return None
     options = dist.ProcessGroupNCCL.Options()
     if not hasattr(options, "lazy_init"):
-        return None  # an older torch, which always waits for the first collective
+        return None  # older torch always creates the communicator at the first collective
     options.lazy_init = True
     if timeout is not None:
         options._timeout = timeout
@@ -127,16 +141,19 @@ def _nccl_options(backend: str | None, timeout: timedelta | None) -> object | No
 
 
 def _default_timeout() -> timedelta | None:
-    """The default group's as it is now; torch would take the backend's own, minutes. None: it has none (a fake group)."""
+    """Return the current timeout of the default group, or None if it has none (a fake group).
+
+    Without it torch would use the backend's own default of several minutes.
+    """
     world = dist.group.WORLD
     backends = [] if world is None else [world._get_backend(device) for device in world._device_types]
     options = (getattr(backend, "options", None) for backend in backends)
-    return max((found for each in options if (found := getattr(each, "_timeout", None)) is not None), default=None)
+    return max((timeout for each in options if (timeout := getattr(each, "_timeout", None)) is not None), default=None)
 
 
 @contextmanager
 def _environment(device: torch.device | None) -> Iterator[None]:
-    # LOCAL_RANK is where NCCL's group looks for its device. As device_id of new_group it would be connected to at once.
+    # NCCL's group reads its device from LOCAL_RANK. With device_id=, new_group would connect the members immediately.
     wanted = _LAZY_ENVIRONMENT if device is None else {**_LAZY_ENVIRONMENT, "LOCAL_RANK": str(device.index)}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
@@ -152,8 +169,8 @@ def _environment(device: torch.device | None) -> Iterator[None]:
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    # torch has no public way to name a group; this is the one function that decides it. To replace it also leaves
-    # torch's own counter alone: were it to advance on some ranks only, the next ordinary new_group would not meet.
+    # torch has no public way to name a group: only this function determines the name. Replacing it also keeps torch's own
+    # counter unchanged. If the counter advanced on some ranks only, the next ordinary new_group would deadlock.
     before = distributed_c10d._process_group_name
     setattr(distributed_c10d, "_process_group_name", lambda ranks, use_hashed_name: name)  # noqa: B010 (mypy)
     try:
@@ -164,7 +181,7 @@ def _named(name: str) -> Iterator[None]:
 
 @contextmanager
 def _unbound(world: dist.ProcessGroup | None) -> Iterator[None]:
-    # With a device bound to the default group, NCCL would split it: a collective over the whole world.
+    # If a device is bound to the default group, NCCL splits that group, which is a collective over the world.
     device = world.bound_device_id if world is not None else None
     if world is None or device is None:
         yield
@@ -178,18 +195,18 @@ def _unbound(world: dist.ProcessGroup | None) -> Iterator[None]:
 
 # Default group --------------------------------------------------------------------------------------------------------
 
-# What a registry is to the default process group: as large as its topology, and one of several, with a name that all
-# ranks know.
+# Relation of a registry to the default process group: both have the same number of ranks, and a job may have several
+# registries, each with a name that is the same on all ranks.
 
 _fake_registries = itertools.count()
 
 
 def default_group(topology: Topology) -> dist.ProcessGroup | None:
-    """The world; None: one rank, without torch.distributed.
+    """Return the default process group, or None for a topology of one rank without ``torch.distributed``.
 
     Raises:
-        RuntimeError: `torch.distributed` isn't initialised and the topology has more than one rank.
-        ValueError: The topology's size isn't the world's.
+        RuntimeError: ``torch.distributed`` is not initialised, and the topology has more than one rank.
+        ValueError: The topology and the default process group have different numbers of ranks.
     """
     if not dist.is_initialized():
         if topology.world_size == 1:
@@ -202,8 +219,8 @@ def default_group(topology: Topology) -> dist.ProcessGroup | None:
     world_size = dist.get_world_size()
     if world_size != topology.world_size:
         raise ValueError(
-            f"{topology!r} has {topology.world_size} ranks but the world has {world_size}; the sizes must multiply to "
-            f"{world_size}{_suggestion(topology, world_size)}"
+            f"{topology!r} has {topology.world_size} ranks but the world has {world_size}; the product of the sizes must "
+            f"be {world_size}{_suggestion(topology, world_size)}"
         )
     return dist.group.WORLD
 
@@ -220,13 +237,16 @@ def _suggestion(topology: Topology, world_size: int) -> str:
 
 
 def agreed_name(topology: Topology, rank: int) -> str:
-    """A name for this rank's next registry that is the same on all ranks.
+    """Return a name for this rank's next registry; the name is the same on all ranks.
+
+    Registries are numbered per rank in the order of their construction. The first rank to construct a number writes its
+    topology into the default store, and other ranks compare theirs.
 
     Raises:
-        ValueError: Another rank's registry of the same number has another topology.
+        ValueError: Another rank constructed its registry of the same number with another topology.
     """
     if is_fake():
-        # One process plays one rank of a world that isn't there, on a store that may not even answer.
+        # In a fake world there is only this process, and the store may not respond.
         return f"meshstep/fake/{next(_fake_registries)}"
     store = distributed_c10d._get_default_store()
     number = store.add(f"meshstep/registries/{rank}", 1)
@@ -234,25 +254,25 @@ def agreed_name(topology: Topology, rank: int) -> str:
     first = store.compare_set(name, "", repr(topology)).decode()
     if first != repr(topology):
         raise ValueError(
-            f"rank {rank} builds registry number {number} with {topology!r}, another rank built its number {number} "
-            f"with {first}; every rank must build the same registries in the same order"
+            f"rank {rank} builds registry number {number} with {topology!r}, but another rank built its registry number "
+            f"{number} with {first}; every rank must build the same registries in the same order"
         )
     return name
 
 
 def is_fake() -> bool:
-    """Whether the world is one process that plays one rank."""
+    """Return True if the default group uses torch's fake backend, which simulates one rank of a world in one process."""
     return "fake" in dist.get_backend_config()
 
 
-# torch's `DeviceMesh` of some axes, on groups that are there ----------------------------------------------------------
+# torch's `DeviceMesh` of some axes, on the groups of a registry -------------------------------------------------------
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
 class Groups(Protocol):
-    """What is needed of a registry."""
+    """The interface of a registry that `sub_mesh` needs."""
 
     topology: Topology
 
@@ -263,10 +283,13 @@ class Groups(Protocol):
 
 
 def sub_mesh(registry: Groups, dims: Sequence[tuple[str, ...]]) -> DeviceMesh:
-    """The mesh of this rank's sub-grid, each dim of which is some axes together.
+    """Return the device mesh of the ranks that differ from this rank only along the axes in ``dims``.
 
+    Args:
+        registry: Provides ranks and process groups.
+        dims: Per dim of the mesh, the axes that it consists of.
     Raises:
-        ValueError: Axes are joined in another order than theirs, or there is no such axis.
+        ValueError: The axes of a dim are not in the order of the topology, or an axis is unknown.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -275,7 +298,8 @@ def sub_mesh(registry: Groups, dims: Sequence[tuple[str, ...]]) -> DeviceMesh:
     by_dim = [topology.atoms(*dim) for dim in dims]
     if [tuple(axis for axis in topology.axes if axis in dim) for dim in by_dim] != by_dim:
         raise ValueError(
-            f"a mesh of {dims} joins axes in another order than theirs ({topology.named()}); write them in that order"
+            f"a dim of the mesh {dims} has axes in another order than the topology ({topology.named()}); write them in the "
+            "topology's order"
         )
     groups = [registry.group(*dim) for dim in dims]
     if len(dims) == 1:
@@ -283,25 +307,25 @@ def sub_mesh(registry: Groups, dims: Sequence[tuple[str, ...]]) -> DeviceMesh:
     atoms = [axis for dim in by_dim for axis in dim]
     ordered = [axis for axis in topology.axes if axis in atoms]
     grid = torch.tensor(ranks, dtype=torch.int).reshape([topology.size(axis) for axis in ordered])
-    # Contiguous because torch reads the mesh's strides as they lie in memory.
+    # Contiguous, because torch reads the strides of the mesh tensor in memory.
     grid = grid.permute([ordered.index(axis) for axis in atoms]).contiguous()
     grid = grid.reshape([topology.size(*dim) for dim in by_dim])
     return DeviceMesh.from_group(groups, registry.device.type, mesh=grid, mesh_dim_names=names)
 
 
-# The end of a process that still holds a group: gloo's threads must be done before the interpreter is -----------------
+# Exit of a process with live groups: gloo's threads must finish before the interpreter does ---------------------------
 
-# A thread that has run a collective lets go of its tensors afterwards, for which it may need the interpreter; where that
-# has ended meanwhile, torch ends the process with "terminate called without an active exception" (SIGABRT), after all
-# work was done. Whoever holds no group when it is destroyed is safe, since torch then waits for the threads; but a
-# script's registry, optimizer or layers, which hold groups, mostly live as long as the script.
+# After a collective, gloo's thread frees its tensors, for which it may need the interpreter lock. If the interpreter has
+# already exited, torch aborts the process with "terminate called without an active exception" (SIGABRT), although all work
+# was done. Destroying a group without other references is safe, because torch then waits for the threads. But the
+# registry, optimizer and layers of a script hold references to groups until the script ends.
 
-MOMENT = 0.05  # seconds; a thread that waits for the interpreter gets it as soon as nobody has it
+MOMENT = 0.05  # seconds; enough for a waiting thread to get the interpreter lock
 
 
 @cache
 def let_threads_finish() -> None:
-    """Give the interpreter away for a `MOMENT` when the process ends. A second call does nothing more."""
+    """Register an exit handler that releases the interpreter lock for `MOMENT`. Further calls have no effect."""
     atexit.register(time.sleep, MOMENT)
 
 
@@ -314,33 +338,44 @@ _alive: WeakSet[ProcessGroupRegistry] = WeakSet()
 
 
 def check_registry(registry: object) -> None:
-    """Raise TypeError for a process group or a `DeviceMesh` of torch in place of a registry."""
+    """Raise TypeError if ``registry`` is a process group or a `DeviceMesh` of torch instead of a registry."""
     if isinstance(registry, dist.ProcessGroup):
         raise TypeError(
             "the registry is a ProcessGroup of torch, which has no named axes: give "
-            "ProcessGroupRegistry(Topology(data=...)), whose axes are all ranks of the job"
+            "ProcessGroupRegistry(Topology(data=...)), whose axes include all ranks of the job"
         )
     if hasattr(registry, "mesh_dim_names"):
         raise TypeError("the registry is a DeviceMesh of torch: give ProcessGroupRegistry.from_device_mesh(mesh)")
 
 
 class ProcessGroupRegistry:
-    """This rank's place in a topology, and its process groups.
+    """This rank's coordinate in a topology, and its process groups.
 
-    Every rank of the world constructs its registries in the same order, with the same topologies; construction is
-    checked against the other ranks' through the default store, but waits for none of them.
+    Every rank of the world must construct its registries in the same order, with the same topologies. The constructor
+    compares the topology with other ranks through the default store, and does not wait for them.
+
+        registry = ProcessGroupRegistry(Topology(data=2, tensor=4))
+        dist.all_reduce(x, group=registry.group("tensor"))
 
     Args:
-        topology: Its world size must be the default process group's. A topology of one rank needs no
-            ``torch.distributed`` at all.
-        timeout: For collectives on the groups made here; by default that of the default group, which always keeps its own.
-        backend: For the groups made here; the default group's otherwise.
-        apart: Use no group but those made here: the default group serves as the whole world's else. For collectives in a
-            thread of their own.
+        topology: It must have as many ranks as the default process group. A topology of one rank does not need
+            ``torch.distributed``.
+        timeout: Timeout of collectives on the groups created here. None: the timeout of the default group. The default
+            group itself always keeps its timeout.
+        backend: Backend of the groups created here. None: the backend of the default group.
+        apart: Use only groups created here, for example for collectives in another thread. False: the default group is
+            used for the group of all ranks if it has the same backend.
+
+    Attributes:
+        topology: As passed.
+        global_rank: Rank of this process in the world.
+        coordinate: Coordinate of this rank on every axis.
 
     Raises:
-        RuntimeError: ``torch.distributed`` isn't initialised and the topology has more than one rank.
-        ValueError: The topology's size isn't the world size, or another rank built a different one.
+        RuntimeError: ``torch.distributed`` is not initialised, and the topology has more than one rank.
+        ValueError: The topology has another number of ranks than the world, or differs from another rank's topology.
+    Collectives: none.
+    Host synchronization: none.
     """
 
     def __init__(
@@ -355,10 +390,10 @@ class ProcessGroupRegistry:
         self._timeout = timeout
         self._backend = backend
         self._closed = False
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by members: all there are
-        self._by_axes: dict[tuple[str, ...], dist.ProcessGroup] = {}  # the same, without listing the members again
-        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}  # those that are destroyed here
-        self._met: set[tuple[int, ...]] = set()
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by members: all groups
+        self._by_axes: dict[tuple[str, ...], dist.ProcessGroup] = {}  # cache of `group`, avoids listing the members
+        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by members: groups that `close` destroys
+        self._met: set[tuple[int, ...]] = set()  # members of groups that `meet` has connected
         self._world = default_group(topology)
         self.global_rank = 0 if self._world is None else dist.get_rank()
         self.coordinate = topology.coordinate(self.global_rank)
@@ -372,23 +407,44 @@ class ProcessGroupRegistry:
 
     @property
     def device(self) -> torch.device:
-        """Where tensors must be for this registry's collectives: for NCCL the CUDA device that the default group is bound
-        to (`init_distributed` binds it), the current one if it is bound to none; else the CPU."""
+        """Return the device that tensors must be on for this registry's collectives.
+
+        For NCCL this is the CUDA device bound to the default group (`init_distributed` binds it), or the current CUDA
+        device if none is bound. For other backends it is the CPU.
+        """
         backend = self._backend or (dist.get_backend_config(self._world) if self._world is not None else "")
         return cuda_device(self._world) if "nccl" in backend else torch.device("cpu")
 
     def size(self, *axes: str) -> int:
-        """Number of ranks in this rank's group along ``axes``."""
+        """Return the number of ranks in this rank's group along ``axes``.
+
+        Args:
+            axes: Names of axes or aliases, at least one.
+        Raises:
+            ValueError: No axes, an unknown axis, or the same axis twice.
+        """
         self._check_named(axes)
         return self.topology.size(*axes)
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
-        """Global ranks of this rank's group along ``axes``, ascending, which is the order in the group."""
+        """Return the global ranks of this rank's group along ``axes``, ascending, in the order of the group.
+
+        Args:
+            axes: Names of axes or aliases, at least one.
+        Raises:
+            ValueError: As in `size`.
+        """
         self._check_named(axes)
         return tuple(self.topology.peers(self.global_rank, *axes))
 
     def rank(self, *axes: str) -> int:
-        """This rank's index in its group along ``axes``: row-major over them in the topology's order."""
+        """Return this rank's index in its group along ``axes``: row-major over the axes in the topology's order.
+
+        Args:
+            axes: Names of axes or aliases, at least one.
+        Raises:
+            ValueError: As in `size`.
+        """
         self._check_named(axes)
         index, atoms = 0, self.topology.atoms(*axes)
         for axis in self.topology.axes:
@@ -397,35 +453,41 @@ class ProcessGroupRegistry:
         return index
 
     def group(self, *axes: str) -> dist.ProcessGroup:
-        """This rank's process group along ``axes``; made at the first call, without waiting for anybody.
+        """Return this rank's process group along ``axes``; the first call creates it, without waiting for other ranks.
 
+        Args:
+            axes: Names of axes or aliases, at least one.
         Raises:
-            ValueError: No axes, or an unknown one.
-            RuntimeError: The registry is closed, or a world of one rank has no ``torch.distributed``.
+            ValueError: As in `size`.
+            RuntimeError: The registry is closed, or ``torch.distributed`` is not initialised (a world of one rank).
+        Collectives: none.
         """
         if axes not in self._by_axes:
             self._by_axes[axes] = self.group_of(self.ranks(*axes))
         return self._by_axes[axes]
 
     def group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """The process group of exactly these global ranks, this one among them; one group per membership.
+        """Return the process group of exactly these global ranks; the same members always give the same group.
 
+        Args:
+            ranks: Global ranks in any order; this rank must be one of them.
         Raises:
-            ValueError: This rank isn't among them, one is outside the world, or one comes twice.
+            ValueError: ``ranks`` does not contain this rank, contains a rank outside the world, or a rank twice.
             RuntimeError: As in `group`.
+        Collectives: none.
         """
         if self._closed:
-            raise RuntimeError(f"rank {self.global_rank} asks a closed registry for a group; make a new registry")
+            raise RuntimeError(f"rank {self.global_rank} requests a group of a closed registry; make a new registry")
         members = tuple(sorted(ranks))
         if members in self._groups:
             return self._groups[members]
         self._check_members(members)
         if self._world is None:
             raise RuntimeError(
-                "the group has size 1 and torch.distributed isn't initialised: no group is needed; check size(...) "
-                "before asking, or call torch.distributed.init_process_group first"
+                "the group has size 1 and torch.distributed isn't initialised, so there is no process group; call group() "
+                "only if size(...) > 1, or call torch.distributed.init_process_group first"
             )
-        # A digest, because the name is a prefix of keys in the store and the list can be long.
+        # A digest, because the name is a prefix of keys in the store and the list of members can be long.
         digest = hashlib.sha1(repr(members).encode(), usedforsecurity=False).hexdigest()[:16]
         group = new_local_group(
             members, f"{self._name}/{digest}", timeout=self._timeout, backend=self._backend, device=self.device
@@ -434,68 +496,82 @@ class ProcessGroupRegistry:
         return group
 
     def meet(self, *groups: str | tuple[str, ...]) -> None:
-        """Let the members of groups meet now: an all-reduce of one element on each that has not met here before.
+        """Connect the members of groups now, by an all-reduce of one element on each group that is not connected yet.
 
             registry.meet("tensor", ("row", "col"))
 
-        Over NCCL this makes the communicators, while there is memory for them and in one order on all ranks; else that
-        happens in each one's first collective. `ParallelOptimizer` does it there, for its own groups and those of the axes
-        that its specs name. With any backend, a rank that can't be reached is an error here, not in the first step.
+        Without this call a group connects in its first collective. Over NCCL, ``meet`` creates the communicators early,
+        while memory is available, and in the same order on all ranks. With any backend, an unreachable rank causes an error
+        here instead of in the first step. `ParallelOptimizer` calls ``meet`` for its own groups and for the axes of its
+        specs.
 
-        Every rank must come, and then none can be left waiting. Only groups that all of their members have asked for meet,
-        in the order of their members, which is one order for all groups: whichever is the first of those that have yet to
-        meet, each of its members has done with all before it, and comes to no other first.
+        Every rank of the world must call ``meet``; then it cannot deadlock. It connects only groups that all members have
+        created, in the sorted order of their members, which is the same order on all ranks.
 
         Args:
-            groups: The axes of groups to make first, the same on every rank. All that have been asked for before meet too.
+            groups: Axes of groups to create first: a name, or a tuple of names for a group along several axes; the same on
+                every rank. Groups created earlier are connected too.
         Raises:
             ValueError: As in `group`.
-            RuntimeError: The registry is closed; a rank did not come within the timeout.
-        Collectives: those of `all_gather_objects` over the world, then one all-reduce a group. Host reads: yes.
+            RuntimeError: The registry is closed, or another rank did not call ``meet`` within the timeout.
+        Collectives: those of `all_gather_objects` over the world, then one all-reduce per group.
+        Host synchronization: yes.
         """
-        named = [(axes,) if isinstance(axes, str) else axes for axes in groups]
-        for axes in sorted(named, key=lambda axes: self.ranks(*axes)):
+        requested = [(axes,) if isinstance(axes, str) else axes for axes in groups]
+        for axes in sorted(requested, key=lambda axes: self.ranks(*axes)):
             if self.size(*axes) > 1:
                 self.group(*axes)
         if self.topology.world_size == 1:
             return
         with in_call(self, "meet"):
             world = self.group(*self.topology.axes)
-            asked = all_gather_objects({*self._groups} - self._met, world, self.device)
-            for members in sorted(asked[self.global_rank]):
-                if all(members in asked[rank] for rank in members):
+            by_rank = all_gather_objects({*self._groups} - self._met, world, self.device)
+            for members in sorted(by_rank[self.global_rank]):
+                if all(members in by_rank[rank] for rank in members):
                     dist.all_reduce(torch.zeros(1, device=self.device), group=self._groups[members])
                     self._met.add(members)
 
     def device_mesh(self, *axes: str | tuple[str, ...]) -> DeviceMesh:
-        """torch's mesh of this rank's sub-grid, its dims named and ordered as ``axes``, on this registry's groups.
+        """Return torch's `DeviceMesh` of this rank's group along ``axes``, on this registry's process groups.
 
-        Several axes as a tuple make one dim together, named as torch names it: ``("edp", "mid")`` makes ``"edp_mid"``. No
-        group is made but the one of each dim, and the mesh is usable while the registry is open.
+            mesh = registry.device_mesh("data", "tensor")
 
+        The mesh can be used until the registry is closed. Only the groups of its dims are created.
+
+        Args:
+            axes: One entry per dim of the mesh: an axis, or a tuple of axes that form one dim. A dim of several axes is
+                named as torch names it: ``("edp", "mid")`` gives ``"edp_mid"``.
         Raises:
-            ValueError, RuntimeError: As in `group`.
+            ValueError: As in `group`, or the axes of a dim are not in the order of the topology.
+            RuntimeError: As in `group`.
         """
         return sub_mesh(self, [(dim,) if isinstance(dim, str) else dim for dim in axes])
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, *, roles: Mapping[str, Role] | None = None) -> ProcessGroupRegistry:
-        """The registry with the mesh's dims as axes, on the mesh's own groups (which `close` doesn't destroy).
+        """Return a registry whose axes are the dims of ``mesh``, on the mesh's own process groups.
+
+        `close` does not destroy the groups of the mesh.
+
+            mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("data", "tensor"))
+            registry = ProcessGroupRegistry.from_device_mesh(mesh)
 
         Args:
-            mesh: A mesh of the whole world, its dims named, ranks row-major (as `init_device_mesh` makes it).
-            roles: As in `Topology`, which knows the usual names of a mesh's dims.
+            mesh: A mesh of all ranks of the world in row-major order, with dim names, as `init_device_mesh` returns it.
+            roles: As in `Topology`. None: roles by the names of the dims.
 
         Raises:
-            ValueError: The mesh has no dim names, or isn't the whole world in row-major order.
+            ValueError: The mesh has no dim names, or does not hold all ranks of the world in row-major order.
         """
         if mesh.mesh_dim_names is None:
-            raise ValueError(f"{mesh} has no dim names; make it with mesh_dim_names=('data', 'tensor') or the like")
+            raise ValueError(
+                f"{mesh} has no dim names; make it with names, for example mesh_dim_names=('data', 'tensor')"
+            )
         grid = mesh.mesh
         if grid.flatten().tolist() != list(range(dist.get_world_size())):
             raise ValueError(
-                f"the mesh holds ranks {grid.tolist()}; a topology is the whole world of {dist.get_world_size()} ranks "
-                "in row-major order, as init_device_mesh makes it: pass the root mesh, not a slice of it"
+                f"the mesh holds ranks {grid.tolist()}; a topology needs all {dist.get_world_size()} ranks of the world in "
+                "row-major order, as init_device_mesh returns them: pass the root mesh, not a slice of it"
             )
         topology = Topology(roles=roles, **dict(zip(mesh.mesh_dim_names, grid.shape, strict=True)))
         registry = cls(topology)
@@ -503,17 +579,22 @@ class ProcessGroupRegistry:
         return registry
 
     def adopt(self, *groups: dist.ProcessGroup) -> None:
-        """Use these groups, whose makers destroy them, for their members, where there is none yet."""
+        """Use existing process groups for their members, unless the registry already has a group with these members.
+
+        Args:
+            groups: Process groups that contain this rank. `close` does not destroy them.
+        """
         for group in groups:
             self._groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
 
     def close(self, *, abort: bool = False) -> None:
-        """Destroy the groups made here, never the default one: in the order of their members, which is one on all ranks. A
-        second call does nothing.
+        """Destroy the groups created here, but not the default group. A second call has no effect.
+
+        Groups are destroyed in the sorted order of their members, which is the same order on all ranks.
 
         Args:
-            abort: Wait for nobody: collectives of NCCL that are under way are given up, where peers may never come to them.
-                So does the end of a ``with`` that an error leaves.
+            abort: Abort pending NCCL collectives, which other ranks may never call. False: wait for them. A ``with`` block
+                that ends with an error closes the registry with ``abort=True``.
         """
         if not self._closed and self._world is dist.group.WORLD:
             for _, group in sorted(self._made.items()):
@@ -522,11 +603,12 @@ class ProcessGroupRegistry:
         self._made, self._groups, self._by_axes = {}, {}, {}
 
     def __copy__(self) -> ProcessGroupRegistry:
-        """Itself: groups are shared, never copied."""
+        """Return this registry itself, because process groups can't be copied."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled it is its topology: read again, the open registry of that topology in the process, or else a new one."""
+        """Pickle the arguments only. Unpickling returns an open registry of this process with the same arguments, or a new
+        registry if there is none."""
         return _of_topology, (self.topology, self._timeout, self._backend)
 
     def __enter__(self) -> ProcessGroupRegistry:
@@ -538,7 +620,7 @@ class ProcessGroupRegistry:
         self.close(abort=error is not None)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ProcessGroupRegistry:
-        # A copied layer stays on the same groups: there is one registry, however many modules refer to it.
+        # A copied layer must use the same process groups as the original.
         return self
 
     def __repr__(self) -> str:
@@ -547,22 +629,25 @@ class ProcessGroupRegistry:
 
     def _check_named(self, axes: tuple[str, ...]) -> None:
         if not axes:
-            there = self.topology.named()
-            raise ValueError(f"name the axes ({there}); the whole world is group(*registry.topology.axes)")
+            known = self.topology.named()
+            raise ValueError(
+                f"no axis is given; name at least one ({known}); group(*registry.topology.axes) has all ranks"
+            )
         self.topology.atoms(*axes)
 
     def _check_members(self, members: tuple[int, ...]) -> None:
         if len(set(members)) != len(members):
-            raise ValueError(f"a rank comes twice in {members}; name each rank once")
+            raise ValueError(f"a rank is twice in {members}; name each rank once")
         outside = [rank for rank in members if not 0 <= rank < self.topology.world_size]
         if outside:
             raise ValueError(
-                f"ranks {outside} aren't in the world of {self.topology.world_size} ranks; name some of these"
+                f"ranks {outside} aren't in the world of {self.topology.world_size} ranks; name ranks from 0 to "
+                f"{self.topology.world_size - 1}"
             )
         if self.global_rank not in members:
             raise ValueError(
-                f"rank {self.global_rank} asks for the group of {members}, to which it doesn't belong; "
-                "only members ask for a group"
+                f"rank {self.global_rank} requests the group of ranks {members}, but is not a member; only members must "
+                "request a group"
             )
 
 

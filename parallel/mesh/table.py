@@ -1,12 +1,12 @@
-"""A topology as text for a terminal: the grid of ranks, then the groups along each axis and alias.
+"""Format a topology as text for a terminal: the grid of ranks, then the groups along each axis and alias.
 
     data 0           data 1
           col 0 1          col 0 1
     row 0     0 1    row 0     4 5
     row 1     2 3    row 1     6 7
 
-The two fastest axes span a block, the slower ones number the blocks; axes of size 1 are left out of the grid. Long axes
-are elided, so that the text stays on a screen and costs the same for a world of a million ranks.
+The two fastest axes span a block, and the slower axes number the blocks. Axes of size 1 are not in the grid. Long axes are
+elided, so that the text fits on a screen and takes the same time for a world of a million ranks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .text import aligned
 
 _WIDTH = 100
 _BLOCKS, _ROWS, _MEMBERS, _GROUPS = 16, 8, 8, 12
-_ELIDED = "..."  # ASCII, for terminals that can do no more
+_ELIDED = "..."  # ASCII, for terminals without Unicode
 
 
 class TopologyTable(Protocol):
-    """What a table shows of a topology."""
+    """The interface of a topology that a table needs."""
 
     @property
     def axes(self) -> tuple[str, ...]: ...
@@ -50,7 +50,12 @@ class TopologyTable(Protocol):
 
 
 def render(topology: TopologyTable, rank: int | None = None) -> str:
-    """The text of `Topology.table`."""
+    """Return the text of `Topology.table`.
+
+    Args:
+        topology: The topology to show.
+        rank: Mark this rank, and show only the groups that contain it. None: show the groups of all ranks.
+    """
     place = topology.coordinate(rank) if rank is not None else {}
     ranks = f"{topology.world_size:,} rank{'s' if topology.world_size > 1 else ''}"
     lines = [f"{topology!r}: {ranks}", "", *_grid(topology, rank, place)]
@@ -59,21 +64,21 @@ def render(topology: TopologyTable, rank: int | None = None) -> str:
     for axis in topology.untold_expert_axes:
         lines += [
             "",
-            f"{axis} has no role told. As a model axis: its ranks see the same samples, copies are not averaged over it.",
-            f'If they see different samples, write roles={{"{axis}": "data"}}; if not, "model".',
+            f"{axis} has no role, so it is a model axis: its ranks see the same samples, and the gradients of replicas are",
+            f'not averaged over it. If its ranks see different samples, write roles={{"{axis}": "data"}}; else "model".',
         ]
     return "\n".join(line.rstrip() for line in lines)
 
 
 def _grid(topology: TopologyTable, rank: int | None, place: dict[str, int]) -> list[str]:
-    """All blocks; those that share the coordinates of all but the three fastest axes stand side by side."""
+    """Return the lines of all blocks. Blocks that differ only along the third-fastest axis are side by side."""
     axes = _grid_axes(topology)
     slow, fast = axes[:-2], axes[-2:]
     block_size = topology.size(*fast)
     count = topology.world_size // block_size
     keep = None if rank is None else rank // block_size
     blocks = []
-    for index in _some(count, _BLOCKS, keep, ends=2):
+    for index in _elide(count, _BLOCKS, keep, head=2):
         if index is None:
             blocks.append([_ELIDED])
             continue
@@ -88,13 +93,13 @@ def _grid_axes(topology: TopologyTable) -> tuple[str, ...]:
 
 
 def _block(topology: TopologyTable, where: dict[str, int], rank: int | None, place: dict[str, int]) -> list[str]:
-    """One grid over the two fastest axes, at the given coordinate of the slower ones."""
+    """Return the lines of one grid over the two fastest axes, at the coordinate ``where`` of the slower axes."""
     axes = _grid_axes(topology)
     column_axis = axes[-1] if axes else "rank"
     row_axis = axes[-2] if len(axes) > 1 else None
     most = 72 // (len(str(topology.world_size - 1)) + 2)
-    columns = _some(topology.size(*axes[-1:]), min(16, most), place.get(column_axis))
-    rows = _some(topology.size(row_axis), _ROWS, place.get(row_axis)) if row_axis else [0]
+    columns = _elide(topology.size(*axes[-1:]), min(16, most), place.get(column_axis))
+    rows = _elide(topology.size(row_axis), _ROWS, place.get(row_axis)) if row_axis else [0]
     cells = [[_ELIDED if column is None else str(column) for column in columns]]
     for row in rows:
         fixed = dict.fromkeys(topology.axes, 0) | where | ({row_axis: row} if row_axis and row is not None else {})
@@ -106,7 +111,7 @@ def _block(topology: TopologyTable, where: dict[str, int], rank: int | None, pla
             here = topology.rank(**fixed | ({column_axis: column} if axes else {}))
             line.append(f"[{here}]" if here == rank else str(here))
         cells.append(line)
-    if rank is not None:  # the numbers stay under each other when one of them is in brackets
+    if rank is not None:  # keeps numbers aligned with the number in brackets
         cells = [[cell if cell.endswith("]") else cell + " " for cell in line] for line in cells]
     width = max(len(cell) for line in cells for cell in line)
     heads = [f"{row_axis} {_ELIDED if row is None else row} " if row_axis else "" for row in rows]
@@ -119,7 +124,7 @@ def _block(topology: TopologyTable, where: dict[str, int], rank: int | None, pla
 
 
 def _groups(topology: TopologyTable, rank: int | None) -> list[str]:
-    """A line per axis and alias, then for the sets of axes that gradients are reduced over."""
+    """Return one line per axis, per alias, and per set of axes over which gradients are reduced."""
     sets: dict[tuple[str, ...], str] = {(axis,): axis for axis in topology.axes}
     sets |= {atoms: f"{alias} = {' x '.join(atoms)}" for alias, atoms in topology.aliases.items() if len(atoms) > 1}
     together = [axes for axes in (topology.data_axes, topology.model_axes) if len(axes) > 1]
@@ -142,21 +147,28 @@ def _groups(topology: TopologyTable, rank: int | None) -> list[str]:
         table.append((sets.get(axes, " x ".join(axes)), roles, f"{size:,}", f"{count:,}", text))
     heads = aligned([row[:-1] for row in table], right=(2, 3))
     return [
-        f"{head}  {_cut(text, max(_WIDTH - len(head) - 2, 40))}" for head, (*_, text) in zip(heads, table, strict=True)
+        f"{head}  {_shorten(text, max(_WIDTH - len(head) - 2, 40))}"
+        for head, (*_, text) in zip(heads, table, strict=True)
     ]
 
 
 def _members(group: Sequence[int], rank: int | None = None) -> str:
-    shown = _some(len(group), _MEMBERS, None if rank is None else group.index(rank))
+    shown = _elide(len(group), _MEMBERS, None if rank is None else group.index(rank))
     return " ".join(_ELIDED if index is None else str(group[index]) for index in shown)
 
 
-def _some(size: int, limit: int, keep: int | None = None, ends: int | None = None) -> list[int | None]:
-    """The indices below ``size``; if they are more than ``limit`` the first ones, the last and ``keep``, with None
-    for each gap."""
+def _elide(size: int, limit: int, keep: int | None = None, head: int | None = None) -> list[int | None]:
+    """Return the indices 0..size-1, with None for each gap if there are more than ``limit``.
+
+    Args:
+        size: Number of indices.
+        limit: Largest number of indices to return without gaps.
+        keep: Index that is always included. None: no such index.
+        head: Number of first indices to include, in addition to the last one. None: ``limit - 3``.
+    """
     if size <= limit:
         return list(range(size))
-    shown = {*range(ends or limit - 3), size - 1, *(() if keep is None else (keep,))}
+    shown = {*range(head or limit - 3), size - 1, *(() if keep is None else (keep,))}
     indices: list[int | None] = []
     before = -1
     for index in sorted(shown):
@@ -167,20 +179,20 @@ def _some(size: int, limit: int, keep: int | None = None, ends: int | None = Non
     return indices
 
 
-def _cut(text: str, width: int) -> str:
+def _shorten(text: str, width: int) -> str:
     if len(text) <= width:
         return text
     return f"{text[: width - len(_ELIDED)].rpartition(' ')[0].rstrip(' |.')} {_ELIDED}"
 
 
 def _flow(blocks: Sequence[Sequence[str]], side_by_side: int) -> list[str]:
-    """The blocks, as many on a line as told if they fit."""
+    """Return the lines of all blocks, with at most ``side_by_side`` blocks in a row if they fit into the width."""
     gap = "    "
     width = max(len(line) for block in blocks for line in block)
     side_by_side = max(1, min(side_by_side, (_WIDTH + len(gap)) // (width + len(gap))))
     lines: list[str] = []
     for start in range(0, len(blocks), side_by_side):
-        beside = blocks[start : start + side_by_side]
+        row = blocks[start : start + side_by_side]
         lines += [""] if lines else []
-        lines += [gap.join(f"{text:{width}}" for text in texts) for texts in zip(*beside, strict=True)]
+        lines += [gap.join(f"{text:{width}}" for text in texts) for texts in zip(*row, strict=True)]
     return lines

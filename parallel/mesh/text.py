@@ -1,4 +1,4 @@
-"""Tables, ranks and names as plain text."""
+"""Format tables, ranks and lists of names as plain text."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Collection, Iterable, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """A line for each row: cells as wide as the widest of their column, two spaces between them, none at the end.
+    """Return one line per row, with aligned columns that are separated by two spaces.
 
         >>> aligned([("axis", "size"), ("data", "8"), ("tensor", "128")], right={1})
         ['axis    size', 'data       8', 'tensor   128']
 
     Args:
-        rows: The header is one of them; all of the same number of cells.
-        right: Columns, from 0, whose cells stand at the right of their column; all others stand at the left.
+        rows: Cells of each row, the header included. All rows have the same number of cells.
+        right: Indices, from 0, of right-aligned columns. By default all columns are left-aligned.
     Raises:
-        ValueError: A row has another number of cells than the first.
+        ValueError: The numbers of cells differ between rows.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(_padded(row, widths, right)).rstrip() for row in rows]
@@ -29,7 +29,7 @@ def _padded(row: Sequence[str], widths: Sequence[int], right: Collection[int]) -
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """``rank 1``, or ``ranks 1-3, 5``, of ascending numbers."""
+    """Return ``"rank 1"`` or ``"ranks 1-3, 5"`` for ascending rank numbers."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     runs: list[list[int]] = []
@@ -42,9 +42,9 @@ def named_ranks(ranks: Sequence[int]) -> str:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with control characters, and others that are not printable, as escapes: ``\\x1b``, ``\\n``.
+    """Return ``text`` with every character that is not printable as an escape: ``\\x1b``, ``\\n``.
 
-    For text that comes from a file or from names of parameters: a terminal would obey it.
+    Use it for text from a file and for parameter names: a terminal would execute control characters in them.
     """
     if text.isprintable():
         return text
@@ -52,7 +52,12 @@ def printable(text: str) -> str:
 
 
 def some(names: Iterable[str], most: int = 5) -> str:
-    """``a, b and 7 more``: the first ``most`` names, and how many are left out; empty of none. Names are `printable`."""
+    """Return a text such as ``"a, b and 7 more"``: the first names, made `printable`, and the number of omitted ones.
+
+    Args:
+        names: No names at all give an empty text.
+        most: Largest number of names to show.
+    """
     names = [printable(name) for name in names]
     shown = ", ".join(names[:most])
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown

@@ -1,7 +1,7 @@
-"""Named process axes: rank <-> coordinate, and who shares which coordinates with whom.
+"""Named mesh axes: the coordinate of each rank, and the groups of ranks along axes.
 
-Pure arithmetic on a handful of integers; no process, no torch. Ranks are laid out row-major over the axes in the order
-they were named, the last axis fastest, as in ``torch.arange(world_size).reshape(sizes)``::
+This module is arithmetic on a few integers, without processes and without torch. Ranks are row-major over the axes in the
+order of their declaration, so the last axis is the fastest, as in ``torch.arange(world_size).reshape(sizes)``::
 
     >>> t = Topology(data=2, row=2, col=2)
     >>> t.coordinate(6)
@@ -9,7 +9,7 @@ they were named, the last axis fastest, as in ``torch.arange(world_size).reshape
     >>> t.peers(6, "row")          # the group that differs from rank 6 only along `row`
     (4, 6)
 
-Nothing here grows with the world: an answer about one rank costs O(axes), a group costs O(its members).
+Costs do not grow with the world: a query about one rank takes O(axes), and a group takes O(members).
 """
 
 from __future__ import annotations
@@ -31,11 +31,15 @@ from .table import render
 _RESERVED = ("self", "roles", "aliases")
 
 
-def parsed(text: str) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
-    """The sizes of the axes, and the axes of the aliases.
+def parse_topology(text: str) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
+    """Parse a text such as ``"row=2,col=2,grid=row+col"``.
 
+    Args:
+        text: ``axis=size`` and ``alias=axis+axis`` entries, separated by commas or white space.
+    Returns:
+        Size per axis, and axes per alias.
     Raises:
-        ValueError: A part is neither ``axis=size`` nor ``alias=axis+axis``, or a name comes twice.
+        ValueError: An entry has another form, a name is there twice, or a name is reserved.
     """
     axes: dict[str, int] = {}
     aliases: dict[str, tuple[str, ...]] = {}
@@ -44,29 +48,29 @@ def parsed(text: str) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
             continue
         name, _, value = part.partition("=")
         if name in axes or name in aliases:
-            raise ValueError(f"axis {name!r} is given twice in {text!r}; name each axis once")
+            raise ValueError(f"{name!r} is twice in {text!r}; name each axis and alias once")
         if value.isdecimal():
             axes[name] = int(value)
         elif "+" in value and all(axis.isidentifier() for axis in value.split("+")):
             aliases[name] = tuple(value.split("+"))
         else:
             raise ValueError(
-                f"{part!r} doesn't say axis=size; write for example 'data=2,row=2,col=2', and an alias as 'grid=row+col'"
+                f"{part!r} is neither axis=size nor alias=axis+axis; write for example 'data=2,row=2,col=2,grid=row+col'"
             )
     for name in _RESERVED:
         if name in axes:
-            raise ValueError(f"{name!r} can't name an axis; rename it in {text!r}")
+            raise ValueError(f"{name!r} is reserved and can't name an axis; rename it in {text!r}")
     return axes, aliases
 
 
-# What the coordinates of an axis hold: the role of each axis, from what was told and from names -----------------------
+# The role of each axis, from the arguments and from usual names -------------------------------------------------------
 
 Role = Literal["pipe", "data", "model"]
 
 _DATA = ("data", "replica", "dp", "ddp", "dp_replicate", "dp_shard", "fsdp", "hsdp", "edp", "efsdp")
-_SEQUENCE = ("cp", "context")  # a sample's sequence is split over them, so the model itself communicates along them
+_SEQUENCE = ("cp", "context")  # each sample's sequence is sharded over them, so the model communicates along them
 _EXPERT = ("expert", "experts", "ep")
-_SAID: Mapping[str, Role] = {
+_ROLE_BY_NAME: Mapping[str, Role] = {
     **dict.fromkeys(("pipe", "pipeline", "pp"), "pipe"),
     **dict.fromkeys((*_DATA, *_SEQUENCE), "data"),
     **dict.fromkeys(("tensor", "tp", "sp", "row", "col"), "model"),
@@ -75,42 +79,49 @@ _SAID: Mapping[str, Role] = {
 Aliases = Mapping[str, tuple[str, ...]]
 
 
-def roles_of(axes: Iterable[str], aliases: Aliases, told: Mapping[str, Role]) -> tuple[Role, ...]:
-    """The role of each axis: the one told of it or of an alias of it; else the one that names say; else ``"model"``.
+def roles_of(axes: Iterable[str], aliases: Aliases, explicit: Mapping[str, Role]) -> tuple[Role, ...]:
+    """Return the role of each axis.
+
+    The role is the explicit role of the axis or of an alias that contains it; else the usual role of these names; else
+    ``"model"``.
 
     Args:
-        told: By axis or alias.
+        axes: All axes.
+        aliases: Axes per alias.
+        explicit: Role per axis or alias.
     Raises:
-        ValueError: A role is none, or told of nothing that there is; or two are told, or said by names, of one axis.
+        ValueError: ``explicit`` has an unknown role or an unknown axis; or an axis has two roles.
     """
     axes = tuple(axes)
-    for name, role in told.items():
+    for name, role in explicit.items():
         if name not in axes and name not in aliases:
-            there = f"axes: {', '.join(axes) or 'none'}" + (f"; aliases: {', '.join(aliases)}" if aliases else "")
-            raise ValueError(f"roles names {name!r}, which is no axis here ({there}); write one of these")
+            known = f"axes: {', '.join(axes) or 'none'}" + (f"; aliases: {', '.join(aliases)}" if aliases else "")
+            raise ValueError(
+                f"roles names {name!r}, which is not an axis of this topology ({known}); write one of these"
+            )
         if role not in get_args(Role):
             raise ValueError(f"axis {name!r} has role {role!r}; write one of {', '.join(map(repr, get_args(Role)))}")
-    return tuple(_role(axis, names_of(axis, aliases), told) for axis in axes)
+    return tuple(_role(axis, names_of(axis, aliases), explicit) for axis in axes)
 
 
-def _role(axis: str, names: tuple[str, ...], told: Mapping[str, Role]) -> Role:
-    for source, how in ((told, "told of"), (_SAID, "by the name")):
+def _role(axis: str, names: tuple[str, ...], explicit: Mapping[str, Role]) -> Role:
+    for source, origin in ((explicit, "by roles= of"), (_ROLE_BY_NAME, "by the name")):
         found = {name: source[name] for name in names if name in source}
         if len({*found.values()}) > 1:
-            said = " and ".join(f"{role!r} {how} {name!r}" for name, role in found.items())
-            raise ValueError(f"axis {axis!r} is {said}: say once which it is, roles={{{axis!r}: ...}}")
+            conflict = " and ".join(f"{role!r} {origin} {name!r}" for name, role in found.items())
+            raise ValueError(f"axis {axis!r} has two roles, {conflict}; give it one role: roles={{{axis!r}: ...}}")
         if found:
             return next(iter(found.values()))
     return "model"
 
 
 def names_of(axis: str, aliases: Aliases) -> tuple[str, ...]:
-    """Its name, and the aliases of which it is a part."""
+    """Return the axis and all aliases that contain it."""
     return (axis, *(alias for alias, atoms in aliases.items() if axis in atoms))
 
 
-def said_role(axis: str, aliases: Aliases) -> Role | None:
-    """The role that an axis has unless it is told another; None: names say several."""
+def default_role(axis: str, aliases: Aliases) -> Role | None:
+    """Return the role that an axis has without ``roles=``, or None if its names have different roles."""
     try:
         return _role(axis, names_of(axis, aliases), {})
     except ValueError:
@@ -118,52 +129,58 @@ def said_role(axis: str, aliases: Aliases) -> Role | None:
 
 
 class ByRole:
-    """The axes of a topology by their roles."""
+    """Properties that select the axes of a topology by role."""
 
     axes: tuple[str, ...]
     roles: tuple[Role, ...]
     _aliases: tuple[tuple[str, tuple[str, ...]], ...]
-    _told: frozenset[str]
+    _explicit: frozenset[str]
 
     def size(self, *axes: str) -> int:
         raise NotImplementedError
 
     @property
     def pipe_axes(self) -> tuple[str, ...]:
-        """Axes whose coordinates own different parameters."""
+        """Return the pipeline axes: each coordinate is a stage with its own parameters."""
         return self._axes_with("pipe")
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """Axes whose coordinates hold replicas that see different samples, or different parts of them."""
+        """Return the data-parallel axes: coordinates hold replicas that see different samples, or parts of samples."""
         return self._axes_with("data")
 
     @property
     def sample_axes(self) -> tuple[str, ...]:
-        """The data axes whose coordinates see different samples: all but ``cp`` and ``context``, whose see different parts
-        of the same ones."""
+        """Return the data-parallel axes whose coordinates see different samples.
+
+        The axes ``cp`` and ``context`` are not among them: their coordinates see different parts of the same samples.
+        """
         return tuple(axis for axis in self.data_axes if {*self._names(axis)}.isdisjoint(_SEQUENCE))
 
     @property
     def model_axes(self) -> tuple[str, ...]:
-        """Axes that a parameter's spec speaks about."""
+        """Return the model-parallel axes: parameters are sharded or replicated over them as their specs declare."""
         return self._axes_with("model")
 
     @property
     def untold_expert_axes(self) -> tuple[str, ...]:
-        """Axes larger than 1 that are named ``expert``, ``experts`` or ``ep``, by themselves or in an alias, while no role
-        was given to them and none of their names says one.
+        """Return the expert axes larger than 1 whose role is not given.
 
-        They are model axes: their ranks are taken to see the same samples, and the gradient of what is copied along them is
-        not averaged. Where their ranks see different samples, as with most experts, the role is ``"data"``.
+        An expert axis has the name or an alias ``expert``, ``experts`` or ``ep``. It is listed if ``roles=`` does not
+        mention it and none of its names has a usual role. Such an axis is a model axis: its ranks are assumed to see the
+        same samples, and gradients of replicas are not averaged over it. If its ranks see different samples, as in most
+        expert-parallel models, its role must be ``"data"``.
         """
-        names = {axis: {*self._names(axis)} for axis in self.axes if axis not in self._told}
-        untold = (axis for axis, said in names.items() if not said.isdisjoint(_EXPERT) and said.isdisjoint(_SAID))
-        return tuple(axis for axis in untold if self.size(axis) > 1)
+        names = {axis: {*self._names(axis)} for axis in self.axes if axis not in self._explicit}
+        experts = (axis for axis, own in names.items() if not own.isdisjoint(_EXPERT) and own.isdisjoint(_ROLE_BY_NAME))
+        return tuple(axis for axis in experts if self.size(axis) > 1)
 
     def only_splits_the_batch(self, axis: str) -> bool:
-        """Whether a model issues no collectives of its own over this axis, going by its names, unless its specs name it."""
-        return _SAID.get(axis) == "data" and {*self._names(axis)}.isdisjoint(_SEQUENCE)
+        """Return True if a model issues no collectives over ``axis``, judging by the names, unless its specs name the axis.
+
+        This holds for the usual data-parallel names, unless the axis or an alias of it is ``cp`` or ``context``.
+        """
+        return _ROLE_BY_NAME.get(axis) == "data" and {*self._names(axis)}.isdisjoint(_SEQUENCE)
 
     def _axes_with(self, role: Role) -> tuple[str, ...]:
         return tuple(axis for axis, found in zip(self.axes, self.roles, strict=True) if found == role)
@@ -172,24 +189,27 @@ class ByRole:
         return names_of(axis, dict(self._aliases))
 
 
-# Names for several axes together: ``data`` for ``edp x mid``, beside ``expert`` for ``mid x tensor`` ------------------
+# Aliases, names for several axes: for example ``data`` for ``edp x mid``, and ``expert`` for ``mid x tensor`` ---------
 
-# Two meshes of the same ranks are so one topology: its axes are the common refinement, and a dim of either mesh is an
-# alias. An alias stands for its axes, of which the first is the slowest, as in ``torch.arange(n).reshape(sizes)``.
+# With aliases one topology describes two meshes of the same ranks: its axes are the common refinement, and the dims of
+# both meshes are aliases. The first axis of an alias is the slowest, as in ``torch.arange(n).reshape(sizes)``.
 
 
-def checked_aliases(
-    given: Mapping[str, str | tuple[str, ...]], axes: tuple[str, ...]
+def resolve_aliases(
+    aliases: Mapping[str, str | tuple[str, ...]], axes: tuple[str, ...]
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """(alias, its axes) pairs.
+    """Check aliases and return them as (alias, axes) pairs.
 
+    Args:
+        aliases: Per alias an axis or a tuple of axes.
+        axes: All axes, slowest first.
     Raises:
-        ValueError: An alias is no identifier or the name of an axis; it names no axis, one that there isn't, or axes in
-            another order than theirs.
+        ValueError: An alias is not an identifier, or is the name of an axis; or it has no axes, an unknown axis, an axis
+            twice, or axes in another order than ``axes``.
     """
     checked = []
-    for alias, named in given.items():
-        atoms = (named,) if isinstance(named, str) else tuple(named)
+    for alias, entry in aliases.items():
+        atoms = (entry,) if isinstance(entry, str) else tuple(entry)
         if not isinstance(alias, str) or not alias.isidentifier():
             raise ValueError(f"{alias!r} can't name axes; use an identifier such as 'data'")
         if alias in axes:
@@ -197,42 +217,53 @@ def checked_aliases(
         unknown = [axis for axis in atoms if axis not in axes]
         if unknown or not atoms:
             raise ValueError(
-                f"alias {alias!r} stands for {unknown[0] if unknown else atoms!r}, which is no axis; an alias stands for "
-                f"one axis or more of {', '.join(axes)}"
+                f"alias {alias!r} contains {unknown[0] if unknown else atoms!r}, which is not an axis; an alias must "
+                f"consist of one or more of the axes {', '.join(axes)}"
             )
         ordered = tuple(axis for axis in axes if axis in atoms)
         if atoms != ordered:
             raise ValueError(
-                f"alias {alias!r} stands for {atoms!r}, but the order of the axes is {', '.join(axes)}: write {ordered!r}, "
-                "each once; then its coordinates are in the order of the ranks"
+                f"alias {alias!r} is {atoms!r}, but the order of the axes is {', '.join(axes)}; write {ordered!r}, "
+                "with each axis once in this order"
             )
         checked.append((alias, atoms))
     return tuple(checked)
 
 
 class Coordinate(dict[str, int]):
-    """Where a rank is: its coordinate on every axis, in axis order; indexed by an alias, that on its axes together."""
+    """Coordinate of a rank: its index on every axis, in the order of the axes.
 
-    def __init__(self, by_axis: Mapping[str, int], together: Mapping[str, Mapping[str, int]]) -> None:
-        """``together``: for each alias the sizes of its axes."""
+    An alias is a valid key too, and gives the row-major index over the axes of the alias.
+
+    Args:
+        by_axis: Index per axis.
+        sizes_by_alias: Per alias, the sizes of its axes.
+    """
+
+    def __init__(self, by_axis: Mapping[str, int], sizes_by_alias: Mapping[str, Mapping[str, int]]) -> None:
         super().__init__(by_axis)
-        self._together = together
+        self._sizes_by_alias = sizes_by_alias
 
     def __missing__(self, alias: str) -> int:
         index = 0
-        for axis, size in self._together[alias].items():
+        for axis, size in self._sizes_by_alias[alias].items():
             index = index * size + self[axis]
         return index
 
 
 def by_axis(where: Iterable[int], sizes: Mapping[str, int]) -> list[tuple[str, tuple[int, ...]]]:
-    """Coordinates of an alias, by the axes of these sizes that it stands for: whose product they are.
+    """Convert coordinates of an alias to coordinates of its axes, whose product they must be.
 
         >>> by_axis((2, 3), {"edp": 2, "mid": 2})
         [('edp', (1,)), ('mid', (0, 1))]
 
+    Args:
+        where: Coordinates of the alias; negative ones count from the end.
+        sizes: Size per axis of the alias.
+    Returns:
+        (axis, coordinates) pairs in the order of ``sizes``.
     Raises:
-        ValueError: They are no product.
+        ValueError: The coordinates are not a product of coordinates of the axes.
     """
     size = prod(sizes.values())
     points = dict(enumerate(product(*map(range, sizes.values()))))
@@ -240,27 +271,27 @@ def by_axis(where: Iterable[int], sizes: Mapping[str, int]) -> list[tuple[str, t
     found = [tuple(sorted(set(coordinates))) for coordinates in zip(*wanted, strict=True)]
     if prod(map(len, found)) != len(wanted):
         raise ValueError(
-            f"coordinates {sorted(index % size for index in where)} are no product of coordinates of "
-            f"{' x '.join(f'{axis}={n}' for axis, n in sizes.items())}, which alone can be said; name these axes"
+            f"coordinates {sorted(index % size for index in where)} are not a product of coordinates of the axes "
+            f"{' x '.join(f'{axis}={n}' for axis, n in sizes.items())}; name these axes instead of their alias"
         )
     return list(zip(sizes, found, strict=True))
 
 
-# The ranks of one group, of which nobody has to make a list: a group of a data axis may have 131,072 ------------------
+# The ranks of one group as a lazy sequence, because a group along a data axis may have 131,072 members ----------------
 
 
 class Peers(Sequence[int]):
-    """Ranks ``base + sum of a multiple of each stride``, ascending; equal to the tuple of them, and shown as it.
+    """Lazy ascending sequence of the ranks of a group; it compares equal to the tuple of these ranks.
 
         peers = Topology(data=131072, tensor=8).peers(5, "data")
         len(peers), peers[2], peers.index(21), 22 in peers      # 131072, 21, 2, False
 
-    All of these cost O(axes); what goes through all ranks (``==``, ``hash``, ``list``) O(ranks).
+    The operations above take O(axes). Iteration, ``==`` and ``hash`` take O(ranks).
 
     Args:
-        base: The first rank.
-        dims: (size, stride) of each axis, the largest stride first; a stride is at least as large as the axes after it
-            reach.
+        base: The first rank. Each rank is ``base`` plus a multiple of each stride.
+        dims: (size, stride) per axis, largest stride first. Each stride is larger than the sum of the offsets that the
+            axes after it reach.
     """
 
     __slots__ = ("_base", "_dims", "_len")
@@ -274,7 +305,7 @@ class Peers(Sequence[int]):
         return self._len
 
     def __iter__(self) -> Iterator[int]:
-        # itertools.product holds its ranges in memory, which is the sum of the sizes and not their product.
+        # itertools.product copies its ranges into memory: the sum of the sizes, not their product.
         steps = (range(0, size * stride, stride) for size, stride in self._dims)
         return map(sum, itertools.product((self._base,), *steps))
 
@@ -287,7 +318,7 @@ class Peers(Sequence[int]):
             return tuple(self[at] for at in range(*index.indices(self._len)))
         at = index + self._len if index < 0 else index
         if not 0 <= at < self._len:
-            raise IndexError(f"there are {self._len} ranks, none at {index}")
+            raise IndexError(f"index {index} is out of range for {self._len} ranks")
         found = self._base
         for size, stride in reversed(self._dims):
             at, digit = divmod(at, size)
@@ -295,14 +326,22 @@ class Peers(Sequence[int]):
         return found
 
     def index(self, value: int, start: int = 0, stop: int | None = None) -> int:
-        """Where ``value`` is among them; ValueError where it is not."""
+        """Return the index of the rank ``value``, in O(axes).
+
+        Args:
+            value: A global rank.
+            start: First index to consider.
+            stop: Index after the last to consider. None: the end.
+        Raises:
+            ValueError: ``value`` is not in the sequence between these indices.
+        """
         rest, at = value - self._base, 0
         for size, stride in self._dims:
             digit = min(max(rest // stride, 0), size - 1)
             rest -= digit * stride
             at = at * size + digit
         if rest or at not in range(*slice(start, stop).indices(self._len)):
-            raise ValueError(f"rank {value} isn't among these {self._len}")
+            raise ValueError(f"rank {value} isn't one of these {self._len} ranks")
         return at
 
     def __contains__(self, value: object) -> bool:
@@ -331,28 +370,45 @@ class Peers(Sequence[int]):
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_OF_REGISTRIES = frozenset({"topology", "global_rank", "rank", "ranks", "group", "group_of", "device", "device_mesh"})
+_REGISTRY_ATTRIBUTES = frozenset(
+    {"topology", "global_rank", "rank", "ranks", "group", "group_of", "device", "device_mesh"}
+)
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class Topology(ByRole):
-    """An immutable, hashable layout of ranks on named axes.
+    """The arrangement of all ranks on named mesh axes; immutable and hashable.
+
+        topology = Topology(data=2, tensor=4)
+        topology.coordinate(5)          # {'data': 1, 'tensor': 1}
+        topology.peers(5, "tensor")     # (4, 5, 6, 7)
+
+    An axis has one of three roles:
+
+        role       meaning of a coordinate                         default for the names
+        "pipe"     a stage with its own parameters                 pipe, pipeline, pp
+        "data"     replicas, whose gradients are averaged          data, replica, dp, ddp, dp_replicate, dp_shard, fsdp,
+                                                                   hsdp, edp, efsdp, cp, context
+        "model"    parameters sharded or replicated by their spec  all others: tensor, tp, sp, row, col, ...
+
+    An axis with another name has the default role of an alias that contains it. Give the role of an ``expert`` axis
+    yourself: by default it is a model axis (see `untold_expert_axes`).
 
     Args:
-        roles: Role of an axis, or of all axes of an alias, where it isn't the default: ``"pipe"`` (every coordinate owns
-            other parameters), ``"data"`` (coordinates hold replicas whose gradients are averaged) or ``"model"``
-            (parameters are split or replicated as their spec says). By default ``pipe``, ``pipeline`` and ``pp`` are
-            pipeline axes; ``data``, ``replica``, ``dp``, ``ddp``, ``dp_replicate``, ``dp_shard``, ``fsdp``, ``hsdp``,
-            ``edp``, ``efsdp``, ``cp`` and ``context`` are data axes, and so is an axis of an unknown name in an alias of
-            such a name; every other name (``tensor``, ``tp``, ``sp``, ``row``, ...) is a model axis. So is ``expert``, but
-            that is for you to say; see `untold_expert_axes`.
-        aliases: Names for several axes together, which are taken wherever an axis is: ``{"data": ("edp", "mid")}``. The
-            axes stand in their own order, and an axis may be in several aliases.
-        **axes: Number of coordinates on each axis, slowest axis first. None at all is a world of one rank.
+        roles: Role per axis, or per alias for all of its axes, where it differs from the default. None: default roles.
+        aliases: Names for several axes, valid wherever an axis is: ``{"data": ("edp", "mid")}``. The axes of an alias are
+            in the topology's order. An axis may be in several aliases. By default there are none.
+        **axes: Number of coordinates per axis, slowest axis first. Without axes the world has one rank.
+
+    Attributes:
+        axes: Names of the axes, slowest first.
+        sizes: Number of coordinates per axis.
+        roles: Role per axis.
+        world_size: Number of ranks, the product of the sizes.
 
     Raises:
-        ValueError: A size isn't an integer >= 1, a name isn't an identifier; a role or an alias names no axis; an axis has
-            two roles by its names, or was told two.
+        ValueError: A size is not an integer >= 1; a name is not an identifier; ``roles`` or ``aliases`` names an unknown
+            axis; or an axis has two roles by its names or by ``roles``.
     """
 
     axes: tuple[str, ...]
@@ -360,7 +416,7 @@ class Topology(ByRole):
     roles: tuple[Role, ...]
     _aliases: tuple[tuple[str, tuple[str, ...]], ...]
     world_size: int = field(compare=False)
-    _told: frozenset[str] = field(compare=False)
+    _explicit: frozenset[str] = field(compare=False)
     _strides: tuple[int, ...] = field(compare=False)
 
     @overload
@@ -378,14 +434,14 @@ class Topology(ByRole):
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"axis {axis!r} has size {size!r}; write an integer >= 1, such as {axis}=2")
         sizes = tuple(axes.values())
-        named = dict(checked_aliases(aliases or {}, tuple(axes)))
+        atoms_by_alias = dict(resolve_aliases(aliases or {}, tuple(axes)))
         values = {
             "axes": tuple(axes),
             "sizes": sizes,
-            "roles": roles_of(axes, named, roles or {}),
-            "_aliases": tuple(named.items()),
+            "roles": roles_of(axes, atoms_by_alias, roles or {}),
+            "_aliases": tuple(atoms_by_alias.items()),
             "world_size": prod(sizes),
-            "_told": frozenset(atom for name in roles or () for atom in named.get(name, (name,))),
+            "_explicit": frozenset(atom for name in roles or () for atom in atoms_by_alias.get(name, (name,))),
             "_strides": tuple(prod(sizes[i + 1 :]) for i in range(len(sizes))),
         }
         for name, value in values.items():
@@ -393,28 +449,39 @@ class Topology(ByRole):
 
     @classmethod
     def parse(cls, text: str, *, roles: Mapping[str, Role] | None = None) -> Topology:
-        """The topology that ``"row=2,col=2"`` or ``"row=2 col=2"`` describes, ``grid=row+col`` an alias; no text: one rank.
+        """Return the topology that a text describes.
 
+            Topology.parse("row=2,col=2,grid=row+col")      # grid is an alias
+
+        Args:
+            text: ``axis=size`` and ``alias=axis+axis`` entries, separated by commas or white space. Empty: one rank.
+            roles: As in the constructor. None: default roles.
         Raises:
-            ValueError: A part is neither ``axis=size`` nor ``alias=axis+axis``, or a name comes twice.
+            ValueError: An entry has another form, or a name is there twice; or as the constructor.
         """
-        axes, aliases = parsed(text)
+        axes, aliases = parse_topology(text)
         return cls(roles=roles, aliases=aliases, **axes)
 
     @classmethod
     def of_meshes(cls, *meshes: DeviceMesh, roles: Mapping[str, Role] | None = None) -> Topology:
-        """The topology whose axes are the refinement of these meshes, with aliases for dims that are several axes.
+        """Return the topology whose axes are the common refinement of device meshes.
 
-            Topology.of_meshes(dense, experts)      # of (data=4, tensor=2) and (edp=2, expert=4)
-            Topology(edp=2, data_1=2, tensor=2, aliases={"data": ("edp", "data_1"), "expert": ("data_1", "tensor")})
+        A mesh dim that is a product of several axes becomes an alias:
 
-        An axis has the name of the first dim that it is (others are aliases of it too); else that of the first dim it is a
-        part of, and its place in it. All ranks give their meshes in the same order.
+            Topology.of_meshes(dense, experts)      # meshes (data=4, tensor=2) and (edp=2, expert=4)
+            # Topology(edp=2, data_1=2, tensor=2, aliases={"data": ("edp", "data_1"), "expert": ("data_1", "tensor")})
 
+        An axis that equals a mesh dim has the name of the first such dim; further names of it become aliases. Any other
+        axis is named after the first dim that contains it, with its position in that dim.
+
+        Args:
+            meshes: torch's device meshes with dim names, in the same order on all ranks of the world.
+            roles: As in the constructor. None: default roles.
         Raises:
-            ValueError: On every rank: a dim's groups are no product of axes; dims don't nest, or have one name; a mesh has
-                no names; the meshes leave ranks out. Or as the constructor.
-        Collectives: an object all-gather over the world.
+            ValueError: On every rank: a mesh has no dim names; the groups along a dim are not a grid of equal strides;
+                dims do not nest; dims with the same name differ; ranks are in no mesh; or as the constructor.
+        Collectives: one object all-gather over the world.
+        Host synchronization: yes.
         """
         axes, aliases = refined(agreed_dims(meshes))
         return cls(roles=roles, aliases=aliases, **axes)
@@ -422,64 +489,82 @@ class Topology(ByRole):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            """What a registry has and a topology lacks: somebody was given the one in the place of the other."""
-            said = f"{type(self).__name__!r} object has no attribute {name!r}"
-            if name in _OF_REGISTRIES:
-                said += f": this is the layout alone; give ProcessGroupRegistry({self!r}), which has the groups"
-            raise AttributeError(said, name=name, obj=self)
+            """Raise AttributeError, with advice if a topology was passed instead of a registry."""
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in _REGISTRY_ATTRIBUTES:
+                message += f": a topology has no process groups; give ProcessGroupRegistry({self!r}) instead"
+            raise AttributeError(message, name=name, obj=self)
 
     @property
     def aliases(self) -> dict[str, tuple[str, ...]]:
-        """The axes that each alias stands for."""
+        """Return the axes per alias."""
         return dict(self._aliases)
 
     def atoms(self, *names: str) -> tuple[str, ...]:
-        """The axes that these names, of axes or aliases, stand for, in the order given.
+        """Replace aliases by their axes and return all axes, in the order of ``names``.
 
+        Args:
+            names: Names of axes or aliases.
         Raises:
             ValueError: An unknown axis, or the same axis twice.
         """
         atoms = tuple(atom for name in names for atom in self._atoms(name))
         if len(set(atoms)) != len(atoms):
             twice = next(atom for atom in atoms if atoms.count(atom) > 1)
-            where = "" if names.count(twice) > 1 else f" ({twice!r} is in several of them)"
-            raise ValueError(f"an axis is named twice in {_listed(names)}{where}; name each axis once")
+            where = "" if names.count(twice) > 1 else f" ({twice!r} is in several of these)"
+            raise ValueError(f"an axis is named twice in {_join_names(names)}{where}; name each axis once")
         return atoms
 
     def size(self, *axes: str) -> int:
-        """Number of coordinates on these axes together; 1 for none.
+        """Return the number of coordinates on these axes together: the product of their sizes, 1 for no axes.
 
+        Args:
+            axes: Names of axes or aliases.
         Raises:
             ValueError: An unknown axis, or the same axis twice.
         """
         return prod(self.sizes[self.axes.index(axis)] for axis in self.atoms(*axes))
 
     def role(self, axis: str) -> Role:
-        """``"pipe"``, ``"data"`` or ``"model"``.
+        """Return the role of an axis or alias: ``"pipe"``, ``"data"`` or ``"model"``.
 
+        Args:
+            axis: Name of an axis, or of an alias whose axes have the same role.
         Raises:
             ValueError: An unknown axis, or an alias whose axes have several roles.
         """
         found = {atom: self.roles[self.axes.index(atom)] for atom in self._atoms(axis)}
         if len({*found.values()}) > 1:
             raise ValueError(
-                f"the axes of {axis!r} have several roles, {', '.join(f'{a} {r!r}' for a, r in found.items())}; ask for one"
+                f"the axes of {axis!r} have several roles, {', '.join(f'{a} {r!r}' for a, r in found.items())}; name "
+                "one of these axes"
             )
         return next(iter(found.values()))
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Where ``rank`` is: its coordinate on every axis, in axis order; indexed by an alias, that on its axes together.
+        """Return the coordinate of ``rank``: a dict of its index per axis, in the order of the axes.
 
+        The dict also accepts an alias as key, and returns the row-major index over the axes of the alias.
+
+        Args:
+            rank: A global rank.
         Raises:
-            ValueError: The rank isn't in the world.
+            ValueError: The rank is not in the world.
         """
         self._check_rank(rank)
         steps = zip(self.axes, self._strides, self.sizes, strict=True)
-        together = {alias: {atom: self.size(atom) for atom in atoms} for alias, atoms in self._aliases}
-        return Coordinate({axis: rank // stride % size for axis, stride, size in steps}, together)
+        sizes_by_alias = {alias: {atom: self.size(atom) for atom in atoms} for alias, atoms in self._aliases}
+        return Coordinate({axis: rank // stride % size for axis, stride, size in steps}, sizes_by_alias)
 
     def coordinate_of(self, rank: int, axis: str) -> int:
-        """Coordinate of ``rank`` on one axis; on an alias, that on its axes together, the first the slowest."""
+        """Return the index of ``rank`` on one axis, or for an alias the row-major index over its axes.
+
+        Args:
+            rank: A global rank.
+            axis: Name of an axis or alias.
+        Raises:
+            ValueError: The rank is not in the world, or the axis is unknown.
+        """
         self._check_rank(rank)
         index = 0
         for dim in map(self.axes.index, self._atoms(axis)):
@@ -487,10 +572,12 @@ class Topology(ByRole):
         return index
 
     def on_axes(self, coordinate: Mapping[str, int]) -> dict[str, int]:
-        """The coordinates of the axes, from those of axes and aliases.
+        """Convert coordinates of axes and aliases to coordinates of axes.
 
+        Args:
+            coordinate: Index per axis or alias.
         Raises:
-            ValueError: An unknown axis, the same axis twice, or a coordinate out of range.
+            ValueError: An unknown axis, the same axis twice, or an index out of range.
         """
         self.atoms(*coordinate)
         found = {}
@@ -503,24 +590,34 @@ class Topology(ByRole):
         return found
 
     def rank(self, **coordinate: int) -> int:
-        """The rank at this coordinate; every axis must be given, by itself or in an alias.
+        """Return the rank at a coordinate.
 
+            Topology(data=2, tensor=4).rank(data=1, tensor=3)       # 7
+
+        Args:
+            coordinate: Index per axis or alias. Every axis must be there, by itself or in an alias.
         Raises:
-            ValueError: An axis is missing or unknown, or a coordinate is out of range.
+            ValueError: An axis is missing or unknown, or an index is out of range.
         """
-        given = self.on_axes(coordinate)
-        missing = [axis for axis in self.axes if axis not in given]
+        by_axis = self.on_axes(coordinate)
+        missing = [axis for axis in self.axes if axis not in by_axis]
         if missing:
             raise ValueError(
-                f"rank() needs a coordinate for every axis; {_listed(missing)} is missing. "
+                f"rank() needs a coordinate for every axis; {_join_names(missing)} is missing. "
                 "Use filter() for all ranks that match some axes"
             )
-        return self._offset(given)
+        return self._offset(by_axis)
 
     def peers(self, rank: int, *axes: str) -> Peers:
-        """All ranks that differ from ``rank`` only along ``axes``, itself included, ascending: as a tuple is, but not made.
+        """Return all ranks that differ from ``rank`` only along ``axes``, including ``rank``, ascending.
 
-        The order in which the axes are named doesn't matter. O(axes).
+        Args:
+            rank: A global rank.
+            axes: Names of axes or aliases, in any order.
+        Returns:
+            A lazy sequence that compares equal to the tuple of the ranks. Creating it takes O(axes).
+        Raises:
+            ValueError: The rank is not in the world; an unknown axis, or the same axis twice.
         """
         self._check_rank(rank)
         atoms = self.atoms(*axes)
@@ -528,20 +625,30 @@ class Topology(ByRole):
         return Peers(base, self._dims(atoms))
 
     def filter(self, **coordinate: int) -> Iterator[int]:
-        """Ranks that are at these coordinates, ascending; all ranks for none.
+        """Iterate over the ranks at these coordinates, ascending; over all ranks without coordinates.
 
         >>> list(Topology(data=2, tensor=2).filter(tensor=1))
         [1, 3]
+
+        Args:
+            coordinate: Index per axis or alias, for some of the axes.
+        Raises:
+            ValueError: An unknown axis, the same axis twice, or an index out of range.
         """
-        given = self.on_axes(coordinate)
-        free = tuple(axis for axis in self.axes if axis not in given)
-        return iter(Peers(self._offset(given), self._dims(free)))
+        by_axis = self.on_axes(coordinate)
+        free = tuple(axis for axis in self.axes if axis not in by_axis)
+        return iter(Peers(self._offset(by_axis), self._dims(free)))
 
     def groups(self, *axes: str) -> Iterator[tuple[int, ...]]:
-        """The groups along ``axes``: they partition the world; ordered by their first rank.
+        """Iterate over the groups along ``axes``, which partition the world, in the order of their first rank.
 
         >>> list(Topology(data=2, tensor=2).groups("data"))
         [(0, 2), (1, 3)]
+
+        Args:
+            axes: Names of axes or aliases.
+        Raises:
+            ValueError: An unknown axis, or the same axis twice.
         """
         atoms = self.atoms(*axes)
         offsets = tuple(Peers(0, self._dims(atoms)))
@@ -549,10 +656,14 @@ class Topology(ByRole):
         return (tuple(base + offset for offset in offsets) for base in Peers(0, self._dims(rest)))
 
     def table(self, rank: int | None = None) -> str:
-        """A rank grid and the groups along each axis, for people; elided where the world is big.
+        """Return a text with the grid of ranks and the groups along each axis; long lists are elided.
+
+            print(Topology(data=2, tensor=4).table())
 
         Args:
-            rank: Mark this rank, and show its own groups only.
+            rank: Mark this rank, and show only the groups that contain it. None: show the groups of all ranks.
+        Raises:
+            ValueError: The rank is not in the world.
         """
         return render(self, rank)
 
@@ -573,33 +684,40 @@ class Topology(ByRole):
         return f"; did you mean {close[0]!r}?" if close else ""
 
     def named(self) -> str:  # for errors
-        return f"axes: {_listed(self.axes)}" + (f"; aliases: {_listed(self.aliases)}" if self._aliases else "")
+        return f"axes: {_join_names(self.axes)}" + (f"; aliases: {_join_names(self.aliases)}" if self._aliases else "")
 
     def _offset(self, coordinate: Mapping[str, int]) -> int:
         return sum(value * self._strides[self.axes.index(axis)] for axis, value in coordinate.items())
 
     def _dims(self, axes: tuple[str, ...]) -> list[tuple[int, int]]:
-        """(size, stride) of these axes, in axis order whatever the caller's: then ranks come out ascending."""
+        """Return (size, stride) per axis, in the topology's order, so that ranks are ascending."""
         steps = zip(self.axes, self.sizes, self._strides, strict=True)
         return [(size, stride) for axis, size, stride in steps if axis in axes]
 
     def __repr__(self) -> str:
         parts = [f"{axis}={size}" for axis, size in zip(self.axes, self.sizes, strict=True)]
-        told = zip(self.axes, self.roles, strict=True)
-        other = {axis: role for axis, role in told if role != said_role(axis, self.aliases)}
-        parts += [f"{name}={value}" for name, value in (("roles", other), ("aliases", self.aliases)) if value]
+        by_axis = zip(self.axes, self.roles, strict=True)
+        roles = {axis: role for axis, role in by_axis if role != default_role(axis, self.aliases)}
+        parts += [f"{name}={value}" for name, value in (("roles", roles), ("aliases", self.aliases)) if value]
         return f"Topology({', '.join(parts)})"
 
 
-def _listed(names: Iterable[str]) -> str:
+def _join_names(names: Iterable[str]) -> str:
     return ", ".join(map(str, names)) or "none"
 
 
-# Which axes of a topology a list of ranks is, whatever somebody else calls it -----------------------------------------
+# The axes of a group that another library created ---------------------------------------------------------------------
 
 
 def axes_along(ranks: tuple[int, ...], topology: Topology) -> tuple[str, ...] | None:
-    """The axes, larger than 1, along which these ranks lie in this order, the first the slowest; None: there are none."""
+    """Return the axes larger than 1 along which ``ranks`` are a group in row-major order, slowest first.
+
+    Args:
+        ranks: Global ranks in the order of the group.
+        topology: The axes to choose from.
+    Returns:
+        The axes, or None if no axes give these ranks in this order.
+    """
     strides = {topology.peers(0, axis)[1]: axis for axis in topology.axes if topology.size(axis) > 1}
     found: tuple[str, ...] = ()
     while topology.size(*found) < len(ranks):

@@ -1,4 +1,4 @@
-"""Checks of plain values that come from a file or a state dict: numbers, texts, and containers of them."""
+"""Checks of plain values from a file, a state dict or an argument: numbers, strings, and containers of them."""
 
 from __future__ import annotations
 
@@ -10,31 +10,37 @@ from typing import Any
 from torch import Tensor
 
 MAX_COUNT = 2**53
-"""The largest count: float64, in which steps are counted on a device, has all integers up to it."""
+"""Largest valid count. Devices count steps in float64, which represents every integer up to this one."""
 
 Check = Callable[[object, str], None]
-"""Raises ValueError, with the name of the field, where a value is not what is expected."""
+"""``check(value, field)`` raises ValueError with the name ``field`` if ``value`` is not as expected."""
 
 
 def wrong(field: str, value: object, expected: str) -> ValueError:
-    """Return the error of a field whose value is not what is expected."""
+    """Return a ValueError for ``field``.
+
+    Args:
+        field: Name of the field.
+        value: The value that was found.
+        expected: Description of a correct value, for example ``"an integer"``.
+    """
     return ValueError(f"{field} is {_shown(value)}; expected {expected}")
 
 
 def check_count(value: object, field: str) -> None:
-    """Raise ValueError where ``value`` is not an int from 0 to `MAX_COUNT`."""
+    """Raise ValueError unless ``value`` is an int from 0 to `MAX_COUNT`."""
     if type(value) is not int or not 0 <= value <= MAX_COUNT:
         raise wrong(field, value, f"an integer from 0 to {MAX_COUNT}")
 
 
 def check_number(value: object, field: str) -> None:
-    """Raise ValueError where ``value`` is not an int or float that float64 can hold, or is NaN."""
+    """Raise ValueError unless `is_number` is True for ``value``."""
     if not is_number(value):
         raise wrong(field, value, "a number that is not NaN")
 
 
 def is_number(value: object) -> bool:
-    """Whether ``value`` is an int or float that float64 can hold, and not NaN; a bool is none."""
+    """Return True if ``value`` is an int or float in the range of float64, and not NaN; a bool is not a number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     try:
@@ -44,13 +50,20 @@ def is_number(value: object) -> bool:
 
 
 def check_text(value: object, field: str) -> None:
-    """Raise ValueError where ``value`` is not a str."""
+    """Raise ValueError unless ``value`` is a str."""
     if not isinstance(value, str):
-        raise wrong(field, value, "a text")
+        raise wrong(field, value, "a string")
 
 
 def check_finite(value: object, field: str, shape: Sequence[int] | None = None) -> None:
-    """Raise ValueError where ``value`` is not a tensor of finite floats, of ``shape`` if it is given."""
+    """Raise ValueError unless ``value`` is a tensor of finite floats.
+
+    Args:
+        value: Any object.
+        field: Name of the field in the error.
+        shape: Expected shape. None: any shape.
+    Host synchronization: yes, for a tensor on a device.
+    """
     if not isinstance(value, Tensor) or not value.is_floating_point() or not bool(value.isfinite().all()):
         raise wrong(field, value, "a tensor of finite floats")
     if shape is not None and tuple(value.shape) != tuple(shape):
@@ -62,11 +75,16 @@ def anything(value: object, field: str) -> None:
 
 
 def list_of(check: Check, *, least: int = 0) -> Check:
-    """Return the check of a list or tuple of at least so many items."""
+    """Return a check for a list or tuple.
+
+    Args:
+        check: Check of every item.
+        least: Smallest valid number of items. 0: the list may be empty.
+    """
 
     def check_list(value: object, field: str) -> None:
         if not isinstance(value, (list, tuple)) or len(value) < least:
-            raise wrong(field, value, "a list" + (f" of at least {least}" if least else ""))
+            raise wrong(field, value, "a list" + (f" of at least {least} items" if least else ""))
         for index, item in enumerate(value):
             check(item, f"{field}[{index}]")
 
@@ -74,11 +92,11 @@ def list_of(check: Check, *, least: int = 0) -> Check:
 
 
 def items(*checks: Check) -> Check:
-    """Return the check of a list or tuple with one item for each check."""
+    """Return a check for a list or tuple with exactly one item per check, in the order of ``checks``."""
 
     def check_items(value: object, field: str) -> None:
         if not isinstance(value, (list, tuple)) or len(value) != len(checks):
-            raise wrong(field, value, f"a list of {len(checks)}")
+            raise wrong(field, value, f"a list of {len(checks)} items")
         for index, (item, check) in enumerate(zip(value, checks, strict=True)):
             check(item, f"{field}[{index}]")
 
@@ -86,7 +104,12 @@ def items(*checks: Check) -> Check:
 
 
 def dict_of(check: Check, *, key: Check = check_text) -> Check:
-    """Return the check of a dict, of its keys and its values."""
+    """Return a check for a dict.
+
+    Args:
+        check: Check of every value.
+        key: Check of every key. By default keys must be strings.
+    """
 
     def check_dict(value: object, field: str) -> None:
         if not isinstance(value, Mapping):
@@ -99,7 +122,11 @@ def dict_of(check: Check, *, key: Check = check_text) -> Check:
 
 
 def fields(checks: Mapping[str, Check]) -> Check:
-    """Return the check of a dict that has at least these keys."""
+    """Return a check for a dict that has at least the keys of ``checks``.
+
+    Args:
+        checks: By key, the check of its value. The values of other keys are not checked.
+    """
 
     def check_fields(value: object, field: str) -> None:
         if not isinstance(value, Mapping):
@@ -113,18 +140,30 @@ def fields(checks: Mapping[str, Check]) -> Check:
 
 
 def check_like(value: object, like: object, field: str) -> None:
-    """Raise ValueError where ``value`` is of another kind than ``like``, the value that it is to replace.
+    """Raise ValueError if ``value`` can't replace ``like`` because its kind differs.
 
-    A number replaces a number (an int, a float or a tensor of one element), but NaN only NaN; a list one of the same
-    length, item by item. A dict replaces one with the same texts for keys. None and a bool replace each other; None is
-    also replaced by a number, a text or a list.
+        like                                  accepted value
+        bool                                  a bool or None
+        None                                  None, a bool, a number, a string, or a list of these
+        number, or tensor of one element      a number or a tensor of one element; NaN only if like is NaN
+        string                                a string
+        tensor                                a tensor of the same shape
+        dict                                  a dict with all string keys of like; values are checked by key
+        list or tuple                         a list or tuple of the same length, checked item by item
+        any other type                        an object of the same type
+
+    Args:
+        value: The new value.
+        like: The current value.
+        field: Name of the field in the error.
+    Host synchronization: yes, for a tensor of one element on a device.
     """
     if isinstance(like, bool):
         if not (value is None or isinstance(value, bool)):
             raise wrong(field, value, "True or False")
     elif like is None:
         if isinstance(value, Mapping):
-            raise wrong(field, value, "a number, a text, True, False, None or a list of these")
+            raise wrong(field, value, "a number, a string, True, False, None or a list of these")
         _check_plain(value, field)
     elif isinstance(like, (int, float)) or (isinstance(like, Tensor) and like.numel() == 1):
         number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
@@ -150,7 +189,7 @@ def check_like(value: object, like: object, field: str) -> None:
             raise ValueError(f"{field} has no {', '.join(missing)}")
     elif isinstance(like, Sequence):
         if not isinstance(value, (list, tuple)) or len(value) != len(like):
-            raise wrong(field, value, f"a list of {len(like)}")
+            raise wrong(field, value, f"a list of {len(like)} items")
         for index, (item, other) in enumerate(zip(value, like, strict=True)):
             check_like(item, other, f"{field}[{index}]")
     elif type(value) is not type(like):
@@ -158,7 +197,7 @@ def check_like(value: object, like: object, field: str) -> None:
 
 
 def _check_plain(value: object, field: str) -> None:
-    """Raise ValueError where ``value`` is, or has in it, a number that is NaN or too large."""
+    """Raise ValueError if ``value`` is or contains a number that is NaN or outside the range of float64."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         check_number(value, field)
     elif isinstance(value, (list, tuple)):
@@ -172,25 +211,27 @@ def _is_nan(value: Any) -> bool:
 
 
 def _shown(value: object) -> str:
-    """A value in an error: short, and without control characters."""
+    """Return at most 80 ASCII characters that show ``value`` in an error, without control characters."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}, {str(value.dtype)[6:]}"
     try:
         text = ascii(value)
-    except (ValueError, RecursionError):  # an int of too many digits, or lists that are too deep
+    except (ValueError, RecursionError):  # an int with too many digits, or nested lists
         text = f"a {type(value).__name__} that is too large to be shown"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-# Types of numbers that users give: text and bools are no numbers, though ``float`` takes them -------------------------
+# Types of numeric arguments: strings and bools are rejected, although ``float`` accepts them --------------------------
 
 
 def check_scalar(value: object, name: str, write: str = "a number") -> None:
-    """Raise TypeError unless ``value`` is an int, a float, a NumPy number or a 0-dim tensor. Host reads: none.
+    """Raise TypeError unless ``value`` is an int, a float, a NumPy number or a 0-dim tensor.
 
     Args:
-        name: The argument's.
-        write: What to give in its place.
+        value: Any object.
+        name: Name of the argument in the error.
+        write: Description of a correct value in the error.
+    Host synchronization: none.
     """
     if isinstance(value, Tensor):
         is_number, shown = value.dim() == 0, f"a tensor of shape {tuple(value.shape)}"
@@ -201,5 +242,5 @@ def check_scalar(value: object, name: str, write: str = "a number") -> None:
 
 
 def is_whole(value: object, least: int) -> bool:
-    """Return whether ``value`` is an int, not a bool, of at least ``least``."""
+    """Return True if ``value`` is an int of at least ``least``, and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -22,7 +22,7 @@ Found = dict[str, Counter[str]]
 @contextmanager
 def counted(count: Counter[str]) -> Iterator[None]:
     """Gathers of objects in the block, and the rounds that they took."""
-    gather, message = objects.all_gather_objects, objects._all_gathered
+    gather, message = objects.all_gather_objects, objects._gather_bytes
 
     def gathers(*args: Any) -> list[Any]:
         count["gathers"] += 1
@@ -33,7 +33,7 @@ def counted(count: Counter[str]) -> Iterator[None]:
         return message(*args)
 
     with pytest.MonkeyPatch.context() as patch, objects_gathered_by(gathers):
-        patch.setattr(objects, "_all_gathered", sends)
+        patch.setattr(objects, "_gather_bytes", sends)
         yield
 
 

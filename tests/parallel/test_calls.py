@@ -137,7 +137,7 @@ def test_a_call_on_one_rank_alone_says_at_the_timeout_which_it_is_and_what_the_o
         f"rank 0 waited in vain in {name} (its {number}); rank 1: in no call of meshstep (its last, step (its 2nd), "
         "returned), but at test_calls.py:"
     )
-    assert f" in in_code_of_its_own. {SAME}, and none may stop before the others. torch says: " in error
+    assert f" in in_code_of_its_own. {SAME}, and no rank may stop before the others. torch reports: " in error
     assert cause
     assert cause in error
     assert seconds >= 2.0, "not before the timeout"
@@ -148,7 +148,7 @@ def test_a_call_on_one_rank_alone_says_at_the_timeout_which_it_is_and_what_the_o
 def test_collective_of_a_model_on_one_rank_alone_names_all_ranks_calls(name: str, waited: Ended) -> None:
     (error, cause, _), (other, *_) = waited[f"{name} of a model"].result()
     assert error.startswith(f"rank 0 waited in vain in {name} (its 1st); rank 1: in no call of meshstep (its last, ")
-    assert f" in in_code_of_its_own. {SAME}, and none may stop before the others. torch says: {cause}" in error
+    assert f" in in_code_of_its_own. {SAME}, and no rank may stop before the others. torch reports: {cause}" in error
     assert other == ""
 
 
@@ -164,7 +164,7 @@ def test_calls_in_another_order_are_named_on_every_rank(waited: Ended) -> None:
     calls = ["step (its 3rd)", *["save_checkpoint (its 1st)"] * 2]
     for rank, (error, *_) in enumerate(waited["in other orders"].result()):
         assert error.startswith(f"rank {rank} waited in vain in {calls[rank]}; rank")
-        assert f". {SAME}, and none may stop before the others. torch says: " in error
+        assert f". {SAME}, and no rank may stop before the others. torch reports: " in error
         for other in {0, 1, 2} - {rank}:
             # One that has given up before, on a busy machine, says so.
             call = re.escape(calls[other])
@@ -202,7 +202,7 @@ def test_a_rank_that_comes_too_late_is_told_that_the_others_have_given_up(waited
     (first, *_), (second, *_) = waited["late"].result()
     assert "rank 1: in no call of meshstep (its last, step (its 2nd), returned), but at test_calls.py:" in first
     assert "rank 0: in no call of meshstep (its last, step (its 3rd), raised RuntimeError)" in second
-    assert "All came to the same call" in second
+    assert "All ranks made the same call" in second
 
 
 def in_one_call_with_other_collectives() -> tuple[str, str, float]:
@@ -228,8 +228,8 @@ def test_of_one_call_it_is_not_said_that_the_order_is_wrong(waited: Ended) -> No
             rf"rank {rank} waited in vain in step \(its 1st\); rank {1 - rank}: "
             # The first one to be answered may have left it before the other one asks.
             r"in (step \(its 1st\)|no call of meshstep \(its last, step \(its 1st\), raised RuntimeError\), but at .*)\. "
-            "All came to the same call: a connection was lost, or one of them took longer than the timeout. "
-            f"torch says: {re.escape(cause)}",
+            "All ranks made the same call: a connection was lost, or a rank took longer than the timeout. "
+            f"torch reports: {re.escape(cause)}",
             error,
         )
 
@@ -324,7 +324,7 @@ def calling(monkeypatch: pytest.MonkeyPatch) -> Calling:
 def said() -> str:
     """By the thread that answers."""
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(calls_module._doing).result()
+        return thread.submit(calls_module._describe_activity).result()
 
 
 def raising(error: BaseException) -> Call:
@@ -343,7 +343,9 @@ def test_a_call_within_another_one_is_a_part_of_it(calling: Calling, outer: str,
     first, second = getattr(calling, outer), getattr(calling, inner)
     assert first(lambda: second(said)) == f"in {outer} (its 1st)"
     assert f"(its last, {outer} (its 1st), returned), but at test_calls.py:" in said()
-    with pytest.raises(RuntimeError, match=rf"^rank 0 waited in vain in {outer} \(its 2nd\), and where"):
+    with pytest.raises(
+        RuntimeError, match=rf"^rank 0 waited in vain in {outer} \(its 2nd\); the calls of other ranks are"
+    ):
         first(lambda: second(raising(dist.DistError("timed out"))))
     assert f"(its last, {outer} (its 2nd), raised RuntimeError)" in said()
 
@@ -404,7 +406,7 @@ def test_error_of_torch_is_told_without_its_stack_trace(calling: Calling) -> Non
     )
     with pytest.raises(RuntimeError) as caught:
         calling.step(raising(torchs))
-    assert str(caught.value).endswith("torch says: wait timeout after 2000ms")
+    assert str(caught.value).endswith("torch reports: wait timeout after 2000ms")
     assert caught.value.__cause__ is torchs
     assert str(torchs) == "wait timeout after 2000ms"
 
@@ -433,8 +435,8 @@ def test_answers_that_arrived_are_used_where_the_store_ends(calling: Calling, mo
     with pytest.raises(RuntimeError) as caught:
         calling.step(raising(dist.DistError("timed out")))
     assert str(caught.value) == (
-        "rank 0 waited in vain in step (its 1st); rank 1: in save_checkpoint (its 1st); rank 2: no answer (the process has "
-        f"ended, or is stopped). {SAME}, and none may stop before the others. torch says: timed out"
+        "rank 0 waited in vain in step (its 1st); rank 1: in save_checkpoint (its 1st); rank 2: no response (the process "
+        f"has exited or is stopped). {SAME}, and no rank may stop before the others. torch reports: timed out"
     )
 
 
@@ -535,21 +537,19 @@ def test_a_process_that_was_killed_gives_no_answer(ended: Ended) -> None:
     assert error.startswith(
         "rank 0 waited in vain in step (its 3rd); rank 1: in no call of meshstep (its last, step (its 2nd), "
     )
-    assert " in evaluate; rank 2: no answer (the process has ended, or is stopped). " in error
+    assert " in evaluate; rank 2: no response (the process has exited or is stopped). " in error
 
 
 def test_a_store_that_is_stopped_keeps_nobody(ended: Ended) -> None:
     for rank, error in enumerate(ended["stopped"].result(), 1):
         assert error.startswith(
-            f"rank {rank} waited in vain in step (its 3rd), and where the others are is not known: the job's store does "
-            "not answer either. torch says: "
+            f"rank {rank} waited in vain in step (its 3rd); the calls of other ranks are unknown, because the job's store "
+            "does not respond. torch reports: "
         )
 
 
 def test_ranks_that_outlive_the_stores_server_log_no_stack_trace(ended: Ended) -> None:
     for rank, (error, logged) in enumerate(ended["server killed"].result(), 1):
-        assert error.startswith(
-            f"rank {rank} waited in vain in step (its 3rd), and where the others are is not known: "
-        )
+        assert error.startswith(f"rank {rank} waited in vain in step (its 3rd); the calls of other ranks are unknown, ")
         assert "frame #" not in logged
         assert "recvValue failed" not in logged

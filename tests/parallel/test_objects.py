@@ -56,8 +56,8 @@ def both_ways() -> bool:
             group = registry.group(*axes)
             own = torch.randint(256, (40,), dtype=torch.uint8) + registry.global_rank
             short, plain = torch.zeros(2, group.size() * 40, dtype=torch.uint8)
-            objects._over_the_first_rank(short, own, group)
-            objects._as_torch_gathers(plain, own, group)
+            objects._gather_and_broadcast(short, own, group)
+            objects._all_gather(plain, own, group)
             found.append(torch.equal(short, plain) and bool(plain.any()))
     return all(found)
 

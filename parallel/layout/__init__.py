@@ -1,1 +1,1 @@
-"""What a rank holds of a tensor: the spec, how a parameter carries it, and the pieces that it makes."""
+"""The layout of a parameter on the mesh: the spec, its annotation on a tensor, and the shards that it defines."""

@@ -1,4 +1,4 @@
-"""How a parameter carries its `P`: an attribute of the tensor, which layers and users attach and everybody else reads."""
+"""The layout of a parameter, stored as an attribute of the tensor: layers and users set it, the library reads it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ Source = Literal["layer", "rule", "default"]
 
 @dataclass(frozen=True)
 class Annotation:
-    """What a parameter carries.
+    """The layout of a parameter, and its origin.
 
     Args:
-        spec: Its layout.
-        name: What errors call it.
-        mesh_axes: Of a DTensor's local tensor, the dims of its device mesh: torch has reduced the gradient over them.
-        dims: The axes of the topology that such dims are, where that has no such name.
-        declared: False where only a DTensor's placements say the spec, which speak for ``mesh_axes`` alone.
-        full_shape: Of the logical tensor, where it is known; where pieces are uneven, no rank's own tells it.
-        source: ``"layer"`` (`annotate`), ``"rule"`` (a rule of `declare`), or ``"default"`` (the rule ``"*"``, or none).
+        spec: The layout.
+        name: Name of the parameter in errors. None: no name.
+        mesh_axes: For the local tensor of a DTensor, the dims of its device mesh: torch reduces the gradient over them.
+        declared: False if the spec was only derived from DTensor placements, which describe ``mesh_axes`` alone.
+        full_shape: Shape of the full tensor. None: unknown. Uneven shards need it, because a local shape does not
+            determine it.
+        dims: (mesh dim, axes) pairs for mesh dims that are not named like an axis or alias of the topology.
+        source: ``"layer"`` (set by `annotate`), ``"rule"`` (set by a rule of `declare`) or ``"default"`` (set by the rule
+            ``"*"``, or not declared).
     """
 
     spec: P
@@ -40,32 +42,45 @@ class Annotation:
     source: Source = "layer"
 
     def spec_on(self, topology: Topology) -> P:
-        """The layout in the axes of the topology. Raises ValueError as `P.on`."""
+        """Return the layout with mesh dims and aliases replaced by axes of ``topology``.
+
+        Raises:
+            ValueError: As in `P.on`.
+        """
         return self.spec.on(topology, dict(self.dims))
 
     def mesh_axes_on(self, topology: Topology) -> tuple[str, ...]:
-        """The axes of the topology that the dims of the device mesh are."""
+        """Return ``mesh_axes`` as axes of ``topology``."""
         if not self.mesh_axes:
             return ()
         known = dict(self.dims)
         return tuple(axis for dim in self.mesh_axes for axis in (known[dim] if dim in known else topology.atoms(dim)))
 
     def silent_axes(self, topology: Topology) -> tuple[str, ...]:
-        """The model axes larger than 1 of which nobody has said whether they shard the parameter."""
+        """Return the model axes larger than 1 over which the layout is unknown.
+
+        These exist only if the layout was derived from DTensor placements, on a mesh without these axes.
+        """
         if self.declared:
             return ()
-        said = self.mesh_axes_on(topology)
-        return tuple(axis for axis in topology.model_axes if axis not in said and topology.size(axis) > 1)
+        described = self.mesh_axes_on(topology)
+        return tuple(axis for axis in topology.model_axes if axis not in described and topology.size(axis) > 1)
 
 
 def annotate(param: Tensor, spec: P, name: str | None = None, *, full_shape: tuple[int, ...] | None = None) -> None:
-    """Attach ``spec`` to one parameter; a layer calls it for its own parameters.
+    """Attach a layout to one parameter. Layers call this function for their own parameters.
 
-    The annotation is an attribute of the tensor: ``copy.deepcopy`` and wrappers that make new parameters drop it, and
-    the parameter then counts as undeclared, which is an error where the spec is needed. Use `declare` again on the copy.
+    The layout is an attribute of the tensor. ``copy.deepcopy`` and wrappers that create new parameters drop it: call
+    `declare` on the copy again. A parameter without a layout is an error where the layout is needed.
+
+        annotate(self.weight, P("tensor", None), "weight")
 
     Args:
-        full_shape: Of the logical tensor. A checkpoint needs it where a dim doesn't divide.
+        param: The parameter, on this rank.
+        spec: Its layout.
+        name: Name of the parameter in errors. None: errors show the shape.
+        full_shape: Shape of the full tensor, which checkpoints need if a dim is not a multiple of its axes' sizes.
+            None: all shards are equal.
     Raises:
         ValueError: The spec has more entries than the parameter has dims.
     """
@@ -73,36 +88,43 @@ def annotate(param: Tensor, spec: P, name: str | None = None, *, full_shape: tup
         label = name or f"parameter of shape {tuple(param.shape)}"
         raise ValueError(
             f"{label}: {spec} has {len(spec.entries)} entries but the tensor has {param.dim()} dims; "
-            "give one entry a dim"
+            "give one entry per dim"
         )
     setattr(param, ATTRIBUTE, Annotation(spec, name, full_shape=full_shape))
 
 
 def attach(param: Tensor, annotation: Annotation) -> None:
-    """Let ``param`` carry ``annotation``, as it is."""
+    """Set the annotation of ``param``, without checks."""
     setattr(param, ATTRIBUTE, annotation)
 
 
 def annotation_of(param: Tensor) -> Annotation | None:
-    """The annotation of a parameter, or None where nothing declared it."""
+    """Return the annotation of a parameter, or None if its layout is not declared."""
     found: Any = getattr(param, ATTRIBUTE, None)
     return found if isinstance(found, Annotation) else None
 
 
 def declare(module: nn.Module, rules: Mapping[str, P] | None = None) -> None:
-    """Say how every parameter of ``module`` is laid out, and give each its qualified name.
+    """Declare the layout of every parameter of ``module``, and record the qualified names for errors.
 
         declare(model, {"*": P(), "head.weight": P("tensor", None), "layers.*.mlp.bias": P("tensor")})
 
-    A rule is a parameter's name or a glob pattern (``*`` crosses dots). The most specific match wins: a full name before
-    any pattern, then the pattern with more literal characters. A full name always sets the spec. A pattern leaves
-    parameters unchanged that their layer has declared (`annotate`). The pattern ``"*"`` is the default for parameters
-    that nothing else has declared, in this call or an earlier one. Either all of the rules take effect or none.
+    A rule is a parameter's full name or a glob pattern, in which ``*`` also matches dots. The most specific matching rule
+    applies: the full name, or else the pattern with the most literal characters.
 
+    * A full name always sets the layout.
+    * A pattern does not change parameters whose layer has declared them (`annotate`).
+    * The pattern ``"*"`` applies to parameters that no layer and no other rule has declared, in this or an earlier call.
+
+    If the function raises, no layout is changed.
+
+    Args:
+        module: The model, or a part of it.
+        rules: Layout per full name or pattern. None: every layout must be declared already, and only names are recorded.
     Raises:
-        ValueError: A rule matches no parameter; a parameter is matched by no rule and not declared; two equally specific
-            rules disagree, or a pattern disagrees with a rule of an earlier call; a spec has more entries than its
-            parameter has dims.
+        ValueError: A rule matches no parameter; a parameter has no layout and no matching rule; two equally specific rules
+            disagree; a pattern disagrees with a rule of an earlier call; or a spec has more entries than its parameter has
+            dims.
     """
     rules = dict(rules or {})
     params = dict(module.named_parameters())
@@ -129,23 +151,23 @@ def declare(module: nn.Module, rules: Mapping[str, P] | None = None) -> None:
         if len(spec.entries) > param.dim():
             raise ValueError(
                 f"{name}: {spec} has {len(spec.entries)} entries but the parameter has shape {tuple(param.shape)}; "
-                "give one entry a dim"
+                "give one entry per dim"
             )
         full_shape = existing.full_shape if existing is not None and existing.spec == spec else None
         decided[name] = Annotation(spec, name, full_shape=full_shape, source=source)
     if missing:
         raise ValueError(
-            f"no rule says how {some(missing)} is laid out; add a rule for it, P() meaning replicated on purpose"
+            f"no rule declares the layout of {some(missing)}; add a rule, for example P() if the parameter is replicated"
         )
     for name, annotation in decided.items():
         setattr(params[name], ATTRIBUTE, annotation)
 
 
 def _keeps(existing: Annotation, rule: str | None, rules: Mapping[str, P], name: str) -> bool:
-    """Return whether a declared parameter keeps its spec, whatever ``rule`` says.
+    """Return True if a declared parameter keeps its layout despite ``rule``, its most specific rule (None: no rule).
 
     Raises:
-        ValueError: The rule is a pattern that disagrees with a rule of an earlier call.
+        ValueError: ``rule`` is a pattern that disagrees with a rule of an earlier call.
     """
     if rule == name:
         return False
@@ -153,14 +175,20 @@ def _keeps(existing: Annotation, rule: str | None, rules: Mapping[str, P], name:
         return True
     if existing.source == "rule" and rules[rule] != existing.spec:
         raise ValueError(
-            f"{name} was declared {existing.spec} before, and the pattern {rule!r} says {rules[rule]}; give the full name "
-            f"{name!r} to change its spec, or a pattern that does not match it"
+            f"{name} was declared {existing.spec} by an earlier rule, but the pattern {rule!r} declares {rules[rule]}; "
+            f"give the full name {name!r} to change its layout, or a pattern that does not match it"
         )
     return existing.source == "rule"
 
 
 def _most_specific(name: str, rules: Mapping[str, P]) -> str | None:
-    """Return the rule for a parameter: its name, else the matching pattern with the most literal characters."""
+    """Return the rule for a parameter: its name, or else the matching pattern with the most literal characters.
+
+    Returns:
+        The rule, or None if no rule matches.
+    Raises:
+        ValueError: Several patterns have the most literal characters, and their layouts differ.
+    """
     if name in rules:
         return name
     matching = [pattern for pattern in rules if fnmatchcase(name, pattern)]
@@ -181,13 +209,14 @@ def _literal_characters(pattern: str) -> int:
 
 
 def copy_annotation(source: Tensor, target: Tensor) -> None:
-    """Give ``target`` (a master copy, a slice) the annotation of ``source``, if it has one."""
+    """Copy the annotation of ``source``, if there is one, to ``target``, for example master weights or a slice."""
     annotation = annotation_of(source)
     if annotation is not None:
         setattr(target, ATTRIBUTE, annotation)
 
 
-# How ranks tell each other of the sums that gradients are still to be -------------------------------------------------
+# Exchange format of the partial gradients of DTensors -----------------------------------------------------------------
 
 Sums = Mapping[tuple[tuple[int, ...], int], tuple[str, ...]]
-"""Axes of pending sums, by DTensor: the ranks of its mesh, and which of the mesh's parameters it is."""
+"""Axes with partial gradients per DTensor, which is identified by the ranks of its mesh and its index among the mesh's
+parameters."""

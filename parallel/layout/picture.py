@@ -1,8 +1,8 @@
-"""Who holds what on a topology, as a picture: ``python -m meshstep.parallel data=2 row=2 col=2 --svg ranks.svg``.
+"""Draw the shards of typical parameters on a topology: ``python -m meshstep.parallel data=2 row=2 col=2 --svg ranks.svg``.
 
-Each panel is a parameter of the layers that are named for the topology's axes; each card a rank, with the full tensor on it
-and the rank's piece of it filled. One colour is one piece. What is filled is what the spec says (`P.spans`, `P.holds`), and
-nothing is known of axes but their names.
+Each panel shows a parameter of the layers whose axes the topology has, recognized by name. Each card shows a rank: the
+full tensor as a grid, in which the cells of the rank's shard are filled. Equal shards have the same colour. The cells are
+computed by the spec (`P.spans`, `P.holds`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from .spec import P
 
 # Svg ------------------------------------------------------------------------------------------------------------------
 
-# SVG as text, for pictures that show on a light and on a dark page: no package is needed, and any browser draws them.
+# SVG is written as text, because that needs no package, and every browser displays it.
 #
-# A picture follows the reader's mode: a class's colours stand in `STYLE`, those of a dark page in `DARK`. Colours that
-# mean something, `COLOURS`, are the same on both and are told apart by their lightness too.
+# A picture follows the reader's light or dark mode: `STYLE` has the colours of each class on a light page, and `DARK` the
+# colours on a dark page. The colours of shards, `COLOURS`, are the same on both pages, and differ in lightness too.
 
 COLOURS = ("#2f81f7", "#e8912d", "#2da44e", "#bf4b8a", "#8957e5", "#1b9e9e", "#d1453b", "#8c959f")
 STYLE = """
@@ -40,24 +40,53 @@ DARK = """
 
 
 def text(x: float, y: float, content: str, kind: str = "", anchor: str = "start") -> str:
-    """A line of text: at its start, its middle or its end."""
+    """Return a line of text as SVG.
+
+    Args:
+        x, y: Position of the anchor, in pixels.
+        content: The text.
+        kind: Class of the style sheet. Empty: no class.
+        anchor: Point of the text that is at ``x``: ``"start"``, ``"middle"`` or ``"end"``.
+    """
     return f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{escape(content, quote=False)}</text>'
 
 
 def box(x: float, y: float, width: float, height: float, kind: str, radius: float = 0, fill: str = "") -> str:
-    """A rectangle, in the colours of its class or filled."""
+    """Return a rectangle as SVG.
+
+    Args:
+        x, y: Position of the upper left corner, in pixels.
+        width, height: Size, in pixels.
+        kind: Class of the style sheet.
+        radius: Radius of the corners, in pixels.
+        fill: Fill colour. Empty: the colour of the class.
+    """
     style = f' style="fill: {fill}"' if fill else ""
     return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius:g}" class="{kind}"{style}/>'
 
 
 def line(points: Iterable[tuple[float, float]], kind: str = "line", colour: str = "", width: float = 1.6) -> str:
-    """A line through points, in the colour of its class or in one of its own."""
+    """Return a line through points as SVG.
+
+    Args:
+        points: Positions, in pixels.
+        kind: Class of the style sheet.
+        colour: Line colour. Empty: the colour and width of the class.
+        width: Line width with ``colour``, in pixels.
+    """
     style = f' style="fill: none; stroke: {colour}; stroke-width: {width:g}"' if colour else ""
     return f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}" class="{kind}"{style}/>'
 
 
 def page(title: str, width: float, height: float, parts: Iterable[str], style: str | None = None) -> str:
-    """The whole picture, its title on top; ``style`` replaces the one that follows the reader's light or dark mode."""
+    """Return a complete SVG picture.
+
+    Args:
+        title: Title at the top.
+        width, height: Size, in pixels.
+        parts: SVG elements below the title.
+        style: Style sheet. None: one that follows the reader's light or dark mode.
+    """
     style = style or f"{STYLE}  @media (prefers-color-scheme: dark) {{{DARK}  }}\n"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" role="img">'
     lines = [head, f"<title>{escape(title)}</title>", f"<style>{style}</style>"]
@@ -69,13 +98,13 @@ def page(title: str, width: float, height: float, parts: Iterable[str], style: s
 
 MOST = 64  # ranks
 CARD, BETWEEN, MARGIN, WIDTH = 58, 8, 36, 900
-HEAD, FOOT = 48, 52  # of a panel: title and spec above its grids, words below
+HEAD, FOOT = 48, 52  # pixels of a panel above its grids (title and spec) and below (text)
 
 Cells = frozenset[tuple[int, ...]]
 
 
 class Shown(NamedTuple):
-    """A parameter: its name, its spec, and how many dims it has."""
+    """A parameter in the picture: its title, its spec and its number of dims."""
 
     title: str
     spec: P
@@ -83,7 +112,7 @@ class Shown(NamedTuple):
 
 
 def parameters(topology: Topology) -> list[Shown]:
-    """Those of the layers whose axes the topology has, and one that is copied."""
+    """Return the parameters of all layers whose axes the topology has, and a replicated parameter."""
     names = {*topology.axes, *topology.aliases}
     found = []
     if {"row", "col"} <= names:
@@ -104,11 +133,11 @@ def parameters(topology: Topology) -> list[Shown]:
         ]
     for axis in sorted(names & {"expert", "ep"})[:1]:
         found += [Shown("weights of experts", P(axis, None, None), 3)]
-    return [*found, Shown("a copied one", P(), 1)]
+    return [*found, Shown("a replicated one", P(), 1)]
 
 
 def held(shown: Shown, topology: Topology, rank: int) -> Cells:
-    """The cells of the full tensor that a rank holds; a dim has a cell for each of the parts that it is cut into."""
+    """Return the cells of the full tensor that a rank holds. A dim has one cell per shard along it."""
     coordinate = topology.coordinate(rank)
     if not shown.spec.holds(coordinate, topology):
         return frozenset()
@@ -119,20 +148,20 @@ def held(shown: Shown, topology: Topology, rank: int) -> Cells:
 
 
 def cells_of(shown: Shown, topology: Topology) -> tuple[int, ...]:
-    """How many parts each dim is cut into."""
+    """Return the number of cells per dim."""
     return tuple(topology.size(*topology.atoms(*shown.spec.dim_axes(dim))) for dim in range(shown.dims))
 
 
 def draw(topology: Topology) -> str:
-    """The picture as SVG.
+    """Return the picture of a topology as SVG.
 
     Raises:
-        ValueError: It has more than 64 ranks.
+        ValueError: The topology has more than 64 ranks.
     """
     if topology.world_size > MOST:
         raise ValueError(
-            f"a picture shows up to {MOST} ranks, and {topology!r} has {topology.world_size:,}: leave --svg out, "
-            "which prints a table, or make the axes smaller"
+            f"{topology!r} has {topology.world_size:,} ranks, but a picture shows at most {MOST}; leave --svg out to print "
+            "a table, or make the axes smaller"
         )
     parts: list[str] = []
     left, top, tallest, widest = float(MARGIN), 62.0, 0.0, 0.0
@@ -145,9 +174,9 @@ def draw(topology: Topology) -> str:
         left += width + MARGIN
     sizes = ", ".join(f"{axis}={size}" for axis, size in zip(topology.axes, topology.sizes, strict=True))
     title = f"Who holds what: {sizes or 'one rank'}"
-    words = "Filled: what a rank holds of the full tensor. One colour is one piece."
+    legend = "Filled: the shard of the full tensor that a rank holds. Equal shards have the same colour."
     bottom = top + tallest + 28
-    parts.append(text(MARGIN, bottom, words, "quiet"))
+    parts.append(text(MARGIN, bottom, legend, "quiet"))
     if topology.aliases:
         bottom += 20
         joined = ", ".join(f"{alias} = {' x '.join(atoms)}" for alias, atoms in topology.aliases.items())
@@ -159,20 +188,20 @@ def draw(topology: Topology) -> str:
 
 
 def blocks_of(topology: Topology) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes that number the blocks, and the two fastest, which span one; those of size 1 are left out."""
+    """Return the axes that number the blocks, and the two fastest axes, which span a block; without axes of size 1."""
     axes = tuple(axis for axis, size in zip(topology.axes, topology.sizes, strict=True) if size > 1)
     return axes[:-2], axes[-2:]
 
 
 def block_shape(topology: Topology) -> tuple[int, int]:
-    """Rows and columns of a block."""
+    """Return the numbers of rows and columns of a block."""
     _, fast = blocks_of(topology)
     sizes = [topology.size(axis) for axis in fast]
     return (1, 1) if not sizes else (1, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])
 
 
 def names_above(topology: Topology) -> float:
-    """The height of what stands above a block: its place on the slow axes, and the columns."""
+    """Return the height of the labels above a block, in pixels: its slow coordinates and its columns."""
     return 42 if blocks_of(topology)[0] else 24
 
 
@@ -184,7 +213,7 @@ def panel_size(topology: Topology) -> tuple[float, float]:
 
 
 def blocks_across(topology: Topology) -> tuple[int, int]:
-    """How many blocks stand side by side, and in how many lines."""
+    """Return the number of blocks side by side, and the number of lines of blocks."""
     rows, columns = block_shape(topology)
     count = topology.world_size // (rows * columns)
     most = max(1, int((WIDTH - 2 * MARGIN) // (columns * (CARD + BETWEEN) + 34)))
@@ -193,7 +222,7 @@ def blocks_across(topology: Topology) -> tuple[int, int]:
 
 
 def panel(shown: Shown, topology: Topology, left: float, top: float) -> Iterator[str]:
-    """Title, spec, a card for each rank, and how often a piece is there."""
+    """Iterate over the SVG elements of a panel: title, spec, one card per rank, and the numbers of shards and replicas."""
     slow, fast = blocks_of(topology)
     rows, columns = block_shape(topology)
     across, _ = blocks_across(topology)
@@ -201,7 +230,7 @@ def panel(shown: Shown, topology: Topology, left: float, top: float) -> Iterator
     yield text(left, top + 38, repr(shown.spec), "code")
     colours: dict[object, str] = {}
     for rank in range(topology.world_size):
-        block, inside = divmod(rank, rows * columns)  # ranks are row-major
+        block, inside = divmod(rank, rows * columns)
         x0 = left + 26 + (block % across) * (columns * (CARD + BETWEEN) + 34)
         y0 = top + HEAD + names_above(topology) + (block // across) * (rows * (CARD + BETWEEN) + names_above(topology))
         x, y = x0 + inside % columns * (CARD + BETWEEN), y0 + inside // columns * (CARD + BETWEEN)
@@ -220,8 +249,8 @@ def panel(shown: Shown, topology: Topology, left: float, top: float) -> Iterator
         yield from card(rank, cells_of(shown, topology), cells, colours.get(piece, ""), x, y)
     _, height = panel_size(topology)
     holders, count = shown.spec.holders(topology), len(colours)
-    pieces = "1 piece" if count == 1 else f"{count} pieces, each"
-    yield text(left, top + height - FOOT + 12, f"{pieces} on {holders} rank{'s' if holders > 1 else ''}")
+    shards = "1 shard" if count == 1 else f"{count} shards, each"
+    yield text(left, top + height - FOOT + 12, f"{shards} on {holders} rank{'s' if holders > 1 else ''}")
     if shown.spec.partial:
         yield text(
             left, top + height - FOOT + 30, f"gradients are summed over {' x '.join(shown.spec.partial)}", "quiet"
@@ -229,7 +258,10 @@ def panel(shown: Shown, topology: Topology, left: float, top: float) -> Iterator
 
 
 def card(rank: int, sizes: Sequence[int], cells: Cells, colour: str, x: float, y: float) -> Iterator[str]:
-    """A rank: its number, and the full tensor with what it holds filled; a third dim stands beside the first."""
+    """Iterate over the SVG elements of a rank's card: its number, and the full tensor with the rank's cells filled.
+
+    A tensor of three dims is drawn as a column of cells along the first dim.
+    """
     yield box(x, y, CARD, CARD, "card", 6)
     yield text(x + CARD / 2, y + 14, str(rank), "quiet", "middle")
     rows, columns = (1, *sizes)[-2:] if len(sizes) < 3 else (sizes[0], 1)

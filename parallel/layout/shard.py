@@ -1,9 +1,9 @@
-"""From a full tensor to this rank's piece and back, as a spec lays it out.
+"""Conversion between a full tensor and this rank's shard, by a spec.
 
-The piece of a dim that is sharded over axes (a, b) is number ``coordinate[a] * size(b) + coordinate[b]`` of
-``size(a) * size(b)`` equal chunks: the axis named first is the slowest. Of a dim in blocks it is that chunk of every
-block, one after the other. A dim that doesn't divide is cut as `torch.chunk` does, over a and each of these over b, where
-that is asked for. `tied` and `partial` don't matter here: they say who else contributes to a gradient, not what a piece is.
+A dim that is sharded over axes (a, b) is divided into ``size(a) * size(b)`` equal chunks. A rank's shard is chunk number
+``coordinate[a] * size(b) + coordinate[b]``: the first axis is the slowest. If the dim consists of blocks, the shard is the
+concatenation of that chunk of every block. With uneven shards, a dim that is not a multiple is sharded over a as
+`torch.chunk` does, then each chunk over b. The `tied` and `partial` axes of a spec affect gradients only, not shards.
 """
 
 from __future__ import annotations
@@ -27,14 +27,20 @@ from .spec import P, Span, cut_spans, owner_of, owns
 def local_shape(
     full_shape: Sequence[int], spec: P, topology: Topology, coordinate: Mapping[str, int] | None = None
 ) -> tuple[int, ...]:
-    """The shape of a piece of a tensor of ``full_shape`` on a rank that holds one. Pure arithmetic.
+    """Return the shape of a rank's shard of a tensor.
+
+        local_shape((8, 6), P("row", "col"), Topology(row=2, col=3))    # (4, 2)
 
     Args:
-        coordinate: Of the rank whose piece it is. A dim that doesn't divide is then cut as `torch.chunk` does, late pieces
-            being smaller or empty; without it all pieces must be of one shape.
+        full_shape: Shape of the full tensor.
+        spec: Layout of the tensor.
+        topology: Provides the sizes of the axes.
+        coordinate: Index per axis of the rank. With a coordinate, a dim that is not a multiple of its axes' sizes is
+            sharded as `torch.chunk` does, so that later shards are smaller or empty. None: all shards must have the same
+            shape, which is returned.
     Raises:
-        ValueError: A dim doesn't divide over its axes and there is no coordinate; blocks don't divide; the spec names an
-            unknown axis or has too many entries.
+        ValueError: A dim is not a multiple of its axes' sizes, and ``coordinate`` is None; a block is not a multiple of its
+            axes' sizes; or the spec has an unknown axis or too many entries.
     """
     spec.validate(len(full_shape), topology)
     spec = spec.on(topology)
@@ -52,33 +58,44 @@ def local_shape(
                 f"{sizes}; make it a multiple of {parts}"
             )
         shape.append(length // parts)
-        spec.spans(dim, length, topology, dict.fromkeys(axes, 0))  # its blocks divide too
+        spec.spans(dim, length, topology, dict.fromkeys(axes, 0))  # raises if a block doesn't divide
     return tuple(shape)
 
 
 def full_shape(local_shape: Sequence[int], spec: P, topology: Topology) -> tuple[int, ...]:
-    """The shape of the tensor whose pieces all have ``local_shape``; the inverse of `local_shape`. Pure arithmetic.
+    """Return the shape of the full tensor whose shards all have the shape ``local_shape``: the inverse of `local_shape`.
 
+        full_shape((4, 2), P("row", "col"), Topology(row=2, col=3))     # (8, 6)
+
+    Args:
+        local_shape: Shape of every shard.
+        spec: Layout of the tensor.
+        topology: Provides the sizes of the axes.
     Raises:
-        ValueError: The spec names an unknown axis or has too many entries.
+        ValueError: The spec has an unknown axis or too many entries.
     """
     spec.validate(len(local_shape), topology)
     return tuple(length * topology.size(*spec.dim_axes(dim)) for dim, length in enumerate(local_shape))
 
 
 def shard(full: Tensor, spec: P, registry: ProcessGroupRegistry, *, uneven: bool = False) -> Tensor:
-    """This rank's piece of a full tensor, in memory of its own; not differentiable.
+    """Return a copy of this rank's shard of a full tensor; not differentiable.
 
-    Where the spec is ``owned`` and this rank isn't an owner there is no piece: an empty tensor of shape (0,) comes
-    back, and a layer registers None there.
+        weight = shard(full_weight, P("tensor", None), registry)
 
     Args:
-        uneven: A dim that doesn't divide is cut as `torch.chunk` does. For parameters and features; ranks with unequal
-            parts of a batch have means that don't average to the batch's.
+        full: The full tensor, equal on all ranks.
+        spec: Layout of the tensor.
+        registry: Provides the topology and this rank's coordinate.
+        uneven: Shard a dim that is not a multiple of its axes' sizes as `torch.chunk` does. False: such a dim is an error.
+            Use it for parameters and features, not for the batch dim: means of unequal batches do not average to the mean.
+    Returns:
+        The shard. If the spec has owned axes and this rank is not an owner: an empty tensor of shape (0,).
     Raises:
-        ValueError: A dim doesn't divide over its axes, and ``uneven`` isn't said; the spec names an unknown axis or has too
-            many entries.
-    Collectives: none. Host reads: none.
+        ValueError: A dim is not a multiple of its axes' sizes, and ``uneven`` is False; or the spec has an unknown axis or
+            too many entries.
+    Collectives: none.
+    Host synchronization: none.
     """
     shape = local_shape(full.shape, spec, registry.topology, registry.coordinate if uneven else None)
     if not owns(spec.owned, registry.coordinate):
@@ -89,22 +106,29 @@ def shard(full: Tensor, spec: P, registry: ProcessGroupRegistry, *, uneven: bool
 
 @torch.no_grad()
 def unshard(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Tensor:
-    """The full tensor on every rank, from every rank's piece: a parameter, or its gradient. Not differentiable.
+    """Return the full tensor on every rank, from the shards of all ranks: the inverse of `shard`; not differentiable.
 
-    For checkpoints and checks, not for the training step. What a rank gives that doesn't own a piece is ignored; None
-    will do. All ranks of the world must call. Pieces may be uneven, as `shard` makes them.
+    Every rank of the world must call this function. Use it for checkpoints and checks, not in every training step.
 
+        full_grad = unshard(weight.grad, P("tensor", None), registry)
+
+    Args:
+        local: This rank's shard of a parameter or gradient; shards may be uneven. Ranks that are not owners may pass None,
+            and their tensors are ignored.
+        spec: Layout of the tensor.
+        registry: Provides the process groups.
     Raises:
-        ValueError: An owner gives None; the pieces are not of the sizes that the spec makes of a tensor; the spec names an
-            unknown axis or has too many entries.
-    Collectives: two all-gathers over the sharded axes, of shapes and of pieces; where the spec is ``owned``, first a
-    broadcast of shape and dtype and one of the piece, over the owned axes. Host reads: yes.
+        ValueError: The shard of an owner is None; the shapes of the shards do not fit the spec; or the spec has an unknown
+            axis or too many entries.
+    Collectives: two all-gathers over the sharded axes, of shapes and of shards. With owned axes, first two broadcasts over
+    these axes, of shape and dtype and of the shard.
+    Host synchronization: yes.
     """
     spec = spec.on(registry.topology)
     if spec.owned:
         local = _from_owner(local, spec, registry)
     if local is None:
-        raise ValueError(f"{spec}: every rank holds a piece; give this rank's instead of None")
+        raise ValueError(f"{spec}: the shard is None, but this rank or its owner must hold one; give the shard")
     spec.validate(local.dim(), registry.topology)
     axes = tuple(axis for axis in registry.topology.axes if axis in spec.sharded_axes)
     if not axes or registry.size(*axes) == 1:
@@ -123,19 +147,30 @@ def unshard(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Te
 
 @torch.no_grad()
 def join(pieces: Sequence[Tensor | None], spec: P, topology: Topology) -> Tensor:
-    """The full tensor, from all pieces; the inverse of `shard` on every rank. Not differentiable.
+    """Return the full tensor from the shards of all ranks, without communication; not differentiable.
 
-    Of a small model all pieces may come in one `gather_objects`, on the CPU; `unshard` takes collectives for each tensor.
+    For a small model, gather all shards on the CPU with one `gather_objects`, then join them. `unshard` needs collectives
+    per tensor.
+
+        by_rank = gather_objects({name: param.cpu() for name, param in model.named_parameters()}, registry)
+        weight = join([shards["weight"] for shards in by_rank], P("tensor", None), registry.topology)
 
     Args:
-        pieces: By global rank; None where a rank gives none. Of replicas the first one is taken. May be uneven.
+        pieces: Shard per global rank, or None for a rank without a shard. Shards may be uneven. Of several replicas the
+            first is used.
+        spec: Layout of the tensor.
+        topology: Provides the axes.
     Raises:
-        ValueError: A piece is missing; they have several dtypes or numbers of dims; they are not of the sizes that the spec
-            makes of a tensor; the spec names an unknown axis or has too many entries.
-    Collectives: none. Host reads: none.
+        ValueError: There is not one entry per rank; a shard is missing; shards have different dtypes or numbers of dims;
+            their shapes do not fit the spec; or the spec has an unknown axis or too many entries.
+    Collectives: none.
+    Host synchronization: none.
     """
     if len(pieces) != topology.world_size:
-        raise ValueError(f"{len(pieces)} pieces for {topology.world_size} ranks; give None for a rank without one")
+        raise ValueError(
+            f"there are {len(pieces)} shards for {topology.world_size} ranks; give one entry per rank, None for a rank "
+            "without a shard"
+        )
     spec.validate(len(spec.entries), topology)
     spec = spec.on(topology)
     axes = tuple(axis for axis in topology.axes if axis in spec.sharded_axes)
@@ -146,24 +181,29 @@ def join(pieces: Sequence[Tensor | None], spec: P, topology: Topology) -> Tensor
             found.setdefault(tuple(coordinate[axis] for axis in axes), (piece.detach(), coordinate))
     if len(found) < topology.size(*axes):
         at = next(at for at in product(*(range(topology.size(axis)) for axis in axes)) if at not in found)
-        where = ", ".join(f"{axis}={index}" for axis, index in zip(axes, at, strict=True)) or "any rank that holds it"
-        raise ValueError(f"{spec}: there is no piece of {where}; give all that are different")
-    some, coordinates = zip(*found.values(), strict=True)
-    kinds = sorted({f"{piece.dim()} dims of {piece.dtype}" for piece in some})
+        where = ", ".join(f"{axis}={index}" for axis, index in zip(axes, at, strict=True)) or "any rank"
+        raise ValueError(f"{spec}: there is no shard of {where}; give the shard of a rank with this coordinate")
+    distinct, coordinates = zip(*found.values(), strict=True)
+    kinds = sorted({f"{piece.dim()} dims of {piece.dtype}" for piece in distinct})
     if len(kinds) > 1:
-        raise ValueError(f"{spec}: pieces of one tensor have {' and '.join(kinds)}; give them as `shard` makes them")
-    spec.validate(some[0].dim(), topology)
-    return _join_uneven(some, coordinates, spec, axes, topology)
+        raise ValueError(
+            f"{spec}: the shards have {' and '.join(kinds)}; give shards of one tensor, as `shard` returns them"
+        )
+    spec.validate(distinct[0].dim(), topology)
+    return _join_uneven(distinct, coordinates, spec, axes, topology)
 
 
 def local_index(index: Tensor, length: int, registry: ProcessGroupRegistry, axis: str) -> tuple[Tensor, Tensor]:
-    """Indices into a dim of ``length`` that is sharded over ``axis`` -> indices into this rank's piece of it.
+    """Convert indices into a sharded dim to indices into this rank's shard.
 
     Args:
         index: Integers in 0..length-1, any shape.
+        length: Length of the full dim.
+        registry: Provides this rank's coordinate.
+        axis: The mesh axis that shards the dim.
     Returns:
-        The local indices, 0 where the element lies on another rank; and a bool mask of those elsewhere. An index that
-        is outside the full dim stays outside the piece, on every rank, so that the lookup fails as a dense one does.
+        The local indices, with 0 for elements of other ranks; and a bool mask, True for elements of other ranks. An index
+        out of range of the full dim is out of range of the shard on every rank, so the lookup fails as in a dense model.
     """
     ((start, piece),) = cut_spans(((0, length),), registry.size(axis), registry.rank(axis), (1,))
     elsewhere = ((index >= 0) & (index < start)) | ((index >= start + piece) & (index < length))
@@ -171,14 +211,14 @@ def local_index(index: Tensor, length: int, registry: ProcessGroupRegistry, axis
 
 
 def _from_owner(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -> Tensor | None:
-    """The owner's piece, on every rank along the owned axes."""
+    """Broadcast the owner's shard over the owned axes and return it; None if the owner's shard is None."""
     spec.validate(len(spec.entries), registry.topology)
     axes = tuple(axis for axis, _ in spec.owned)
     if registry.size(*axes) == 1:
         return local
     owner = registry.topology.rank(**{**registry.coordinate, **owner_of(spec.owned, registry.coordinate)})
     over = Over(registry, axes, root=registry.ranks(*axes).index(owner), call="unshard")
-    # None from the owner travels too: all ranks then raise, none waits.
+    # The header is sent even if the owner has None, so that all ranks raise and no rank waits.
     header: list[Any] = [None if local is None else (local.shape, local.dtype)]
     dist.broadcast_object_list(header, group_src=over.root, group=over.group, device=registry.device)
     if header[0] is None:
@@ -190,9 +230,10 @@ def _from_owner(local: Tensor | None, spec: P, registry: ProcessGroupRegistry) -
 
 
 def _join(pieces: Tensor, axes: tuple[str, ...], spec: P, registry: ProcessGroupRegistry) -> Tensor:
-    """[group, *local] -> full; the group is row-major over ``axes``.
+    """Rearrange equal shards into the full tensor: [group, *local] -> full.
 
-    For P(("col", "row"), None) over (row, col) the pattern reads ``(row col) d0 d1 -> (col row d0) d1``.
+    The group is row-major over ``axes``. For P(("col", "row"), None) over (row, col) the einops pattern is
+    ``(row col) d0 d1 -> (col row d0) d1``.
     """
     names = {axis: f"a{number}" for number, axis in enumerate(registry.topology.axes)}
     dims = range(pieces.dim() - 1)
@@ -213,7 +254,7 @@ def _join_uneven(
     axes: tuple[str, ...],
     topology: Topology,
 ) -> Tensor:
-    """The full tensor of the pieces over ``axes``; a dim's length is the sum of theirs along its axes."""
+    """Return the full tensor of shards over ``axes``. The length of a dim is the sum of the lengths along its axes."""
     shape = []
     for dim in range(pieces[0].dim()):
         others = [axis for axis in axes if axis not in spec.dim_axes(dim)]
@@ -229,7 +270,7 @@ def _join_uneven(
 
 
 def spans_of_pieces(length: int, dim: int, spec: P, topology: Topology) -> Iterator[tuple[Span, ...]]:
-    """Which elements of a dim of ``length`` each of its pieces has, in the order of their numbers."""
+    """Iterate over the spans of each shard of dim ``dim``, of ``length`` in the full tensor, in the order of the shards."""
     axes = spec.on(topology).dim_axes(dim)
     for where in product(*(range(topology.size(axis)) for axis in axes)):
         yield spec.spans(dim, length, topology, dict(zip(axes, where, strict=True)))

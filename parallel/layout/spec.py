@@ -1,17 +1,17 @@
-"""How one parameter is laid out over the mesh: `P`.
+"""The layout of one parameter on the mesh: `P`.
 
-`P` has one entry per tensor dim, as JAX's PartitionSpec: the mesh axis that shards the dim, a tuple of axes, or None.
-Axes that a spec does not name hold replicas. What the spec can't say by dims it says by keyword:
+Like JAX's PartitionSpec, `P` has one entry per tensor dim: the mesh axis that shards the dim, a tuple of axes, or None.
+Over axes without an entry or keyword the parameter is replicated. Keywords describe other layouts:
 
     P("tensor", None)                      dim 0 is sharded over `tensor`
     P(("col", "row"))                      dim 0 is sharded over both axes, `col` slowest
-    P("data")                              over all axes of the topology's alias `data`, at once
-    P(blocks("tensor", 2))                 dim 0 is two blocks, each of which is sharded over `tensor`
-    P("col", owned={"row": 0})             sharded over `col`; only coordinate 0 of `row` holds it at all
-    P("col", owned={"row": "col"})         sharded over `col`; only ranks whose `row` is the same as their `col` hold it
-    P(partial="tensor")                    whole on every rank, but its gradient is a pending sum over `tensor`
-    P("tensor", None, tied={"pipe": (0, -1)})   one parameter, present on the first and the last stage
-    P()                                    replicated, said on purpose
+    P("data")                              dim 0 is sharded jointly over all axes of the topology's alias `data`
+    P(blocks("tensor", 2))                 dim 0 consists of two blocks, and each block is sharded over `tensor`
+    P("col", owned={"row": 0})             sharded over `col`; only ranks with coordinate 0 on `row` hold a shard
+    P("col", owned={"row": "col"})         sharded over `col`; only ranks with equal coordinates on `row` and `col` hold one
+    P(partial="tensor")                    replicated, but its gradient is partial: it must be summed over `tensor`
+    P("tensor", None, tied={"pipe": (0, -1)})   one logical parameter, held by the first and the last stage
+    P()                                    replicated over all model axes, declared explicitly
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Any
 
 from ..mesh.topology import Topology, by_axis
 
-# Blocks: a dim along which several tensors lie one after the other, each of which is cut by itself --------------------
+# Blocks: a dim that consists of several concatenated tensors, each of which is sharded separately ---------------------
 
-# A fused weight is such a stack: gate and up of a gated MLP in one matrix, or q, k and v. Cut as one tensor, the first of
-# two ranks would have all of gate and the other all of up. What it computes with is its part of each:
+# An example is a fused weight: gate and up of a gated MLP in one matrix, or q, k and v. Sharded as one tensor over two
+# ranks, the first rank would have all of gate and the second all of up. But each rank needs its shard of both:
 #
 #     blocks("tensor", 2)             tensor=2    gggguuuu -> gguu | gguu
 #     blocks("tensor", (4, 1, 1))     tensor=2    qqqqqqqqkkvv -> qqqqkv | qqqqkv
@@ -38,56 +38,65 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Blocks:
-    """Part of an entry of a spec: ``axes`` cut a dim of blocks whose lengths are to each other as ``sizes``."""
+    """Part of an entry of a spec: ``axes`` shard each block of a dim, and block lengths have the ratio ``sizes``."""
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
 
 
 def blocks(axes: str | tuple[str, ...], sizes: int | Sequence[int]) -> Blocks:
-    """An entry of `P` for a dim of blocks, each of which is cut over ``axes``: a rank's piece is its part of every block.
+    """Return an entry of `P` for a dim of blocks, each of which is sharded over ``axes``.
 
-        P(blocks("tensor", 2))              gate and up in one matrix
-        P(blocks("tensor", (4, 1, 1)))      q, k and v, four query heads for each key head
-        P((blocks("tensor", 2), "data"))    and the piece that comes out is cut once more, as it is
+    A rank's shard of the dim is the concatenation of its shards of all blocks.
+
+        P(blocks("tensor", 2))              # gate and up in one matrix
+        P(blocks("tensor", (4, 1, 1)))      # q, k and v, with four query heads per key head
+        P((blocks("tensor", 2), "data"))    # the shard over `tensor` is sharded again over `data`, as one block
 
     Args:
-        axes: A mesh axis or several, the first the slowest.
-        sizes: Of the blocks, one to another (heads, or features: only their ratio counts); a number n is n equal ones.
+        axes: A mesh axis, or a tuple of axes, slowest first.
+        sizes: Number of equal blocks; or one positive integer per block, of which only the ratio matters (for example
+            numbers of heads).
 
     Raises:
-        ValueError: The sizes are no positive integers.
+        ValueError: ``sizes`` is neither a positive integer nor a sequence of positive integers.
     """
     ratio: Any = (1,) * sizes if isinstance(sizes, int) and not isinstance(sizes, bool) else sizes
     if not isinstance(ratio, Sequence) or not ratio or not all(type(size) is int and size > 0 for size in ratio):
         raise ValueError(
-            f"blocks({axes!r}, {sizes!r}): give a number of equal blocks or the blocks' sizes, as 2 or (4, 1, 1)"
+            f"blocks({axes!r}, {sizes!r}): sizes must be positive integers; give a number of equal blocks, as 2, or the "
+            "sizes of the blocks, as (4, 1, 1)"
         )
-    divisor = gcd(*ratio)  # heads and features say the same: one spelling, one hash
+    divisor = gcd(*ratio)  # normalizes equal ratios to equal objects with equal hashes
     return Blocks((axes,) if isinstance(axes, str) else tuple(axes), tuple(size // divisor for size in ratio))
 
 
 def blocks_repr(axis: str, sizes: tuple[int, ...]) -> str:
-    """As one writes it."""
+    """Return the source text of ``blocks(axis, sizes)``."""
     return f"blocks({axis!r}, {len(sizes) if set(sizes) == {1} else sizes})"
 
 
 def cut_spans(spans: Sequence[Span], parts: int, index: int, sizes: tuple[int, ...]) -> tuple[Span, ...]:
-    """Part number ``index`` of ``parts`` of what ``spans`` hold, in order; of each block where there are several ``sizes``.
+    """Return shard number ``index`` of ``parts`` shards of the elements in ``spans``.
 
-    One block that doesn't divide is cut as `torch.chunk` does.
-
+    Args:
+        spans: The elements to shard, in order.
+        parts: Number of shards.
+        index: Number of the shard, from 0.
+        sizes: Ratio of the block lengths. With several blocks, the shard is the concatenation of the shards of all blocks.
+            A single block that is not a multiple of ``parts`` is sharded as `torch.chunk` does.
     Raises:
-        ValueError: Several blocks don't divide.
+        ValueError: There are several blocks, and the length of a block is not a multiple of ``parts``.
     """
     total = sum(length for _, length in spans)
     if len(sizes) == 1:
         chunk = -(-total // parts)
         start = min(index * chunk, total)
-        return _narrowed(spans, start, min(chunk, total - start))
+        return _narrow(spans, start, min(chunk, total - start))
     if total % sum(sizes):
         raise ValueError(
-            f"length {total} is no multiple of {sum(sizes)}, which blocks of sizes {sizes} add up to; give their sizes"
+            f"length {total} is not a multiple of {sum(sizes)}, the sum of the block sizes {sizes}; give the sizes of the "
+            "blocks"
         )
     found: list[Span] = []
     at = 0
@@ -95,27 +104,27 @@ def cut_spans(spans: Sequence[Span], parts: int, index: int, sizes: tuple[int, .
         length = total // sum(sizes) * size
         if length % parts:
             raise ValueError(
-                f"block {number} of {len(sizes)} has length {length}, which doesn't divide over {parts} ranks; cut over "
-                "fewer, or give the block a parameter of its own"
+                f"block {number} of {len(sizes)} has length {length}, which doesn't divide over {parts} ranks; shard over "
+                "fewer ranks, or make the block a separate parameter"
             )
-        found += _narrowed(spans, at + index * (length // parts), length // parts)
+        found += _narrow(spans, at + index * (length // parts), length // parts)
         at += length
-    return _joined(found)
+    return _merge(found)
 
 
-def _narrowed(spans: Sequence[Span], start: int, length: int) -> tuple[Span, ...]:
-    """Elements ``start`` to ``start + length`` of what ``spans`` hold."""
+def _narrow(spans: Sequence[Span], start: int, length: int) -> tuple[Span, ...]:
+    """Return the spans of elements ``start`` to ``start + length`` of the concatenated ``spans``."""
     found: list[Span] = []
     for offset, numel in spans:
         first, last = max(start, 0), min(start + length, numel)
         if first < last:
             found.append((offset + first, last - first))
         start -= numel
-    return _joined(found) if found else ((sum(spans[-1]), 0),)
+    return _merge(found) if found else ((sum(spans[-1]), 0),)
 
 
-def _joined(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Neighbours made one, and none that is empty but where all are."""
+def _merge(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Merge adjacent spans and drop empty spans; if all spans are empty, keep one."""
     found: list[Span] = []
     for offset, length in spans:
         if found and (not length or sum(found[-1]) == offset):
@@ -129,19 +138,23 @@ def _joined(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 # Entries --------------------------------------------------------------------------------------------------------------
 
-# What a spec says of one tensor dim: the axes that cut it, one after the other, at once, or each of several blocks.
+# The entry of one tensor dim: axes that shard it one after the other, jointly, or block by block.
 
 Together = tuple[str, ...]
-"""Axes that cut a dim at once, as one axis of the product of their sizes would."""
+"""Axes that shard a dim jointly, like one axis whose size is the product of their sizes."""
 Part = str | Blocks | Together
 Entry = str | Blocks | tuple[Part, ...] | None
 
 
 def parts_of(entry: Entry) -> tuple[Part, ...]:
-    """What an entry names, slowest first. Raises ValueError where it is none."""
+    """Return the parts of an entry, slowest first.
+
+    Raises:
+        ValueError: ``entry`` is not a valid entry of a spec.
+    """
     parts = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
     if not all(map(_is_part, parts)):
-        raise ValueError(f"{entry!r} is no entry of a spec; give an axis name, a tuple of axis names or None")
+        raise ValueError(f"{entry!r} is not an entry of a spec; give an axis name, a tuple of axis names or None")
     return parts
 
 
@@ -152,7 +165,11 @@ def _is_part(part: object) -> bool:
 
 
 def axes_of(entry: Entry) -> tuple[str, ...]:
-    """All axes of an entry, slowest first. Raises ValueError where it is none."""
+    """Return all axes of an entry, slowest first.
+
+    Raises:
+        ValueError: ``entry`` is not a valid entry of a spec.
+    """
     return tuple(axis for part in parts_of(entry) for axis in _axes_of_part(part))
 
 
@@ -160,44 +177,49 @@ def _axes_of_part(part: Part) -> tuple[str, ...]:
     return (part,) if isinstance(part, str) else part.axes if isinstance(part, Blocks) else part
 
 
-def together_of(entry: Entry) -> Iterator[Together]:
-    """Those of its axes that cut at once."""
+def joint_axes_of(entry: Entry) -> Iterator[Together]:
+    """Iterate over the parts of an entry whose axes shard the dim jointly."""
     return (part for part in parts_of(entry) if isinstance(part, tuple) and len(part) > 1)
 
 
-def alone(axes: str | Together) -> str | Together:
-    """One axis by its name."""
+def unwrap_axis(axes: str | Together) -> str | Together:
+    """Return the axis itself for a tuple of one axis, else ``axes`` unchanged."""
     return axes[0] if isinstance(axes, tuple) and len(axes) == 1 else axes
 
 
 def blocks_of(entry: Entry) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(axis, sizes) pairs of its axes that cut several blocks."""
+    """Iterate over (axis, block sizes) pairs of the axes that shard several blocks."""
     for part in parts_of(entry):
         if isinstance(part, Blocks) and len(part.sizes) > 1:
             yield from ((axis, part.sizes) for axis in part.axes)
 
 
-# Who alone holds a parameter: one coordinate of an axis, or the one that is another axis' too -------------------------
+# Owner ranks: the only ranks along an axis that hold a parameter ------------------------------------------------------
 
 Owned = tuple[tuple[str, int | str], ...]
-"""(axis, coordinate) or (axis, another axis whose coordinate it is) pairs of the only ranks that hold a parameter."""
+"""(axis, coordinate) pairs: only ranks with this coordinate on the axis hold the parameter. If the coordinate is the name
+of another axis, only ranks with equal coordinates on both axes hold it."""
 
 
 def owner_of(owned: Owned, coordinate: Mapping[str, int]) -> dict[str, int]:
-    """Of the ranks that are elsewhere along the owned axes only, the owner's coordinates along them."""
+    """Return the coordinates on the owned axes of the owner, which differs from ``coordinate`` only on these axes."""
     return {axis: coordinate[at] if isinstance(at, str) else at for axis, at in owned}
 
 
 def owns(owned: Owned, coordinate: Mapping[str, int]) -> bool:
-    """Whether the rank at ``coordinate`` is the owner."""
+    """Return True if the rank at ``coordinate`` is an owner; always True without owned axes."""
     return all(coordinate[axis] == at for axis, at in owner_of(owned, coordinate).items())
 
 
 def owned_by_axis(owned: Owned, topology: Topology, aliases: Mapping[str, tuple[str, ...]]) -> dict[str, int | str]:
-    """``owned`` in the axes of a topology: each of ``aliases`` by what it stands for.
+    """Return ``owned`` with every alias replaced by its axes.
 
+    Args:
+        owned: Pairs of axes or aliases.
+        topology: Provides the sizes of the axes.
+        aliases: Axes per alias.
     Raises:
-        ValueError: An alias' coordinate is to be that of axes of other sizes than its own.
+        ValueError: An alias follows another axis or alias, and the sizes of their axes differ.
     """
     pairs = (pair for axis, at in owned for pair in _by_axis((axis, at), topology, aliases))
     return dict(pairs)
@@ -213,12 +235,12 @@ def _by_axis(
     axes = aliases.get(axis, (axis,))
     sizes = {atom: topology.size(atom) for atom in axes}
     others = aliases.get(at, (at,)) if isinstance(at, str) else ()
-    if not others:  # a coordinate; or the only one of a mesh's dim of size 1, which may be no axis
+    if not others:  # an integer coordinate, or a mesh dim of size 1, which may be no axis of the topology
         yield from ((atom, index) for atom, (index,) in by_axis((at if isinstance(at, int) else 0,), sizes))
     elif [*sizes.values()] != [topology.size(atom) for atom in others]:
         raise ValueError(
-            f"the owner along {axis!r}, that is {' x '.join(axes)}, can't follow {at!r}, that is {' x '.join(others)}: "
-            "they are equal where each of their axes is, and so must have the same sizes; name the axes"
+            f"the owner along {axis!r} = {' x '.join(axes)} can't follow {at!r} = {' x '.join(others)}, because the sizes "
+            "of their axes differ; name the axes instead of the aliases"
         )
     else:
         yield from zip(axes, others, strict=True)
@@ -229,28 +251,34 @@ def _by_axis(
 
 @dataclass(frozen=True, init=False, repr=False)
 class P:
-    """The layout of one parameter.
+    """The layout of one parameter on the mesh; immutable and hashable.
+
+        P("tensor", None)                       # dim 0 is sharded over `tensor`
+        P(partial="tensor")                     # replicated, with a partial gradient
+        P("tensor", None, tied={"pipe": (0, -1)})   # held by the first and the last stage
+
+    Aliases of the topology are valid wherever an axis is; `on` replaces them by their axes.
 
     Args:
-        entries: For each tensor dim the mesh axis that shards it, a tuple of axes (the first is the slowest), or None.
-            Dims past the last entry are not sharded. In place of an axis `blocks` says that it cuts each of several blocks,
-            and a tuple within the tuple that axes cut at once, which differs where the dim doesn't divide.
-        partial: Axis or axes over which the gradient is still a sum to be made when backward ends.
-        owned: ``{axis: coordinate}``: only that coordinate of the axis holds the parameter. ``{axis: other}``, where the
-            other axis shards it: only the coordinate that is the other's too, so that the pieces lie on a diagonal.
-        tied: ``{axis: (coordinate, ...)}``: the same logical parameter is held at exactly these coordinates (negative
-            ones count from the end), each of which contributes a part of its gradient.
-
-    Wherever an axis is named an alias may be, which stands for its axes (`on`).
+        entries: One entry per tensor dim: the mesh axis that shards it, a tuple of axes (slowest first), or None. Dims
+            after the last entry are not sharded. Instead of an axis, an entry may have `blocks`, or a nested tuple of axes
+            that shard the dim jointly. Joint sharding differs only if the dim is not a multiple of the axes' sizes.
+        partial: Axis or axes over which the gradient is partial at the end of backward: it must still be summed. None: no
+            axis.
+        owned: ``{axis: coordinate}``: only ranks with this coordinate on the axis hold the parameter. ``{axis: other}``:
+            only ranks with equal coordinates on both axes hold it; ``other`` must shard the parameter. None: no axis.
+        tied: ``{axis: (coordinate, ...)}``: exactly these coordinates hold the same logical parameter, and each contributes
+            a term of its gradient. Negative coordinates count from the end. None: no axis.
 
     Attributes:
-        entries: For each tensor dim its axes.
-        together: Those of them that cut at once.
-        blocks: ``(axis, sizes)`` pairs of the axes that cut a dim of several blocks.
+        entries: Axes per tensor dim.
+        together: Tuples of axes that shard a dim jointly.
+        blocks: (axis, block sizes) pairs of the axes that shard a dim of several blocks.
+        partial, owned, tied: As passed, as sorted tuples.
 
     Raises:
-        ValueError: An axis is named twice, an entry is not an axis name, a tuple of names or None, or the owner follows an
-            axis that does not shard the parameter.
+        ValueError: An axis is named twice; an entry is not an axis name, a tuple of names or None; an owner follows an axis
+            that does not shard the parameter; or a tied axis has no coordinates.
     """
 
     entries: tuple[tuple[str, ...], ...]
@@ -268,48 +296,48 @@ class P:
         tied: Mapping[str, Iterable[int]] | None = None,
     ) -> None:
         dims = [axes_of(entry) for entry in entries]
-        while dims and not dims[-1]:  # P("tensor", None) and P("tensor") say the same: one spelling, one hash
+        while dims and not dims[-1]:  # makes P("tensor", None) and P("tensor") equal, with equal hashes
             dims.pop()
         object.__setattr__(self, "entries", tuple(dims))
-        object.__setattr__(self, "together", tuple(sorted(part for entry in entries for part in together_of(entry))))
+        object.__setattr__(self, "together", tuple(sorted(part for entry in entries for part in joint_axes_of(entry))))
         object.__setattr__(self, "blocks", tuple(sorted(pair for entry in entries for pair in blocks_of(entry))))
         object.__setattr__(self, "partial", tuple(sorted(axes_of(partial))))
         object.__setattr__(self, "owned", tuple(sorted((owned or {}).items())))
         object.__setattr__(self, "tied", tuple(sorted((axis, tuple(where)) for axis, where in (tied or {}).items())))
         for axis, where in self.tied:
             if not where:
-                raise ValueError(f"{self}: tied over {axis!r} names no coordinate; write tied={{{axis!r}: (0, -1)}}")
+                raise ValueError(f"{self}: tied over {axis!r} has no coordinates; write tied={{{axis!r}: (0, -1)}}")
         named = self.named_axes
         twice = sorted({axis for axis in named if named.count(axis) > 1})
         if twice:
-            raise ValueError(f"{self}: axis {twice[0]!r} is named twice; an axis can say one thing about a parameter")
+            raise ValueError(f"{self}: axis {twice[0]!r} is named twice; name each axis once")
         for axis, at in self.owned:
             if isinstance(at, str) and at not in self.sharded_axes:
                 raise ValueError(
-                    f"{self}: the owner along {axis!r} is where {at!r} says, which must shard the parameter; give one "
+                    f"{self}: the owner along {axis!r} follows axis {at!r}, which must shard the parameter; give a "
                     f"coordinate, as owned={{{axis!r}: 0}}, or shard a dim over {at!r}"
                 )
 
     @cached_property
     def sharded_axes(self) -> tuple[str, ...]:
-        """The axes that shard some dim, in the order of the dims."""
+        """Return the axes that shard a dim, in the order of the dims."""
         return tuple(axis for axes in self.entries for axis in axes)
 
     @cached_property
     def named_axes(self) -> tuple[str, ...]:
-        """All axes that the spec mentions."""
+        """Return all axes of the spec: sharded, partial, owned and tied."""
         return (*self.sharded_axes, *self.partial, *dict(self.owned), *dict(self.tied))
 
     def dim_axes(self, dim: int) -> tuple[str, ...]:
-        """The axes that shard tensor dim ``dim`` (>= 0), slowest first; () where it is whole."""
+        """Return the axes that shard tensor dim ``dim`` (>= 0), slowest first; () if the dim is not sharded."""
         return self.entries[dim] if dim < len(self.entries) else ()
 
     def block_sizes(self, axis: str) -> tuple[int, ...]:
-        """The sizes, one to another, of the blocks that ``axis`` cuts; (1,) where it cuts the dim as one."""
+        """Return the ratio of the block lengths that ``axis`` shards; (1,) if it shards the dim as one block."""
         return dict(self.blocks).get(axis, (1,))
 
     def cuts(self, dim: int) -> tuple[Together, ...]:
-        """The axes that shard tensor dim ``dim``, slowest first, those that cut it at once in one tuple."""
+        """Return the axes that shard tensor dim ``dim``, slowest first, as tuples of axes that shard it jointly."""
         found: list[Together] = []
         for axis in self.dim_axes(dim):
             together = next((axes for axes in self.together if axis in axes), (axis,))
@@ -324,24 +352,34 @@ class P:
         partial: tuple[str, ...] | None = None,
         blocks: Iterable[tuple[str, tuple[int, ...]]] = (),
     ) -> P:
-        """The spec with other `cuts` of each dim, and pending sums if they are given; axes that cut a dim in blocks still
-        do, and so do those of ``blocks``."""
-        cut = dict(self.blocks) | dict(blocks)
-        entries = (tuple(Blocks((a,), cut[a]) if a in cut else a for a in map(alone, cuts)) for cuts in dims)
+        """Return a copy of the spec with other sharded axes.
+
+        Args:
+            dims: Per tensor dim, its axes as `cuts` returns them. Axes that shard blocks keep their block sizes.
+            partial: Axes with partial gradients. None: unchanged.
+            blocks: (axis, block sizes) pairs to add. By default none.
+        """
+        sizes = dict(self.blocks) | dict(blocks)
+        entries = (tuple(Blocks((a,), sizes[a]) if a in sizes else a for a in map(unwrap_axis, cuts)) for cuts in dims)
         partial = self.partial if partial is None else partial
         return P(*entries, partial=partial, owned=dict(self.owned), tied=dict(self.tied))
 
     def with_partial(self, partial: tuple[str, ...]) -> P:
-        """The spec with other pending sums."""
+        """Return a copy of the spec with ``partial`` as the axes with partial gradients."""
         return self.with_dims(map(self.cuts, range(len(self.entries))), partial=partial)
 
     def renamed(self, names: Mapping[str, str]) -> P:
-        """The spec with other names for axes."""
+        """Return a copy of the spec with renamed axes.
+
+        Args:
+            names: New name per axis. Other axes keep their names.
+        """
         new = {axis: names.get(axis, axis) for axis in self.named_axes}
         blocks = dict(self.blocks)
 
         def part(axes: Together) -> Part:
-            return Blocks((new[axes[0]],), blocks[axes[0]]) if axes[0] in blocks else alone(tuple(new[a] for a in axes))
+            renamed = tuple(new[axis] for axis in axes)
+            return Blocks(renamed[:1], blocks[axes[0]]) if axes[0] in blocks else unwrap_axis(renamed)
 
         return P(
             *(tuple(map(part, self.cuts(dim))) for dim in range(len(self.entries))),
@@ -351,14 +389,15 @@ class P:
         )
 
     def on(self, topology: Topology, dims: Mapping[str, Together] | None = None) -> P:
-        """The spec in the axes of ``topology``: each alias by what it stands for. Itself, where it names none.
+        """Return the spec with every alias replaced by its axes; the spec itself if it has no aliases.
 
         Args:
-            dims: What names that are no aliases stand for as well: dims of a device mesh.
+            topology: Provides the aliases.
+            dims: Further aliases: axes per dim of a device mesh. None: no further aliases.
 
         Raises:
-            ValueError: It names an axis by itself and in an alias, or in two; or an alias is tied at coordinates that are
-                no product of coordinates of its axes.
+            ValueError: An axis is named by itself and in an alias, or in two aliases; the coordinates of an owned or tied
+                alias are out of range, or not a product of coordinates of its axes.
         """
         aliases = {**topology.aliases, **(dims or {})}
         if not aliases or aliases.keys().isdisjoint(self.named_axes):
@@ -369,34 +408,42 @@ class P:
         def atoms(*names: str) -> tuple[str, ...]:
             return tuple(atom for name in names for atom in aliases.get(name, (name,)))
 
-        def cuts(axes: Together) -> bool:  # a mesh's dim of size 1 may be no axis
+        def has_axes(axes: Together) -> bool:  # a mesh dim of size 1 may be no axis of the topology
             return bool(atoms(*axes))
 
         def part(axes: Together) -> Part:
-            return Blocks(atoms(*axes), blocks[axes[0]]) if axes[0] in blocks else alone(atoms(*axes))
+            return Blocks(atoms(*axes), blocks[axes[0]]) if axes[0] in blocks else unwrap_axis(atoms(*axes))
 
-        def held(held: Iterable[tuple[str, tuple[int, ...]]]) -> Iterator[tuple[str, tuple[int, ...]]]:
-            for axis, where in held:
+        def tied_by_axis() -> Iterator[tuple[str, tuple[int, ...]]]:
+            for axis, where in self.tied:
                 sizes = {atom: topology.size(atom) for atom in atoms(axis)}
                 yield from by_axis(where, sizes) if axis in aliases else [(axis, where)]
 
         try:
             return P(
-                *(tuple(map(part, filter(cuts, self.cuts(dim)))) for dim in range(len(self.entries))),
+                *(tuple(map(part, filter(has_axes, self.cuts(dim)))) for dim in range(len(self.entries))),
                 partial=atoms(*self.partial),
                 owned=owned_by_axis(self.owned, topology, aliases),
-                tied=dict(held(self.tied)),
+                tied=dict(tied_by_axis()),
             )
         except ValueError as problem:
             raise ValueError(f"{self} on {topology!r}: {problem}") from None
 
     def spans(self, dim: int, length: int, topology: Topology, coordinate: Mapping[str, int]) -> tuple[Span, ...]:
-        """Which elements of dim ``dim``, of ``length`` in the full tensor, the rank at ``coordinate`` holds, in its order.
+        """Return the (offset, length) spans of dim ``dim`` in the shard of the rank at ``coordinate``.
 
-        What doesn't divide is cut as `torch.chunk` does, axis by axis; by all axes of an alias at once.
+        A length that is not a multiple of the axes' sizes is sharded as `torch.chunk` does, axis by axis, and jointly over
+        all axes of an alias.
 
+        Args:
+            dim: Tensor dim (>= 0).
+            length: Length of the dim in the full tensor.
+            topology: Provides the sizes of the axes.
+            coordinate: Index per axis of the rank.
+        Returns:
+            Spans of the full dim, in the order of the shard. There are several spans if the dim consists of blocks.
         Raises:
-            ValueError: Blocks don't divide.
+            ValueError: There are several blocks, and the length of a block is not a multiple of the axes' sizes.
         """
         spans: tuple[Span, ...] = ((0, length),)
         spec = self.on(topology)
@@ -408,56 +455,65 @@ class P:
                 spans = cut_spans(spans, topology.size(*axes), index, spec.block_sizes(axes[0]))
             except ValueError as problem:
                 over = " x ".join(map(repr, axes))
-                raise ValueError(f"{self} can't cut dim {dim}, of length {length}, over {over}: {problem}") from None
+                raise ValueError(f"{self} can't shard dim {dim}, of length {length}, over {over}: {problem}") from None
         return spans
 
     def tied_coordinates(self, axis: str, topology: Topology) -> tuple[int, ...]:
-        """The coordinates of ``axis`` that hold the parameter, ascending, none negative."""
+        """Return the coordinates (>= 0) of the tied axis ``axis`` that hold the parameter, ascending."""
         size = topology.size(axis)
         return tuple(sorted({index % size for index in dict(self.tied)[axis]}))
 
     def holds(self, coordinate: Mapping[str, int], topology: Topology) -> bool:
-        """Whether the rank at ``coordinate`` (axis -> index) holds this parameter."""
+        """Return True if the rank at ``coordinate`` holds the parameter.
+
+        Args:
+            coordinate: Index per axis of the rank.
+            topology: Provides the sizes of the axes.
+        """
         spec = self.on(topology)
         return owns(spec.owned, coordinate) and all(
             coordinate[axis] in spec.tied_coordinates(axis, topology) for axis, _ in spec.tied
         )
 
     def distinct_axes(self, topology: Topology) -> tuple[str, ...]:
-        """The axes along which the pieces differ: the sharded ones, and the pipeline's unless it is tied or owned."""
+        """Return the axes along which ranks hold different shards: sharded axes, and pipeline axes not in the spec."""
         spec = self.on(topology)
-        along_pipe = [axis for axis in topology.pipe_axes if axis not in spec.named_axes]
-        named = {*spec.sharded_axes, *along_pipe}
-        return tuple(axis for axis in topology.axes if axis in named)
+        pipe_axes = [axis for axis in topology.pipe_axes if axis not in spec.named_axes]
+        distinct = {*spec.sharded_axes, *pipe_axes}
+        return tuple(axis for axis in topology.axes if axis in distinct)
 
     def replica_axes(self, topology: Topology) -> tuple[str, ...]:
-        """The axes along which every coordinate holds a copy; a tied axis is not among them."""
+        """Return the axes over which the parameter is replicated; tied axes are not among them."""
         spec = self.on(topology)
-        gone = {*spec.distinct_axes(topology), *dict(spec.owned), *dict(spec.tied)}
-        return tuple(axis for axis in topology.axes if axis not in gone)
+        excluded = {*spec.distinct_axes(topology), *dict(spec.owned), *dict(spec.tied)}
+        return tuple(axis for axis in topology.axes if axis not in excluded)
 
     def holders(self, topology: Topology) -> int:
-        """How many ranks hold a copy of each distinct piece."""
+        """Return the replication factor: the number of ranks that hold the same shard, tied stages included."""
         spec = self.on(topology)
-        copies = prod(topology.size(axis) for axis in spec.replica_axes(topology))
-        return copies * prod(len(spec.tied_coordinates(axis, topology)) for axis, _ in spec.tied)
+        replicas = prod(topology.size(axis) for axis in spec.replica_axes(topology))
+        return replicas * prod(len(spec.tied_coordinates(axis, topology)) for axis, _ in spec.tied)
 
     def validate(self, ndim: int, topology: Topology, name: str = "parameter") -> None:
-        """Check the spec against a tensor's number of dims and a topology.
+        """Check that the spec fits a tensor and a topology.
 
+        Args:
+            ndim: Number of dims of the tensor.
+            topology: Provides axes, aliases and sizes.
+            name: Name of the parameter in errors.
         Raises:
-            ValueError: An axis is unknown, a coordinate is out of range or there are more entries than dims.
+            ValueError: The spec has more entries than ``ndim``, an unknown axis, or a coordinate out of range; or as `on`.
         """
         if len(self.entries) > ndim:
             raise ValueError(
-                f"{name}: {self} has {len(self.entries)} entries but the tensor has {ndim} dims; give one entry a dim"
+                f"{name}: {self} has {len(self.entries)} entries but the tensor has {ndim} dims; give one entry per dim"
             )
         for axis in self.named_axes:
             if axis not in topology.axes and axis not in topology.aliases:
-                there = ", ".join(topology.axes) + (
+                known = ", ".join(topology.axes) + (
                     f" (aliases: {', '.join(topology.aliases)})" if topology.aliases else ""
                 )
-                raise ValueError(f"{name}: {self} names axis {axis!r}, but the axes are {there}{topology.hint(axis)}")
+                raise ValueError(f"{name}: {self} names axis {axis!r}, but the axes are {known}{topology.hint(axis)}")
         self._check_coordinates(topology, name, topology.aliases)
         self.on(topology)
 
@@ -465,18 +521,21 @@ class P:
         def size_of(axis: str) -> int:
             return topology.size(*aliases.get(axis, (axis,)))
 
-        held = [*self.owned, *((axis, index) for axis, where in self.tied for index in where)]
-        for axis, index in held:
+        pairs = [*self.owned, *((axis, index) for axis, where in self.tied for index in where)]
+        for axis, index in pairs:
             size = size_of(axis)
             if isinstance(index, str):
                 if size_of(index) > size:
                     raise ValueError(
-                        f"{name}: {self} has a piece for each of the {size_of(index)} coordinates of {index!r}, but "
-                        f"{axis!r}, along which the owner has the same one, has size {size}: name one as large"
+                        f"{name}: {self} has a shard per coordinate of {index!r} (size {size_of(index)}), but the owner "
+                        f"axis {axis!r} has size {size}; name an owner axis of size {size_of(index)} or more"
                     )
                 continue
             if not -size <= index < size or (index < 0 and axis in dict(self.owned)):
-                raise ValueError(f"{name}: {self} names coordinate {index} of {axis!r}; write one of 0 to {size - 1}")
+                raise ValueError(
+                    f"{name}: {self} names coordinate {index} of {axis!r}, which is out of range; write a number from 0 to "
+                    f"{size - 1}"
+                )
 
     def __repr__(self) -> str:
         parts = [self._entry_repr(dim) for dim in range(len(self.entries))]

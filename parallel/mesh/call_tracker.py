@@ -343,8 +343,8 @@ def check_same_call(calls: Sequence[str | None]) -> None:
         where: dict[str | None, list[int]] = {}
         for rank, call in enumerate(calls):
             where.setdefault(call, []).append(rank)
-        listed = ", ".join(f"{named_ranks(ranks)} in {call}" for call, ranks in where.items())
-        raise RuntimeError(f"ranks meet in different calls: {listed}. {_SAME_CALLS}")
+        mismatches = ", ".join(f"{named_ranks(ranks)} in {call}" for call, ranks in where.items())
+        raise RuntimeError(f"ranks meet in different calls: {mismatches}. {_SAME_CALLS}")
 
 
 def is_transport_error(error: BaseException | None) -> bool:

@@ -207,5 +207,5 @@ def test_a_wrong_spec_would_show() -> None:
 def test_a_world_that_is_too_large_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         command(["data=65", "--svg", str(tmp_path / "large.svg")])
-    assert "a picture shows up to 64 ranks, and Topology(data=65) has 65: leave --svg out" in capsys.readouterr().err
+    assert "Topology(data=65) has 65 ranks, but a picture shows at most 64; leave --svg out" in capsys.readouterr().err
     assert not (tmp_path / "large.svg").exists()

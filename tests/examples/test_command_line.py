@@ -101,7 +101,7 @@ def test_shared_flags_are_read_alike(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "told"),
     [
-        ("train_digits", "--topology tensor", "'tensor' doesn't say axis=size"),
+        ("train_digits", "--topology tensor", "'tensor' is neither axis=size nor alias=axis+axis"),
         ("train_digits", "--topology tensor=2", "has 2 ranks but the world has 1"),
         ("train_digits", "--topology data=3", "has 3 ranks but the world has 1"),  # nor is 64 a multiple of 3
         ("pipeline_lm", "--topology data=3", "has 3 ranks but the world has 1"),
@@ -154,7 +154,7 @@ def test_under_torchrun_one_rank_tells_it_at_the_end() -> None:
     done = torchrun_example("compare_norms", "--topology", "tensor=3", processes=2)
     assert done.returncode != 0
     assert done.stdout == ""
-    told = "compare_norms.py: error: Topology(tensor=3) has 3 ranks but the world has 2; the sizes must multiply to 2"
+    told = "compare_norms.py: error: Topology(tensor=3) has 3 ranks but the world has 2; the product of the sizes must be 2"
     *_, line, rule = done.stderr.splitlines()
     assert set(rule) == {"="}, (
         "torchrun closes its report, the last that it prints, with a rule; nothing goes below that"

@@ -37,7 +37,7 @@ from world import World
 
 @mistake(
     "data=2",
-    Error(ValueError, "has 4 ranks but the world has 2; the sizes must multiply to 2"),
+    Error(ValueError, "has 4 ranks but the world has 2; the product of the sizes must be 2"),
     write="sizes whose product is the number of processes",
 )
 def topology_of_another_size(run: Run) -> None:
@@ -61,7 +61,7 @@ def topologies_differ(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(AttributeError, "this is the layout alone; give ProcessGroupRegistry(...), which has the groups"),
+    Error(AttributeError, "a topology has no process groups; give ProcessGroupRegistry(...) instead"),
     write="`ProcessGroupRegistry(topology)`",
 )
 def topology_for_a_registry(run: Run) -> None:
@@ -158,7 +158,7 @@ def nothing_declared(run: Run) -> None:
 
 @mistake(
     "tensor=2",
-    Error(ValueError, "no rule says how down.bias is laid out; add a rule for it"),
+    Error(ValueError, "no rule declares the layout of down.bias; add a rule"),
     write="a rule for every parameter",
 )
 def bias_not_declared(run: Run) -> None:
@@ -246,7 +246,10 @@ def declared_twice(run: Run) -> None:
 
 @mistake(
     "tensor=2",
-    Error(ValueError, "was declared P('tensor') before, and the pattern 'up.*' says P(); give the full name"),
+    Error(
+        ValueError,
+        "was declared P('tensor') by an earlier rule, but the pattern 'up.*' declares P(); give the full name",
+    ),
     write="declare once, with all rules; or the full name",
 )
 def declared_twice_by_patterns(run: Run) -> None:
@@ -559,7 +562,7 @@ def learning_rates_differ(run: Run) -> None:
 
 @mistake(
     "data=2",
-    Error(ValueError, "the optimizer is 'AdamW' on rank 0 and 'SGD' on rank 1: give all ranks the same"),
+    Error(ValueError, "the optimizer is 'AdamW' on rank 0 and 'SGD' on rank 1: give the same value on all ranks"),
     write="the same optimizer on every rank",
 )
 def optimizers_differ(run: Run) -> None:

@@ -62,32 +62,41 @@ def test_axes_have_the_role_that_their_alias_says() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Topology(a=2, aliases={"b": ("c",)}), "alias 'b' stands for 'c', which is no axis; .* of a"),
-        (lambda: Topology(a=2, aliases={"b": ()}), r"alias 'b' stands for \(\), which is no axis"),
+        (
+            lambda: Topology(a=2, aliases={"b": ("c",)}),
+            "alias 'b' contains 'c', which is not an axis; .* of the axes a",
+        ),
+        (lambda: Topology(a=2, aliases={"b": ()}), r"alias 'b' contains \(\), which is not an axis"),
         (lambda: Topology(a=2, aliases={"a": ("a",)}), "'a' is an axis and can't be an alias too"),
         (lambda: Topology(a=2, aliases={"a-b": ("a",)}), "'a-b' can't name axes"),
-        (lambda: Topology(a=2, b=2, aliases={"c": ("b", "a")}), r"order of the axes is a, b: write \('a', 'b'\)"),
-        (lambda: Topology(a=2, b=2, aliases={"c": ("a", "a")}), r"write \('a',\), each once"),
+        (lambda: Topology(a=2, b=2, aliases={"c": ("b", "a")}), r"order of the axes is a, b; write \('a', 'b'\)"),
+        (lambda: Topology(a=2, b=2, aliases={"c": ("a", "a")}), r"write \('a',\), with each axis once"),
         (
             lambda: Topology(dp=2, aliases={"tp": "dp"}),
-            "'data' by the name 'dp' and 'model' by the name 'tp': say once",
+            "'data' by the name 'dp' and 'model' by the name 'tp'; give it one role",
         ),
         (
             lambda: Topology(x=2, aliases={"y": "x"}, roles={"x": "data", "y": "model"}),
-            "'data' told of 'x' and 'model' told of 'y': say once",
+            "'data' by roles= of 'x' and 'model' by roles= of 'y'; give it one role",
         ),
         (
             lambda: FOLDED.size("dat"),
             "unknown axis 'dat'; did you mean 'data'.*axes: edp, mid, tensor; aliases: data, expert",
         ),
-        (lambda: FOLDED.peers(0, "data", "expert"), "named twice in data, expert .*'mid' is in several of them"),
+        (lambda: FOLDED.peers(0, "data", "expert"), "named twice in data, expert .*'mid' is in several of these"),
         (lambda: FOLDED.role("expert"), "several roles, mid 'data', tensor 'model'"),
         (lambda: FOLDED.rank(data=4, tensor=0), "coordinate data=4 is out of range; axis 'data' goes from 0 to 3"),
         (lambda: FOLDED.rank(data=1), "tensor is missing"),
         (lambda: P("exper").validate(1, FOLDED, "w"), "w: .*names axis 'exper'.*aliases: data, expert.*mean 'expert'"),
         (lambda: P("data", "expert").validate(2, FOLDED, "w"), "axis 'mid' is named twice"),
-        (lambda: P(owned={"expert": 4}).validate(1, FOLDED, "w"), "w: .*coordinate 4 of 'expert'; write one of 0 to 3"),
-        (lambda: P(tied={"expert": (0, -1)}).validate(1, FOLDED, "w"), r"\[0, 3\] are no product .* mid=2 x tensor=2"),
+        (
+            lambda: P(owned={"expert": 4}).validate(1, FOLDED, "w"),
+            "w: .*coordinate 4 of 'expert', which is out of range; write a number from 0 to 3",
+        ),
+        (
+            lambda: P(tied={"expert": (0, -1)}).validate(1, FOLDED, "w"),
+            r"\[0, 3\] are not a product .* mid=2 x tensor=2",
+        ),
     ],
 )
 def test_bad_input_says_what_to_write(call: Callable[[], object], message: str) -> None:
@@ -104,7 +113,7 @@ def test_an_alias_is_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     with pytest.raises(SystemExit):
         main(["edp=2", "data=edp+md"])
-    assert "alias 'data' stands for 'md'" in capsys.readouterr().err
+    assert "alias 'data' contains 'md'" in capsys.readouterr().err
 
 
 def test_a_spec_speaks_of_the_axes_of_its_aliases() -> None:
@@ -159,7 +168,7 @@ def on_meshes() -> list[Any]:
     with ProcessGroupRegistry(FOLDED) as registry:
         mesh = registry.device_mesh("tensor", "data")
         plain = registry.device_mesh(("edp", "mid"), "tensor")
-        with pytest.raises(ValueError, match="joins axes in another order than theirs"):
+        with pytest.raises(ValueError, match="has axes in another order than the topology"):
             registry.device_mesh(("mid", "edp"), "tensor")
         assert mesh.get_group("data") is registry.group("data")
         return [mesh.mesh_dim_names, mesh.mesh.tolist(), plain.mesh_dim_names, plain.mesh.tolist()]

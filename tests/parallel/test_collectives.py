@@ -95,10 +95,16 @@ def uneven_values() -> dict[str, Any]:
             given = torch.arange(1.0, 1 + output.numel()).view_as(output) * 10 ** registry.rank("tensor")
             (grad,) = torch.autograd.grad(output, mine, given)
             results[name] = output.flatten().tolist(), grad.flatten().tolist()
-        with pytest.raises(ValueError, match=r"no piece of length=7 over tensor=2: this rank's has [34]"):
+        with pytest.raises(
+            ValueError,
+            match=r"but this rank's shard of length=7 over tensor=2 has [34]; give the length of the full dim",
+        ):
             gather_from(torch.zeros(2), registry, "tensor", dim=0, length=7)
     with (
-        pytest.raises(ValueError, match="uneven pieces over row x col: they are those of one axis; call once for each"),
+        pytest.raises(
+            ValueError,
+            match="uneven shards are along row x col, but must be along one axis; call the function once per axis",
+        ),
         ProcessGroupRegistry(Topology(row=1, col=2)) as registry,
     ):
         scatter_to(torch.zeros(3), registry, "row", "col", dim=0, uneven=True)
@@ -265,13 +271,19 @@ def rejected() -> None:
         cases: list[tuple[dict[str, Any], str]] = [
             ({}, "doesn't divide over tensor of size 2"),
             ({"split_sizes": [1, 2]}, "give concat_sizes too"),
-            ({"split_sizes": [1, 1], "concat_sizes": [1, 1]}, r"split_sizes \[1, 1\] don't add up to dim 0 .*\(3, 2\)"),
+            (
+                {"split_sizes": [1, 1], "concat_sizes": [1, 1]},
+                r"split_sizes \[1, 1\] add up to 2, but dim 0 .*\(3, 2\) has length 3",
+            ),
             (
                 {"split_sizes": [3], "concat_sizes": [3, 3]},
-                r"split_sizes is \[3\]; give a length >= 0 for each of the 2",
+                r"split_sizes is \[3\]; give one length >= 0 per rank of the group of 2",
             ),
-            ({"split_sizes": [4, -1], "concat_sizes": [4, 4]}, "a length >= 0"),
-            ({"split_sizes": [1, 2], "concat_sizes": [7, 8]}, "this rank sends itself [78], but its piece has [12]"),
+            ({"split_sizes": [4, -1], "concat_sizes": [4, 4]}, "give one length >= 0"),
+            (
+                {"split_sizes": [1, 2], "concat_sizes": [7, 8]},
+                "has length [78] for this rank's own section, but that section has length [12]",
+            ),
         ]
         for wrong, said in cases:
             with pytest.raises(ValueError, match=said):

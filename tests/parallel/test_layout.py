@@ -151,15 +151,19 @@ def test_pieces_are_joined_without_a_process() -> None:
     assert torch.equal(join([None, second, first, None], spec, topology), full), "of replicas one is enough"
     assert torch.equal(join([first, second, second, first], spec, topology), full), "of replicas the first one is taken"
     assert torch.equal(join([first] * 4, P(), topology), first)
-    with pytest.raises(ValueError, match=re.escape("there is no piece of row=1; give all that are different")):
+    with pytest.raises(
+        ValueError, match=re.escape("there is no shard of row=1; give the shard of a rank with this coordinate")
+    ):
         join([first, None, first, None], spec, topology)
-    with pytest.raises(ValueError, match="there is no piece of any rank that holds it"):
+    with pytest.raises(ValueError, match="there is no shard of any rank"):
         join([None] * 4, P(), topology)
-    with pytest.raises(ValueError, match=re.escape("there is no piece of any rank that holds it")):
+    with pytest.raises(ValueError, match=re.escape("there is no shard of any rank")):
         join([first, None, first, None], P(owned={"row": 1}), topology)
-    with pytest.raises(ValueError, match="2 pieces for 4 ranks"):
+    with pytest.raises(ValueError, match="2 shards for 4 ranks"):
         join([first, second], spec, topology)
-    with pytest.raises(ValueError, match=r"makes this rank's piece of \(5,\) \(3,\), but it has \(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"the shard has shape \(2,\), but .* a shard of shape \(3,\) of the full shape \(5,\)"
+    ):
         join([first[:2], second, None, None], spec, topology)
     with pytest.raises(ValueError, match="names axis 'tensor'"):
         join([first] * 4, P("tensor"), topology)
@@ -170,13 +174,15 @@ def test_pieces_are_joined_without_a_process() -> None:
     with pytest.raises(ValueError, match=re.escape("'row'")):
         join([first] * 4, P(owned={"row": 5}), topology)
     for other in (second.double(), second.unsqueeze(0)):
-        with pytest.raises(ValueError, match=r"pieces of one tensor have 1 dims of torch.float32 and [12] dims of"):
+        with pytest.raises(ValueError, match=r"the shards have 1 dims of torch.float32 and [12] dims of"):
             join([first, other, None, None], spec, topology)
 
 
 def pieces_of_another_tensor() -> list[str]:
     with ProcessGroupRegistry(Topology(row=3)) as registry:
-        with pytest.raises(ValueError, match=r"makes this rank's piece of \(6,\) \(2,\), but it has \(1,\)") as error:
+        with pytest.raises(
+            ValueError, match=r"the shard has shape \(1,\), but .* a shard of shape \(2,\) of the full shape \(6,\)"
+        ) as error:
             unshard(torch.zeros(registry.global_rank + 1), P("row"), registry)
         return [str(error.value)]
 
@@ -189,14 +195,14 @@ def owner_gives_none() -> list[str]:
     messages = []
     with ProcessGroupRegistry(Topology(row=2, col=2)) as registry:
         for spec in (P("col", owned={"row": 0}), P("col")):
-            with pytest.raises(ValueError, match="give this rank's instead of None") as error:
+            with pytest.raises(ValueError, match="this rank or its owner must hold one; give the shard") as error:
                 unshard(None, spec, registry)
             messages.append(str(error.value))
     return messages
 
 
 def test_a_missing_piece_is_an_error_on_every_rank(world: World) -> None:
-    assert all("every rank holds a piece" in text for texts in world.run(4, owner_gives_none) for text in texts)
+    assert all("the shard is None" in text for texts in world.run(4, owner_gives_none) for text in texts)
 
 
 def found(index: list[int], length: int) -> tuple[list[int], list[bool]]:
@@ -259,7 +265,7 @@ def test_unshard_undoes_shard_of_fused_tensors(world: World, topology: Topology)
 @pytest.mark.parametrize(
     ("length", "spec", "message"),
     [
-        (8, P(blocks("row", (4, 1, 1))), "length 8 is no multiple of 6"),
+        (8, P(blocks("row", (4, 1, 1))), "length 8 is not a multiple of 6"),
         (12, P(blocks("col", (4, 1, 1))), r"over 'col': block 1 of 3 has length 2, .*divide over 4 ranks"),
         (24, P(("col", blocks("row", 2))), "block 0 of 2 has length 3"),
     ],

@@ -304,9 +304,9 @@ def test_one_rank_meets_nobody() -> None:
 
 def bad_topologies() -> None:
     for topology, message in (
-        (Topology(data=2, tensor=4), r"has 8 ranks but the world has 4.*multiply to 4: write data=1 or tensor=2"),
+        (Topology(data=2, tensor=4), r"has 8 ranks but the world has 4.*must be 4: write data=1 or tensor=2"),
         (Topology(data=3), r"has 3 ranks but the world has 4.*write data=4 instead, or start 3 ranks"),
-        (Topology(data=3, tensor=3), r"multiply to 4, or start 9 ranks"),
+        (Topology(data=3, tensor=3), r"must be 4, or start 9 ranks"),
         (Topology(), r"has 1 ranks but the world has 4"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -325,12 +325,12 @@ def bad_requests() -> None:
             (lambda: registry.size("row"), "unknown axis 'row'"),
             (lambda: registry.rank("data", "data"), "twice"),
             (lambda: registry.rank("dat"), "did you mean 'data'"),
-            (lambda: registry.group(), r"name the axes.*group\(\*registry.topology.axes\)"),
-            (lambda: registry.size(), "name the axes"),
-            (lambda: registry.rank(), "name the axes"),
-            (lambda: registry.ranks(), "name the axes"),
-            (lambda: registry.device_mesh(), "name the axes"),
-            (lambda: registry.group_of((other,)), f"rank {registry.global_rank} asks.*doesn't belong"),
+            (lambda: registry.group(), r"no axis is given; name at least one.*group\(\*registry.topology.axes\)"),
+            (lambda: registry.size(), "no axis is given; name at least one"),
+            (lambda: registry.rank(), "no axis is given; name at least one"),
+            (lambda: registry.ranks(), "no axis is given; name at least one"),
+            (lambda: registry.device_mesh(), "no axis is given; name at least one"),
+            (lambda: registry.group_of((other,)), f"rank {registry.global_rank} requests.*is not a member"),
             (lambda: registry.group_of((registry.global_rank, 4)), r"\[4\] aren't in the world of 4"),
             (lambda: registry.group_of((registry.global_rank,) * 2), "twice"),
         ]
@@ -366,7 +366,7 @@ def test_one_process_needs_no_torch_distributed() -> None:
         assert (registry.global_rank, registry.coordinate) == (0, {"data": 0, "tensor": 0})
         assert (registry.size("tensor"), registry.rank("data", "tensor"), registry.ranks("data")) == (1, 0, (0,))
         assert registry.device == torch.device("cpu")
-        with pytest.raises(RuntimeError, match=r"size 1 .*no group is needed"):
+        with pytest.raises(RuntimeError, match=r"size 1 .*there is no process group"):
             registry.group("tensor")
     with pytest.raises(RuntimeError, match=r"init_distributed.*nproc-per-node 2"):
         ProcessGroupRegistry(Topology(tensor=2))
@@ -409,7 +409,7 @@ def adopt_a_mesh() -> None:
     flipped = DeviceMesh("cpu", torch.arange(4).flip(0), mesh_dim_names=("dp",))
     nameless = DeviceMesh("cpu", torch.arange(4))
     for bad, message in (
-        (mesh["tp"], "whole world of 4 ranks in row-major order"),
+        (mesh["tp"], "needs all 4 ranks of the world in row-major order"),
         (flipped, "row-major"),
         (nameless, "mesh_dim_names"),
     ):

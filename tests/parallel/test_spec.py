@@ -69,7 +69,7 @@ def test_one_spelling_for_blocks() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: blocks("a", 0), r"blocks\('a', 0\): give a number of equal blocks"),
+        (lambda: blocks("a", 0), r"blocks\('a', 0\): sizes must be positive integers; give a number of equal blocks"),
         (lambda: blocks("a", ()), "give a number of equal blocks"),
         (lambda: blocks("a", (2, 0)), "give a number of equal blocks"),
         (lambda: blocks("a", 1.5), "give a number of equal blocks"),  # type: ignore[arg-type]
@@ -78,17 +78,20 @@ def test_one_spelling_for_blocks() -> None:
         (lambda: P("a", partial="a"), "named twice"),
         (lambda: P("a", owned={"a": 0}), "named twice"),
         (lambda: P("a", owned={"a": "a"}), "named twice"),
-        (lambda: P("a", owned={"b": "c"}), r"owner along 'b' is where 'c' says, which must shard .* owned=\{'b': 0\}"),
-        (lambda: P(owned={"a": "b", "b": 0}), "where 'b' says, which must shard"),
+        (lambda: P("a", owned={"b": "c"}), r"owner along 'b' follows axis 'c', which must shard .* owned=\{'b': 0\}"),
+        (lambda: P(owned={"a": "b", "b": 0}), "follows axis 'b', which must shard"),
         (
             lambda: P("a", owned={"b": "a"}).validate(1, Topology(a=3, b=2), "w"),
-            "w: .* a piece for each of the 3 coordinates of 'a', but 'b', along which .* has size 2",
+            "w: .* a shard per coordinate of 'a' \\(size 3\\), but the owner axis 'b' has size 2; name .* size 3 or more",
         ),
-        (lambda: P(["a"]), "no entry of a spec"),  # type: ignore[arg-type]
-        (lambda: P(tied={"pipe": ()}), "names no coordinate"),
+        (lambda: P(["a"]), "is not an entry of a spec"),  # type: ignore[arg-type]
+        (lambda: P(tied={"pipe": ()}), "has no coordinates"),
         (lambda: P("a", "b").validate(1, Topology(a=2, b=2), "w"), "w: .* 2 entries but the tensor has 1 dims"),
         (lambda: P("c").validate(1, Topology(a=2, b=2), "w"), "w: .* names axis 'c', but the axes are a, b"),
-        (lambda: P(owned={"a": 2}).validate(1, Topology(a=2), "w"), "coordinate 2 of 'a'; write one of 0 to 1"),
+        (
+            lambda: P(owned={"a": 2}).validate(1, Topology(a=2), "w"),
+            "coordinate 2 of 'a', which is out of range; write a number from 0 to 1",
+        ),
         (lambda: P(tied={"a": (0, -3)}).validate(1, Topology(a=2), "w"), "coordinate -3 of 'a'"),
     ],
 )
@@ -152,7 +155,7 @@ def test_submodule_rules_survive_default_of_whole_model() -> None:
 def test_second_declare_with_other_spec_is_an_error() -> None:
     net = model()
     declare(net, {"*": P(), "0.w*": P("a")})
-    message = r"0\.weight was declared P\('a'\) before, and the pattern '\*weight' says P\('b'\); give the full name"
+    message = r"0\.weight was declared P\('a'\) by an earlier rule, but the pattern '\*weight' declares P\('b'\)"
     with pytest.raises(ValueError, match=message):
         declare(net, {"1.*": P("c"), "*weight": P("b")})
     assert spec_of(net[1][0].weight) == P(), "nothing is changed"
@@ -162,7 +165,7 @@ def test_second_declare_with_other_spec_is_an_error() -> None:
     ("rules", "message"),
     [
         ({"*": P(), "2.*": P()}, r"rule '2\.\*' matches no parameter .* 0\.weight"),
-        ({"0.*": P()}, r"no rule says how 1\.0\.weight, 1\.0\.bias"),
+        ({"0.*": P()}, r"no rule declares the layout of 1\.0\.weight, 1\.0\.bias"),
         ({"*": P("a", "b")}, r"0\.bias: .* 2 entries but the parameter has shape \(6,\)"),
         ({"*": P(), "*bias": P("a"), "bias*": P(), "*.bia?": P(), "*s": P("b")}, "matches no parameter"),
         ({"*": P(), "0.b*": P("a"), "*.bi": P(), "*.b": P()}, "matches no parameter"),

@@ -161,7 +161,7 @@ def test_fused_layers_have_a_part_of_each(world: World, sizes: tuple[int, ...], 
 
 def test_blocks_of_a_layer_that_do_not_divide_are_refused() -> None:
     registry = ProcessGroupRegistry(Topology(tensor=1))
-    with pytest.raises(ValueError, match="length 40 is no multiple of 6"):
+    with pytest.raises(ValueError, match="length 40 is not a multiple of 6"):
         ColumnParallelLinear(WIDTH, 40, registry, blocks=(4, 1, 1))
 
 

@@ -213,7 +213,9 @@ def rejected() -> None:
             Linear3D(8, 4, registry)(torch.zeros(4))
         with pytest.raises(ValueError, match=r"length 3, which doesn't divide over output of size 2; pad it"):
             Linear3D(8, 4, registry)(torch.zeros(3, 4))
-        with pytest.raises(ValueError, match=r"has a piece for each of the 2 coordinates of 'output', but 'input'"):
+        with pytest.raises(
+            ValueError, match=r"has a shard per coordinate of 'output' \(size 2\), but the owner axis 'input'"
+        ):
             Classifier3D(8, 4, registry)
         with pytest.raises(ValueError, match="leaves nothing for the last rank"):
             LayerNorm3D(1, registry)

@@ -119,10 +119,10 @@ def test_an_expert_axis_without_a_role_is_explained_in_the_table() -> None:
     assert Topology(ep=2) == Topology(ep=2, roles={"ep": "model"})
     lines = Topology(data=2, ep=4).table().splitlines()
     assert lines[-2:] == [
-        "ep has no role told. As a model axis: its ranks see the same samples, copies are not averaged over it.",
-        'If they see different samples, write roles={"ep": "data"}; if not, "model".',
+        "ep has no role, so it is a model axis: its ranks see the same samples, and the gradients of replicas are",
+        'not averaged over it. If its ranks see different samples, write roles={"ep": "data"}; else "model".',
     ]
-    assert "no role told" not in Topology(data=2, ep=4, roles={"ep": "data"}).table()
+    assert "has no role" not in Topology(data=2, ep=4, roles={"ep": "data"}).table()
 
 
 def test_no_axes_is_one_rank() -> None:
@@ -150,11 +150,11 @@ def test_no_axes_is_one_rank() -> None:
         (lambda: Topology(row=True), "size True"),
         (lambda: Topology(row=2.0), "size 2.0"),  # type: ignore[call-overload]
         (lambda: Topology(roles=None, **{"a-b": 2}), "can't name an axis"),
-        (lambda: Topology(row=2, roles={"col": "data"}), "'col', which is no axis"),
+        (lambda: Topology(row=2, roles={"col": "data"}), "'col', which is not an axis of this topology"),
         (lambda: Topology(row=2, roles={"row": "dat"}), "'pipe', 'data', 'model'"),  # type: ignore[dict-item]
-        (lambda: Topology.parse("row"), "'row' doesn't say axis=size"),
+        (lambda: Topology.parse("row"), "'row' is neither axis=size nor alias"),
         (lambda: Topology.parse("row=x"), "row=x"),
-        (lambda: Topology.parse("row=2,row=2"), "given twice"),
+        (lambda: Topology.parse("row=2,row=2"), "'row' is twice in"),
         (lambda: Topology.parse("self=2"), "'self' .*can't name an axis"),
         (lambda: Topology.parse("roles=2"), "'roles' .*can't name an axis"),
     ],
@@ -228,7 +228,7 @@ def test_the_ranks_of_a_group_are_used_as_the_tuple_of_them(topology: Topology, 
     assert peers != expected[1:]
     with pytest.raises(IndexError):
         peers[len(peers)]
-    with pytest.raises(ValueError, match="isn't among these"):
+    with pytest.raises(ValueError, match="isn't one of these"):
         peers.index(-1)
     assert sorted({topology.peers(one, *axes) for one in range(topology.world_size)}) == [*topology.groups(*axes)]
 
@@ -287,7 +287,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (["row=2", "--rank", "2"], "rank 2 isn't in Topology(row=2)"),
-        (["row"], "'row' doesn't say axis=size"),
+        (["row"], "'row' is neither axis=size nor alias"),
         (["row=0"], "'row' has size 0"),
         (["row=2", "--rank", "x"], "--rank"),
         ([], "axis=size"),

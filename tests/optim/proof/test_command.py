@@ -161,7 +161,7 @@ def test_rules_for_declare(audited: Audited) -> None:
         (("script.py:NUMBER", *GRID), "script.py has no function NUMBER"),
         (("script.py:build_nothing", *GRID), "returned NoneType; return (model, loss_fn)"),
         (("script.py:build_on_rank_1", "--topology", "tensor=2"), "KeyError: 'what only rank 1 lacks'"),
-        (("script.py:build", "--topology", "tensor"), "'tensor' doesn't say axis=size"),
+        (("script.py:build", "--topology", "tensor"), "'tensor' is neither axis=size nor alias=axis+axis"),
         (("script.py:build",), "the following arguments are required: --topology"),
     ],
 )

@@ -332,9 +332,8 @@ def misshapen() -> str:
 
 def test_a_piece_of_another_shape_than_its_spec_says_is_told(world: World) -> None:
     text = world.run(2, misshapen)[0]
-    assert (
-        "the gradient of up, ranks 0-1: rank 0: up: P(None, 'tensor') makes this rank's piece of (8, 4) (8, 2)" in text
-    )
+    assert "the gradient of up, ranks 0-1: rank 0: up: the shard has shape (4, 4), but P(None, 'tensor') gives " in text
+    assert "this rank a shard of shape (8, 2) of the full shape (8, 4); declare the spec" in text
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_an_argument_of_another_library_says_what_it_is_here(name: str, advice: 
     ids=["optimizer", "booster", "clipping", "layer", "monitor", "loader", "shard"],
 )
 def test_a_topology_for_a_registry_says_what_to_give(use: Callable[[Any], object]) -> None:
-    advice = r"the layout alone; give ProcessGroupRegistry\(Topology\(data=1, tensor=1\)\)"
+    advice = r"a topology has no process groups; give ProcessGroupRegistry\(Topology\(data=1, tensor=1\)\) instead"
     with pytest.raises(AttributeError, match=advice):
         use(ALONE)
 

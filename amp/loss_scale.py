@@ -292,14 +292,17 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """As torch's; a `meshstep.optim.ParallelOptimizer` unscales and skips itself, on the device.
 
+        Meanwhile the optimizer has an attribute ``overflow_is_agreed``, which tells its step that this is not torch's.
+
         Raises:
             RuntimeError: It steps other tensors than the model's, or has a loss scale of its own.
         """
-        optimizer._overflow_is_agreed = True  # type: ignore[attr-defined]
+        stepped: Any = optimizer
+        stepped.overflow_is_agreed = True  # next to torch's own `found_inf` and `grad_scale`
         try:
             return super().step(optimizer, *args, **kwargs)
         finally:
-            del optimizer._overflow_is_agreed  # type: ignore[attr-defined]
+            del stepped.overflow_is_agreed
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         # torch makes the scale when `scale` is first called, which only a rank with a loss does.

@@ -14,6 +14,7 @@ from ..amp.casting import HALF_DTYPES
 from ..amp.precision import Mode, Precision, precision_of
 from ..amp.stochastic_rounding import check_named
 from ..parallel.interop.fsdp_division import divide_once
+from ..parallel.interop.local_parameters import has_dtensors
 from ..parallel.mesh.agreement import check_all_say_the_same, described, on_all_ranks, on_all_ranks_with
 from ..parallel.mesh.registry import ProcessGroupRegistry, check_registry
 from .clip.clipper import AgreedThresholds, GradientClipper, SkipVote, agreed_thresholds, check_thresholds
@@ -32,6 +33,7 @@ from .states.gradient_completion import GradientCompletion
 from .states.local_tensors import LocalTensors
 from .states.masters import check_main_grads, check_split, precision_link
 from .states.replica_checks import check_stepped_alike, checks_of, equal_shards_of, watch_of
+from .states.sharded import Sharded
 from .step.combined_optimizer import CombinedOptimizer, asks_other_ranks, kind_of, parts_of
 from .step.data_parallel import GradSyncController, OverlappedReduce, Reduce, modules_in, switch_of
 from .step.first_window_checks import UnusedParameters
@@ -226,6 +228,19 @@ class Setup:
         # What fully_shard averages are its DTensors; parameters left out of it are averaged here.
         switch = switch_of(modules_in(self.data_parallel))
         return Reduce(average_data=switch is None or not switch.is_ddp)
+
+    def not_local(self, switch: GradSyncController | None, params: Iterable[Tensor]) -> list[str]:
+        """Return the reasons why gradients of ``params`` are not a data rank's own when backward ends."""
+        reasons = []
+        if switch is not None or not self.reduce.average_data:
+            reasons.append("data_parallel= averages them while backward runs: leave it out, and the step averages them")
+        if self.reduce.overlap:
+            reasons.append("Reduce(overlap=True) averages them while backward runs: leave overlap out")
+        if any(isinstance(placement, Sharded) and placement.gradients for placement in self.placements):
+            reasons.append("Sharded(gradients=True) averages them while backward runs: shard the states alone")
+        if has_dtensors(params):
+            reasons.append("those of DTensors may be pending sums: declare plain parameters")
+        return reasons
 
     def binding(self, precision: Precision) -> Binding:
         """What placements are to fit."""

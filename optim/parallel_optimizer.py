@@ -19,7 +19,7 @@ from ..parallel.mesh.agreement import on_all_ranks
 from ..parallel.mesh.call_tracker import public_call, public_constructor, track_call
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .build import AllOptions, Setup, Stats_co, as_one, check_loss, wrong_arguments
-from .capture import check_captured
+from .capture import check_captured, registry_not_captured, update_not_captured
 from .clip.clipper import AgreedThresholds, GradientClipper, GradScaleInfo, StepDecision
 from .clip.rule import ByNorm, Clip, ClipState
 from .clip.rules import ByValue, ClipSpec, in_use
@@ -105,6 +105,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     _step_supports_amp_scaling = True  # a GradScaler then calls `step` on every rank, overflow or not
     last_stats: GradStats | None
 
+    _setup: Setup
+    _device: torch.device
     _clip: ClipState | None  # the rule of ``max_norm`` and what it remembers
     # Remade by `_bind` when param groups are added:
     _plan: ReductionPlan
@@ -120,7 +122,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     def __init_subclass__(cls) -> None:
         """Report the construction of a subclass, and the public methods that it overrides, as calls of this class."""
         super().__init_subclass__()  # of `Generic`: without it ParallelOptimizer[GradStats] is an error
-        for name in cls.__dict__.keys() & {"step", "backward", "clip_grad_by_norm", "clip_grad_by_value"}:
+        methods = {"step", "backward", "clip_grads", "clip_grad_by_norm", "clip_grad_by_value"}
+        for name in cls.__dict__.keys() & methods:
             setattr(cls, name, public_call(cls.__dict__[name]))
         cls.__init__ = public_constructor(cls.__init__)  # type: ignore[method-assign]
 
@@ -161,10 +164,6 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         self.optimizer = optimizer = as_one(optimizer, registry)
         self._optimizer_step_pre_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
-        self._optimizer_state_dict_pre_hooks = optimizer._optimizer_state_dict_pre_hooks
-        self._optimizer_state_dict_post_hooks = optimizer._optimizer_state_dict_post_hooks
-        self._optimizer_load_state_dict_pre_hooks = optimizer._optimizer_load_state_dict_pre_hooks
-        self._optimizer_load_state_dict_post_hooks = optimizer._optimizer_load_state_dict_post_hooks
         self._patch_step_function()
         _leave_uncompiled(type(self))
         self._engine = UpdateEngine(optimizer)
@@ -327,8 +326,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             raise ValueError("step takes no closure: a skipped step can't be evaluated again; call backward, then step")
         with self._tracked("step"):
             window = self._window
-            window.captured = torch.cuda.is_initialized() and check_captured(self, "step")
-            scale = self._scale if not hasattr(self, "found_inf") else self._scale_of_scaler()
+            window.captured = torch.cuda.is_initialized() and check_captured("step", self.not_captured)
+            window.scale = self._scale if not hasattr(self, "found_inf") else self._scale_of_scaler()
             if not window.ends(last):
                 if window.is_unused:
                     check_window_is_used(window, self._model_params, self.registry)
@@ -338,7 +337,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
                 _, problem = self._clip_now(window.asked)
             problem = self._completion(window, self._switch) or problem  # complete the gradients
             # Measure them and decide, in exactly one collective, unless an explicit clip has done so in this window.
-            decision = window.decision or self._clipping(self._clip, self._scale_info(scale), captured=window.captured)
+            decision = window.decision or self._clipping(self._clip, self._scale_info(), captured=window.captured)
             reason = self._count(decision)
             if reason is None:
                 self._engine.run(UpdateRequest(decision.skipped, decision.factor), self._states.around_update)
@@ -394,7 +393,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             RuntimeError: It is torch's own, or it can't see the gradients that are stepped with.
         """
         self._window.forget_gradients()  # which the scaler may have unscaled
-        if not hasattr(self, "_overflow_is_agreed"):
+        if not hasattr(self, "overflow_is_agreed"):
             raise RuntimeError(
                 "torch's GradScaler decides on each rank alone whether to step: take meshstep.amp.GradScaler(registry), or "
                 "leave it out and give precision='fp16', whose loss scale is the optimizer's own"
@@ -407,15 +406,28 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         scale: Tensor | None = getattr(self, "grad_scale", None)
         return scale
 
-    def _scale_info(self, scale: Tensor | None) -> GradScaleInfo:
+    def _scale_info(self) -> GradScaleInfo:
         """Return what the window's gradients are divided by, with this rank's part of the slot of facts."""
         window, agreement = self._window, self._agreement
         if agreement is None:
-            return window.scale_info(self.registry, scale, self._device)
+            return window.scale_info(self.registry, window.scale, self._device)
         facts = window.number_of_facts(agreement, self._completion.changed)
-        return window.scale_info(self.registry, scale, self._device, facts, agreement.of_tensors())
+        return window.scale_info(self.registry, window.scale, self._device, facts, agreement.of_tensors())
 
     # Explicit clipping -----------------------------------------------------------------------------------------------
+
+    @public_call
+    @torch.no_grad()
+    def clip_grads(self) -> Stats_co:
+        """Complete, measure, unscale and clip the gradients now, in place, by the rule of ``max_norm=``.
+
+        `step` does none of it again. Use it to read the norm, or the clipped gradients, before the step. In the middle of a
+        window of managed accumulation nothing is done, and `step` clips at its end.
+
+        Returns: GradStats with the norm before clipping; None in the middle of a window.
+        Collectives: those of a step. Host synchronization: none.
+        """
+        return self._clip_or_ask("clip_grads", self.clip)  # type: ignore[return-value]
 
     @public_call
     @torch.no_grad()
@@ -434,17 +446,18 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         """The same with `ByValue`: clamp every element to [-clip_value, clip_value], after measuring."""
         return self._clip_or_ask("clip_grad_by_value", ByValue(clip_value))  # type: ignore[return-value]
 
-    def _clip_or_ask(self, call: str, clip: Clip) -> GradStats | None:
-        """Clip now if the window is full; else let the `step` at its end do it, and return None."""
-        self._window.captured = check_captured(self, call)
-        in_use(clip)  # checks its arguments
-        if self._window.is_full:
-            return self._clip_and_raise(clip)
-        self._window.asked = clip
-        return None
+    def _clip_or_ask(self, call: str, clip: Clip | None) -> GradStats | None:
+        """Clip now if the window is full; else let the `step` at its end do it, and return None.
 
-    def _clip_and_raise(self, clip: Clip | None) -> GradStats:
-        """Clip now, then raise what is wrong with the gradients of this rank alone. Other ranks see an overflow."""
+        Then raise what is wrong with the gradients of this rank alone. Other ranks see an overflow.
+        """
+        window = self._window
+        window.captured = check_captured(call, self.not_captured)
+        in_use(clip)  # checks its arguments
+        if not window.is_full:
+            window.asked = clip
+            return None
+        window.scale = self._scale
         decision, problem = self._clip_now(clip)
         if problem is not None:
             raise problem
@@ -464,7 +477,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             problem = self._completion(window, self._switch)
             rule = self._clip if clip is self.clip else in_use(clip)
             decision = self._clipping(
-                rule, self._scale_info(self._scale), now=True, earlier=window.decision, captured=window.captured
+                rule, self._scale_info(), now=True, earlier=window.decision, captured=window.captured
             )
         except BaseException:
             window.explicit = before
@@ -658,9 +671,76 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             raise self._ended(reason)
 
     @property
+    def device(self) -> torch.device:
+        """The device of the parameters; on a rank without any, that of its collectives."""
+        return self._device
+
+    @property
+    def accumulation_steps(self) -> int | None:
+        """The number of micro-batches per step in managed accumulation; None: gradients add up until you call `step`."""
+        return self._window.steps
+
+    @property
+    def micro_batches(self) -> int:
+        """The number of micro-batches since the last step."""
+        return self._window.micro_batches
+
+    @property
+    def model_param_groups(self) -> list[list[Tensor]]:
+        """The parameters that each param group was given, where backward leaves gradients. `param_groups` has what is
+        stepped for them: masters, shards, copies."""
+        return [[param for _, param in group] for group in self._groups]
+
+    @property
     def plan(self) -> ReductionPlan:
         """What the norm sums over which ranks, agreed by all ranks; print it."""
         return self._clipping.plan
+
+    @property
+    def model_plan(self) -> ReductionPlan:
+        """The plan of the parameters of `model_param_groups`, in their order; a new one after `add_param_group`."""
+        return self._plan
+
+    @property
+    def transforms(self) -> TransformChain:
+        """The links between the model's parameters and the tensors that are stepped; a `Placement` finds its own here:
+        ``next(link for link in optimizer.transforms.links if isinstance(link, MyLink))``."""
+        return self._states
+
+    @property
+    def grad_sync(self) -> GradSyncController | None:
+        """What reduces gradients while backward runs: torch's or Megatron's data parallelism, or overlap; None: `step`
+        reduces them."""
+        return self._switch
+
+    def not_captured(self) -> list[str]:
+        """Return the reasons why `step` can't be captured in a CUDA graph now; empty: it can be.
+
+        A capture raises RuntimeError with these. Collectives, host synchronization: none.
+        """
+        scaler = "a GradScaler calls it: leave it out, and take a precision with a loss scale of its own, 'fp16' say"
+        reads_norm = "on_nonfinite='raise' reads the norm: leave it out, and call poll() between replays"
+        reasons = [
+            self._completion.not_captured(),
+            registry_not_captured(self.registry, self._device),
+            None if self._switch is None else self._switch.not_captured(),
+            scaler if hasattr(self, "found_inf") else None,
+            reads_norm if self.on_nonfinite == "raise" else None,
+            *self._clipping.not_captured(),
+            *(link.not_captured() for link in self._states.links),
+            *(observer.not_captured() for observer in self.observers),
+            *self._window.not_captured(self._device),
+            *update_not_captured(self.optimizer, self._device),
+        ]
+        return [reason for reason in reasons if reason is not None]
+
+    def not_local(self) -> list[str]:
+        """Return the reasons why gradients are not this data rank's own when backward ends; empty: they are, until `step`.
+
+        With a reason, `StepObserver.local_grads` sees gradients that are averaged, or not yet summed. Each reason says
+        which argument to change. Collectives, host synchronization: none.
+        """
+        return self._setup.not_local(self._switch, self._model_params)
 
     def pieces(self) -> list[SteppedTensor]:
         """Return one record per tensor that the optimizer steps on this rank, in the order of the param groups.
@@ -695,6 +775,10 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         self._window.close()
         if self._switch is not None:
             self._switch.expect(self._window)
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise ValueError where `load_state_dict` would on this rank. Nothing is changed. Collectives: none."""
+        self._saved().check(state_dict)
 
     def _saved(self) -> Saved:
         params = self._model_params

@@ -377,7 +377,7 @@ class _Run(NamedTuple):
             with _naming(directory / SHARED_FILE):
                 state = restoration.state_dict(content["rest"])
                 assert self.optimizer is not None, "it has the state"
-                self.optimizer._saved().check(state)
+                self.optimizer.check_state_dict(state)
                 SkipMonitor.check_state(content["rest"])
             return restoration, state
 
@@ -419,8 +419,8 @@ class _Run(NamedTuple):
         found.restoration.write_model()
         if self.optimizer is not None and found.state is not None:
             # The stored weights of whole masters are rounded to even; those of split ones, ties away from zero.
-            self.optimizer._states.load_state_dict(found.state["meshstep"]["weights"])
-            self.optimizer._states.publish()
+            self.optimizer.transforms.load_state_dict(found.state["meshstep"]["weights"])
+            self.optimizer.transforms.publish()
 
     def _take_state(
         self, optimizer: ParallelOptimizer, state: dict[str, Any], schedule: Any, random: dict[str, Any] | None

@@ -183,7 +183,7 @@ def check_keep(keep: int) -> None:
 
 
 def _check_window(optimizer: ParallelOptimizer) -> None:
-    pending = optimizer._window.micro_batches
+    pending = optimizer.micro_batches
     if pending:
         raise ValueError(
             f"{pending} micro-batches have been accumulated since the last step, and their gradients would be lost: call "

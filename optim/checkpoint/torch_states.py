@@ -208,7 +208,7 @@ class TorchStates(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients that somebody made for `step`."""
-        self._optimizer._states.clear(set_to_none)
+        self._optimizer.transforms.clear(set_to_none)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Nothing: torch would make states by it, which are there."""
@@ -217,18 +217,18 @@ class TorchStates(torch.optim.Optimizer):
 
     def _parameters_by_group(self) -> Iterator[Iterator[LaidOut]]:
         optimizer = self._optimizer
-        links = optimizer._states.links
+        links = optimizer.transforms.links
         held: dict[int, list[tuple[int, SteppedTensor]]] = {}
         for position, row in enumerate(optimizer.pieces()):
             held.setdefault(id(row.param), []).append((position, row))
-        entries = iter(optimizer._plan.entries)
+        entries = iter(optimizer.model_plan.entries)
 
         def one(param: Tensor) -> LaidOut:
             local = local_parameter(param)
             cut = next((axes for link in links if (axes := link.cut_over(local))), None)
             return LaidOut(self.registry, param, local, next(entries), held.get(id(local), []), cut)
 
-        return ((one(param) for _, param in group) for group in optimizer._groups)
+        return ((one(param) for param in group) for group in optimizer.model_param_groups)
 
     def _make_states(self) -> None:
         """By a step with gradients of zeros at a rate of 0, after which no step has been taken."""
@@ -240,7 +240,7 @@ class TorchStates(torch.optim.Optimizer):
                 param.grad = torch.zeros_like(param, dtype=param.grad_dtype or param.dtype)
         for group in inner.param_groups:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-        split = next((link for link in self._optimizer._states.links if isinstance(link, SplitMasters)), None)
+        split = next((link for link in self._optimizer.transforms.links if isinstance(link, SplitMasters)), None)
         with own_calls:
             if split is None:
                 inner.step()

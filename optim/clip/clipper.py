@@ -10,7 +10,7 @@ stepped with, and so does whoever reads the report.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -25,7 +25,7 @@ from ..gradients.in_place import keep_complete_marks, scale_each, widen_gradient
 from ..kernels.device_constants import Constants
 from ..norm.global_norm import GlobalNorm
 from ..norm.groupings import Named, UnitDim, Units
-from ..norm.measure import Commit, GradStats, Level, Measure, Norms
+from ..norm.measure import Commit, Fingerprints, GradStats, Level, Measure, Norms
 from ..norm.packed_sum import PackedSum
 from ..norm.plan import ReductionPlan
 from ..norm.replicas import EqualShards, FingerprintMonitor, ReplicaCheck, ReplicaMismatchError
@@ -332,6 +332,17 @@ class GradientClipper:
         self.plan = plan
         self._measurers.clear()
         self._named.clear()
+
+    def not_captured(self) -> Iterator[str]:
+        """Yield the reasons why a step can't be captured in a CUDA graph with what it measures."""
+        if self.vote is not None and self.vote.commit is not None:
+            yield "Measure(commit=...) is asked in Python: leave it out, and decide before a replay"
+        if isinstance(self.measure.check_replicas, Fingerprints):
+            yield "Measure(check_replicas=Fingerprints(...)) counts steps in Python: leave it out"
+        elif self.measure.check_replicas is True:
+            yield "Measure(check_replicas=True) reads what it compared: leave it out, copies are compared in the first step"
+        elif self.checks:
+            yield "copies have not been compared yet, in a step that was not skipped: make some steps more without a graph"
 
     def start_over(self) -> None:
         """Other weights and states are there now."""

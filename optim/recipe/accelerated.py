@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ...parallel.interop.accelerate import innermost, taken_over, wrong_around
 from ...parallel.mesh.agreement import on_all_ranks
-from ..capture import check_captured
 from ..parallel_optimizer import ParallelOptimizer
 from ..step.data_parallel import find_misplaced_ddp
 from ..step.first_window_checks import check_in_first_window
@@ -62,7 +61,7 @@ def _check(accelerator: Any, optimizer: ParallelOptimizer[Any]) -> None:
         raise ValueError(
             'mixed_precision="fp16" has a loss scale that each rank decides on alone: give the accelerator "bf16" or "no"'
         )
-    if optimizer._setup.accumulation_steps is not None:
+    if optimizer.accumulation_steps is not None:
         raise ValueError(
             "accelerate manages windows of micro-batches itself: leave accumulation_steps= of ParallelOptimizer out"
         )
@@ -78,11 +77,7 @@ def _clip_norm(
     norm_type: float | None = None,
 ) -> Tensor:
     _look_at_call(accelerator, optimizer, parameters)
-    if isinf(max_norm):
-        optimizer._window.captured = check_captured(optimizer, "clip_grad_norm_")
-        stats = optimizer._clip_and_raise(optimizer.clip)
-    else:
-        stats = optimizer.clip_grad_by_norm(float(max_norm), norm_type)
+    stats = optimizer.clip_grads() if isinf(max_norm) else optimizer.clip_grad_by_norm(float(max_norm), norm_type)
     norm: Tensor = stats.total_norm
     return norm
 
@@ -99,7 +94,7 @@ def _look_at_call(accelerator: Any, optimizer: ParallelOptimizer[Any], parameter
     given = {id(param) for param in ([parameters] if isinstance(parameters, Tensor) else parameters)}
 
     def check() -> None:
-        own = optimizer._model_params
+        own = _params(optimizer)
         missing = sum(id(param) not in given for param in own)
         if missing:
             raise ValueError(
@@ -120,9 +115,13 @@ def _look_at_call(accelerator: Any, optimizer: ParallelOptimizer[Any], parameter
         check()
 
 
+def _params(optimizer: ParallelOptimizer[Any]) -> list[Tensor]:
+    return [param for group in optimizer.model_param_groups for param in group]
+
+
 def _check_not_wrapped(optimizer: ParallelOptimizer[Any]) -> None:
     """accelerate does not tell what it wrapped."""
-    found = find_misplaced_ddp(optimizer._model_params, optimizer.plan.entries, optimizer.registry)
+    found = find_misplaced_ddp(_params(optimizer), optimizer.model_plan.entries, optimizer.registry)
     if found is not None:
         name, ranks = found
         raise ValueError(

@@ -23,7 +23,7 @@ from ...parallel.mesh.call_tracker import in_call
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from ..gradients.buckets import BUCKET_BYTES, layout_kind
-from ..norm.param_table import ParamTable
+from ..norm.param_table import SteppedTensor
 from ..norm.plan import Bucket
 from ..parallel_optimizer import ParallelOptimizer
 from ..states.chain import TransformChain
@@ -49,16 +49,16 @@ def align_copies(optimizer: ParallelOptimizer[Any]) -> None:
     brings weights into the model. Host reads: yes.
     """
     with in_call(optimizer.registry, "align_copies"):
-        _align(optimizer._table, optimizer._states, optimizer.registry)
+        _align(optimizer.pieces(), optimizer.transforms, optimizer.registry)
 
 
-def _align(table: ParamTable, chain: TransformChain, registry: ProcessGroupRegistry) -> None:
+def _align(rows: Sequence[SteppedTensor], chain: TransformChain, registry: ProcessGroupRegistry) -> None:
     found: dict[_TravelKind, list[Tensor]] = {}
     said: dict[_TravelKind, list[str]] = {}
-    for row, state in zip(table, chain.states(), strict=True):
-        ranks = holders_of(row.spec, table.plan.topology, table.plan.rank)
+    for row, state in zip(rows, chain.states(), strict=True):
+        ranks = holders_of(row.spec, registry.topology, registry.global_rank)
         if len(ranks) > 1 and row.trained:
-            kind = _TravelKind(ranks, layout_kind(row.spec, table.plan.topology))
+            kind = _TravelKind(ranks, layout_kind(row.spec, registry.topology))
             named = {"it": row.tensor, **{key: state[key] for key in sorted(state) if key not in SCALAR_STATE}}
             found.setdefault(kind, []).extend(named.values())
             what = ", ".join(f"{key} {tuple(t.shape)} {t.dtype}" for key, t in named.items())

@@ -99,7 +99,7 @@ class Pipeline:
                 "weight= is what a sum is divided by, and this schedule's loss_fn gives means: let it sum, and make the "
                 "schedule with scale_grads=False"
             )
-        if isinstance(self.optimizer._switch, TorchGradSync):
+        if isinstance(self.optimizer.grad_sync, TorchGradSync):
             self.optimizer.window_ends()
         with self.optimizer.window(weight=weight):
             return self._run(self.schedule.step, args, target, {**kwargs, "return_outputs": False})

@@ -318,7 +318,7 @@ class StepObserver:
     def reduced_grads(self, window: Window) -> None:
         """Look at averaged and summed gradients of the stepped tensors (`ParallelOptimizer.pieces`), before clipping.
 
-        They still contain the loss scale and are not divided by the window's weight.
+        They still contain the loss scale (``window.scale``) and are not divided by the window's weight.
         """
 
     def update(self, request: UpdateRequest, update: Update) -> None:

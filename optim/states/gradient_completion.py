@@ -65,6 +65,12 @@ class GradientCompletion:
         self.changed: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
         self._looked_at = 0
 
+    def not_captured(self) -> str | None:
+        """Return why a step can't be captured in a CUDA graph now; None: it can be."""
+        if self.looked:
+            return None
+        return "no step was made before, and the first one looks at what came, on the host: make some steps without a graph"
+
     @torch.no_grad()
     def __call__(self, window: Window, switch: GradSyncController | None) -> Exception | None:
         """Reduce the gradients, once a window.

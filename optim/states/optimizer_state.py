@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from ...amp.loss_scale import LossScale
 from ...amp.precision import Precision
@@ -393,7 +394,7 @@ def rebuilt(make: Callable[..., T], recipe: Recipe) -> T:
 
 
 class PicklableOptimizer:
-    """An optimizer that can be copied, and pickled."""
+    """An optimizer around another one: copies, pickles, and hooks of its state."""
 
     optimizer: torch.optim.Optimizer
     registry: ProcessGroupRegistry
@@ -404,6 +405,24 @@ class PicklableOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """All that a new process needs to go on."""
         raise NotImplementedError
+
+    # Hooks of the state are the wrapped optimizer's, whose methods call them.
+
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """As torch's."""
+        return self.optimizer.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """As torch's."""
+        return self.optimizer.register_state_dict_post_hook(hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """As torch's."""
+        return self.optimizer.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """As torch's."""
+        return self.optimizer.register_load_state_dict_post_hook(hook, prepend)
 
     def _recipe(self) -> Recipe:
         options = self._setup.options | {"on_nonfinite": self.on_nonfinite}

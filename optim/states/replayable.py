@@ -62,7 +62,7 @@ def replay(optimizer: ParallelOptimizer[Any]) -> list[str]:
         RuntimeError: `Replayable` was not given; no update has been made since the optimizer was made or loaded.
     Collectives: none. Host reads: a few.
     """
-    for link in optimizer._states.links:
+    for link in optimizer.transforms.links:
         if isinstance(link, Kept):
             return link.replay()
     raise RuntimeError("nothing is kept of updates: give states=Replayable(), which copies what goes into them")

@@ -45,10 +45,9 @@ class CallGuard:
     def __init__(self, optimizer: torch.optim.Optimizer, listed: bool) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._owners: list[weakref.ref[Any]] = []
-        handle = optimizer.register_step_pre_hook(self)
-        self._id = handle.id
-        if isinstance(hooks := optimizer._optimizer_step_pre_hooks, OrderedDict):
-            hooks.move_to_end(self._id, last=False)  # before user hooks run
+        self._handle = optimizer.register_step_pre_hook(self)
+        if isinstance(hooks := _step_pre_hooks(optimizer), OrderedDict):
+            hooks.move_to_end(self._handle.id, last=False)  # before user hooks run
         for name in FORWARDED:
             method = getattr(type(optimizer), name, None)
             if callable(method) and name not in vars(optimizer):
@@ -75,7 +74,7 @@ class CallGuard:
         self._owners.remove(ref)
         optimizer = self._optimizer()
         if not self._owners and optimizer is not None:
-            optimizer._optimizer_step_pre_hooks.pop(self._id, None)
+            self._handle.remove()
             remove_forwarding(optimizer)
 
 
@@ -105,15 +104,19 @@ def guard_calls(optimizer: torch.optim.Optimizer, owner: object) -> None:
     """Let only ``owner``, a `ParallelOptimizer`, step the optimizer that it wraps, for as long as it lives."""
     guarded = [optimizer, *parts_of(optimizer)] if isinstance(optimizer, CombinedOptimizer) else [optimizer]
     for index, part in enumerate(guarded):
-        hooks = part._optimizer_step_pre_hooks.values()
-        guard = next((hook for hook in hooks if type(hook) is CallGuard), None)
+        guard = next((hook for hook in _step_pre_hooks(part).values() if type(hook) is CallGuard), None)
         (guard or CallGuard(part, listed=index > 0)).add_owner(owner)
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether step hooks other than the guard are registered on ``optimizer``."""
-    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    return bool(after) or any(type(hook) is not CallGuard for hook in before.values())
+    others = any(type(hook) is not CallGuard for hook in _step_pre_hooks(optimizer).values())
+    return others or bool(optimizer._optimizer_step_post_hooks)
+
+
+def _step_pre_hooks(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
+    """Return the step pre-hooks. torch has methods to register and remove a hook, and none to list or order hooks."""
+    return optimizer._optimizer_step_pre_hooks
 
 
 def remove_forwarding(optimizer: torch.optim.Optimizer) -> None:
@@ -126,5 +129,5 @@ def remove_forwarding(optimizer: torch.optim.Optimizer) -> None:
 def remove_guard(copied: torch.optim.Optimizer) -> None:
     """Make a shallow copy of a wrapped optimizer an unguarded one; the original keeps its guard."""
     remove_forwarding(copied)
-    hooks = copied._optimizer_step_pre_hooks.items()
-    copied._optimizer_step_pre_hooks = OrderedDict((key, hook) for key, hook in hooks if type(hook) is not CallGuard)
+    kept = OrderedDict((key, hook) for key, hook in _step_pre_hooks(copied).items() if type(hook) is not CallGuard)
+    copied._optimizer_step_pre_hooks = kept  # its own: the original has the other

@@ -85,6 +85,10 @@ class GradSyncController(ABC):
             RuntimeError: Something has not been reduced, and nobody can reduce it any more.
         """
 
+    def not_captured(self) -> str | None:
+        """Return why a step can't be captured in a CUDA graph with it; None: it can be."""
+        return None
+
     def hand_over(self, params: Sequence[Tensor]) -> None:  # noqa: B027 (most leave them there)
         """Let ``params`` have their gradients in ``.grad``, at the end of a window."""
 
@@ -174,6 +178,10 @@ class TorchGradSync(GradSyncController):
                 "data_parallel= has DistributedDataParallel and fully_shard modules: make all stages of a rank data "
                 "parallel in the same way"
             )
+
+    def not_captured(self) -> str | None:
+        module = type(self.modules[0]).__name__
+        return f"data_parallel={module} averages gradients in Python: leave it out, and the optimizer averages them"
 
     def check_layouts(self, entries: Iterable[ParameterEntry], topology: Topology) -> None:
         """`DistributedDataParallel` averages whatever it has over its group, and divides nothing that it ignores.

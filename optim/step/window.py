@@ -213,6 +213,7 @@ class Window:
         several: The micro-batch may have more backward calls than one.
         entered: A micro-batch has begun and not ended.
         captured: The step, or explicit clip, that was called last is one that a CUDA graph is made of.
+        scale: The loss scale that the gradients contain, 0-dim; None: they contain none. Set when they are completed.
         left_out: torch's data parallelism was told to leave the last micro-batch out.
         reduced: A backward has reduced the gradients while it ran.
         asked: What an explicit call in the middle of the window wants done at its end.
@@ -230,6 +231,7 @@ class Window:
         self.steps, self.scaled = steps, scaled
         self.holds_old = self.left_out = self.several = self.captured = self.came = self.divided_again = False
         self.entered = self.looked = False
+        self.scale: Tensor | None = None
         self._stepped_with: _Gradient | None = None
         self._weight = Weight()
         self._fields: tuple[tuple[object, ...], PackedSum, WindowPlace] | None = None
@@ -319,6 +321,17 @@ class Window:
     def is_full(self) -> bool:
         """Whether a step is due: always, where the caller decides."""
         return self.steps is None or self.micro_batches >= self.steps
+
+    def not_captured(self, device: torch.device) -> Iterator[str]:
+        """Yield the reasons why a step of this window can't be captured in a CUDA graph, with gradients on ``device``."""
+        if not self.is_full:
+            yield (
+                f"{self.micro_batches} of accumulation_steps={self.steps} micro-batches have come, which replays would not "
+                "count: capture a whole window, or leave accumulation_steps out and call step only in the graph of the "
+                "last one"
+            )
+        if isinstance(self.weight, Tensor) and self.weight.device != device:
+            yield f"the weight of the window is on {self.weight.device}: give tensors on {device}"
 
     @property
     def is_unused(self) -> bool:

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from ...amp.casting import is_half
-from ...parallel.interop.local_parameters import has_dtensors
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from ...parallel.mesh.value_checks import check_finite, fields
@@ -35,7 +34,6 @@ from ..kernels.device_constants import Constants
 from ..norm.plan import ParameterEntry, ReductionPlan
 from ..norm.powers import SCRATCH, accumulation_dtype, flattened, local_powers
 from ..parallel_optimizer import ParallelOptimizer
-from ..states.sharded import Sharded
 
 
 @dataclass(frozen=True)
@@ -195,21 +193,12 @@ def changes_(before: Sequence[Tensor], after: Sequence[Tensor]) -> Sequence[Tens
 
 def check_are_local(optimizer: ParallelOptimizer[Any]) -> None:
     """Raise ValueError where gradients are not this data rank's own when backward is over. Collectives: none."""
-    setup, topology = optimizer._setup, optimizer.registry.topology
+    topology = optimizer.registry.topology
     if topology.size(*topology.data_axes) == 1:
         raise ValueError(
             f"NoiseScale needs two data ranks, whose gradients differ; the mesh is {topology!r}: leave noise= out"
         )
-    reasons = []
-    if optimizer._switch is not None or not setup.reduce.average_data:
-        reasons.append("data_parallel= averages them while backward runs: leave it out, and the step averages them")
-    if setup.reduce.overlap:
-        reasons.append("Reduce(overlap=True) averages them while backward runs: leave overlap out")
-    if any(isinstance(placement, Sharded) and placement.gradients for placement in setup.placements):
-        reasons.append("Sharded(gradients=True) averages them while backward runs: shard the states alone")
-    if has_dtensors(optimizer._states.params):
-        reasons.append("those of DTensors may be pending sums: declare plain parameters")
-    if reasons:
+    if reasons := optimizer.not_local():
         raise ValueError(
             "NoiseScale needs each data rank's gradients before they are averaged, but "
             f"{'; and '.join(reasons)}. Or leave noise= out"

@@ -75,9 +75,10 @@ class Planned:
     def __init__(
         self, optimizer: ParallelOptimizer[Any], by: By, spectral: SpectralNorms | None, noise: NoiseScale | None
     ) -> None:
-        registry, chain, device = optimizer.registry, optimizer._states, optimizer._device
+        registry, chain, device = optimizer.registry, optimizer.transforms, optimizer.device
         self.registry, self.device, self.constants = registry, device, Constants()
-        model = optimizer._plan if optimizer._plan.parameter_names else with_names(optimizer._plan, registry)
+        model = optimizer.model_plan
+        model = model if model.parameter_names else with_names(model, registry)
         table = chain.table(model)
         self.plan, self.values, self.measured = table.plan, chain.values, table.grad_tensors
         names, slots = self.plan.parameter_names, self.plan.parameter_slots
@@ -119,7 +120,8 @@ class Planned:
                 "NoiseScale: the data axes split every parameter, so that no data rank has gradients of its own samples "
                 "alone: leave noise= out"
             )
-        self.local = LocalGradients(optimizer._states.params, model, self.registry, self.device, self.constants)
+        params = optimizer.transforms.params
+        self.local = LocalGradients(params, model, self.registry, self.device, self.constants)
         self.left_out = tuple(name for name, is_own in zip(self.plan.parameter_names, own, strict=True) if not is_own)
         self._own = torch.tensor(own, dtype=accumulation_dtype(self.device)).to(self.device)
 
@@ -220,7 +222,7 @@ class Telemetry(StepObserver):
             self._plan_anew()
         self.step = 0
         self.last: Measurement | None = None
-        self._running = None if noise is None else RunningScale(noise.decay, optimizer._device)
+        self._running = None if noise is None else RunningScale(noise.decay, optimizer.device)
         self._due = False
         self._gradients, self._window, self._local = Tensor(), Tensor(), Tensor()
         self._count = 1  # of micro-batches, in the mean that the gradient is
@@ -239,7 +241,7 @@ class Telemetry(StepObserver):
             check_are_local(self.optimizer)
 
     def _plan_anew(self) -> None:
-        self._of_plan = self.optimizer._plan
+        self._of_plan = self.optimizer.model_plan
         self._planned = Planned(self.optimizer, self.by, self.spectral, self.noise)
 
     @property
@@ -261,7 +263,7 @@ class Telemetry(StepObserver):
         self._due = (self.step + 1) % self.every == 0
         if not self._due:
             return
-        if self.optimizer._plan is not self._of_plan:
+        if self.optimizer.model_plan is not self._of_plan:
             before = self._planned
             self._plan_anew()
             if before.spectral is not None and self._planned.spectral is not None:
@@ -272,7 +274,7 @@ class Telemetry(StepObserver):
     def reduced_grads(self, window: Window) -> None:
         if not self._due:
             return
-        optimizer, planned = self.optimizer, self._planned
+        planned = self._planned
         gradients = [tensor.grad for tensor in planned.measured]
         found = torch.cat(
             [
@@ -283,7 +285,7 @@ class Telemetry(StepObserver):
         self._gradients = planned.to_parameters(found)
         self._window = window_fields(window.weight, planned.registry, planned.device).values.clone()
         self._count = window.count
-        self._scale = optimizer._scale if not hasattr(optimizer, "found_inf") else optimizer._scale_of_scaler()
+        self._scale = window.scale
         if planned.local is not None:
             weights = self._window.new_zeros(len(self._window), planned.local.data_ranks)
             weights[:, planned.local.data_rank] = self._window

@@ -193,17 +193,17 @@ class AnyOptimizer(HomeOptimizer):
         for key in [key for key in slot.state if key.startswith(_HOME)]:
             del slot.state[key]
         slot.state.update({_HOME + path: value for path, value in flattened(after).items()})
-        plan = slot.state[_HOME + PLAN]
-        self._live[slot.position] = plan, plan._version, after
+        written = slot.state[_HOME + PLAN]
+        self._live[slot.position] = written, written._version, after
         return one.detach().to(param.device)
 
     def _state(self, slot: Slot) -> Any:
         """As the last step has left it, or a checkpoint."""
-        plan: Tensor | None = slot.state.get(_HOME + PLAN)
-        if plan is None:
+        written: Tensor | None = slot.state.get(_HOME + PLAN)
+        if written is None:
             return {"own": {}, "others": {}, "group": {}, "self": {}}
         kept = self._live.get(slot.position)
-        if kept is not None and kept[0] is plan and kept[1] == plan._version:
+        if kept is not None and kept[0] is written and kept[1] == written._version:
             return kept[2]
         found = {key.removeprefix(_HOME): value for key, value in slot.state.items() if key.startswith(_HOME)}
         return nested(found, slot.param.device)

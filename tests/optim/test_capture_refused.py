@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -112,6 +113,7 @@ def test_what_replays_would_not_do_is_refused_by_name(what: str) -> None:
     run = make()
     run.optimizer.backward(run.loss(run.batch(5)))
     before = snapshot(run.model, run.optimizer)
+    assert re.search(message, "; ".join(run.optimizer.not_captured()))
     calls: list[Callable[[], object]] = [run.optimizer.step, lambda: run.optimizer.clip_grad_by_norm(1.0)]
     for call in calls:
         with capturing(), pytest.raises(RuntimeError, match=rf"can't be captured in a CUDA graph here: .*{message}"):
@@ -120,6 +122,12 @@ def test_what_replays_would_not_do_is_refused_by_name(what: str) -> None:
     while run.optimizer.step() is None:  # as if nothing had been
         run.optimizer.backward(run.loss(run.batch(6)))
     assert differences(before, snapshot(run.model, run.optimizer)) != []
+
+
+def test_a_step_that_can_be_captured_has_no_reasons() -> None:
+    run = Run(Setting(Fp32(), {}), CPU)
+    run.steps(range(3, 5))
+    assert run.optimizer.not_captured() == []
 
 
 def test_all_reasons_are_told_at_once() -> None:

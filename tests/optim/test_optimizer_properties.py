@@ -1,0 +1,161 @@
+"""Properties of a `ParallelOptimizer`: parameters, plans, window, transforms, and why gradients are not local."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from meshstep.amp import GradScaler
+from meshstep.optim import ParallelOptimizer, Reduce, Sharded, StepObserver
+from meshstep.optim.step.window import Window
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
+from torch import Tensor, nn
+
+
+def model_of(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).to(dtype)
+    declare(model, {"*": P()})
+    return model
+
+
+def optimizer_of(model: nn.Sequential, **options: Any) -> ParallelOptimizer[Any]:
+    groups = [{"params": [*layer.parameters()]} for layer in model]
+    sgd = torch.optim.SGD(groups, lr=0.1, fused=True)
+    return ParallelOptimizer(sgd, ProcessGroupRegistry(Topology(data=1)), **options)
+
+
+def loss_of(model: nn.Sequential) -> Tensor:
+    loss: Tensor = model(torch.ones(3, 4, dtype=next(model.parameters()).dtype)).float().square().sum()
+    return loss
+
+
+def test_model_param_groups_are_the_given_parameters_beside_masters() -> None:
+    model = model_of(torch.bfloat16)
+    optimizer = optimizer_of(model, precision="bf16")
+    given = [param for group in optimizer.model_param_groups for param in group]
+    assert all(one is other for one, other in zip(given, model.parameters(), strict=True))
+    assert [len(group) for group in optimizer.model_param_groups] == [2, 2]
+    assert optimizer.param_groups[0]["params"][0] is not given[0]
+    assert [entry.shape for entry in optimizer.model_plan.entries] == [tuple(param.shape) for param in given]
+    assert optimizer.device == torch.device("cpu")
+
+
+def test_add_param_group_makes_a_new_model_plan() -> None:
+    model, more = model_of(), model_of()
+    optimizer = optimizer_of(model)
+    before = optimizer.model_plan
+    assert optimizer.model_plan is before
+    optimizer.add_param_group({"params": [*more.parameters()]})
+    assert optimizer.model_plan is not before
+    assert len(optimizer.model_param_groups) == 3
+    assert len(optimizer.model_plan.entries) == 8
+
+
+def test_micro_batches_count_since_the_last_step() -> None:
+    model = model_of()
+    optimizer = optimizer_of(model, accumulation_steps=2)
+    assert optimizer.accumulation_steps == 2
+    found = []
+    for _ in range(3):
+        optimizer.backward(loss_of(model))
+        found.append(optimizer.micro_batches)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert found == [1, 2, 1]
+    assert optimizer_of(model_of()).accumulation_steps is None
+
+
+def test_not_local_names_each_argument() -> None:
+    assert optimizer_of(model_of()).not_local() == []
+    (overlap, *_) = optimizer_of(model_of(), data_parallel=Reduce(average_data=False)).not_local()
+    assert overlap.startswith("data_parallel= averages them")
+    names = " ".join(optimizer_of(model_of(), states=Sharded("data", gradients=True)).not_local())
+    assert "Sharded(gradients=True) averages them while backward runs" in names
+
+
+def test_clip_grads_clips_once_by_the_rule_of_max_norm() -> None:
+    model, other = model_of(), model_of()
+    clipped, stepped = optimizer_of(model, max_norm=0.5), optimizer_of(other, max_norm=0.5)
+    clipped.backward(loss_of(model))
+    stats = clipped.clip_grads()
+    squares = sum(param.grad.double().square().sum() for param in model.parameters() if param.grad is not None)
+    assert float(stats.total_norm) > 0.5
+    assert float(squares) ** 0.5 == pytest.approx(0.5, rel=1e-5)
+    assert clipped.step() is stats
+    stepped.backward(loss_of(other))
+    assert torch.equal(stepped.step().total_norm, stats.total_norm)
+    for one, same in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, same)
+
+
+def test_clip_grads_in_a_managed_window_waits_for_its_step() -> None:
+    model = model_of()
+    optimizer = optimizer_of(model, max_norm=0.5, accumulation_steps=2)
+    optimizer.backward(loss_of(model))
+    assert optimizer.clip_grads() is None
+    optimizer.backward(loss_of(model))
+    assert float(optimizer.step().total_norm) > 0.5
+
+
+def test_clip_grads_without_a_rule_measures_alone() -> None:
+    model = model_of()
+    optimizer = optimizer_of(model)
+    optimizer.backward(loss_of(model))
+    before = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    assert float(optimizer.clip_grads().total_norm) > 0
+    for old, param in zip(before, model.parameters(), strict=True):
+        assert param.grad is not None
+        assert torch.equal(old, param.grad)
+
+
+class Scales(StepObserver):
+    """Records the loss scale that gradients contain."""
+
+    def __init__(self) -> None:
+        self.found: list[float | None] = []
+
+    def reduced_grads(self, window: Window) -> None:
+        self.found.append(None if window.scale is None else float(window.scale))
+
+
+def test_window_has_the_scale_that_gradients_contain() -> None:
+    for precision, expected in (("fp32", None), ("fp16", 2.0**16)):
+        model = model_of(torch.float16 if precision == "fp16" else torch.float32)
+        optimizer = optimizer_of(model, precision=precision)
+        scales = Scales()
+        optimizer.add_observer(scales)
+        optimizer.backward(loss_of(model))
+        optimizer.step()
+        assert scales.found == [expected]
+
+
+def scaled_norm(asked: bool) -> tuple[float, list[Tensor]]:
+    """The norm of a managed window's gradients that a `GradScaler` scaled; ``asked``: clipped by an earlier call."""
+    model = model_of()
+    optimizer, scales = optimizer_of(model, accumulation_steps=2, max_norm=0.5), Scales()
+    optimizer.add_observer(scales)
+    scaler = GradScaler(optimizer.registry, init_scale=8.0)
+    optimizer.backward(scaler.scale(loss_of(model)))
+    if asked:
+        optimizer.clip_grad_by_norm(0.5)
+    optimizer.backward(scaler.scale(loss_of(model)))
+    scaler.step(optimizer)
+    assert scales.found == [8.0]
+    assert optimizer.last_stats is not None
+    return float(optimizer.last_stats.total_norm), [param.detach().clone() for param in model.parameters()]
+
+
+def test_explicit_clip_of_a_window_is_of_gradients_that_a_scaler_scaled() -> None:
+    (norm, params), (expected, others) = scaled_norm(True), scaled_norm(False)
+    assert norm == pytest.approx(expected)
+    for one, other in zip(params, others, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_placement_finds_its_link_among_the_transforms() -> None:
+    optimizer = optimizer_of(model_of(torch.bfloat16), precision="bf16")
+    assert optimizer.transforms.links
+    assert all(tensor.dtype == torch.float32 for tensor in optimizer.transforms.stepped)
+    assert optimizer.grad_sync is None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..amp.precision import Mode, Precision, precision_of
 from ..parallel.interop.transformers import registry_of
 from ..parallel.mesh.agreement import on_all_ranks
-from ..parallel.mesh.call_tracker import public_call, public_constructor, track_call
+from ..parallel.mesh.call_tracker import calling_module, public_call, public_constructor, track_call
 from ..parallel.mesh.registry import ProcessGroupRegistry
 from .build import AllOptions, Setup, Stats_co, as_one, check_loss, wrong_arguments
 from .capture import check_captured, registry_not_captured, update_not_captured
@@ -755,7 +755,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         saved = self._saved()
         given = (param for group in self._groups for _, param in group)
         makes_states = bool(self.state) or self._setup.accumulation_steps is None
-        check_caller(saved.coordinates, self._states.stepped, given, makes_states=makes_states)
+        check_caller(calling_module(), saved.coordinates, self._states.stepped, given, makes_states=makes_states)
         return saved.state_dict(self._skips.state_dict())
 
     @public_call

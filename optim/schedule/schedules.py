@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import math
 import operator
-import sys
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from types import FrameType
 from typing import Any, SupportsIndex
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 
+from ...parallel.mesh.call_tracker import receiver_of_caller
 from ..parallel_optimizer import ParallelOptimizer
 from .hold import Hold, weakly
 
@@ -173,7 +172,7 @@ class WarmupLR(LRScheduler):
             TypeError: `ChainedScheduler` calls it, for which it would overwrite the rates of others.
         Collectives, host reads: as the class says.
         """
-        _check_not_chained(self, sys._getframe(1))
+        _check_not_chained(self, receiver_of_caller(ChainedScheduler.step))
         if self._hold is None or epoch is not None:
             super().step(epoch)
         else:
@@ -279,9 +278,9 @@ def whole_steps(value: SupportsIndex, name: str, least: int) -> int:
     return int(number)
 
 
-def _check_not_chained(schedule: LRScheduler, caller: FrameType) -> None:
-    # It tells none of its schedules that they are chained.
-    if caller.f_code is ChainedScheduler.step.__code__ and len(caller.f_locals["self"]._schedulers) > 1:
+def _check_not_chained(schedule: LRScheduler, chained: ChainedScheduler | None) -> None:
+    # A ChainedScheduler passes nothing to its schedules, when it is made or in `step`: only its call shows that it exists.
+    if chained is not None and len(chained._schedulers) > 1:
         raise TypeError(
             f"ChainedScheduler multiplies the rates of its schedules, but {type(schedule).__name__} writes the rate that "
             "its formula says over those of the others: take SequentialLR for one after another, or say the product in one "

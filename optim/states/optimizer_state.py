@@ -95,16 +95,25 @@ class Coordinates:
         )
 
 
-def check_caller(where: Coordinates, stepped: Iterable[Tensor], given: Iterable[Tensor], *, makes_states: bool) -> None:
+def check_caller(
+    module: str,
+    where: Coordinates,
+    stepped: Iterable[Tensor],
+    given: Iterable[Tensor],
+    *,
+    makes_states: bool,
+) -> None:
     """Raise ValueError where torch's state-dict functions, which find a state by its parameter, ask for a state dict in
-    which they would not find it, or would take pieces for copies. To be called by what they call.
+    which they would not find it, or would take pieces for copies.
+
+    They pass no argument, and keep nothing of the dict by which it could refuse later: only their call can be refused.
 
     Args:
+        module: The module that called `state_dict`.
         stepped: What the optimizer has, in the place of ``given``.
         makes_states: Whether there are states, or a step with gradients of zeros, which they call, makes them.
     """
-    asking = sys._getframe(2).f_globals.get("__name__")
-    if asking != "torch.distributed.checkpoint.state_dict":
+    if module != "torch.distributed.checkpoint.state_dict":
         return
     own = {id(param) for param in given}
     if where.axes or any(id(param) not in own for param in stepped):

@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext, suppress
@@ -421,6 +422,33 @@ def _locate_user_code(frame: FrameType | None) -> str:
 def _is_library(frame: FrameType) -> bool:
     package = str(frame.f_globals.get("__name__")).partition(".")[0]
     return package in ("torch", "meshstep") or package in sys.stdlib_module_names
+
+
+# Stack frames: no other module reads them ------------------------------------------------------------------------------
+
+
+# Use these only where another library calls a method of ours, the answer depends on which of its functions does, and no
+# argument tells.
+
+
+def calling_module() -> str:
+    """Return the name of the module that called the function which calls this."""
+    return str(sys._getframe(2).f_globals.get("__name__"))
+
+
+def receiver_of_caller(method: Callable[..., object]) -> Any:
+    """Return the ``self`` of the call of ``method`` that called the function which calls this; None: another function did.
+
+    The locals of other functions are not read, because that would keep them alive.
+    """
+    frame = sys._getframe(2)
+    return frame.f_locals["self"] if frame.f_code is getattr(method, "__code__", None) else None
+
+
+def format_thread_stack(thread: int | None) -> str:
+    """Return the stack of a thread of this process as text; ``thread`` is its `threading.Thread.ident`."""
+    frame = sys._current_frames().get(thread or 0)
+    return "an unknown place" if frame is None else "".join(traceback.format_stack(frame))
 
 
 def _ordinal(number: int) -> str:

@@ -28,6 +28,7 @@ from torch.distributed import distributed_c10d
 from ..launch import init_distributed
 from ..launch.start import read_environment
 from ..mesh.agreement import describe
+from ..mesh.call_tracker import format_thread_stack
 from ..mesh.text import named_ranks
 from .interface import TIMEOUT, Ranks, RanksError, check_size, decoded, encoded, name_of, result_of
 
@@ -304,6 +305,4 @@ class LaunchedRanks(Ranks):
 
 
 def _standing(thread: int | None, timeout: float) -> str:
-    frame = sys._current_frames().get(thread or 0)
-    where = "".join(traceback.format_stack(frame)) if frame is not None else "an unknown place"
-    return f"did not come to an end within {timeout:g} seconds; it stood at\n{where}"
+    return f"did not come to an end within {timeout:g} seconds; it stood at\n{format_thread_stack(thread)}"

@@ -7,15 +7,15 @@ from functools import partial
 from typing import Any
 
 import torch
+import whole_references
 from meshstep.optim import CAME, LAMB, LARS, Adafactor, StableAdamW
-from meshstep.optim.whole import reference
 from whole_runs import Make
 
 OPTIONS: dict[str, tuple[Callable[..., torch.optim.Optimizer], Callable[..., None], dict[str, Any]]] = {
-    "LAMB": (LAMB, reference.lamb, {"lr": 0.05, "weight_decay": 0.1}),
-    "LARS": (LARS, reference.lars, {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.1, "trust_coeff": 0.1}),
-    "StableAdamW": (StableAdamW, reference.stable_adamw, {"lr": 0.05, "weight_decay": 0.1}),
-    "Adafactor": (Adafactor, reference.adafactor, {"lr": 0.05, "weight_decay": 0.1}),
-    "CAME": (CAME, reference.came, {"lr": 0.003, "weight_decay": 0.1, "betas": (0.9, 0.99, 0.995)}),
+    "LAMB": (LAMB, whole_references.lamb, {"lr": 0.05, "weight_decay": 0.1}),
+    "LARS": (LARS, whole_references.lars, {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.1, "trust_coeff": 0.1}),
+    "StableAdamW": (StableAdamW, whole_references.stable_adamw, {"lr": 0.05, "weight_decay": 0.1}),
+    "Adafactor": (Adafactor, whole_references.adafactor, {"lr": 0.05, "weight_decay": 0.1}),
+    "CAME": (CAME, whole_references.came, {"lr": 0.003, "weight_decay": 0.1, "betas": (0.9, 0.99, 0.995)}),
 }
 MAKES: dict[str, Make] = {name: partial(kind, **options) for name, (kind, _, options) in OPTIONS.items()}

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import whole_references
 from home_runs import MAKES, at_homes, unbound
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshstep.amp import Bf16, NaiveFp16
 from meshstep.optim import SOAP, ParallelOptimizer, Shampoo, Sharded
-from meshstep.optim.whole import Homes, WholeTensors, reference
+from meshstep.optim.whole import Homes, WholeTensors
 from meshstep.optim.whole.layout import logical_tensors
 from meshstep.parallel import P, ProcessGroupRegistry
 from meshstep.parallel.layout.regions import Region
@@ -51,21 +52,21 @@ def plain(kind: Any, formula: Any, options: dict[str, Any], shapes: dict[str, tu
 
 TWO = {"wide": (6, 10), "tall": (12, 4), "square": (5, 5), "bias": (7,), "gain": ()}
 OPTIONS: list[tuple[Any, Any, dict[str, Any]]] = [
-    (SOAP, reference.soap, {"precondition_frequency": 3}),
+    (SOAP, whole_references.soap, {"precondition_frequency": 3}),
     (
         SOAP,
-        reference.soap,
+        whole_references.soap,
         {"betas": (0.8, 0.9), "shampoo_beta": 0.7, "precondition_frequency": 1, "max_precond_dim": 6},
     ),
-    (SOAP, reference.soap, {"max_precond_dim": 5, "precondition_frequency": 2, "weight_decay": 0.3, "lr": 0.1}),
-    (Shampoo, reference.shampoo, {"epsilon": 1e-6}),
+    (SOAP, whole_references.soap, {"max_precond_dim": 5, "precondition_frequency": 2, "weight_decay": 0.3, "lr": 0.1}),
+    (Shampoo, whole_references.shampoo, {"epsilon": 1e-6}),
     (
         Shampoo,
-        reference.shampoo,
+        whole_references.shampoo,
         {"betas": (0.8, 0.9), "precondition_frequency": 3, "epsilon": 1e-4, "grafting": "sgd"},
     ),
-    (Shampoo, reference.shampoo, {"max_preconditioner_dim": 5, "weight_decay": 0.3, "epsilon": 1e-6, "lr": 0.1}),
-    (Shampoo, reference.shampoo, {"grafting_beta2": 0.7, "grafting_epsilon": 0.1, "epsilon": 1e-6}),
+    (Shampoo, whole_references.shampoo, {"max_preconditioner_dim": 5, "weight_decay": 0.3, "epsilon": 1e-6, "lr": 0.1}),
+    (Shampoo, whole_references.shampoo, {"grafting_beta2": 0.7, "grafting_epsilon": 0.1, "epsilon": 1e-6}),
 ]
 
 

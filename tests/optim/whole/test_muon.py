@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import whole_references
 from dtensors import registry_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +21,6 @@ from meshstep.optim import (
     ParallelOptimizer,
     Sharded,
 )
-from meshstep.optim.whole import reference
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, shard, unshard
 from planted import LAYOUTS, Layout, Planted, parts, run_step
 from properties import number_of_cases
@@ -130,9 +130,9 @@ def test_alone_it_is_its_formula() -> None:
         for name, param in ours.items():
             param.grad = grads[name]
         optimizer.step()
-        plain_step: Any = reference.muon
+        plain_step: Any = whole_references.muon
         plain_step(*([one[name] for name in ("w", "tall")] for one in (plain, grads, states)), lr=0.03)
-        plain_step = partial(reference.adamw, lr=0.01, weight_decay=0.3)
+        plain_step = partial(whole_references.adamw, lr=0.01, weight_decay=0.3)
         plain_step(*([one[name] for name in ("bias", "embed")] for one in (plain, grads, states)))
     for name, param in ours.items():
         torch.testing.assert_close(param.detach(), plain[name], rtol=EXACT, atol=EXACT)

@@ -8,10 +8,10 @@ from unittest import mock
 
 import pytest
 import torch
+import whole_references
 from cases import slice_of
 from meshstep.optim import Muon, ParallelOptimizer, Sharded
 from meshstep.optim.whole import muon as module
-from meshstep.optim.whole import reference
 from meshstep.optim.whole.muon import COEFFICIENTS, flops, goes_on_gram, newton_schulz, normalize, on_gram, on_matrix
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, shard
 from probes import collectives
@@ -167,7 +167,7 @@ def plain() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         for param, gradient in zip(params.values(), gradients, strict=True):
             param.grad = gradient
         optimizer.step()
-        reference.muon(list(dense.values()), gradients, states, **OPTIONS)
+        whole_references.muon(list(dense.values()), gradients, states, **OPTIONS)
     return dense, {name: param.detach() for name, param in params.items()}
 
 

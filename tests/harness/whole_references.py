@@ -1,4 +1,4 @@
-"""Each optimizer once more, plain: whole tensors, one after another, in one process. What tests compare with.
+"""Plain full-tensor optimizers, which tests compare with: unsharded tensors, one after another, in one process.
 
 A function makes one step of a list of parameters, in place; ``states`` has a dictionary for each of them, empty at first.
 """

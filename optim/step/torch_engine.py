@@ -21,6 +21,7 @@ from ...amp.casting import is_half
 from ...parallel.layout.annotation import copy_annotation
 from ..gradients.in_place import scale_gradients, widen_gradients
 from ..kernels.memory import Signature, is_lazy, is_non_overlapping_and_dense, match_memory_format, match_memory_format_
+from .c_engine import first_value
 from .call_guard import own_calls
 from .combined_optimizer import asks_other_ranks, parts_of
 
@@ -281,13 +282,13 @@ def _start_sums(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.grad is not None and "sum" not in optimizer.state.get(param, {}):
-                first = optimizer.defaults["initial_accumulator_value"]
-                first = complex(first, first) if param.is_complex() else first
+                first = first_value(optimizer, group, "sum")
+                start = complex(first, first) if param.is_complex() else first
                 is_double = torch.get_default_dtype() == torch.float64 and not group["fused"]
                 count = torch.zeros((), dtype=torch.float64 if is_double else torch.float32)
                 optimizer.state[param] = {
                     "step": count.to(param.device) if group["fused"] else count,
-                    "sum": torch.full_like(param, first, memory_format=torch.preserve_format).detach(),
+                    "sum": torch.full_like(param, start, memory_format=torch.preserve_format).detach(),
                 }
 
 

@@ -528,11 +528,10 @@ class Window:
 
         By a hook, because scripts may clip or mask gradients in between.
         """
-        for param in reversed(params):
-            if param.grad is not None and param.requires_grad:
-                self._watched = _OtherBackward(_Gradient.last_of(params))
-                self._remove_hook = param.register_post_accumulate_grad_hook(self._watched).remove
-                return
+        last = _Gradient.last_of(params, trained=True)
+        if last is not None:
+            self._watched = _OtherBackward(last)
+            self._remove_hook = params[last.position].register_post_accumulate_grad_hook(self._watched).remove
 
     def _stop_watching(self) -> None:
         if self._watched is not None:
@@ -557,7 +556,7 @@ class _OtherBackward:
         before: The last gradient. A backward that leaves it unchanged, such as that of `prove`, added nothing to it.
     """
 
-    def __init__(self, before: _Gradient | None) -> None:
+    def __init__(self, before: _Gradient) -> None:
         self._before, self._has_come = before, False
 
     def __call__(self, _: Tensor) -> None:
@@ -565,7 +564,7 @@ class _OtherBackward:
 
     def has_added(self, params: Sequence[Tensor]) -> bool:
         """Return whether a backward came and the gradient is another one, or was written to."""
-        after = _Gradient.last_of(params)
+        after = _Gradient.last_of(params, trained=True)
         return self._has_come and (after is None or not after.is_still(self._before))
 
 
@@ -577,11 +576,15 @@ class _Gradient(NamedTuple):
     version: int
 
     @classmethod
-    def last_of(cls, params: Sequence[Tensor]) -> _Gradient | None:
-        """That of the last parameter which has one: what is nearest to the loss always gets it."""
+    def last_of(cls, params: Sequence[Tensor], trained: bool = False) -> _Gradient | None:
+        """Return the gradient of the last parameter that has one, which is nearest to the loss.
+
+        Args:
+            trained: Look only at parameters that the next backward gives a gradient.
+        """
         for index in range(len(params) - 1, -1, -1):
             gradient = params[index].grad
-            if gradient is not None:
+            if gradient is not None and (params[index].requires_grad or not trained):
                 return cls(index, weakref.ref(gradient), gradient._version)
         return None
 

@@ -273,6 +273,18 @@ def test_gradients_changed_within_a_managed_window_are_no_backward(change: Chang
         optimizer.zero_grad()
 
 
+def test_backward_in_a_managed_window_is_seen_though_the_last_parameter_was_frozen() -> None:
+    model = small()
+    inner = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    optimizer = ParallelOptimizer(inner, ProcessGroupRegistry(Topology()), accumulation_steps=3)
+    optimizer.backward(model(torch.ones(2, 4)).sum())
+    [*model.parameters()][-1].requires_grad_(False)
+    optimizer.backward(model(torch.ones(2, 4)).sum())
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"loss.backward\(\) was called after micro-batch 2"):
+        optimizer.backward(model(torch.ones(2, 4)).sum())
+
+
 def test_backward_between_two_managed_windows_is_left_alone() -> None:
     """A hook that looks for it stays only within a window."""
     model = small()

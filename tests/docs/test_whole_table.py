@@ -38,6 +38,7 @@ def test_the_table_has_a_cell_for_every_optimizer_and_layout() -> None:
         assert cell.split(", ") == fitting(layout)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_cell_is_the_dense_update(world: World, layout: str) -> None:
     planted = WHOLE_LAYOUTS[LAYOUTS[layout]]

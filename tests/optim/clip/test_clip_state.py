@@ -339,6 +339,7 @@ def clipped_alone(name: str) -> dict[str, list[Any]]:
     return found
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", ["tensor", "grid", "pipe, tied"])
 def test_clip_grad_norm_takes_every_rule(world: World, name: str) -> None:
     by_rank = world.run(LAYOUTS[name].topology.world_size, clipped_alone, name)

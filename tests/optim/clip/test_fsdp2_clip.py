@@ -126,6 +126,7 @@ MESHES: list[Axes] = [
 RULES = [(1.0, MAX_NORM), (2.0, MAX_NORM), (3.0, MAX_NORM), (inf, MAX_NORM), (2.0, 1e6)]
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_norms_losses_and_weights_are_those_of_the_dense_model(world: World, axes: Axes) -> None:
     sizes = dict(axes)

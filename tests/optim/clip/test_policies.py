@@ -271,6 +271,7 @@ def assert_as_dense(told: list[Told], rule: Clip, config: Config, label: str, de
                 assert error < config.tolerance, f"{label}: {kind} of {part.key} on rank {rank} are {error:.1e} off"
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_rule_clips_as_the_dense_model_in_one_process(world: World, name: str) -> None:
     config = CONFIGS[name]
@@ -279,6 +280,7 @@ def test_every_rule_clips_as_the_dense_model_in_one_process(world: World, name: 
         assert_as_dense([told[index] for told in by_rank], rule, config, label)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", ["offload", "bf16 masters", "loss scale", "weights", "all together"])
 def test_named_groups_and_rules_that_remember_clip_as_the_dense_model(world: World, name: str) -> None:
     """With other precisions and placements than on their long traces."""
@@ -415,6 +417,7 @@ def with_a_nan(config: Config, rules: list[Clip]) -> list[tuple[list[float], boo
     return found
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", ["tensor", "grid", "pipe, tied", "ZeRO-1"])
 def test_a_nan_on_one_rank_skips_the_step_everywhere_under_every_rule(world: World, name: str) -> None:
     config, rules = CONFIGS[name], {**RULES, **NAMED, **REMEMBERING}

@@ -217,6 +217,7 @@ def assert_as_expected(told: Told, want: Expected, label: str) -> None:
             assert error < CLOSE, f"{label}: {part.key} is {error:.1e} off"
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_rules_are_their_papers_formulas_on_every_layout(world: World, name: str) -> None:
     config = CONFIGS[name]

@@ -61,6 +61,7 @@ RIGHT: dict[str, tuple[Any, Any, P, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("case", COPIES)
 def test_replica_declared_sharded_is_named_on_every_rank(world: World, case: str) -> None:
     for error in world.run(4, first_step, *COPIES[case]):

@@ -215,6 +215,7 @@ def assert_all_are_dense(
     return found
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fsdp"])
 def test_every_schedule_tied_or_not_trains_as_one_process(sharded: bool, world: World) -> None:
     how = {"data_parallel": "fsdp", "mesh": "data"} if sharded else {}

@@ -71,6 +71,7 @@ def fifty_replicated_steps(world: World, axes: Axes) -> tuple[dict[str, Tensor],
     return expected, norms
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("options", [ZERO1, ZERO2], ids=["zero1", "zero2"])
 @pytest.mark.parametrize("axes", [DATA2, DATA4, BOTH, REPLICAS], ids=str)
 def test_fifty_steps_equal_replicated_ones(world: World, axes: Axes, options: dict[str, Any]) -> None:
@@ -93,6 +94,7 @@ TOLERANCE = {
 }
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("mode", TOLERANCE)
 def test_every_precision(world: World, mode: str) -> None:
     clip = {"max_norm": 0.3}
@@ -115,6 +117,7 @@ def test_norms_count_slices_once(world: World, p: float, reduction: str) -> None
         assert len(each) == 9
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize(
     ("name", "axis"),
     [

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from meshstep.optim import ByNorm, Measure, Offloaded, ParallelOptimizer, Reduce, ReplicaMismatchError, Sharded, Skip
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, copy_to, declare, reduce_from
+from meshstep.parallel.mesh.agreement import check_all_say_the_same
 from small_models import parameter
 from torch import Tensor, nn
 from world import World
@@ -50,6 +52,7 @@ def told(setting: str, values: tuple[Any, Any]) -> str:
         return "no error"
 
 
+@pytest.mark.default_cases(99)
 @pytest.mark.parametrize("setting", DIFFERENT)
 def test_a_setting_that_differs_is_an_error_with_both_values_on_every_rank(world: World, setting: str) -> None:
     first, second, said = DIFFERENT[setting]
@@ -57,6 +60,15 @@ def test_a_setting_that_differs_is_an_error_with_both_values_on_every_rank(world
     assert said in texts[0]
     assert texts[0] == texts[1]
     assert world.run(2, told, setting, (first, first)) == ["no error"] * 2
+
+
+@pytest.mark.parametrize("other", range(4))
+def test_a_setting_that_differs_on_any_one_of_four_ranks_is_found(other: int) -> None:
+    rates = ["0.2" if rank == other else "0.1" for rank in range(4)]
+    first, rank, value = (0, other, "0.2") if other else (0, 1, "0.1")
+    message = f"lr is {rates[first]} on rank {first} and {value} on rank {rank}: "
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_all_say_the_same([{"lr": rate} for rate in rates])
 
 
 def test_the_same_setting_in_another_spelling_is_the_same(world: World) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from meshstep.optim.step.skips import LAG
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from optimizers import OPTIMIZERS, optimizer_for, snapshot
 from scenarios import SCENARIOS, backward, batch
@@ -93,3 +94,25 @@ def test_too_many_skips_in_a_row_are_an_error_on_every_rank(world: World) -> Non
     assert len(set(messages)) == 1
     assert messages[0].startswith("step 20: 5 steps in a row were skipped")  # noticed 16 steps after the fifth
     assert "down.weight" in messages[0]
+
+
+def skip_in_two_rows(most: int) -> tuple[str, int]:
+    """Skip three steps, make one, skip three more, and then make enough steps for the counts to arrive."""
+    with ProcessGroupRegistry(Topology(tensor=2)) as registry:
+        model, optimizer = optimizer_for("tensor", registry, max_skips_in_a_row=most)
+        try:
+            for step in range(7 + LAG + 1):
+                optimizer.zero_grad()
+                backward(SCENARIOS["tensor"], model, optimizer, batch(step))
+                if step in (0, 1, 2, 4, 5, 6):
+                    model.down.weight.grad[0, 0] = torch.nan  # type: ignore[union-attr, operator, index]
+                optimizer.step()
+        except FloatingPointError as error:
+            return str(error), optimizer.skipped_steps
+        return "no error", optimizer.skipped_steps
+
+
+def test_a_finite_step_ends_a_row_of_skips(world: World) -> None:
+    assert world.run(2, skip_in_two_rows, 4) == [("no error", 6)] * 2
+    for message, _ in world.run(2, skip_in_two_rows, 3):
+        assert message.startswith("3 steps in a row were skipped")

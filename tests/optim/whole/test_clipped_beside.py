@@ -89,6 +89,7 @@ def assert_clipped(world: World, make: Make, options: dict[str, Any], clip: Call
         assert copies_differ(by_rank) == [], f"{name}, {state}"
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("own", [inf, 2.0], ids=["not clipped", "by their own norm"])
 def test_muons_matrices_have_a_threshold_of_their_own_and_the_rest_shares_one(world: World, own: float) -> None:
     assert_clipped(world, partial(muon, own), {"max_norm": 0.5}, partial(in_two, own, 0.5))

@@ -123,6 +123,7 @@ def dense_window(total: int) -> tuple[float, Tensor]:
 UNEQUAL = [[5, 1, 2], [1, 1, 9]]
 
 
+@pytest.mark.default_cases(3)  # only the case with a tensor axis divides a weight among ranks
 @pytest.mark.parametrize("axes", [(("data", 2),), (("data", 2), ("tensor", 2)), (("pipe", 1), ("data", 2))])
 def test_weighted_windows_are_the_mean_over_all_tokens(world: World, axes: tuple[tuple[str, int], ...]) -> None:
     norm, gradient = dense_window(19)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import isfinite
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from cases import NORM_TYPES, Case, Param, cases, parameters_on
 from hypothesis import strategies as st
 from meshstep.optim import global_norm
-from meshstep.parallel import P, ProcessGroupRegistry, spec_of
+from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, spec_of
 from properties import random_cases
 from torch import Tensor, nn
 from world import World
@@ -67,6 +68,23 @@ def test_relabelling_ranks_changes_nothing(world: World, drawn: list[tuple[Case,
     for case, relabelled in drawn:
         assert relabelled.dense_norm(2.0) == pytest.approx(case.dense_norm(2.0), rel=1e-12)
     assert_exact(world, [relabelled for _, relabelled in drawn], packed, (2.0,))
+
+
+def with_a_value_on_one_replica(value: float, measure: Measure) -> float:
+    """The norm of a parameter with two copies, of which the second one has ``value`` in its gradient."""
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        param = nn.Parameter(torch.zeros(3))
+        annotate(param, P())
+        param.grad = torch.full((3,), value if registry.rank("data") else 1.0)
+        return float(measure([("weight", param)], registry, 2.0))
+
+
+@pytest.mark.parametrize("measure", [packed, per_group])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_on_one_replica_reaches_the_norm_of_every_rank(
+    world: World, value: float, measure: Measure
+) -> None:
+    assert not any(map(isfinite, world.run(2, with_a_value_on_one_replica, value, measure)))
 
 
 # Negative controls: the usual shortcuts, under the same assertion. ----------------------------------------------------

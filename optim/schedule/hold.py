@@ -104,7 +104,8 @@ class FlagCopy:
         self._arrived: torch.cuda.Event | None = None
         if flag.is_cuda:
             self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            # Not the stream of the current device, which may be another device than the flag's.
+            self._arrived.record(torch.cuda.current_stream(flag.device))
 
     @property
     def may_wait(self) -> bool:

@@ -166,8 +166,9 @@ class SkipMonitor:
         self._sent[slot] = facts
         self._copies[slot].copy_(self.counts, non_blocking=True)
         if self.counts.is_cuda:
-            self._arrived[slot] = torch.cuda.Event()
-            self._arrived[slot].record()  # type: ignore[union-attr]
+            event = self._arrived[slot] = torch.cuda.Event()
+            # Not the stream of the current device, which may be another device than that of the counts.
+            event.record(torch.cuda.current_stream(self.counts.device))
         self._step += 1
 
     def _before(self) -> tuple[int, int, int, int]:

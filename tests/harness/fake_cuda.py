@@ -118,7 +118,9 @@ class _Stream:
 
 class _Event(_Stream):
     def record(self, stream: _Stream | None = None) -> None:
-        pass
+        """Raise for the default stream, which is that of the current device and not of the tensor that is copied."""
+        if stream is None:
+            raise AssertionError("Event.record() without a stream: give torch.cuda.current_stream(tensor.device)")
 
 
 @cache
@@ -172,7 +174,7 @@ def fake_cuda(*, collectives_on: torch.device = CUDA) -> Iterator[Callable[[], A
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
-            (torch.cuda, "current_stream", lambda *_: _Stream(waits)),
+            (torch.cuda, "current_stream", lambda device: _Stream(waits)),  # never of the current device
             (torch, "Generator", _Generator),
             (torch, "equal", equal),
             *((torch, name, pinning(getattr(torch, name))) for name in ("zeros", "tensor", "empty", "empty_like")),

@@ -1,4 +1,4 @@
-"""Numbers: precision modes, loss scale and master weights."""
+"""Mixed precision: precision modes, loss scaling and master weights."""
 
 from .apex import ApexFp16
 from .fp8.mode import Fp8, fp8_layers

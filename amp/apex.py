@@ -1,4 +1,4 @@
-"""apex's opt levels O0 to O3, native: `apex.amp` was removed from NVIDIA/apex in May 2025.
+"""Native implementation of apex's opt levels O0 to O3. NVIDIA removed `apex.amp` in May 2025.
 
     level  params                     forward                      masters  loss scale  keep_batchnorm_fp32
     O0     float32                    float32 in, float32 out      none     1.0         -
@@ -6,7 +6,7 @@
     O2     float16, batch norm not    float16 in, float32 out      float32  "dynamic"   True
     O3     float16                    float16 in, float32 out      none     1.0         False
 
-"dynamic" starts at 2^16, doubles after 2000 good steps up to 2^24, and halves on every overflow.
+The scale "dynamic" starts at 2^16, doubles after 2000 good steps up to 2^24, and halves at every overflow.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .precision import Criterion, Precision, register_mode
 
 
 class _Level(NamedTuple):
-    dtype: torch.dtype | None  # of everything; None: autocast
-    keep_batchnorm_fp32: bool | None  # None: the option means nothing
+    dtype: torch.dtype | None  # of parameters, buffers and inputs; None: autocast
+    keep_batchnorm_fp32: bool | None  # None: the level does not accept the option
     masters: bool
     loss_scale: float | Literal["dynamic"]
 
@@ -41,18 +41,21 @@ _LEVELS = {
 @register_mode
 @dataclass(frozen=True)
 class ApexFp16(Precision):
-    """One of apex's opt levels; see the table above.
+    """Precision mode of apex's opt levels; the table in `meshstep.amp.apex` lists the levels.
 
-    O3 steps the float16 parameters themselves, with optimizer states in float16: Adam's default ``eps=1e-8`` is 0 there,
-    and most squares of gradients are too, so that it would divide 0 by 0. Give it an eps of 1e-4 or more.
+    O3 steps the float16 parameters directly, with float16 optimizer states. Adam's default ``eps=1e-8`` rounds to 0 in
+    float16, as do most squared gradients, so the update would be 0 / 0. Use an ``eps`` of at least 1e-4 with O3.
+
+        model = ApexFp16("O2").prepare(model)
 
     Args:
-        opt_level: ``"O0"`` to ``"O3"``.
-        keep_batchnorm_fp32: Whether batch norm, parameters and running statistics, stays in float32. For O2 and O3;
-            None: the level's default.
-        loss_scale: ``"dynamic"``, or a number to keep; None: the level's default.
+        opt_level: ``"O0"``, ``"O1"``, ``"O2"`` or ``"O3"``. Default: ``"O2"``.
+        keep_batchnorm_fp32: bool; if True, the parameters and running statistics of batch norm stay in float32. Only O2
+            and O3 accept the option. Default None: the level's value in the table.
+        loss_scale: ``"dynamic"``, or a constant scale as a number > 0. Default None: the level's value in the table.
     Raises:
-        ValueError: There is no such level, it has no use for keep_batchnorm_fp32, or the scale is out of range.
+        ValueError: The level does not exist, the level does not use ``keep_batchnorm_fp32``, or the scale is out of
+            range.
     """
 
     opt_level: Literal["O0", "O1", "O2", "O3"] = "O2"
@@ -63,14 +66,17 @@ class ApexFp16(Precision):
 
     def __post_init__(self) -> None:
         if self.opt_level not in _LEVELS:
-            raise ValueError(f"opt_level={self.opt_level!r} is no opt level; give one of {', '.join(_LEVELS)}")
+            raise ValueError(f"opt_level={self.opt_level!r} is not an opt level; choose from {', '.join(_LEVELS)}")
         if self.keep_batchnorm_fp32 is not None and self._level.keep_batchnorm_fp32 is None:
             raise ValueError(
-                f"keep_batchnorm_fp32={self.keep_batchnorm_fp32} means nothing in {self.opt_level}, which casts no "
-                "parameters; leave it None, or choose O2 or O3"
+                f"keep_batchnorm_fp32={self.keep_batchnorm_fp32} has no effect in {self.opt_level}, which keeps all "
+                "parameters in float32; leave it None, or choose O2 or O3"
             )
         if isinstance(self.loss_scale, str) and self.loss_scale != "dynamic":
-            raise ValueError(f"loss_scale={self.loss_scale!r}: give 'dynamic', a number, or None for the level's own")
+            raise ValueError(
+                f"loss_scale={self.loss_scale!r} is not a loss scale; give 'dynamic', a number > 0, or None for the "
+                "level's default"
+            )
         self.make_loss_scale()
 
     @property
@@ -99,11 +105,15 @@ class ApexFp16(Precision):
         return autocast_criterion(criterion) if self._level.dtype is None else criterion
 
     def export_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """The model's state dict in float32, whatever the parameters are; tied entries stay tied.
+        """Return the model's state dict with half-precision tensors cast to float32; tied entries stay tied.
 
-        It holds the weights that the forward uses; O2's masters, which are finer, are in the optimizer's state dict.
+        The values are the weights of the forward pass. The more precise float32 masters of O2 are in the optimizer's
+        state dict.
+
+        Args:
+            model: The prepared module.
         """
-        exported = model.state_dict(keep_vars=True)  # the parameters themselves, by which tied ones are known
+        exported = model.state_dict(keep_vars=True)  # tied entries are the same parameter object
         casts: dict[int, Tensor] = {}
         for key, value in exported.items():
             if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""An optimizer's step in several calls, each of which sees a bucket of the parameters, and which together are one step."""
+"""An optimizer step made in several calls, each of which updates a bucket of the parameters."""
 
 from __future__ import annotations
 
@@ -10,20 +10,25 @@ import torch
 from torch import Tensor
 
 Bucket = Sequence[list[Tensor]]
-"""The parameters of each param group that are in it."""
+"""One list of parameters per param group."""
 
 holders: list[torch.optim.Optimizer] = []
-"""Those whose param groups hold a bucket now, of which nobody should keep anything."""
+"""Optimizers whose param groups are currently restricted to a bucket. Caches must not keep these param groups."""
 
 
 def step_by_bucket(
     optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket], step: Callable[[Bucket], object]
 ) -> None:
-    """Call ``step`` for each bucket, with param groups that hold only the bucket.
+    """Call ``step`` once per bucket, with param groups that contain only the bucket's parameters.
 
-    What groups count themselves (the steps and sums of weights of schedule-free optimizers) each call finds as it was
-    before the first: so all of them make the same step, and afterwards it is one further. Numbers, that is; a tensor in
-    a group that the optimizer changes in place moves on with every call.
+    Every call sees the group entries that the optimizer had before the first call. Step counters in param groups, such
+    as those in schedule-free optimizers, therefore advance once and not once per bucket. This holds for Python numbers.
+    A tensor in a param group that the optimizer changes in place advances with every call.
+
+    Args:
+        optimizer: The optimizer whose param groups are replaced during the calls.
+        buckets: For each bucket, one list of parameters per param group.
+        step: Called with the bucket; updates the parameters in the optimizer's param groups.
     """
     groups = optimizer.param_groups
     before: list[dict[str, Any]] = [dict(group) for group in groups]
@@ -36,7 +41,7 @@ def step_by_bucket(
 
 @contextmanager
 def holding(optimizer: torch.optim.Optimizer, bucket: Bucket) -> Iterator[None]:
-    """With param groups that hold only the bucket."""
+    """Restrict the optimizer's param groups to the parameters of ``bucket`` within the context."""
     groups = optimizer.param_groups
     whole = [group["params"] for group in groups]
     holders.append(optimizer)

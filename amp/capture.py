@@ -1,4 +1,4 @@
-"""Whether a CUDA graph is being made of what this thread does: its replays run the kernels again, and nothing of Python."""
+"""Detection of CUDA graph capture. A replay of the graph repeats the kernels and runs no Python code."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ import torch
 
 
 def is_captured() -> bool:
-    """Whether the current stream is being captured. Host reads: none."""
-    # Without a driver the second question is an error, and nothing is captured before the first stream is there.
+    """Return True if the current CUDA stream is being captured. Collectives: none. Host synchronization: none."""
+    # is_current_stream_capturing() raises without a driver; no capture exists before CUDA is initialized.
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 @contextmanager
 def keeps_state_in_place(owner: object) -> Iterator[None]:
-    """Around code of somebody else, whose object has a state.
+    """Check that the code in the context rebinds no attribute of ``owner`` during capture. Use it around user-defined
+    code.
 
+    Args:
+        owner: The object whose attributes are compared by identity before and after.
     Raises:
-        RuntimeError: A CUDA graph is made, and it gave attributes other values, which replays don't.
+        RuntimeError: The current stream is being captured and an attribute was rebound; replays would not repeat that.
     """
     before = dict(vars(owner)) if is_captured() else None
     yield
     changed = [] if before is None else sorted(n for n, value in vars(owner).items() if before.get(n) is not value)
     if changed:
         raise RuntimeError(
-            f"{type(owner).__name__} gives {', '.join(changed)} another value in a step that is captured in a CUDA graph, "
-            "which replays don't: keep it in tensors that are changed in place"
+            f"{type(owner).__name__} assigns a new object to {', '.join(changed)} in a step that is captured in a CUDA "
+            "graph; a replay would not repeat that. Keep this state in tensors that are changed in place"
         )

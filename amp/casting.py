@@ -1,4 +1,4 @@
-"""The casts that precision modes are made of: of a model's tensors, of what goes in and out, and autocast."""
+"""Casts from which the precision modes are built: casts of a model's tensors, of inputs and outputs, and autocast."""
 
 from __future__ import annotations
 
@@ -18,19 +18,24 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def is_half(tensor: Tensor) -> bool:
-    """Whether the tensor is float16 or bfloat16."""
+    """Return True if the tensor is float16 or bfloat16."""
     return tensor.dtype in HALF_DTYPES
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with every real floating-point tensor in ``dtype``; differentiable.
+    """Return ``value`` with every real floating-point tensor cast to ``dtype``. The cast is differentiable.
 
-    Looks into tuples (named ones too), lists and dicts; integer, bool and complex tensors and everything else pass.
+    The function casts within tuples, named tuples, lists and dicts. All other values are returned unchanged, including
+    integer, bool and complex tensors.
+
+    Args:
+        value: A tensor, a nested container, or any other object.
+        dtype: The floating-point dtype of the result.
     """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):
-        result = copy(value)  # keeps what the dict is: ordered, default, a model's output class
+        result = copy(value)  # keeps the class: OrderedDict, defaultdict, a model's output class
         for key, item in value.items():
             result[key] = cast_floating(item, dtype)
         return result
@@ -41,16 +46,17 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 
 def cast_model_(model: nn.Module, wanted: Callable[[nn.Module, Tensor], torch.dtype]) -> bool:
-    """Cast the floating-point parameters and buffers of ``model`` in place: the same objects, with other data.
+    """Cast the floating-point parameters and buffers of ``model`` in place. The tensor objects stay the same; their
+    data changes.
 
     Args:
         model: Any module; tied parameters stay tied.
-        wanted: Tells the dtype for a parameter or buffer of a module.
+        wanted: Called with a module and its parameter or buffer; returns the dtype that the tensor must have.
     Returns:
-        Whether anything had another dtype.
+        True if any tensor was cast.
     Raises:
-        ValueError: Something would have to be cast that `DistributedDataParallel` has taken over, or that is a DTensor;
-            nothing is changed.
+        ValueError: A tensor would have to be cast but is a DTensor, or the model is wrapped in
+            `DistributedDataParallel`. Nothing is changed.
     """
     changes = [
         (tensor, dtype)
@@ -61,28 +67,28 @@ def cast_model_(model: nn.Module, wanted: Callable[[nn.Module, Tensor], torch.dt
     if changes and any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(
             f"the model is wrapped in DistributedDataParallel, whose buckets are {changes[0][0].dtype}, but the mode "
-            f"needs {changes[0][1]}: prepare the model first and wrap it then"
+            f"needs {changes[0][1]}; prepare the model before you wrap it"
         )
     if has_dtensors(tensor for tensor, _ in changes):
         raise ValueError(
-            f"the model has DTensors (fully_shard or parallelize_module was applied), whose {changes[0][0].dtype} parts "
-            f"would stay as they are, but the mode needs {changes[0][1]}: prepare the model first and shard it then"
+            f"the model has {changes[0][0].dtype} DTensors (fully_shard or parallelize_module was applied), which can't "
+            f"be cast in place, but the mode needs {changes[0][1]}; prepare the model before you shard it"
         )
     for tensor, dtype in changes:
-        # A gradient of another dtype than its tensor's is refused, and .data alone would leave it behind.
+        # torch rejects a gradient whose dtype differs from the tensor's dtype, and .data does not cast the gradient.
         grad, tensor.grad = tensor.grad, None
         tensor.data = tensor.data.to(dtype)
         if grad is not None:
             tensor.grad = grad.to(dtype)
     for module in model.modules():
         if changes and isinstance(module, nn.RNNBase):
-            module.flatten_parameters()  # cuDNN wants its weights in one piece of memory, and warns at every forward
+            module.flatten_parameters()  # else cuDNN warns in every forward that weights are not contiguous in memory
     return bool(changes)
 
 
 @dataclass(frozen=True)
 class CastInputs:
-    """A forward pre-hook (with kwargs) that casts the floating-point inputs."""
+    """Forward pre-hook, registered with kwargs, that casts the floating-point inputs to ``dtype``."""
 
     dtype: torch.dtype
 
@@ -94,7 +100,7 @@ class CastInputs:
 
 @dataclass(frozen=True)
 class CastOutputs:
-    """A forward hook that casts the floating-point outputs."""
+    """Forward hook that casts the floating-point outputs to ``dtype``."""
 
     dtype: torch.dtype
 
@@ -103,16 +109,16 @@ class CastOutputs:
 
 
 class Autocast:
-    """A function, or a module's ``forward``, run under `torch.autocast`.
+    """Callable that runs a function, or a module's ``forward``, under `torch.autocast`.
 
-    Not a pair of hooks: an interrupt between the two would leave autocast on. And an object, not a closure, because a
-    deep copy or a pickle of a module must call the copy's own forward and not the original's.
+    A pair of hooks would leave autocast enabled if an interrupt came between them. A closure would make a deep copy or
+    a pickle of the module call the original module's forward.
 
     Args:
-        function: What to run.
-        dtype: What autocast casts to.
-        module: The module whose parameters tell the device. Without, or without any, the first tensor among the
-            arguments does, and then torch's default device.
+        function: The callable to run.
+        dtype: The dtype of autocast.
+        module: The module whose first parameter determines the device type. Default None, or a module without
+            parameters: the first tensor among the arguments determines the device type, else torch's default device.
     """
 
     def __init__(self, function: Callable[..., Any], dtype: torch.dtype, module: nn.Module | None = None) -> None:
@@ -145,7 +151,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def run_in_(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool = False) -> None:
     """Cast the model and its inputs to ``dtype`` and its outputs to float32, in place.
 
-    Batch norm kept in float32 takes and returns ``dtype`` all the same; torch computes it in float32 inside.
+    Args:
+        model: Any module.
+        dtype: The dtype of parameters, buffers and inputs.
+        keep_batchnorm_fp32: If True, parameters and buffers of batch norm become float32. Batch norm still takes and
+            returns ``dtype``; torch computes it in float32 internally. Default: False.
     """
 
     def wanted(module: nn.Module, tensor: Tensor) -> torch.dtype:
@@ -158,13 +168,13 @@ def run_in_(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool = Fa
 
 
 def autocast_model_(model: nn.Module) -> None:
-    """Run the model under autocast to float16, in place; half-precision parameters and buffers become float32."""
+    """Run the model under autocast to float16, in place. Half-precision parameters and buffers become float32."""
     lift_half_(model)
     model.forward = Autocast(model.forward, torch.float16, model)
 
 
 def autocast_criterion(criterion: Callable[..., Any]) -> Callable[..., Any]:
-    """Run the criterion under autocast to float16: a module is changed in place, a function wrapped."""
+    """Return the criterion under autocast to float16: a module is changed in place, a function is wrapped."""
     if not isinstance(criterion, nn.Module):
         return Autocast(criterion, torch.float16)
     criterion.forward = Autocast(criterion.forward, torch.float16, criterion)
@@ -172,37 +182,44 @@ def autocast_criterion(criterion: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def lift_half_(model: nn.Module) -> bool:
-    """Make half-precision parameters and buffers float32, in place; whether there were any."""
+    """Cast half-precision parameters and buffers to float32, in place. Return True if there were any."""
     return cast_model_(model, lambda module, tensor: torch.float32 if is_half(tensor) else tensor.dtype)
 
 
-# Copies of many tensors at once: on a GPU a few kernels for all of them, not one a tensor -----------------------------
+# Copies of many tensors at once: on a GPU a few kernels instead of one per tensor --------------------------------------
 
 
 def copy_each_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into the target of the same shape and device, cast to its dtype.
+    """Copy each source into the target of the same shape and device, cast to the target's dtype.
 
-    torch's multi-tensor copy is one kernel a tensor for the whole list as soon as one pair has unequal strides or other
-    dtypes than the rest (one gradient that is channels_last in a bucket, say). So those go by themselves.
+    torch's multi-tensor copy falls back to one kernel per tensor if a single pair differs from the rest. A pair differs
+    if its strides are unequal, or if its dtypes are not the dtypes of the other pairs. This function therefore copies
+    pairs with unequal strides one by one, and makes one multi-tensor copy per device and dtypes.
+
+    Args:
+        targets: Tensors that are written in place.
+        sources: One tensor per target.
     """
-    alike: dict[tuple[object, ...], tuple[list[Tensor], list[Tensor]]] = {}
+    groups: dict[tuple[object, ...], tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         if target.stride() != source.stride():
             if not (target.is_contiguous() and source.is_contiguous()):
                 target.copy_(source)
                 continue
-            target, source = target.view(-1), source.view(-1)  # a dim of length 1 has whatever stride
-        of_targets, of_sources = alike.setdefault((target.device, target.dtype, source.dtype), ([], []))
-        of_targets.append(target)
-        of_sources.append(source)
-    for of_targets, of_sources in alike.values():
-        torch._foreach_copy_(of_targets, of_sources)
+            target, source = target.view(-1), source.view(-1)  # the strides of dims of length 1 are arbitrary
+        group_targets, group_sources = groups.setdefault((target.device, target.dtype, source.dtype), ([], []))
+        group_targets.append(target)
+        group_sources.append(source)
+    for group_targets, group_sources in groups.values():
+        torch._foreach_copy_(group_targets, group_sources)
 
 
 def has_equal_values(tensor: Tensor, copy: Tensor) -> bool:
-    """Return True if ``copy``, cast to the dtype and device of ``tensor``, equals it. NaNs are equal, and so are 0 and -0.
+    """Return True if ``copy``, cast to the dtype and device of ``tensor``, equals ``tensor``. Two NaNs are equal, and
+    so are 0 and -0.
 
-    Memory: of one cast copy; where the two differ, of three masks. Host synchronization: one or two.
+    Temporary memory: one cast copy; three masks if the tensors differ.
+    Host synchronization: one or two.
     """
     if tensor.shape != copy.shape:
         return False
@@ -213,7 +230,7 @@ def has_equal_values(tensor: Tensor, copy: Tensor) -> bool:
 
 
 def float32_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies in float32, of the same strides."""
+    """Return float32 copies of the tensors, with the same strides."""
     copies = [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
     copy_each_(copies, tensors)
     return copies

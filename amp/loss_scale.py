@@ -1,9 +1,10 @@
-"""The loss scale: small state machines that live on the device.
+"""Loss scales: small state machines whose state stays on the device.
 
-fp16 gradients underflow below 2^-24, so the loss is multiplied by a scale before backward and the gradients are divided
-by it before the step. `DynamicLossScale` searches for the largest scale that doesn't overflow; `ConstantLossScale`
-keeps one. Both are told by a tensor whether the step overflowed and change their state in place: no host read, no new
-tensor of which somebody could keep the old one, capturable in a CUDA graph.
+float16 gradients below 2^-24 underflow. The loss is therefore multiplied by a scale before backward, and the gradients
+are divided by the scale before the step. `DynamicLossScale` searches for the largest scale without overflow;
+`ConstantLossScale` keeps the scale constant. A tensor tells both classes whether the step overflowed, and they update
+their state in place. The update needs no host synchronization, never replaces a tensor, and can be captured in a CUDA
+graph.
 
 Reference: Micikevicius et al. 2017, "Mixed precision training", arXiv:1710.03740.
 """
@@ -26,51 +27,61 @@ from ..parallel.mesh.value_checks import anything, dict_of, is_number
 
 MAX_FLOAT32 = torch.finfo(torch.float32).max
 SMALLEST = torch.finfo(torch.float32).tiny
-"""Below it a scale would be 0 one day, or have no inverse in float32."""
-
+"""A smaller scale could reach 0, or its inverse would overflow in float32."""
 
 _COUNTS = ("good_steps", "overflows_left", "growth_interval", "hysteresis")
 
 
 class LossScale(ABC):
-    """What the loss is multiplied by before backward.
+    """Base class of the factors by which the loss is multiplied before backward.
+
+        (loss * loss_scale.scale).backward()
+        optimizer.step()                 # with gradients divided by loss_scale.scale, unless they overflowed
+        loss_scale.update(found_inf)
 
     Attributes:
-        scale: 0-dim float32 tensor; the same object for life, changed in place. Multiply the loss by it, divide the
-            gradients by it, and only then call `update`.
+        scale: 0-dim float32 tensor, changed in place and never replaced. Divide the gradients by it before you call
+            `update`.
     """
 
     scale: Tensor
 
     @abstractmethod
     def update(self, found_inf: Tensor) -> None:
-        """Take in whether this step's gradients overflowed.
+        """Update the scale after a step.
 
         Args:
-            found_inf: 0-dim float32 on the device of ``scale``; anything but 0 is an overflow. Every rank must give
-                the same, or their scales drift apart.
-        Collectives: none. Host reads: none.
+            found_inf: 0-dim float32 tensor on the device of ``scale``; 0 if the gradients were finite, any other value
+                for an overflow. Every rank must pass the same value, otherwise the scales of the ranks diverge.
+        Collectives: none. Host synchronization: none.
         """
 
     @abstractmethod
     def state_dict(self) -> dict[str, float | int]:
-        """The whole state, settings included, as Python numbers. Host reads: one for each tensor of the state."""
+        """Return the full state, including settings, as Python numbers. Host synchronization: one per tensor of the
+        state.
+        """
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned, with the settings it was saved with.
+        """Restore a state that `state_dict` returned, including its settings.
 
+        Args:
+            state: The saved dict.
         Raises:
-            ValueError: It comes from another kind of loss scale, or a value is out of range. Nothing has changed then.
+            ValueError: The state comes from another class of loss scale, or a value is out of range. Nothing is
+                changed.
         """
 
 
 class ConstantLossScale(LossScale):
-    """A scale that stays what it is, overflow or not.
+    """Loss scale that does not change at an overflow.
+
+        loss_scale = ConstantLossScale(1024.0, device="cuda")
 
     Args:
-        value: The scale; > 0, in float32's range.
-        device: Of ``scale``.
+        value: The scale; a number > 0 in the range of float32.
+        device: The device of ``scale``. Default None: torch's default device.
     Raises:
         ValueError: The value is out of range.
     """
@@ -98,29 +109,32 @@ class ConstantLossScale(LossScale):
 
 
 class DynamicLossScale(LossScale):
-    """A scale that grows after a run of good steps and backs off when a step overflows.
+    """Loss scale that grows after a run of good steps and backs off when a step overflows.
 
-        overflow:                                    scale = max(scale * backoff_factor, min_scale)
-        after growth_interval good steps in a row:   scale = min(scale * growth_factor, max_scale)
+            overflow:                                    scale = max(scale * backoff_factor, min_scale)
+            after growth_interval good steps in a row:   scale = min(scale * growth_factor, max_scale)
 
-    An overflow starts the run anew, and so does a growth. A growth that would leave float32's range doesn't happen.
+    The run of good steps restarts after an overflow and after a growth. A growth beyond the range of float32 is
+    omitted.
 
-    With ``hysteresis`` h > 1 the scale backs off only at the h-th overflow. What resets the count is a *whole run* of
-    growth_interval good steps (the moment at which the scale grows) and nothing else: no shorter run, no back-off. So
-    once h is reached every further overflow backs off at once, and a scale that is far too high falls fast. An overflow
-    that only counts still starts the run anew.
+    With ``hysteresis`` h > 1, the scale backs off only at the h-th overflow. Earlier overflows restart the run without
+    a back-off. The overflow count resets only after a full run of growth_interval good steps, when the scale grows. A
+    shorter run or a back-off does not reset the count. Once the count reaches h, every further overflow backs off at
+    once, so a much too high scale falls fast.
 
-    The defaults are those of `torch.amp.GradScaler`, and so is the trace, step by step. apex's dynamic scale is
-    ``max_scale=2.0**24``.
+    With its defaults the class follows `torch.amp.GradScaler` step by step. ``max_scale=2.0**24`` follows apex's
+    dynamic scale.
+
+            loss_scale = DynamicLossScale(init_scale=2.0**12, device="cuda")
 
     Args:
-        init_scale: > 0, within the bounds and float32's range.
-        growth_factor: > 1.
-        backoff_factor: Between 0 and 1, exclusive.
-        growth_interval: Good steps in a row before a growth, >= 1.
-        hysteresis: Overflows before the first back-off, >= 1.
-        min_scale, max_scale: Bounds of the scale; by default those of float32's normal numbers.
-        device: Of the state.
+        init_scale: The first scale; a number > 0, within the bounds and the range of float32. Default: 2^16.
+        growth_factor: Factor of a growth, > 1. Default: 2.0.
+        backoff_factor: Factor of a back-off, between 0 and 1 exclusive. Default: 0.5.
+        growth_interval: Number of good steps in a row before a growth, >= 1. Default: 2000.
+        hysteresis: Number of overflows before the first back-off, >= 1. Default: 1.
+        min_scale, max_scale: Bounds of the scale. Defaults 0.0 and inf: the range of float32's normal numbers.
+        device: The device of the state. Default None: torch's default device.
     Raises:
         ValueError: An argument is out of range.
     """
@@ -159,9 +173,9 @@ class DynamicLossScale(LossScale):
         self.scale.clamp_(max(settings.min_scale, SMALLEST), settings.max_scale)
 
     def _tolerate(self, found_inf: Tensor, before: Tensor) -> None:
-        """Take the back-off of an overflow back that only counts, and count it."""
+        """Count an overflow, and undo its back-off until ``hysteresis`` overflows have been counted."""
         overflow = found_inf != 0
-        self._overflows_left.add_(overflow, alpha=-1)  # below 0 none is left either
+        self._overflows_left.add_(overflow, alpha=-1)  # may fall below 0, which also means that none is left
         torch.where(overflow & (self._overflows_left > 0), before, self.scale, out=self.scale)
         whole_run = (self._good_steps | overflow) == 0
         self._overflows_left.masked_fill_(whole_run, self._settings.hysteresis)
@@ -189,7 +203,7 @@ class DynamicLossScale(LossScale):
         self._overflows_left.fill_(overflows_left)
 
     def __repr__(self) -> str:
-        # Not the scale: a repr in a log line must not read the device.
+        # Without the scale, because a repr in a log line must not synchronize with the device.
         settings = ", ".join(f"{name}={value}" for name, value in asdict(self._settings).items())
         return f"DynamicLossScale({settings})"
 
@@ -215,7 +229,7 @@ class _Settings:
 
 def _check(valid: bool, name: str, value: object, needed: str) -> None:
     if not valid:
-        raise ValueError(f"{name}={value!r:.80} won't do for a loss scale; give {needed}")
+        raise ValueError(f"{name}={value!r:.80} is out of range for a loss scale; give {needed}")
 
 
 def _check_scale(name: str, scale: float, settings: _Settings) -> None:
@@ -227,8 +241,8 @@ def _check_keys(kind: str, state: Mapping[str, Any], needed: set[str]) -> None:
     dict_of(anything)(state, "the state of the loss scale")
     if set(state) != needed:
         raise ValueError(
-            f"{kind} can't continue from a state with {', '.join(sorted(state)) or 'no entries'}; it needs one with "
-            f"{', '.join(sorted(needed))}: load the state into the precision mode that saved it"
+            f"the state for {kind} has {', '.join(sorted(state)) or 'no entries'}, but needs "
+            f"{', '.join(sorted(needed))}; load the state into the precision mode that saved it"
         )
     for name, value in state.items():
         is_count = name in _COUNTS
@@ -236,37 +250,39 @@ def _check_keys(kind: str, state: Mapping[str, Any], needed: set[str]) -> None:
         _check(valid, name, value, "an integer" if is_count else "a number that float32 can hold")
 
 
-# `torch.amp.GradScaler` for parallel models: an overflow on one rank is an overflow on all of them --------------------
+# `torch.amp.GradScaler` for parallel models ---------------------------------------------------------------------------
 
 
 class GradScaler(torch.amp.GradScaler):
-    """A drop-in `torch.amp.GradScaler` whose found_inf is agreed over all axes of a registry.
+    """`torch.amp.GradScaler` that all-reduces found_inf over all axes of a registry. It replaces torch's class in a
+    training loop.
 
-        scaler = GradScaler(registry)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+            scaler = GradScaler(registry)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
 
-    torch's own decides on each rank alone: after an overflow in one shard the other ranks step, their scales drift
-    apart and the model with them. Here all ranks of the world skip, and all scales back off once.
+    torch's scaler decides on each rank separately. After an overflow in one shard the other ranks step, and scales and
+    weights diverge. With this class all ranks of the world skip the step, and all scales back off once.
 
-    Every rank must call `scale`, `unscale_`, `step` and `update` for the same optimizers in the same order; `scale` is
-    for the ranks that have a loss, the others (pipeline stages before the last) may leave it out. A rank whose
-    parameters have no gradients takes part with found_inf = 0, and skips or steps with the others. Several optimizers
-    may share one scaler, as in torch: each skips for its own overflow only, and the scale backs off once for all.
+    Every rank must call `scale`, `unscale_`, `step` and `update` for the same optimizers in the same order. Only ranks
+    that compute a loss need to call `scale`; pipeline stages before the last one may omit it. A rank whose parameters
+    have no gradients contributes found_inf = 0 and skips or steps with the other ranks. Several optimizers may share
+    one scaler, as in torch. Each optimizer skips only for its own overflow, and the scale backs off once for all of
+    them.
+
+    A scaler cannot be pickled while the registry has process groups; save its `state_dict`.
 
     Args:
-        registry: Where this rank is, and the process groups.
-        init_scale, growth_factor, backoff_factor, growth_interval, enabled: As in `torch.amp.GradScaler`.
-        device: Device type of the scale, "cuda" or "cpu"; by default that of the registry's collectives.
-
-    Collectives: one all-reduce (MAX, one number, over the world) for each optimizer and step, where its gradients are
-    checked: in `unscale_`, or else in `step`. With one rank or ``enabled=False`` none.
-    Host reads: none by optimizers that skip on the device (torch's ``fused=True``). For others torch reads found_inf in
-    `step`, once. `get_scale` and `state_dict` read the scale. If ``device`` isn't the collectives' device, so does the
-    agreement.
-
-    Not picklable while the registry has groups: keep its `state_dict`.
+        registry: The process groups and this rank's coordinate.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: As in `torch.amp.GradScaler`. Defaults:
+            2^16, 2.0, 0.5, 2000, True.
+        device: Device type of the scale, "cuda" or "cpu". Default None: the device type of the registry's collectives.
+    Collectives: one all-reduce (MAX, one number, over the world) per optimizer and step, in `unscale_`, or in `step` if
+    `unscale_` was not called. None with one rank or ``enabled=False``.
+    Host synchronization: none for optimizers that skip on the device (torch's ``fused=True``). For other optimizers
+    torch reads found_inf once in `step`. `get_scale` and `state_dict` read the scale. The all-reduce synchronizes if
+    ``device`` is not the device of the collectives.
     """
 
     def __init__(
@@ -290,12 +306,19 @@ class GradScaler(torch.amp.GradScaler):
         self._registry = registry
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """As torch's; a `meshstep.optim.ParallelOptimizer` unscales and skips itself, on the device.
+        """Step the optimizer as torch's scaler does. A `meshstep.optim.ParallelOptimizer` unscales and skips on the
+        device.
 
-        Meanwhile the optimizer has an attribute ``overflow_is_agreed``, which tells its step that this is not torch's.
+        During the call the optimizer has the attribute ``overflow_is_agreed``, which distinguishes this scaler from torch's.
 
+        Args:
+            optimizer: The optimizer, or a `meshstep.optim.ParallelOptimizer`.
+            args, kwargs: Passed to ``optimizer.step``.
+        Returns:
+            The return value of ``optimizer.step``; None if torch's scaler skipped it.
         Raises:
-            RuntimeError: It steps other tensors than the model's, or has a loss scale of its own.
+            RuntimeError: The `meshstep.optim.ParallelOptimizer` steps tensors that are not the model's parameters, or
+                has its own loss scale.
         """
         stepped: Any = optimizer
         stepped.overflow_is_agreed = True  # next to torch's own `found_inf` and `grad_scale`
@@ -305,7 +328,7 @@ class GradScaler(torch.amp.GradScaler):
             del stepped.overflow_is_agreed
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        # torch makes the scale when `scale` is first called, which only a rank with a loss does.
+        # torch creates the scale in the first call of `scale`, which ranks without a loss don't make.
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
         return super()._check_scale_growth_tracker(funcname)
@@ -313,15 +336,15 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        # Both ways to a found_inf end here: `unscale_`, and the check that `step` makes for a fused optimizer, which
-        # skips `unscale_`. (torch's ShardedGradScaler synchronises in the first alone.)
+        # Both computations of found_inf call this method: `unscale_`, and the check in `step` for a fused optimizer,
+        # which skips `unscale_`. torch's ShardedGradScaler synchronizes only in `unscale_`.
         per_device = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         for local in per_device.values():
             found_inf = torch.maximum(found_inf, local.to(found_inf.device, non_blocking=True))
         return {found_inf.device: self._agreed(found_inf)}
 
     def _agreed(self, found_inf: Tensor) -> Tensor:
-        """The maximum over the world of a 0-dim tensor that is never NaN (which MAX may lose)."""
+        """Return the maximum of a 0-dim tensor over the world. The tensor is never NaN, which MAX may lose."""
         if self._registry.topology.world_size == 1:
             return found_inf
         agreed = found_inf.to(self._registry.device)

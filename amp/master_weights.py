@@ -1,8 +1,8 @@
-"""Float32 master weights and main grads for the half-precision parameters of an optimizer.
+"""Float32 master weights and main gradients for the half-precision parameters of an optimizer.
 
-An update smaller than half a unit in the last place is lost in a half-precision weight (bfloat16 has 8 significant
-bits: 1 + 0.003 is 1), and so is a small micro-batch gradient that is added to a large one. So the optimizer steps a
-float32 copy, the *master*, and gradients add up in float32, the *main grad*.
+A half-precision weight loses updates below half a unit in the last place: bfloat16 has 8 significant bits, so 1 + 0.003
+is 1. Likewise a sum of gradients loses small micro-batch gradients. The optimizer therefore updates a float32 copy of
+the weight, the *master*, and gradients accumulate in float32, in the *main gradient*.
 
 Reference: Micikevicius et al. 2017, "Mixed precision training", arXiv:1710.03740.
 """
@@ -24,51 +24,53 @@ _COLLECTED = "_meshstep_collected"
 
 
 class MasterWeights:
-    """Puts float32 masters in the place of an optimizer's half-precision parameters.
+    """Float32 masters that replace half-precision parameters in an optimizer's param groups.
 
-        masters = MasterWeights(optimizer)      # the optimizer's param groups now hold the masters
-        loss.backward()                         # adds up in float32
-        masters.collect()                       # master.grad is the model parameter's main grad
-        masters.step(optimizer.step)            # steps the masters, rounds them back into the model
-        masters.zero_grad()
+            masters = MasterWeights(optimizer)      # the optimizer's param groups now hold the masters
+            loss.backward()                         # gradients accumulate in float32
+            masters.collect()                       # master.grad is the model parameter's main gradient
+            masters.step(optimizer.step)            # steps the masters, rounds them into the model
+            masters.zero_grad()
 
-    A master stands at its parameter's position in the param groups (``param_names`` stay right), has its annotation,
-    and takes over its optimizer state, in float32. Parameters of other dtypes stay as they are, so a mixed model (batch
-    norm in float32) works; a parameter that the model uses twice has one master. Frozen half-precision parameters get
-    none, and cost nothing; call `refresh` after some have been unfrozen.
+    A master takes its parameter's position in the param groups, so ``param_names`` stay correct. It gets the
+    parameter's annotation and optimizer state, in float32. Parameters of other dtypes are unchanged, so mixed models
+    work, for example with batch norm in float32. A parameter that the model uses twice has one master. Frozen
+    half-precision parameters get no master and no memory; call `refresh` after you unfreeze some.
 
-    Memory for each half-precision parameter element: 4 bytes of master, and 4 of gradient instead of 2.
+    Memory per element of a half-precision parameter: 4 bytes for the master, and 4 bytes instead of 2 for the gradient.
 
     Args:
-        optimizer: Any torch optimizer; it may have stepped already. Its param groups and state are changed in place; add
-            param groups through `add_param_group` here.
-        main_grads: Let backward itself add up in float32 (`Tensor.grad_dtype`). False where something else reduces the
-            gradients in the parameters' dtype, as `DistributedDataParallel` must ("Expected BFloat16, got Float"):
-            `collect` casts them then, and accumulation over micro-batches rounds to half precision.
-        cast: False: without ``main_grads`` masters get the half-precision gradients as they are, for an update that reads
-            them so; who writes to them casts first.
+        optimizer: Any torch optimizer; it may already have stepped. Its param groups and state are changed in place.
+            Add param groups with `MasterWeights.add_param_group`.
+        main_grads: If True, backward accumulates in float32 (`Tensor.grad_dtype`). Pass False if other code reduces the
+            gradients in the parameters' dtype, as `DistributedDataParallel` does ("Expected BFloat16, got Float").
+            `collect` then casts the gradients, and accumulation over micro-batches rounds to half precision. Default:
+            True.
+        cast: If False, and ``main_grads`` is False, masters get the half-precision gradients without a cast, for an
+            update that reads half precision. Code that writes to these gradients must cast them first. Default: True.
 
     Attributes:
-        pairs: (model parameter, master), in the order in which the masters were made.
-        param_of: The model parameter of each master.
-    Collectives: none, in any method. Host reads: none, except to make an error sure.
+        pairs: List of (model parameter, master), in the order in which the masters were created.
+        param_of: Dict from each master to its model parameter.
+    Collectives: none, in any method.
+    Host synchronization: none, except to confirm an error; `find_overwritten` synchronizes.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, main_grads: bool = True, cast: bool = True) -> None:
         self.optimizer, self.main_grads, self.cast = optimizer, main_grads, cast
         self.pairs: list[tuple[Tensor, nn.Parameter]] = []
         self._frozen: list[Tensor] = []
-        self._versions: dict[Tensor, int] = {}  # of the parameters and masters, after the last step
+        self._versions: dict[Tensor, int] = {}  # of parameters and masters, after the last step
         self._addresses: list[int] = []  # of the parameters in `pairs`
-        self.param_of: dict[Tensor, Tensor] = {}  # of each master
+        self.param_of: dict[Tensor, Tensor] = {}
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> int:
-        """Make masters for those half-precision parameters in the param groups that require gradients and have none.
+        """Create masters for half-precision parameters in the param groups that require gradients and have no master.
 
         Returns:
-            How many were made. Whoever keeps a list of the optimizer's parameters must then make it anew.
+            The number of new masters. If it is not 0, rebuild every list of the optimizer's parameters that you keep.
         """
         made: dict[Tensor, nn.Parameter] = {}
         for group in self.optimizer.param_groups:
@@ -82,7 +84,7 @@ class MasterWeights:
         self._frozen = [param for param in params if is_half(param)]
         self.param_of |= {master: param for param, master in made.items()}
         self._addresses += [param.data_ptr() for param in made]
-        self._note_versions(made.items())
+        self._record_versions(made.items())
         return len(made)
 
     def _make_master(self, param: Tensor) -> nn.Parameter:
@@ -97,14 +99,16 @@ class MasterWeights:
         if self.main_grads:
             use_main_grad_(param)
         elif not self.cast:
-            master.grad_dtype = None  # any
+            master.grad_dtype = None  # accepts any dtype
         return master
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group to the optimizer, and masters for its half-precision parameters.
+        """Add a param group to the optimizer, and create masters for its half-precision parameters.
 
+        Args:
+            param_group: As in ``torch.optim.Optimizer.add_param_group``.
         Raises:
-            ValueError: A parameter is in the optimizer already; nothing is changed.
+            ValueError: A parameter is already in the optimizer; nothing is changed.
         """
         self.optimizer.add_param_group(param_group)
         known = {id(param) for param, _ in self.pairs}
@@ -112,7 +116,7 @@ class MasterWeights:
         if twice is not None:
             del self.optimizer.param_groups[-1]
             raise ValueError(
-                f"{label_of(twice)} has a master in this optimizer already; a parameter belongs to one group"
+                f"{label_of(twice)} already has a master in this optimizer; leave it out of the new param group"
             )
         self.refresh()
 
@@ -120,27 +124,28 @@ class MasterWeights:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Give every master the main grad of its parameter: the same tensor, not a copy (cast without ``main_grads``).
+        """Set ``master.grad`` to the parameter's main gradient: the same tensor, or a float32 copy without
+        ``main_grads``.
 
-        Where the parameter has none, a gradient that was given to the master itself stays.
+        If the parameter has no gradient, a gradient that was assigned to the master directly stays.
 
         Raises:
-            RuntimeError: The model's weights were changed since the last step, which would be undone by the next; or
-                gradients were cleared by the optimizer's ``zero_grad``, so that old ones are still in the sum; or a
-                frozen parameter without master has a gradient. Nothing is changed.
+            RuntimeError: One of three mistakes. The model's weights changed since the last step, and the next step
+                would undo the change. Gradients were cleared by the optimizer's ``zero_grad``, so the sum still
+                contains old gradients. A frozen parameter without master has a gradient. Nothing is changed.
         """
         self._check_weights()
         for param in self._frozen:
             if param.grad is not None:
                 raise RuntimeError(
-                    f"{label_of(param)} was frozen when the masters were made and has a gradient now; call refresh() "
+                    f"{label_of(param)} has a gradient, but was frozen when the masters were created; call refresh() "
                     "after unfreezing"
                 )
         for param, master in self.pairs:
             if master.grad is None and hasattr(param.grad, _COLLECTED):
                 raise RuntimeError(
-                    f"the gradient of {label_of(param)} still holds that of an earlier step: the optimizer's zero_grad() "
-                    "clears the masters' gradients only; call MasterWeights.zero_grad() instead"
+                    f"the gradient of {label_of(param)} still contains the gradient of an earlier step, because the "
+                    "optimizer's zero_grad() clears only the masters' gradients; call MasterWeights.zero_grad() instead"
                 )
         gradients = {param: param.grad for param, _ in self.pairs if param.grad is not None}
         cast: dict[Tensor, Tensor] = {}
@@ -154,46 +159,54 @@ class MasterWeights:
                 value = cast.get(param, grad)
                 master.grad = value.float() if self.cast else value
                 setattr(master.grad, _COLLECTED, True)
-            elif hasattr(master.grad, _COLLECTED):  # else somebody gave the master itself one
+            elif hasattr(master.grad, _COLLECTED):  # keeps a gradient that was assigned to the master directly
                 master.grad = None
 
     def step(self, update: Callable[[], object]) -> None:
-        """Call ``update``, which steps the optimizer or skips, and then `publish`."""
+        """Call ``update``, then `publish`.
+
+        Args:
+            update: Steps the optimizer or skips the step; takes no arguments.
+        """
         update()
         self.publish()
 
     def held(self) -> list[tuple[Tensor, Tensor]]:
-        """The pairs of those masters that are in the param groups now: someone may step a part of them at a time."""
+        """Return the pairs whose masters are currently in the param groups, which may be restricted to a bucket."""
         params = (param for group in self.optimizer.param_groups for param in group["params"])
         return [(self.param_of[param], param) for param in params if param in self.param_of]
 
     @torch.no_grad()
     def publish(self, written: Sequence[Tensor] = ()) -> None:
-        """Round the masters that are in the param groups into the model's parameters: one multi-tensor copy.
+        """Round the masters in the param groups into the model's parameters, with one multi-tensor copy.
 
-        Nothing changes where a master hasn't, so a skipped step needs no exception from it.
+        Call it after skipped steps too: an unchanged master leaves its parameter unchanged.
 
         Args:
-            written: Parameters into which they have been rounded already.
+            written: Model parameters that already contain their rounded masters. Default: none.
         """
         held, done = self.held(), {id(param) for param in written}
         late = [pair for pair in held if id(pair[0]) not in done] if done else held
         if late:
             params, masters = zip(*late, strict=True)
             copy_each_(params, masters)
-        self._note_versions(held)
+        self._record_versions(held)
 
     @torch.no_grad()
     def reload_from_model(self) -> None:
-        """Set the masters to the model's weights, after those were loaded or changed."""
+        """Set the masters to the model's weights. Call it after you load or change the weights."""
         if self.pairs:
             params, masters = zip(*self.pairs, strict=True)
             copy_each_(masters, params)
-        self._note_versions(self.pairs)
+        self._record_versions(self.pairs)
         self._addresses = [param.data_ptr() for param, _ in self.pairs]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the optimizer's parameters, the masters and the model parameters they stand for."""
+        """Clear the gradients of the optimizer's parameters, the masters and their model parameters.
+
+        Args:
+            set_to_none: If True, set the gradients to None; if False, fill them with zeros. Default: True.
+        """
         self.optimizer.zero_grad(set_to_none)
         for param, _ in self.pairs:
             if set_to_none:
@@ -201,15 +214,18 @@ class MasterWeights:
             elif param.grad is not None:
                 param.grad.zero_()
 
-    def _note_versions(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def _record_versions(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         self._versions |= {tensor: tensor._version for pair in pairs for tensor in pair}
 
     @torch.no_grad()
     def find_overwritten(self) -> Tensor | None:
-        """Return the first parameter that does not have its master's value, as after a write through ``.data``.
+        """Return the first parameter that differs from its rounded master, as after a write through ``.data``; None if
+        there is none.
 
-        Masters that were written to after the last step are left out: the next step brings them into the model. Host
-        synchronization: one per master.
+        The method ignores masters that were written after the last step, because the next step copies them into the
+        model.
+
+        Host synchronization: one per master.
         """
         for param, master in self.held():
             if master._version == self._versions[master] and not has_equal_values(param, master):
@@ -217,9 +233,9 @@ class MasterWeights:
         return None
 
     def _check_weights(self) -> None:
-        """Find weights that were written since the last step: a checkpoint that was loaded into the model, say.
+        """Raise RuntimeError if a weight was written since the last step, for example by loading a checkpoint.
 
-        Writes through ``.data`` are not seen, except where they give the parameter other memory; see `find_overwritten`.
+        A write through ``.data`` is detected only if it changes the parameter's memory address; see `find_overwritten`.
         """
         addresses = [param.data_ptr() for param, _ in self.pairs]
         moved = addresses != self._addresses
@@ -227,103 +243,111 @@ class MasterWeights:
             if param._version != self._versions[param] or (moved and addresses[index] != self._addresses[index]):
                 if not torch.equal(param, master.to(param.dtype)):
                     raise RuntimeError(
-                        f"{label_of(param)} was changed since the last step, and the next would put the master's old "
-                        "weights back: call reload_from_model() after loading or changing the model's weights"
+                        f"{label_of(param)} was changed since the last step, and the next step would restore the master's "
+                        "old weights; call reload_from_model() after loading or changing the model's weights"
                     )
-                self._versions[param] = param._version  # the same values were put back
+                self._versions[param] = param._version  # written with equal values
         self._addresses = addresses
 
     # Saving ----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """``{"masters": {position: float32 tensor}}``, the position being that in the optimizer's own state dict."""
-        return {"masters": {position: master.detach() for position, master in self._by_position().items()}}
+        """Return ``{"masters": {position: float32 tensor}}``, with positions as in the optimizer's own state dict."""
+        return {"masters": {position: master.detach() for position, master in self._masters_by_position().items()}}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the masters bit for bit, and round them into the model's parameters.
+        """Restore the masters bitwise, and round them into the model's parameters.
 
-        A state that was saved without masters (by a mode that has none) is an error. To go on from one, load the
-        model's weights and call `reload_from_model`: the masters are then the float32 values of those.
+        A state without masters, saved by a mode that has none, is an error. To continue from such a state, load the
+        model's weights and call `reload_from_model`. The masters are then the float32 values of the weights.
 
+        Args:
+            state: A dict with the entry of `state_dict`.
         Raises:
-            ValueError: There are no masters in it, or they don't fit in number or shape; nothing is changed.
+            ValueError: The state has no masters, or their number or shapes differ; nothing is changed.
         """
-        masters = self._by_position()
+        masters = self._masters_by_position()
         saved = check_saved(state, masters)
         for position, master in masters.items():
             master.copy_(saved[position])
         self.publish()
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError where `load_state_dict` would."""
-        check_saved(state, self._by_position())
+        """Raise the ValueError that `load_state_dict` would raise, without changing anything."""
+        check_saved(state, self._masters_by_position())
 
-    def _by_position(self) -> dict[int, nn.Parameter]:
+    def _masters_by_position(self) -> dict[int, nn.Parameter]:
         ids = {id(master): master for _, master in self.pairs}
         params = (param for group in self.optimizer.param_groups for param in group["params"])
         return {position: ids[id(param)] for position, param in enumerate(params) if id(param) in ids}
 
 
 def check_saved(state: Mapping[str, Any], masters: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
-    """The masters in a saved state. Raises ValueError where there are none, or where they don't fit in number or shape.
+    """Return the masters in a saved state.
 
     Args:
-        masters: What they are loaded into, by position.
+        state: The saved dict.
+        masters: The masters of this optimizer by position, into which the state is to be loaded.
+    Raises:
+        ValueError: The state has no masters, or their number or shapes differ from ``masters``.
     """
     saved: Mapping[int, Tensor] | None = state.get("masters")
     if saved is not None and not isinstance(saved, Mapping):
         raise wrong("masters", saved, "a dict")
     if saved is None:
         raise ValueError(
-            "the state has no master weights: it was saved in a mode without. Load it there, or load the model's "
-            "weights, call reload_from_model() and load only the optimizer's own state"
+            "the state has no master weights, because a mode without masters saved it; load it in that mode, or load the "
+            "model's weights, call reload_from_model() and load only the optimizer's own state"
         )
     if saved.keys() != masters.keys():
         raise ValueError(
-            f"the state has {len(saved)} masters, at positions {_some(saved)}, but the optimizer has "
-            f"{len(masters)}, at {_some(masters)}; build the same param groups in the "
-            "same precision mode as when it was saved"
+            f"the state has {len(saved)} masters, at positions {_shorten(saved)}, but the optimizer has {len(masters)} "
+            f"masters, at positions {_shorten(masters)}; build the param groups and the precision mode of the saved state"
         )
     for position, master in masters.items():
         if not isinstance(saved[position], Tensor) or not saved[position].is_floating_point():
             raise wrong(f"master {position}", saved[position], "a tensor of floats")
         if saved[position].shape != master.shape:
             raise ValueError(
-                f"the saved master {position} has shape {tuple(saved[position].shape)}, but {label_of(master)} has "
-                f"{tuple(master.shape)}; a state fits only the topology and rank that saved it"
+                f"the saved master {position} has shape {tuple(saved[position].shape)}, but {label_of(master)} has shape "
+                f"{tuple(master.shape)}; load the state on the topology and rank that saved it"
             )
     return saved
 
 
 def use_main_grad_(param: Tensor) -> None:
-    """Let backward add up the gradients of ``param`` in float32 from now on, starting from the one that is there."""
+    """Make backward accumulate gradients of ``param`` in float32; an existing gradient is cast."""
     grad, param.grad = param.grad, None
     param.grad_dtype = torch.float32
     param.grad = None if grad is None else grad.float()
 
 
 def label_of(param: Tensor) -> str:
+    """Return the parameter's name for messages, or its shape if it has no name."""
     annotation = annotation_of(param)
     return (annotation.name if annotation else None) or f"a parameter of shape {tuple(param.shape)}"
 
 
-def _some(positions: Mapping[int, object]) -> str:
+def _shorten(positions: Mapping[int, object]) -> str:
     shown = ", ".join(map(str, list(positions)[:5]))
     return shown + (", ..." if len(positions) > 5 else "") or "none"
 
 
-# What of an optimizer's state belongs to the elements of a parameter, and what is one number of all of it -------------
+# Optimizer states: tensors with one value per element, and numbers that all elements share ----------------------------
 
-SCALAR_STATE = ("step", "mu", "mu_product", "eta")  # one number a parameter in torch's optimizers, whatever its shape
+SCALAR_STATE = ("step", "mu", "mu_product", "eta")  # states of torch's optimizers with one number per parameter
 
 
 def is_half_kept(key: str, value: Any, param: Tensor) -> bool:
-    """Whether a state may be kept in half precision between steps: not a number that all elements share, of which a
-    rounded value would be wrong for all of them alike.
+    """Return True if an optimizer state may be stored in half precision between steps.
+
+    A number that all elements share must not be rounded, because the rounding error would affect all of them equally.
 
     Args:
-        param: Whose state ``value`` is, under ``key``.
+        key: The state's key.
+        value: The state.
+        param: The parameter that the state belongs to.
     """
     if not isinstance(value, Tensor) or not value.is_floating_point() or key in SCALAR_STATE:
         return False
@@ -331,19 +355,28 @@ def is_half_kept(key: str, value: Any, param: Tensor) -> bool:
 
 
 def load_shared_numbers_exactly(optimizer: torch.optim.Optimizer) -> None:
-    """Let ``optimizer.load_state_dict`` leave those numbers in their dtype; torch casts all but ``"step"``."""
+    """Make ``optimizer.load_state_dict`` keep the dtype of `SCALAR_STATE` entries. torch casts all of them except
+    ``"step"``.
+    """
     _load_uncast(optimizer, lambda key, value, param: key in SCALAR_STATE)
 
 
 def load_states_exactly(optimizer: torch.optim.Optimizer, params: Container[Tensor]) -> None:
-    """Let ``optimizer.load_state_dict`` give ``params``, which are in half precision, their states in the dtype
-    that they were saved in, and the shared numbers of all parameters too; torch casts all but ``"step"``."""
+    """Make ``optimizer.load_state_dict`` keep the saved dtypes of states, which torch casts except for ``"step"``.
+
+    Args:
+        optimizer: The optimizer that gets the hooks.
+        params: Half-precision parameters that keep the dtypes of all their states. For other parameters, only
+            `SCALAR_STATE` entries keep their dtypes.
+    """
     _load_uncast(optimizer, lambda key, _, param: key in SCALAR_STATE or param in params)
 
 
 def _load_uncast(optimizer: torch.optim.Optimizer, wanted: Callable[[str, Tensor, Tensor], bool]) -> None:
-    """Put values in the place of those that torch has cast, where they are ``wanted`` (key, saved value, parameter); half
-    precision becomes float32."""
+    """Replace states that torch has cast by the saved values, where ``wanted(key, saved value, parameter)`` is true.
+
+    Half-precision values become float32.
+    """
     given: dict[int, dict[str, Tensor]] = {}
 
     def note(_: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:

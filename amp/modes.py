@@ -1,4 +1,4 @@
-"""The precision modes, but apex's (`meshstep.amp.apex`) and the one in 8 bits (`meshstep.amp.fp8`).
+"""Precision modes except `ApexFp16` (`meshstep.amp.apex`) and `Fp8` (`meshstep.amp.fp8`).
 
 name          params    forward                          masters  loss scale                      batch norm
 "fp32"        float32   float32                          none     none                            float32
@@ -28,7 +28,10 @@ from .precision import Criterion, Precision, register_mode
 @register_mode
 @dataclass(frozen=True)
 class Fp32(Precision):
-    """Full precision; of a model that was built in half precision, parameters, buffers and inputs become float32."""
+    """Full precision: half-precision parameters, buffers and inputs become float32.
+
+    model = Fp32().prepare(model)
+    """
 
     name: ClassVar[str] = "fp32"
 
@@ -40,15 +43,19 @@ class Fp32(Precision):
 @register_mode
 @dataclass(frozen=True)
 class TorchFp16(Precision):
-    """torch's AMP: float32 parameters, model and criterion under autocast to float16, `GradScaler`'s loss scale.
+    """torch's automatic mixed precision: float32 parameters, autocast to float16, and the loss scale of `GradScaler`.
 
-    The parameters of a model that was built in half precision become float32. The first step or two are usually skipped,
-    until the scale is no longer too large.
+    The model and the criterion run under autocast. Half-precision parameters become float32. The first one or two steps
+    are usually skipped, until the loss scale is low enough.
+
+        mode = TorchFp16(init_scale=2.0**12)
+        model, criterion = mode.prepare(model), mode.prepare_criterion(criterion)
 
     Args:
-        init_scale, growth_factor, backoff_factor, growth_interval: As for `DynamicLossScale`.
+        init_scale, growth_factor, backoff_factor, growth_interval: Arguments of `DynamicLossScale`. Defaults: 2^16,
+            2.0, 0.5, 2000.
     Raises:
-        ValueError: One of them is out of range.
+        ValueError: An argument is out of range.
     """
 
     init_scale: float = 2.0**16
@@ -76,21 +83,28 @@ class TorchFp16(Precision):
 @register_mode
 @dataclass(frozen=True)
 class Bf16(Precision):
-    """bfloat16 throughout: parameters, buffers, inputs, outputs. No loss scale: the range is float32's.
+    """bfloat16 parameters, buffers, inputs and outputs, without a loss scale. bfloat16 has the exponent range of
+    float32.
 
-    The criterion gets its floating-point arguments in float32; a loss of 8 significant bits would say little.
+    The criterion gets its floating-point arguments in float32, because 8 significant bits are too few for a loss.
+
+        model = Bf16(split_masters=True).prepare(model)
 
     Args:
-        stochastic_rounding: No float32 masters and main grads; see `StochasticRounding` for what it saves and costs.
-        main_grads: Gradients add up in float32. False: they stay bfloat16 until the step reads them, which saves 2 bytes an
-            element and a pass over memory in backward; for windows of one micro-batch. It is the same to the bit, but where
-            the model uses a weight more than once: those sums are then rounded to bfloat16, as torch's are.
-        split_masters: Keep each float32 master as the weight and a 16-bit remainder, 2 bytes an element instead of 4, with
-            AdamW's states and the weight 12 instead of 14. The masters are the same to the bit; the weights are rounded to
-            nearest too, but ties go away from zero (of one master in 2^17), where they else go to even. See
-            `meshstep.amp.split_masters`. Not with ``Replayable`` and `DistributedDataParallel`.
+        stochastic_rounding: If True, the optimizer uses `StochasticRounding` instead of float32 masters and main
+            gradients. Default: False.
+        main_grads: If True, gradients accumulate in float32. If False, gradients stay bfloat16 until the step reads
+            them. This saves 2 bytes per element and a pass over memory in backward, for windows of a single
+            micro-batch. The results are bitwise identical, unless the model uses a weight more than once. Gradient sums
+            of such weights are rounded to bfloat16, as in torch. Default: True.
+        split_masters: If True, each float32 master is stored as the weight and a 16-bit remainder, with 2 bytes per
+            element instead of 4. With AdamW, weight, remainder and states take 12 bytes per element instead of 14. The
+            masters are bitwise identical. The weights are still rounded to nearest, but ties round away from zero
+            instead of to even, for one master in 2^17. See `meshstep.amp.split_masters`. Not supported with
+            ``Replayable`` and `DistributedDataParallel`. Default: False.
     Raises:
-        ValueError: split_masters with stochastic_rounding, which has no masters, or with main_grads=False.
+        ValueError: ``split_masters`` is combined with ``stochastic_rounding``, which has no masters, or with
+            ``main_grads=False``.
     """
 
     stochastic_rounding: bool = False
@@ -102,13 +116,12 @@ class Bf16(Precision):
     def __post_init__(self) -> None:
         if self.split_masters and self.stochastic_rounding:
             raise ValueError(
-                "Bf16(stochastic_rounding=True) has no masters to split: leave split_masters out (8 bytes an element with "
-                "AdamW, weights rounded at random), or stochastic_rounding (12 bytes, exact)"
+                "Bf16(stochastic_rounding=True, split_masters=True): stochastic rounding has no masters to split; leave "
+                "out split_masters (8 bytes per element with AdamW) or stochastic_rounding (12 bytes per element, exact)"
             )
         if self.split_masters and not self.main_grads:
             raise ValueError(
-                "Bf16(split_masters=True, main_grads=False): split masters are stepped from float32 gradients; leave "
-                "main_grads out"
+                "Bf16(split_masters=True, main_grads=False): split masters need float32 gradients; leave main_grads out"
             )
 
     @property
@@ -134,15 +147,18 @@ class Bf16(Precision):
 @register_mode
 @dataclass(frozen=True)
 class NaiveFp16(Precision):
-    """Everything float16, inputs cast to it, outputs to float32; float32 masters and a loss scale.
+    """float16 parameters and inputs, float32 outputs, float32 masters and a dynamic loss scale.
+
+        model = NaiveFp16(keep_batchnorm_fp32=True).prepare(model)
 
     Args:
-        keep_batchnorm_fp32: Leave batch norm, parameters and running statistics, in float32.
-        init_scale, growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale: As for
-            `DynamicLossScale`.
-        main_grads: As for `Bf16`.
+        keep_batchnorm_fp32: If True, the parameters and running statistics of batch norm become float32. Default:
+            False.
+        init_scale, growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale: Arguments of
+            `DynamicLossScale`. Defaults: 2^16, 2.0, 0.5, 1000, 2, 0.0, inf.
+        main_grads: As in `Bf16`.
     Raises:
-        ValueError: One of them is out of range.
+        ValueError: An argument is out of range.
     """
 
     keep_batchnorm_fp32: bool = False

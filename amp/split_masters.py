@@ -1,21 +1,24 @@
-"""A float32 master as the bfloat16 weight and a 16-bit remainder: 4 bytes for both, and all bits of the master.
+"""A float32 master stored as the bfloat16 weight and a 16-bit remainder: 4 bytes for both, with all bits of the master.
 
-The weight is the nearest bfloat16, so the master is at most half a unit of it away, and that distance is the remainder:
+The weight is the nearest bfloat16, so the master differs from it by at most half a unit in the last place. The
+remainder is this difference:
 
     master bits = weight bits x 2^16 + remainder,   remainder in [-2^15, 2^15)
 
-Of the two ends that holds one. Rounded to even, as everywhere else, an even weight would stand for both of its ties, 2^16 +
-1 masters, which 16 bits can't tell apart; so here ties go away from zero. Nothing else is rounded in another way: what is
-above the largest bfloat16 becomes infinity, and denormals are numbers like others.
+The interval contains only its lower end. With rounding to even, an even weight would represent both of its ties. These
+are 2^16 + 1 masters, more than 16 bits distinguish, so ties round away from zero here. All other values round as usual:
+values above the largest bfloat16 become infinity, and denormals are ordinary numbers.
 
-NaN. Taken as numbers, the bits of some NaNs would round to infinity or run over into -0. `split` moves them down by half
-a unit (`_code`), so that the weight of every NaN is a NaN. The 131,070 signalling NaNs whose upper half is 0x7f80 or
-0xff80 have no room below; they become quiet first, as any arithmetic would make them. All other masters come back bitwise.
+NaN. Interpreted as integers, the bits of some NaNs would round to infinity or overflow into -0. `split` lowers the bits
+of a NaN by half a unit (`_code`), so the weight of every NaN is a NaN. The 131,070 signalling NaNs whose upper half is
+0x7f80 or 0xff80 would leave the range of NaNs. `split` makes these quiet first, as any arithmetic would. All other
+masters are restored bitwise.
 
-Written weights. The model's code may write a weight without its remainder, which then belongs to an older weight. `join`
-accepts any pair: the master it returns always rounds to the weight. Only two kinds of pairs are never made by `split`: a
-zero with a negative remainder and an infinity with a positive one. Their sums would be the bits of NaNs, so `join` ignores
-the remainder there. An infinity with a negative remainder is a finite master above the largest bfloat16.
+Written weights. The model's code may write a weight without its remainder, which then belongs to an older weight.
+`join` accepts any pair: the master it returns always rounds to the weight. `split` never produces two kinds of pairs: a
+zero with a negative remainder, and an infinity with a positive one. Their sums would be the bits of NaNs, so `join`
+ignores the remainder of such pairs. An infinity with a negative remainder is a finite master above the largest
+bfloat16.
 """
 
 from __future__ import annotations
@@ -23,18 +26,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_SIZE = 0x7FFFFFFF  # all but the sign
+_SIZE = 0x7FFFFFFF  # all bits except the sign
 _INFINITY = 0x7F800000
 _QUIET = 0x400000
 _HALF = 2**15  # half a unit of the weight
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the bfloat16 weight, to nearest, ties away from zero, and the int16 remainder of a float32 master.
+    """Return the bfloat16 weight and the int16 remainder of a float32 master. Ties round away from zero.
 
     Args:
-        master: Of any shape and strides, which both get. Any bits.
-    Collectives, host synchronization: none. Temporary memory: 12 bytes per element.
+        master: float32 tensor of any shape, strides and bits. Weight and remainder have the same shape and strides.
+    Collectives: none. Host synchronization: none. Temporary memory: 12 bytes per element.
     """
     code = _code(master.view(torch.int32))
     remainder = code.to(torch.int16)  # the lower half
@@ -42,12 +45,14 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
-    """Return the float32 master that `split` took apart, bitwise; of any other pair a master that rounds to ``weight``.
+    """Return the float32 master of a weight and its remainder, bitwise as given to `split`.
+
+    For a pair that `split` did not produce, the result is a master that rounds to ``weight``.
 
     Args:
-        weight: bfloat16, any shape and strides. Any bits, also if written after `split`.
-        remainder: int16, the same shape.
-    Collectives, host synchronization: none. Temporary memory: 12 bytes per element.
+        weight: bfloat16 tensor of any shape, strides and bits; it may have been written after `split`.
+        remainder: int16 tensor of the same shape.
+    Collectives: none. Host synchronization: none. Temporary memory: 12 bytes per element.
     """
     bits = weight.view(torch.int16)
     size = bits & 0x7FFF
@@ -58,8 +63,8 @@ def join(weight: Tensor, remainder: Tensor) -> Tensor:
 
 
 def _code(bits: Tensor) -> Tensor:
-    """Return a new tensor: the bits of numbers unchanged, those of NaNs where rounding leaves them NaN."""
+    """Return the bits as a new tensor, with the bits of NaNs changed such that a NaN rounds to a NaN."""
     size = bits & _SIZE
-    nan = (size > _INFINITY).to(torch.int32)  # (int32 masks: bool masks are slow on a CPU)
+    nan = (size > _INFINITY).to(torch.int32)  # int32, because bool masks are slow on a CPU
     without_room = (size < _INFINITY + 2 * _HALF).to(torch.int32).mul_(nan)
     return (bits | without_room.mul_(_QUIET)).sub_(nan.mul_(_HALF))

@@ -1,7 +1,7 @@
-"""Step bfloat16 parameters without masters: in float32 for the moment of the step, then rounded stochastically.
+"""Optimizer steps for bfloat16 parameters without masters: computed in float32, then rounded stochastically.
 
-To round to nearest loses every update below half a unit in the last place, and training stalls. To round up with a
-probability equal to the remainder is right on average: such updates happen, only now and then.
+Rounding to nearest loses every update below half a unit in the last place, and training stalls. Stochastic rounding
+rounds up with a probability equal to the remainder. Its mean is exact: small updates take effect in some of the steps.
 
 Reference: Gupta et al. 2015, "Deep learning with limited numerical precision", arXiv:1502.02551.
 """
@@ -25,50 +25,59 @@ from .by_bucket import Bucket, step_by_bucket
 from .casting import copy_each_, float32_of
 from .master_weights import is_half_kept, load_shared_numbers_exactly
 
-# Float32 rounded to bfloat16 at random, one tensor or many at once ----------------------------------------------------
+# Stochastic rounding of tensors ---------------------------------------------------------------------------------------
 
-CACHED = 2**16  # elements that a CPU rounds at a time: what it works on stays in its cache
+CACHED = 2**16  # number of elements that a CPU rounds at a time, such that the temporaries fit into its cache
 
 
 @torch.no_grad()
 def stochastic_round_(target: Tensor, source: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Write ``source`` into ``target``, each value rounded up or down at random so that the mean is the value.
+    """Write ``source`` into ``target``, with each value rounded up or down at random such that its mean is the value.
 
-    Values that bfloat16 holds exactly, infinities and NaN among them, stay what they are. Above bfloat16's largest
-    finite value the upper neighbour is infinity.
+    Values that bfloat16 represents exactly do not change, and neither do infinities and NaN. Above the largest finite
+    bfloat16, the upper neighbour is infinity.
+
+        stochastic_round_(weight, weight_float32, torch.Generator("cuda").manual_seed(0))
 
     Args:
-        target: bfloat16, of any shape; written in place.
-        source: float32, of the same shape and device.
-        generator: Of that device; torch's default one if None. It gives 16 bits an element.
+        target: bfloat16 tensor of any shape; written in place.
+        source: float32 tensor of the same shape and device.
+        generator: Random generator of the same device; it yields 16 bits per element. Default None: torch's default
+            generator.
     Returns:
         ``target``.
     Raises:
-        ValueError: Dtypes or shapes are others.
-    Collectives: none. Host reads: none. Temporary memory: 10 bytes an element.
+        ValueError: A dtype is different, or the shapes differ.
+    Collectives: none. Host synchronization: none. Temporary memory: 10 bytes per element.
     """
     if (target.dtype, source.dtype) != (torch.bfloat16, torch.float32) or target.shape != source.shape:
         raise ValueError(
-            f"rounding {tuple(source.shape)} {source.dtype} into {tuple(target.shape)} {target.dtype}; give a float32 "
-            "source and a bfloat16 target of one shape"
+            f"the source is {source.dtype} of shape {tuple(source.shape)}, the target {target.dtype} of shape "
+            f"{tuple(target.shape)}; give a float32 source and a bfloat16 target of equal shape"
         )
-    noise = _draws([source], 1, iter([generator]))[0]
+    noise = _draw_noise([source], 1, iter([generator]))[0]
     _round_each_([target], [source], noise)
     return target
 
 
 def seed_of(seed: int, steps: int, key: str) -> int:
-    """What seeds a parameter's generator in a step: the same wherever these are."""
+    """Return the seed of a parameter's generator in a step. It is the same on every rank and device.
+
+    Args:
+        seed: The seed of the training run.
+        steps: The number of steps made so far.
+        key: The parameter's name, with the coordinate of its shard.
+    """
     digest = blake2b(f"{seed} {steps} {key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 class Drawn(NamedTuple):
-    """Tensors that draw from one generator, one after another.
+    """Tensors whose rounding draws from the same generator, in order.
 
-    Args:
-        generator: Seeds it; called when its turn has come.
-        pairs: (bfloat16 target, source) each, of one device.
+    Attributes:
+        generator: Returns the seeded generator; called right before the draws.
+        pairs: Pairs of bfloat16 target and source, all on the same device.
     """
 
     generator: Callable[[], torch.Generator]
@@ -77,32 +86,35 @@ class Drawn(NamedTuple):
 
 @torch.no_grad()
 def round_all_(everything: Iterable[Drawn], numel_at_once: int) -> None:
-    """`stochastic_round_` for all pairs: the same bits, and on a GPU one draw for each generator and a few kernels for all.
+    """Round all pairs as `stochastic_round_` does, with identical bits and fewer kernels.
+
+    A GPU runs one draw per generator, and a few kernels for all pairs.
 
     Args:
-        numel_at_once: Elements that are rounded together, at most, or one tensor. Temporary memory: 12 bytes of each, and 2
-            more for every pair of a generator.
+        everything: The pairs, grouped by generator.
+        numel_at_once: Maximum number of elements that are rounded together; a larger tensor is rounded alone. Temporary
+            memory: 12 bytes per such element, and 2 bytes per element for each pair of a generator.
     """
-    together: dict[tuple[torch.device, int], list[Drawn]] = {}
+    groups: dict[tuple[torch.device, int], list[Drawn]] = {}
     for drawn in everything:
         if len({source.shape for _, source in drawn.pairs}) == 1:
-            together.setdefault((drawn.pairs[0][0].device, len(drawn.pairs)), []).append(drawn)
+            groups.setdefault((drawn.pairs[0][0].device, len(drawn.pairs)), []).append(drawn)
             continue
         generator = drawn.generator()
         for target, source in drawn.pairs:
             stochastic_round_(target, source.float(), generator)
-    for (device, rounds), alike in together.items():
-        for run in _runs(alike, min(numel_at_once, CACHED) if device.type == "cpu" else numel_at_once):
-            noise = _draws([drawn.pairs[0][1] for drawn in run], rounds, (drawn.generator() for drawn in run))
-            for index, of_round in enumerate(noise):
+    for (device, rounds), group in groups.items():
+        for run in _split_runs(group, min(numel_at_once, CACHED) if device.type == "cpu" else numel_at_once):
+            noise = _draw_noise([drawn.pairs[0][1] for drawn in run], rounds, (drawn.generator() for drawn in run))
+            for index, round_noise in enumerate(noise):
                 targets, sources = zip(*(drawn.pairs[index] for drawn in run), strict=True)
-                _round_each_(targets, [source.float() for source in sources], of_round)
+                _round_each_(targets, [source.float() for source in sources], round_noise)
 
 
-def _runs(everything: Sequence[Drawn], numel_at_once: int) -> Iterator[list[Drawn]]:
+def _split_runs(group: Sequence[Drawn], numel_at_once: int) -> Iterator[list[Drawn]]:
     run: list[Drawn] = []
     numel = 0
-    for drawn in everything:
+    for drawn in group:
         more = drawn.pairs[0][0].numel()
         if run and numel + more > numel_at_once:
             yield run
@@ -113,40 +125,46 @@ def _runs(everything: Sequence[Drawn], numel_at_once: int) -> Iterator[list[Draw
         yield run
 
 
-def _starts(tensors: Sequence[Tensor]) -> list[int]:
-    """Where each lies in a flat buffer, and how long that is: at multiples of 64 elements, as kernels like it."""
+def _flat_offsets(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the offset of each tensor in a flat buffer, then the buffer's length; multiples of 64 elements, for
+    aligned kernels.
+    """
     return list(accumulate((-(-tensor.numel() // 64) * 64 for tensor in tensors), initial=0))
 
 
-def _draws(tensors: Sequence[Tensor], rounds: int, generators: Iterator[torch.Generator | None]) -> Tensor:
-    """[rounds, elements of the flat buffer] int16, uniform in [-2^15, 2^15): noise for so many lists of such tensors.
+def _draw_noise(tensors: Sequence[Tensor], rounds: int, generators: Iterator[torch.Generator | None]) -> Tensor:
+    """Return noise for ``rounds`` lists of such tensors: [rounds, elements of the flat buffer] int16, uniform in
+    [-2^15, 2^15).
 
-    Each tensor's generator, asked for when its turn has come, gives the noise of all rounds, one after another.
+    Each tensor's generator yields the noise of all rounds, in order. The iterator is advanced right before the draw.
     """
-    starts = _starts(tensors)
-    drawn = torch.empty(rounds, starts[-1] // 4, dtype=torch.int64, device=tensors[0].device)
+    starts = _flat_offsets(tensors)
+    noise = torch.empty(rounds, starts[-1] // 4, dtype=torch.int64, device=tensors[0].device)
     for start, tensor in zip(starts, tensors, strict=False):
-        of_tensor = drawn[:, start // 4 : start // 4 + -(-tensor.numel() // 4)]
-        # Four elements a draw: on a CPU it is what all of this costs.
-        of_tensor.random_(-(2**63), None, generator=next(generators))
-    return drawn.view(torch.int16)
+        tensor_noise = noise[:, start // 4 : start // 4 + -(-tensor.numel() // 4)]
+        # One int64 serves four elements, because the draws dominate the cost on a CPU.
+        tensor_noise.random_(-(2**63), None, generator=next(generators))
+    return noise.view(torch.int16)
 
 
 def _round_each_(targets: Sequence[Tensor], sources: Sequence[Tensor], noise: Tensor) -> None:
-    """Round float32 sources into bfloat16 targets, a few kernels for all.
+    """Round float32 sources into bfloat16 targets, with a few kernels for all tensors.
 
     Args:
+        targets: bfloat16 tensors, written in place.
+        sources: float32 tensors of the same shapes.
         noise: [elements of the flat buffer] int16.
     """
-    spans = [(start, source.numel(), source.shape) for start, source in zip(_starts(sources), sources, strict=False)]
+    offsets = _flat_offsets(sources)
+    spans = [(start, source.numel(), source.shape) for start, source in zip(offsets, sources, strict=False)]
     if len(sources) == 1:
         flat, noise = sources[0].reshape(-1), noise[: sources[0].numel()]
     else:
         flat = torch.empty(noise.numel(), dtype=torch.float32, device=noise.device)
         copy_each_([flat[start : start + numel].view(shape) for start, numel, shape in spans], sources)
-    # A bfloat16 is the upper half of a float32. The lower half is the remainder in units of 2^-16: adding a uniform
-    # number below 1 carries into the upper half with just that probability, for either sign.
-    # A carry would run out of a NaN's bits. (An int32 mask: masks of bools are three times as slow on a CPU.)
+    # A bfloat16 is the upper half of a float32, and the lower half is the remainder in units of 2^-16. Adding a uniform
+    # number below 1 carries into the upper half with a probability equal to the remainder, for either sign.
+    # A carry would overflow the bits of a NaN, so NaNs get no noise. Bool masks are three times as slow on a CPU.
     is_number = torch.eq(flat, flat, out=torch.empty(flat.shape, dtype=torch.int32, device=flat.device))
     bits = noise.to(torch.int32).add_(2**15).mul_(is_number).add_(flat.view(torch.int32)).bitwise_right_shift_(16)
     copy_each_(
@@ -161,44 +179,48 @@ BUCKET_NUMEL = 2**22
 
 
 class StochasticRounding:
-    """Steps the bfloat16 parameters of an optimizer in float32 and rounds them, and its state, stochastically back.
+    """Optimizer steps in float32 for bfloat16 parameters, rounded stochastically to bfloat16 together with their
+    states.
 
-        rounding = StochasticRounding(optimizer)
-        loss.backward()
-        rounding.step(optimizer.step)
-        rounding.zero_grad()
+            rounding = StochasticRounding(optimizer)
+            loss.backward()
+            rounding.step(optimizer.step)
+            rounding.zero_grad()
 
-    The memory of AdamW, in bytes for each parameter element, between steps:
+    Memory of AdamW between steps, in bytes per parameter element:
 
-                               weight   master   grad   two moments   sum
-        masters                2        4        4      8             18
-        split masters          2        2        4      8             16
-        stochastic rounding    2        -        2      4             8
+                                   weight   master   grad   two moments   sum
+            masters                2        4        4      8             18
+            split masters          2        2        4      8             16
+            stochastic rounding    2        -        2      4             8
 
-    During a step there are float32 copies of ``bucket_numel`` elements (or of one parameter that is larger), 16 bytes
-    each. What it costs: gradients add up in bfloat16, so a long accumulation window stalls; weights and moments get
-    noise of up to a unit in the last place at every step that changes them. `MasterWeights` are the better choice
-    wherever they fit.
+    During a step there are float32 copies of ``bucket_numel`` elements, or of a single larger parameter. A copy takes
+    16 bytes per element. The price is accuracy. Gradients accumulate in bfloat16, so long accumulation windows lose
+    small gradients. Every step adds noise of up to a unit in the last place to the weights and moments that it changes.
+    Prefer `MasterWeights` if they fit into memory.
 
-    Replicas draw the same bits: the generator is seeded by the step and the parameter's name, never by the rank. With a
-    registry, pieces of a sharded parameter draw different ones; without, the same. So which bits a piece gets depends
-    on the topology, and the same training on another one rounds differently. GPUs of different models may draw
-    differently.
+    Replicas draw identical noise: the seed depends on the step and the parameter's name, not on the rank. With a
+    registry, the shards of a parameter draw different noise; without a registry, identical noise. The noise of a shard
+    depends on the topology, so the same training rounds differently on another topology. GPUs of different models may
+    also draw different noise.
 
-    The optimizer is stepped once for each bucket, on param groups that hold only the bucket: right for every optimizer
-    whose state belongs to single parameters, as all of torch's but L-BFGS, or counts in a param group. Parameters of other
-    dtypes are stepped as they are, once. Not for a CUDA graph: a replay would repeat the captured step's bits.
+    The optimizer steps once per bucket, on param groups that contain only the bucket. This is correct for optimizers
+    whose states belong to single parameters or are counters in a param group: all of torch's optimizers except L-BFGS.
+    Parameters of other dtypes are stepped once, without rounding. CUDA graphs are not supported, because a replay would
+    repeat the captured noise.
 
     Args:
-        optimizer: Its floating-point state for bfloat16 parameters is kept in bfloat16, which is also what torch's
-            ``load_state_dict`` makes of it; numbers that all elements share (NAdam's ``"mu_product"``) stay as they are.
-            Add param groups through `add_param_group` here.
-        registry: The groups of the mesh that the parameters' specs name.
-        seed: The same on all ranks.
-        bucket_numel: Elements of a bucket, >= 1.
+        optimizer: Any torch optimizer except L-BFGS. Its floating-point states of bfloat16 parameters are stored in
+            bfloat16, as torch's ``load_state_dict`` stores them. Numbers that all elements share (NAdam's
+            ``"mu_product"``) keep their dtype. Add param groups with `StochasticRounding.add_param_group`.
+        registry: The process groups of the mesh that the parameters' specs refer to. Default None: parameters are not
+            sharded.
+        seed: Integer of at most 64 bits, equal on all ranks. Default: 0.
+        bucket_numel: Number of elements per bucket, >= 1. Default: 2^22.
     Raises:
-        ValueError: bucket_numel is smaller; or, on more than one rank, a bfloat16 parameter has no spec or no name.
-    Collectives: none, in any method. Host reads: none but those of the optimizer's step.
+        ValueError: ``bucket_numel`` is smaller than 1. Or, on more than one rank, a bfloat16 parameter has no spec or
+            no name.
+    Collectives: none, in any method. Host synchronization: none, except in the optimizer's step.
     """
 
     def __init__(
@@ -219,7 +241,7 @@ class StochasticRounding:
         load_shared_numbers_exactly(optimizer)
 
     def _make_keys(self) -> dict[Tensor, str]:
-        """For each bfloat16 parameter what its generator is seeded by, besides the seed and the step."""
+        """Return the string of each bfloat16 parameter that is hashed into its seed, together with seed and step."""
         keys: dict[Tensor, str] = {}
         for index, group in enumerate(self.optimizer.param_groups):
             for position, param in enumerate(group["params"]):
@@ -229,7 +251,7 @@ class StochasticRounding:
         return keys
 
     def refresh(self) -> None:
-        """See the parameters that somebody else has added to the optimizer. Raises: as the constructor."""
+        """Register parameters that were added to the optimizer directly. Raises: as the constructor."""
         self._keys = self._make_keys()
 
     def _key(self, param: Tensor, given: str | None, place: str) -> str:
@@ -239,15 +261,21 @@ class StochasticRounding:
             return name or place
         topology = registry.topology
         spec = spec_of(param, topology)
-        if spec.tied:  # the copies may have different names
+        if spec.tied:  # a tied parameter may have different names on its stages
             name = f"{spec} {tuple(param.shape)}"
         if name is None:
             raise _unnamed(param)
-        piece = [registry.coordinate[axis] for axis in spec.distinct_axes(topology)]
-        return f"{name} {piece}"
+        shard = [registry.coordinate[axis] for axis in spec.distinct_axes(topology)]
+        return f"{name} {shard}"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group to the optimizer. Raises: as the constructor; nothing is changed then."""
+        """Add a param group to the optimizer.
+
+        Args:
+            param_group: As in ``torch.optim.Optimizer.add_param_group``.
+        Raises:
+            ValueError: As in the constructor; the group is removed again.
+        """
         self.optimizer.add_param_group(param_group)
         try:
             self.refresh()
@@ -259,20 +287,21 @@ class StochasticRounding:
 
     @torch.no_grad()
     def step(self, update: Callable[[], object]) -> None:
-        """Call ``update``, which steps the optimizer or skips, once for each bucket.
+        """Call ``update`` once per bucket, then round the bucket's parameters and states.
 
-        Where it skips nothing changes: float32 copies of bfloat16 values round to themselves.
+        A skipped update changes nothing, because float32 copies of bfloat16 values round to the same values.
 
         Args:
-            update: Sees param groups that hold the bucket's float32 copies, with float32 gradients and state. It is
-                called at least once, the first time also with the parameters of other dtypes.
+            update: Steps the optimizer or skips the step. It sees param groups with the bucket's float32 copies, with
+                float32 gradients and states. It is called at least once; the first call also updates parameters of
+                other dtypes.
         """
         buckets = self._buckets([group["params"] for group in self.optimizer.param_groups])
         step_by_bucket(self.optimizer, buckets, lambda bucket: self._step_bucket(bucket, update))
         self.steps += 1
 
     def _buckets(self, whole: list[list[Tensor]]) -> list[list[list[Tensor]]]:
-        """The parameters of each group by bucket; bfloat16 ones without gradient are in none."""
+        """Return the parameters per bucket and group, without bfloat16 parameters that have no gradient."""
         buckets = [[[param for param in params if param not in self._keys] for params in whole]]
         numel = 0
         for index, params in enumerate(whole):
@@ -287,7 +316,7 @@ class StochasticRounding:
 
     def _step_bucket(self, bucket: Bucket, update: Callable[[], object]) -> None:
         halves = [param for params in bucket for param in params if param in self._keys]
-        copies = dict(zip(halves, self._copies(halves), strict=True))
+        copies = dict(zip(halves, self._make_float32_copies(halves), strict=True))
         for group, params in zip(self.optimizer.param_groups, bucket, strict=True):
             group["params"] = [copies.get(param, param) for param in params]
         try:
@@ -299,10 +328,10 @@ class StochasticRounding:
             for copy in copies.values():
                 self.optimizer.state.pop(copy, None)
 
-    def _copies(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Float32 parameters with float32 gradients and state."""
+    def _make_float32_copies(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Return float32 parameters with float32 gradients and states."""
         copies: list[Tensor] = [nn.Parameter(copy) for copy in float32_of(params)]
-        gradients = float32_of([param.grad for param in params if param.grad is not None])  # all in a bucket have one
+        gradients = float32_of([param.grad for param in params if param.grad is not None])  # `_buckets` omits None
         for param, copy, gradient in zip(params, copies, gradients, strict=True):
             copy_annotation(param, copy)
             copy.grad = gradient
@@ -313,18 +342,20 @@ class StochasticRounding:
         ]
         halves = iter(float32_of([value for param, _, key, value in states if is_half_kept(key, value, param)]))
         for param, copy, key, value in states:
-            lent = next(halves) if is_half_kept(key, value, param) else value
-            self.optimizer.state.setdefault(copy, {})[key] = lent
+            copied = next(halves) if is_half_kept(key, value, param) else value
+            self.optimizer.state.setdefault(copy, {})[key] = copied
         return copies
 
     def _round_back(self, copies: Mapping[Tensor, Tensor]) -> None:
-        everything = [Drawn(partial(self._seeded_generator, p), self._pairs(p, copy)) for p, copy in copies.items()]
-        round_all_(everything, self.bucket_numel // 4)
+        drawn = [Drawn(partial(self._seeded_generator, p), self._move_states(p, copy)) for p, copy in copies.items()]
+        round_all_(drawn, self.bucket_numel // 4)
 
-    def _pairs(self, param: Tensor, copy: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """What is to be rounded: the parameter and its states, which ``param`` gets from its copy here."""
+    def _move_states(self, param: Tensor, copy: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Move the states from ``copy`` to ``param``, and return the pairs (bfloat16 target, source) to round, with
+        ``param`` itself.
+        """
         pairs, state = [(param, copy)], self.optimizer.state.get(copy, {})
-        for key in sorted(state):  # replicas may have made theirs in different orders
+        for key in sorted(state):  # the order of the keys may differ between replicas
             value = state[key]
             if is_half_kept(key, value, param):
                 kept = self.optimizer.state[param].get(key)
@@ -341,35 +372,45 @@ class StochasticRounding:
         return self._generators[param.device].manual_seed(seed_of(self.seed, self.steps, self._keys[param]))
 
     def collect(self) -> None:
-        """Nothing to do, unlike for `MasterWeights`: the optimizer holds the parameters whose gradients there are."""
+        """Do nothing. `MasterWeights` has the same method, but here the optimizer holds the parameters with the
+        gradients.
+        """
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients."""
+        """Clear the gradients.
+
+        Args:
+            set_to_none: If True, set the gradients to None; if False, fill them with zeros. Default: True.
+        """
         self.optimizer.zero_grad(set_to_none)
 
     # Saving ----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """``{"stochastic_rounding": {"seed": ..., "steps": ...}}``: with it training continues bit for bit."""
+        """Return ``{"stochastic_rounding": {"seed": ..., "steps": ...}}``, from which training continues bitwise
+        identically.
+        """
         return {"stochastic_rounding": {"seed": self.seed, "steps": self.steps}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on drawing where `state_dict` was called.
+        """Continue the random noise from a state of `state_dict`.
 
+        Args:
+            state: A dict with the entry of `state_dict`.
         Raises:
-            ValueError: The state was saved in another mode; nothing is changed.
+            ValueError: Another precision mode saved the state, or a value has a wrong type; nothing is changed.
         """
         saved = state.get("stochastic_rounding")
         if saved is None:
             raise ValueError(
-                "the state is not of stochastic rounding but of another mode; load it there, or load only the model's "
-                "weights and the optimizer's own state"
+                "the state has no entry 'stochastic_rounding', because another precision mode saved it; load it in that "
+                "mode, or load only the model's weights and the optimizer's own state"
             )
         self.check_state(state)
         self.seed, self.steps = saved["seed"], saved["steps"]
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError where the state of stochastic rounding in ``state`` is none."""
+        """Raise ValueError if ``state`` has an entry for stochastic rounding whose values have wrong types."""
         if "stochastic_rounding" in state:
             fields({"seed": _check_seed, "steps": check_count})(state["stochastic_rounding"], "stochastic_rounding")
 
@@ -380,7 +421,11 @@ def _check_seed(value: object, field: str) -> None:
 
 
 def check_named(params: Iterable[tuple[str | None, Tensor]]) -> None:
-    """Raise ValueError for a bfloat16 parameter, of (name, parameter) pairs, that several ranks can't know as one."""
+    """Raise ValueError if a bfloat16 parameter has neither a name nor a tie, which identify it on all ranks.
+
+    Args:
+        params: Pairs (name or None, parameter).
+    """
     for name, param in params:
         annotation = annotation_of(param)
         tied = annotation is not None and bool(annotation.spec.tied)
@@ -390,6 +435,6 @@ def check_named(params: Iterable[tuple[str | None, Tensor]]) -> None:
 
 def _unnamed(param: Tensor) -> ValueError:
     return ValueError(
-        f"a bfloat16 parameter of shape {tuple(param.shape)} has no name, by which its replicas could round "
-        "alike: call declare(model), or give the optimizer model.named_parameters()"
+        f"a bfloat16 parameter of shape {tuple(param.shape)} has no name, but stochastic rounding seeds its replicas by "
+        "name; call declare(model), or give the optimizer model.named_parameters()"
     )

@@ -60,7 +60,7 @@ def ties_away() -> Iterator[None]:
         with torch.no_grad():
             for param, master in held:
                 param.copy_(split(master.detach())[0])
-        self._note_versions(held)
+        self._record_versions(held)
 
     with mock.patch.object(MasterWeights, "publish", publish):
         yield

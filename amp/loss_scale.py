@@ -2,7 +2,7 @@
 
 float16 gradients below 2^-24 underflow. The loss is therefore multiplied by a scale before backward, and the gradients
 are divided by the scale before the step. `DynamicLossScale` searches for the largest scale without overflow;
-`ConstantLossScale` keeps the scale constant. A tensor tells both classes whether the step overflowed, and they update
+`ConstantLossScale` keeps the scale constant. Both classes read from a tensor whether the step overflowed, and update
 their state in place. The update needs no host synchronization, never replaces a tensor, and can be captured in a CUDA
 graph.
 
@@ -69,7 +69,7 @@ class LossScale(ABC):
         Args:
             state: The saved dict.
         Raises:
-            ValueError: The state comes from another class of loss scale, or a value is out of range. Nothing is
+            ValueError: The state is of another class of loss scale, or a value is out of range. Nothing is
                 changed.
         """
 

@@ -130,7 +130,7 @@ class MasterWeights:
         If the parameter has no gradient, a gradient that was assigned to the master directly stays.
 
         Raises:
-            RuntimeError: One of three mistakes. The model's weights changed since the last step, and the next step
+            RuntimeError: There are three causes. The model's weights changed since the last step, and the next step
                 would undo the change. Gradients were cleared by the optimizer's ``zero_grad``, so the sum still
                 contains old gradients. A frozen parameter without master has a gradient. Nothing is changed.
         """
@@ -288,7 +288,7 @@ def check_saved(state: Mapping[str, Any], masters: Mapping[int, Tensor]) -> Mapp
 
     Args:
         state: The saved dict.
-        masters: The masters of this optimizer by position, into which the state is to be loaded.
+        masters: The masters of this optimizer by position, that the state will be loaded into.
     Raises:
         ValueError: The state has no masters, or their number or shapes differ from ``masters``.
     """

@@ -1,4 +1,4 @@
-"""Linear layers in 8 bits: the mode, the layer, the tensors, and SUMMA."""
+"""8-bit linear layers: the precision mode, the layer, quantized tensors, and SUMMA in 8 bits."""
 
 from .mode import Fp8 as Fp8
 from .mode import fp8_layers as fp8_layers

@@ -1,12 +1,12 @@
-"""The linear layer in 8 bits: e4m3 operands in forward, e5m2 output gradients in backward.
+"""Linear layer in 8 bits: e4m3 operands in forward, e5m2 output gradients in backward.
 
-    y  = Q4(x) Q4(w)^T           Q4: to float8_e4m3fn, Q5: to float8_e5m2, each with one scale for the tensor
-    dx = Q5(dy) Q4(w)            (straight through: the derivative of the rounding is taken as 1)
+    y  = Q4(x) Q4(w)^T           Q4: to float8_e4m3fn, Q5: to float8_e5m2, each with one scale per tensor
+    dx = Q5(dy) Q4(w)            (straight-through: the derivative of the rounding is taken as 1)
     dw = Q5(dy)^T Q4(x)
 
-Products are exact and summed in float32, by the tensor cores on CUDA devices of capability 8.9 and up
-(`torch._scaled_mm`), by a float32 matrix product elsewhere. Both see the same 8-bit operands; they differ in the order
-of the sums, and in the bits that a GPU keeps of a running sum.
+Products are exact and summed in float32. CUDA devices of capability 8.9 and up use tensor cores (`torch._scaled_mm`);
+other devices use a float32 matrix product. Both get the same 8-bit operands. Their results differ in the order of the
+sums, and in the number of bits that a GPU keeps of a running sum.
 
 Reference: Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433.
 """
@@ -26,38 +26,37 @@ from ...parallel.mesh.registry import ProcessGroupRegistry
 from .tensor import E4M3, E5M2, Quantized, agreed_amax, check_dtypes, quantize
 from .weights import KeptWeight, kept, round_both
 
-# What tensor cores need of the dims of 8-bit operands.
+# Tensor cores require dims of 8-bit operands that are multiples of this number.
 MULTIPLE = 16
 
 
 @dataclass(frozen=True)
 class Fp8Matmul:
-    """`torch.nn.functional.linear` in 8 bits; what a layer's ``matmul`` is under the mode `Fp8`.
+    """`torch.nn.functional.linear` in 8 bits with one scale per tensor. The mode `Fp8` sets it as a layer's ``matmul``.
 
-        output = Fp8Matmul()(input, weight, bias)
+            output = Fp8Matmul()(input, weight, bias)
 
-    The scales are those of the logical tensors: the maximum is agreed over the axes that hold their pieces, so that a
-    layer split over ranks rounds to the same values as the whole one. Which axes these are follows from the layer: its
-    weight's output features are split over the same axes as the gradient of its output, its input features over the
-    same as its input.
+    The scales are computed from the logical tensors. The maximum is all-reduced over the axes that shard a tensor, so a
+    sharded layer rounds to the same values as the dense layer. The layer determines the axes. The output features of
+    its weight are sharded over the axes of its output gradient, and the input features over the axes of its input.
 
-    A weight whose dims aren't both multiples of 16 isn't multiplied in 8 bits: it is `linear` in the dtype it has. What
-    counts is this rank's piece.
+    If a dim of this rank's weight shard is not a multiple of 16, the call is `linear` in the given dtype.
 
     Args:
-        registry: Where the pieces are; None: the tensors are whole.
-        forward_axes: The axes that split the weight or the input (which may be replicas over the other's axes).
-        backward_axes: The axes that split the gradient of the output.
+        registry: The process groups. Default None: the tensors are not sharded.
+        forward_axes: Axes that shard the weight or the input. The other of the two may be replicated over them.
+            Default: none.
+        backward_axes: Axes that shard the gradient of the output. Default: none.
 
     Shapes:
-        input [..., in], weight [out, in], bias [out] -> [..., out] in the dtype of the input, autocast or not.
-        The gradient of the weight is made in float32 and cast to what the weight accumulates (`Tensor.grad_dtype`).
-        For backward the operands are kept in 8 bits. In a model that `Fp8` has prepared the weight is, until the next
-        step: it is rounded once in a window of micro-batches.
+        input [..., in], weight [out, in], bias [out] -> [..., out] in the dtype of the input, also under autocast.
+        The weight gradient is computed in float32 and cast to the dtype in which the weight accumulates
+            (`Tensor.grad_dtype`). Backward keeps the 8-bit operands. In a model that `Fp8` has prepared, the 8-bit
+            weight is kept until the next step, so it is rounded once per accumulation window.
     Raises:
         TypeError: The input or the weight is float64.
-    Collectives: one all-reduce (MAX) of two numbers over forward_axes in forward, one of one number over backward_axes
-    in backward; none over one rank. Host reads: none. Differentiable once.
+    Collectives: one all-reduce (MAX) of two numbers over forward_axes in forward, and one of a single number over
+    backward_axes in backward; none over a single rank. Host synchronization: none. Differentiable once.
     """
 
     registry: ProcessGroupRegistry | None = None
@@ -75,10 +74,12 @@ class Fp8Matmul:
 
 
 class Fp8Linear(nn.Linear):
-    """`nn.Linear` whose product is in 8 bits; what the mode `Fp8` makes of an `nn.Linear`.
+    """`nn.Linear` with an 8-bit product. The mode `Fp8` turns an `nn.Linear` into this class.
+
+        layer = Fp8Linear(64, 128, dtype=torch.bfloat16, device="cuda")
 
     Attributes:
-        matmul: How; with its default the weight and the input are whole.
+        matmul: Computes the output from input, weight and bias. Default: `Fp8Matmul` for tensors that are not sharded.
     """
 
     matmul: Callable[[Tensor, Tensor, Tensor | None], Tensor] = Fp8Matmul()
@@ -91,7 +92,7 @@ class Fp8Linear(nn.Linear):
 
 
 def fits(weight: Tensor) -> bool:
-    """Whether a matrix can be an operand in 8 bits: both dims are multiples of 16."""
+    """Return True if a matrix can be an 8-bit operand, which requires dims that are multiples of 16."""
     return all(size % MULTIPLE == 0 for size in weight.shape)
 
 
@@ -116,7 +117,12 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
-    """``a @ b.T``, [m, k] x [n, k] -> [m, n] in ``dtype``, summed in float32. Both have one scale, or one for each row."""
+    """Return ``a @ b.T``, [m, k] x [n, k] -> [m, n] in ``dtype``, summed in float32.
+
+    Args:
+        a, b: 8-bit matrices. Both have a single scale, or both have one scale per row.
+        dtype: The dtype of the result.
+    """
     by_row, device = a.inverse_scale.dim() > 0, a.values.device
     if a.values.numel() and has_fp8(device):
         if not by_row or scales_rows(device):
@@ -124,7 +130,7 @@ def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
         one = torch.ones((), device=device)
         total = scaled_mm(Quantized(a.values, one), Quantized(b.values, one), torch.float32)
     else:
-        # Autocast would round the sums to half precision; TF32 would not round the operands, which have 4 bits.
+        # Autocast would round the sums to half precision. TF32 is exact: 8-bit operands have at most 4 significant bits.
         with torch.autocast(device.type, enabled=False):
             total = a.values.float() @ b.values.float().t()
     if by_row:
@@ -133,19 +139,21 @@ def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Whether the device multiplies 8-bit matrices in hardware, in these formats."""
+    """Return True if the device multiplies e4m3 and e5m2 matrices in hardware."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def scales_rows(device: torch.device) -> bool:
-    """Whether the product itself applies a scale for each row, whatever dtype it gives: cuBLAS 12.9 does, on Hopper."""
+    """Return True if `torch._scaled_mm` applies one scale per row for every output dtype: cuBLAS 12.9 and up on Hopper."""
     version = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
     return torch.cuda.get_device_capability(device) == (9, 0) and version >= (12, 9)
 
 
 def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
-    """`product` by torch._scaled_mm, for n a multiple of 16; k is padded to one with zeros."""
-    # It wants the first row-major and the second column-major.
+    """Compute `product` with `torch._scaled_mm`. n must be a multiple of 16; k is padded with zeros to a multiple of
+    16.
+    """
+    # torch._scaled_mm requires a row-major first and a column-major second operand.
     result: Tensor = torch._scaled_mm(
         row_major(a.values),
         row_major(b.values).t(),
@@ -158,42 +166,46 @@ def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
 
 
 def row_major(values: Tensor) -> Tensor:
-    """The matrix with contiguous rows of a multiple of 16 bytes, the last of them zeros: itself, or one copy."""
+    """Return the matrix with contiguous rows, padded with zeros to a multiple of 16 bytes: the same tensor, or a copy."""
     rows, length = values.shape
     padding = -length % MULTIPLE
     if not padding:
         return values.contiguous()
-    wide = torch.empty(rows, length + padding, dtype=torch.uint8, device=values.device)
-    wide[:, length:].zero_()  # as bytes, of which 0 is 0.0 in both formats
-    wide[:, :length].copy_(values.view(torch.uint8))
-    return wide.view(values.dtype)
+    padded = torch.empty(rows, length + padding, dtype=torch.uint8, device=values.device)
+    padded[:, length:].zero_()  # the byte 0 is 0.0 in both formats
+    padded[:, :length].copy_(values.view(torch.uint8))
+    return padded.view(values.dtype)
 
 
-# The linear layer in 8 bits with a scale for each row of an operand, so that an outlier costs its own row only --------
+# Linear layer in 8 bits with one scale per row, so that an outlier reduces the precision of a single row ---------------
 
-#     y  = Q4(x) Q4(w)^T             a scale for each token of x, and for each output feature of w
-#     dx = Q5(dy) Q4(w^T)^T          for each token of dy, and each input feature of w
-#     dw = Q5(dy^T) Q4(x^T)^T        for each output feature of dy, and each input feature of x
+#     y  = Q4(x) Q4(w)^T             one scale per token of x, and per output feature of w
+#     dx = Q5(dy) Q4(w^T)^T          one scale per token of dy, and per input feature of w
+#     dw = Q5(dy^T) Q4(x^T)^T        one scale per output feature of dy, and per input feature of x
 #
-# Every product has scales of its own, because they must be the same along the features or tokens that it sums over. So
-# the operands are kept for backward in the dtype that they have, and rounded there once more.
+# A scale must be constant along the dim that a product sums over, so the three products need different scales.
+# Backward therefore keeps the operands in their dtype and rounds them again.
 
 
 @dataclass(frozen=True)
 class Fp8RowMatmul:
-    """As `Fp8Matmul`, but with a scale for each row; what a layer's ``matmul`` is under ``Fp8(scales="row")``.
+    """`Fp8Matmul` with one scale per row. The mode ``Fp8(scales="row")`` sets it as a layer's ``matmul``.
 
-    The scales are those of the logical tensors here too. A row is on several ranks where what is summed over is split:
-    input features in forward, output features for the gradient of the input, samples for that of the weight.
+            output = Fp8RowMatmul()(input, weight, bias)
+
+    The scales are computed from the rows of the logical tensors. Several ranks hold parts of a row if the summed dim is
+    sharded: input features in forward, output features for the input gradient, samples for the weight gradient.
 
     Args:
-        registry: Where the pieces are; None: the tensors are whole.
-        in_axes, out_axes: The axes that split the weight's input and output features.
-        batch_axes: The axes that split the samples, and over which scales are agreed.
+        registry: The process groups. Default None: the tensors are not sharded.
+        in_axes, out_axes: Axes that shard the weight's input and output features. Default: none.
+        batch_axes: Axes that shard the samples, and over which the scales are all-reduced. Default: none.
 
-    Shapes: as `Fp8Matmul`.
-    Collectives: one all-reduce (MAX) of a number for each row of both operands, over in_axes in forward, over out_axes and
-        over batch_axes in backward; none over one rank. Host reads: none. Differentiable once.
+    Shapes: as in `Fp8Matmul`.
+    Raises:
+        TypeError: The input or the weight is float64.
+    Collectives: one all-reduce (MAX) of one number per row of both operands over in_axes in forward, and one each over
+    out_axes and batch_axes in backward; none over a single rank. Host synchronization: none. Differentiable once.
     """
 
     registry: ProcessGroupRegistry | None = None
@@ -222,12 +234,13 @@ class _Fp8RowLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         rows, weight = ctx.saved_tensors
-        how: Fp8RowMatmul = ctx.matmul
+        matmul: Fp8RowMatmul = ctx.matmul
+        registry = matmul.registry
         grad_rows = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_rows = _product(grad, weight.t(), E5M2, rows.dtype, how.registry, how.out_axes, ctx.kept, "columns")
+            grad_rows = _product(grad, weight.t(), E5M2, rows.dtype, registry, matmul.out_axes, ctx.kept, "columns")
         if ctx.needs_input_grad[1]:
-            grad_weight = _product(grad.t(), rows.t(), E5M2, torch.float32, how.registry, how.batch_axes)
+            grad_weight = _product(grad.t(), rows.t(), E5M2, torch.float32, registry, matmul.batch_axes)
         return grad_rows, grad_weight, None, None
 
 
@@ -239,11 +252,14 @@ def _product(
     registry: ProcessGroupRegistry | None,
     axes: tuple[str, ...],
     b_kept: KeptWeight | None = None,
-    which: str = "",
+    orientation: str = "",
 ) -> Tensor:
-    """``a @ b.T``, [m, k] x [n, k] -> [m, n]; ``a`` in the given format, ``b`` in e4m3; k is split over ``axes``.
+    """Return ``a @ b.T``, [m, k] x [n, k] -> [m, n], with ``a`` rounded to ``format``, ``b`` to e4m3, and k sharded
+    over ``axes``.
 
     Args:
-        b_kept, which: Where b may be kept, and as which side of the weight.
+        b_kept, orientation: The cache for the rounded ``b``, and ``"rows"`` or ``"columns"`` for the weight or its
+            transpose.
     """
-    return product(*round_both(a, format, b, b_kept, (which, registry, axes), registry, axes, by_row=True), dtype)
+    how = orientation, registry, axes
+    return product(*round_both(a, format, b, b_kept, how, registry, axes, by_row=True), dtype)

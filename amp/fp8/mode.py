@@ -1,4 +1,4 @@
-"""The mode `Fp8`: linear layers multiply in 8 bits, everything else as in a base mode."""
+"""The precision mode `Fp8`: linear layers multiply in 8 bits, all other operations run as in a base mode."""
 
 from __future__ import annotations
 
@@ -30,26 +30,27 @@ from .linear import Fp8Linear, Fp8Matmul, Fp8RowMatmul, fits
 from .tensor import E4M3, E5M2, Quantized, agreed_amax, check_dtypes, quantize
 from .weights import keep_rounded, kept, round_both
 
-# SUMMA with 8-bit operands: what `Linear2D` multiplies with under the mode `Fp8` --------------------------------------
+# SUMMA with 8-bit operands, the ``matmul`` of `Linear2D` under the mode `Fp8` ------------------------------------------
 
 
 def fp8_summa(a: Tensor, b: Tensor, grid: Grid, inner: int | None = None, *, data_axes: tuple[str, ...] = ()) -> Tensor:
-    """This rank's block [m, n] of ``A @ B`` with A, B and the gradient rounded as by `Fp8Matmul`.
+    """Return this rank's block [m, n] of ``A @ B``, with A, B and the gradient rounded as by `Fp8Matmul`.
 
-    Every 8-bit value is a value of the operands' dtype too, so the blocks are rounded and then sent around and
-    multiplied by `summa` in that dtype. The numbers are those of an 8-bit product, but that the sums are made in the
-    dtype; time and traffic are those of the dtype. Where the dims of ``b`` aren't multiples of 16 nothing is rounded.
+    Every 8-bit value is also a value of the operands' dtype. The blocks are rounded, then `summa` broadcasts and
+    multiplies them in this dtype. The result is the result of an 8-bit product, except that the sums are computed in
+    this dtype; time and traffic are those of `summa` in this dtype. Nothing is rounded if a dim of ``b`` is not a
+    multiple of 16.
 
     Args:
-        a, b: Blocks [m, k] and [k, n], both float32 or both bfloat16. In a model that `Fp8` has prepared ``b``, the
-            weight, is rounded once a step.
-        inner: As for `summa`.
-        grid: The grid of ranks, over which the maxima of all three tensors are agreed.
-        data_axes: Further axes to agree over.
+        a, b: Blocks [m, k] and [k, n], both float32 or both bfloat16. In a model that `Fp8` has prepared, the weight
+            ``b`` is rounded once per step.
+        grid: The grid of ranks, over which the maxima of all three tensors are all-reduced.
+        inner: As in `summa`.
+        data_axes: Additional axes of the all-reduce. Default: none.
     Raises:
         TypeError: a or b is float64.
-    Collectives: those of `summa`, and an all-reduce (MAX) of two numbers in forward, of one in backward. Host reads:
-        none. Differentiable once.
+    Collectives: the collectives of `summa`, and an all-reduce (MAX) of two numbers in forward and of one number in
+    backward. Host synchronization: none. Differentiable once.
     """
     if not fits(b):
         return summa(a, b, grid, inner)
@@ -63,7 +64,7 @@ def fp8_summa(a: Tensor, b: Tensor, grid: Grid, inner: int | None = None, *, dat
 
 
 class _Scales:
-    """The inverse scales of the two operands and, from the start of backward on, of the gradient."""
+    """Inverse scales of the two operands and, once backward has started, of the gradient."""
 
     def __init__(self, registry: ProcessGroupRegistry, axes: tuple[str, ...]) -> None:
         self.registry, self.axes = registry, axes
@@ -72,7 +73,7 @@ class _Scales:
 
 
 class _Round(torch.autograd.Function):
-    """An operand's 8-bit values, not descaled, in its dtype."""
+    """Replaces an operand by its scaled 8-bit values, in the operand's dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rounded: Quantized, scales: _Scales, which: int) -> Tensor:
@@ -88,7 +89,9 @@ class _Round(torch.autograd.Function):
 
 
 class _Descale(torch.autograd.Function):
-    """Multiplies by the operands' inverse scales; the backward hands the 8-bit values of the gradient to `summa`."""
+    """Multiplies the product by the operands' inverse scales. Backward passes the 8-bit values of the gradient to
+    `summa`.
+    """
 
     @staticmethod
     def forward(ctx: Any, product: Tensor, scales: _Scales) -> Tensor:
@@ -111,49 +114,53 @@ Matmul = Callable[..., torch.Tensor]
 _LOGGER = logging.getLogger(__name__)
 _LINEAR = (nn.Linear, ColumnParallelLinear, RowParallelLinear, Linear2D)
 _NO_PRODUCT = "not in 8 bits: there is no 8-bit product for"
-_WITHOUT = (Linear3D, Classifier2D, Classifier3D)  # linear too, but nobody has written their products in 8 bits
-FELL_BACK = "not in 8 bits: a dim of this rank's weight is no multiple of 16"
-UNEVEN = "not in 8 bits: ranks have unequal pieces of its weight"
+_UNSUPPORTED = (Linear3D, Classifier2D, Classifier3D)  # linear layers without an 8-bit product
+FELL_BACK = "not in 8 bits: a dim of this rank's weight is not a multiple of 16"
+UNEVEN = "not in 8 bits: the ranks have weight shards of unequal sizes"
 
 
 @register_mode
 @dataclass(frozen=True)
 class Fp8(Precision):
-    """Linear layers in 8 bits; parameters, masters and everything that isn't a linear layer as in the base mode.
+    """Linear layers in 8 bits; parameters, masters and all other layers as in the base mode.
 
-    `nn.Linear` becomes `Fp8Linear` (the same object, of another class); `ColumnParallelLinear`, `RowParallelLinear` and
-    `Linear2D` get another ``matmul``. Subclasses of `nn.Linear` and layers that hold their weight otherwise
-    (`nn.MultiheadAttention`) stay as they are. A layer falls back to the base's dtype where the dims of its weight, of
-    this rank's piece, aren't multiples of 16: see `Fp8Matmul`; for `Linear2D` see `fp8_summa`.
+        model = Fp8(leave_out=("head",)).prepare(model, registry)
+        print(fp8_layers(model))
 
-    Of `Linear2D` also where ranks have unequal pieces. `Linear3D`, and classifiers on grids and cubes,
-    always do.
+    `nn.Linear` becomes `Fp8Linear`: the same object with another class. `ColumnParallelLinear`, `RowParallelLinear` and
+    `Linear2D` get another ``matmul``. Subclasses of `nn.Linear`, and layers that store their weights differently
+    (`nn.MultiheadAttention`), are unchanged.
 
-    `prepare` logs a warning that names these layers, and `fp8_layers` lists what became of every one.
+    A layer runs in the base's dtype if a dim of this rank's weight shard is not a multiple of 16; see `Fp8Matmul` and
+    `fp8_summa`. The same holds for a `Linear2D` with shards of unequal sizes, and always for `Linear3D`, `Classifier2D`
+    and `Classifier3D`. `prepare` logs a warning that names these layers, and `fp8_layers` lists the result for every
+    layer.
 
-    A weight is rounded once in a window of micro-batches, and anew after every step of a torch optimizer or change of the
-    weight; every time under `fully_shard`, in a CUDA graph, in a compiled model and where no gradients are computed. It is
-    kept for so long: 1 byte an element, 2 with scales by row.
+    A weight is rounded once per accumulation window, and again after every step of a torch optimizer or change of the
+    weight. The rounded weight takes 1 byte per element, or 2 with scales per row. It is rounded in every forward pass
+    under `fully_shard`, in a CUDA graph, in a compiled model, and without gradients.
 
-    Every tensor has one scale, from the maximum of the logical tensor: it is agreed over the axes that the spec of the
-    layer's weight names, as sharded or as partial (the activations are split over those). So a model split over tensor
-    axes rounds as the whole one does.
+    Every tensor has one scale, from the maximum of the logical tensor. The maximum is all-reduced over the axes in the
+    spec of the layer's weight, whether sharded or partial, because these axes shard the activations. A model that is
+    sharded over tensor axes therefore rounds like the dense model.
 
     Args:
-        base: "bf16" or "fp32".
-        scales: "tensor": one scale a tensor. "row": one for each row, see `Fp8RowMatmul`; more exact where there are
-            outliers, but operands are kept for backward in the base's dtype. `Linear2D` has "tensor" only.
-        leave_out: Layers that stay in the base's dtype, by their names or patterns (``"head"``, ``"blocks.*.out"``; ``*``
-            crosses dots).
-        across_data: Agree on the maxima of activations and their gradients over the data axes too, so that replicas
-            round as one process does that sees the whole batch. Costs collectives in every linear layer, and binds the
-            replicas to run the same number of micro-batches. Without, each replica scales for the samples it has.
+        base: "bf16" or "fp32". Default: "bf16".
+        across_data: If True, the maxima of activations and gradients are also all-reduced over the data axes. Replicas
+            then round like a single process that sees the whole batch. This adds collectives to every linear layer, and
+            all replicas must run the same number of micro-batches. Default False: each replica scales for its own
+            samples.
+        scales: "tensor": one scale per tensor. "row": one scale per row, see `Fp8RowMatmul`; more exact for outliers,
+            but backward keeps the operands in the base's dtype. `Linear2D` supports only "tensor". Default: "tensor".
+        leave_out: Names or patterns of layers that stay in the base's dtype (``"head"``, ``"blocks.*.out"``; ``*`` also
+            matches dots). Default: none.
 
     Raises:
-        ValueError: The base is another; in `prepare`, an `nn.Linear` has no spec though the registry has model axes, a
-            pattern of leave_out matches no linear layer (where there is one pipeline stage only), or a `Linear2D` is to
-            have scales by row. Nothing is changed then.
-    Collectives: per layer up to two small all-reduces, see `Fp8Matmul`. Host reads: none.
+        ValueError: An argument has an unknown value. In `prepare`: an `nn.Linear` has no spec but the registry has
+            model axes; a pattern of ``leave_out`` matches no linear layer (checked only without pipeline stages); or a
+            `Linear2D` would get scales per row. Nothing is changed.
+    Collectives: per layer up to two small all-reduces with ``scales="tensor"``, see `Fp8Matmul`. Host synchronization:
+    none.
     """
 
     base: Literal["bf16", "fp32"] = "bf16"
@@ -165,12 +172,16 @@ class Fp8(Precision):
 
     def __post_init__(self) -> None:
         if self.base not in ("bf16", "fp32"):
-            raise ValueError(f"base={self.base!r} is no base for 8-bit layers; give 'bf16' or 'fp32'")
+            raise ValueError(f"base={self.base!r} is not a base mode of Fp8; give 'bf16' or 'fp32'")
         if self.scales not in ("tensor", "row"):
-            raise ValueError(f"scales={self.scales!r}: give 'tensor', one scale a tensor, or 'row', one for each row")
-        given: Any = self.leave_out
-        if isinstance(given, str) or not all(isinstance(pattern, str) for pattern in given):
-            raise ValueError(f"leave_out={self.leave_out!r}: give a tuple of names or patterns, as ('head', '*.out')")
+            raise ValueError(
+                f"scales={self.scales!r} is unknown; give 'tensor' (one per tensor) or 'row' (one per row)"
+            )
+        patterns: Any = self.leave_out
+        if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+            raise ValueError(
+                f"leave_out={self.leave_out!r} is not a tuple of strings; give names or patterns like ('head', '*.out')"
+            )
         object.__setattr__(self, "leave_out", tuple(self.leave_out))
 
     @property
@@ -191,7 +202,7 @@ class Fp8(Precision):
         return self._base.export_state_dict(model)
 
     def _prepare(self, model: nn.Module, registry: ProcessGroupRegistry | None) -> None:
-        self._check_left_out(model, registry)
+        self._check_leave_out(model, registry)
         matmuls = {}
         for name, module in model.named_modules():
             matmul = None if self._leaves_out(name) else self._matmul_of(name, module, registry)
@@ -203,31 +214,33 @@ class Fp8(Precision):
                 module.__class__ = Fp8Linear
             module.matmul = matmul
             keep_rounded(_weight(module))
-        self._tell(model, registry)
+        self._log_fallbacks(model, registry)
 
     def _leaves_out(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.leave_out)
 
-    def _check_left_out(self, model: nn.Module, registry: ProcessGroupRegistry | None) -> None:
-        """On a pipeline stage a pattern may be meant for another."""
+    def _check_leave_out(self, model: nn.Module, registry: ProcessGroupRegistry | None) -> None:
+        """Raise ValueError if a pattern matches no layer. Not checked on a pipeline stage, because a pattern may match
+        another stage.
+        """
         topology = None if registry is None else registry.topology
         if topology is not None and topology.size(*topology.pipe_axes) > 1:
             return
-        names = [name for name, module in model.named_modules() if isinstance(module, (*_LINEAR, *_WITHOUT))]
+        names = [name for name, module in model.named_modules() if isinstance(module, (*_LINEAR, *_UNSUPPORTED))]
         for pattern in self.leave_out:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise ValueError(
-                    f"leave_out={pattern!r} matches no linear layer; there are {', '.join(names[:10]) or 'none'}"
+                    f"leave_out={pattern!r} matches no linear layer; choose from {', '.join(names[:10]) or 'none'}"
                 )
 
-    def _tell(self, model: nn.Module, registry: ProcessGroupRegistry | None) -> None:
+    def _log_fallbacks(self, model: nn.Module, registry: ProcessGroupRegistry | None) -> None:
         found = fp8_layers(model)
-        fell = [f"{name} {tuple(_weight(model, name).shape)}" for name, how in found.items() if how == FELL_BACK]
-        if fell and (registry is None or registry.global_rank == 0):
+        unfit = [f"{name} {tuple(_weight(model, name).shape)}" for name, how in found.items() if how == FELL_BACK]
+        if unfit and (registry is None or registry.global_rank == 0):
             _LOGGER.warning(
-                "%d of %d linear layers are computed in %s and not in 8 bits, because a dim of their weight is no multiple "
-                "of 16: %s",
-                *(len(fell), len(found), self.base, some(fell, 10)),
+                "%d of %d linear layers are computed in %s and not in 8 bits, because a dim of their weight is not a "
+                "multiple of 16: %s",
+                *(len(unfit), len(found), self.base, some(unfit, 10)),
             )
         others = [f"{name}: {how}" for name, how in found.items() if how == UNEVEN or how.startswith(_NO_PRODUCT)]
         if others and (registry is None or registry.global_rank == 0):
@@ -238,13 +251,13 @@ class Fp8(Precision):
         if isinstance(module, Linear2D):
             if self.scales == "row":
                 raise ValueError(
-                    f"{name or 'the model'} is a Linear2D, whose blocks travel as they are rounded, with one scale a "
-                    "tensor: take scales='tensor', or name it in leave_out"
+                    f"{name or 'the model'} is a Linear2D, which supports only one scale per tensor; use "
+                    "scales='tensor', or name the layer in leave_out"
                 )
             if not _is_even(module):
                 return None
             axes = (*spec_of(module.weight).partial, *self._data_axes(module.registry))
-            return partial(fp8_summa, data_axes=_split(axes, module.registry))
+            return partial(fp8_summa, data_axes=_trim_axes(axes, module.registry))
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             return self._fp8_matmul(spec_of(module.weight), module.registry)
         if type(module) is nn.Linear:
@@ -258,17 +271,17 @@ class Fp8(Precision):
         out_axes, in_axes = spec.dim_axes(0), spec.dim_axes(1)
         batch_axes = (*spec.partial, *self._data_axes(registry))
         if rows:
-            by_row = [_split(axes, registry) for axes in (in_axes, out_axes, batch_axes)]
+            by_row = [_trim_axes(axes, registry) for axes in (in_axes, out_axes, batch_axes)]
             return Fp8RowMatmul(registry, *by_row) if any(by_row) else Fp8RowMatmul()
-        forward = _split((*out_axes, *in_axes, *batch_axes), registry)
-        # Without a registry where none is needed: such a layer can be copied and pickled.
-        return Fp8Matmul(registry, forward, _split((*out_axes, *batch_axes), registry)) if forward else Fp8Matmul()
+        forward = _trim_axes((*out_axes, *in_axes, *batch_axes), registry)
+        # No registry if no axis needs it, because a layer without process groups can be copied and pickled.
+        return Fp8Matmul(registry, forward, _trim_axes((*out_axes, *batch_axes), registry)) if forward else Fp8Matmul()
 
     def _data_axes(self, registry: ProcessGroupRegistry) -> tuple[str, ...]:
         return registry.topology.data_axes if self.across_data else ()
 
 
-def _split(axes: tuple[str, ...], registry: ProcessGroupRegistry) -> tuple[str, ...]:
+def _trim_axes(axes: tuple[str, ...], registry: ProcessGroupRegistry) -> tuple[str, ...]:
     atoms = {atom for axis in axes for atom in registry.topology.atoms(axis)}
     return tuple(axis for axis in registry.topology.axes if axis in atoms and registry.size(axis) > 1)
 
@@ -277,46 +290,50 @@ def _spec_of_linear(name: str, module: nn.Linear, registry: ProcessGroupRegistry
     annotation = annotation_of(module.weight)
     if annotation is not None:
         return annotation.spec
-    model_axes = _split(registry.topology.model_axes, registry) if registry is not None else ()
+    model_axes = _trim_axes(registry.topology.model_axes, registry) if registry is not None else ()
     if model_axes:
         label = f"{name}.weight" if name else "weight"
         raise ValueError(
-            f"{label} has no spec, so it can't be told over which of {', '.join(model_axes)} its maximum must be "
-            f"agreed; say how it is laid out before the model is prepared: declare(model, {{{label!r}: P(...)}}), P() "
-            "meaning replicated"
+            f"{label} has no spec, so it is unknown over which of the axes {', '.join(model_axes)} it is sharded; call "
+            f"declare(model, {{{label!r}: P(...)}}) before you prepare the model, with P() for replicated"
         )
     return P()
 
 
 def fp8_layers(model: nn.Module) -> dict[str, str]:
-    """What `Fp8` made of every linear layer of this rank's part of a model, by name: ``"8 bits"``, or why not.
+    """Return ``"8 bits"`` or the reason for another dtype, for every linear layer of this rank's part of the model, by
+    name.
 
-    Collectives, host reads: none.
+        print(fp8_layers(model))      # {'0': '8 bits', 'head': 'not in 8 bits: left out'}
+
+    Args:
+        model: A model that `Fp8` has prepared.
+    Collectives: none. Host synchronization: none.
     """
     return {
-        name: _how(module)
+        name: _describe_layer(module)
         for name, module in model.named_modules()
-        if isinstance(module, (*_LINEAR, *_WITHOUT, nn.MultiheadAttention))
+        if isinstance(module, (*_LINEAR, *_UNSUPPORTED, nn.MultiheadAttention))
     }
 
 
-def _how(module: nn.Module) -> str:
+def _describe_layer(module: nn.Module) -> str:
     if isinstance(module, nn.MultiheadAttention):
-        return "not in 8 bits: nn.MultiheadAttention holds its weights otherwise"
+        return "not in 8 bits: nn.MultiheadAttention multiplies its weights without nn.Linear"
     matmul = getattr(module, "matmul", None)
     if isinstance(matmul, (Fp8Matmul, Fp8RowMatmul)) or getattr(matmul, "func", None) is fp8_summa:
         return "8 bits" if fits(_weight(module)) else FELL_BACK
-    if isinstance(module, _WITHOUT):
+    if isinstance(module, _UNSUPPORTED):
         return f"{_NO_PRODUCT} {type(module).__name__}"
     if isinstance(module, Linear2D) and not _is_even(module):
         return UNEVEN
     if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
-        return f"not in 8 bits: {type(module).__name__} is a subclass of nn.Linear, which stays as it is"
+        return f"not in 8 bits: {type(module).__name__} is a subclass of nn.Linear, which the mode does not change"
     return "not in 8 bits: left out"
 
 
 def _is_even(layer: Linear2D) -> bool:
-    """Whether all ranks have equal pieces of the weight, and so decide alike whether it fits."""
+    """Return True if all ranks have weight shards of equal shape, so that `fits` gives the same result on every rank."""
     rows, cols = layer.registry.size(layer.row), layer.registry.size(layer.col)
     return layer.in_features % rows == layer.in_features % cols == layer.out_features % cols == 0
 

@@ -1,11 +1,13 @@
-"""Weights in 8 bits, kept from one micro-batch to the next: they are rounded once a step.
+"""Cache of 8-bit weights, which are rounded once per step instead of once per micro-batch.
 
-What was rounded is good until the next step of any torch optimizer, and as long as the weight has the memory and the
-version that it had. The version alone would not do: torch's fused optimizers don't count their writes, nor do others'
-kernels. Kept are only the weights of models that the mode `Fp8` has prepared, as the parameters that they were then: what
-`fully_shard` puts in their place gets other values at times that nobody counts. And only where gradients are computed: an
-evaluation may write averaged weights past the version (``.data``), and rounds what it finds. Of such a write between two
-micro-batches of one window nobody hears.
+A cached weight is valid until the next step of any torch optimizer, while the weight keeps its memory address and
+version. The version alone is not enough, because torch's fused optimizers and third-party kernels write without
+counting.
+
+Only weights of models that the mode `Fp8` has prepared are cached, and only the parameters of that time. The parameters
+that `fully_shard` creates change at times that no counter shows. The cache is used only with gradients enabled. An
+evaluation may write averaged weights through ``.data``, which does not change the version, so it rounds the current
+weights. Such a write between two micro-batches of a window is not detected.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ from .tensor import E4M3, Quantized, agreed, amax_of, quantize
 
 
 class RoundedWeight(NamedTuple):
-    """A weight, or its transpose.
+    """8-bit weight, or its transpose.
 
-    Args:
-        amax: Of its rows or of all of it, agreed by all ranks.
-        quantized: What it was rounded to by that.
+    Attributes:
+        amax: Maximum of the weight or of each row, over all ranks.
+        quantized: The weight, rounded with this maximum.
     """
 
     amax: Tensor
@@ -37,45 +39,47 @@ class RoundedWeight(NamedTuple):
 
 
 class KeptWeight:
-    """What one weight has been rounded to since the last step, by how that was done."""
+    """Cache entries of one weight since the last step, by the kind of rounding."""
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
-        self._seen = _look(weight)
+        self._identity = _identity(weight)
 
     def get(self, how: Hashable) -> RoundedWeight | None:
-        """What `put` was given, if it still holds."""
-        seen, rounded = KEPT[self._weight].get(how, (None, None))
-        return rounded if seen == self._seen else None
+        """Return the entry of `put`, or None if it is no longer valid."""
+        identity, rounded = KEPT[self._weight].get(how, (None, None))
+        return rounded if identity == self._identity else None
 
     def put(self, how: Hashable, rounded: RoundedWeight) -> None:
-        """Keep it until the next step."""
-        KEPT[self._weight][how] = self._seen, rounded
+        """Store an entry until the next step."""
+        KEPT[self._weight][how] = self._identity, rounded
 
 
 KEPT: Any = WeakTensorKeyDictionary()
-"""Of each weight that is kept what it was rounded to, by how."""
-_hooked = False
+"""The cache: for each registered weight, a dict from the kind of rounding to identity and rounded weight."""
+_hook_registered = False
 
 
 def keep_rounded(weight: Tensor) -> None:
-    """From now on, round this weight once a step."""
-    global _hooked
-    if isinstance(weight, nn.Parameter) and not has_dtensors([weight]):  # a DTensor's memory is others'
+    """Cache the 8-bit values of this weight from now on."""
+    global _hook_registered
+    if isinstance(weight, nn.Parameter) and not has_dtensors([weight]):  # FSDP may reuse a DTensor's memory
         KEPT[weight] = {}
-    if not _hooked:
-        register_optimizer_step_post_hook(_stepped)
-        _hooked = True
+    if not _hook_registered:
+        register_optimizer_step_post_hook(_clear_after_step)
+        _hook_registered = True
 
 
 def kept(weight: Tensor) -> KeptWeight | None:
-    """Where to look for, and to keep, what this weight is rounded to; None where it is to be rounded every time: it is not
-    to be kept, no gradients are computed, or what runs is recorded and will run again with other weights.
+    """Return the cache for this weight; None if the weight must be rounded in every forward pass.
+
+    That is the case if the weight is not registered, if gradients are disabled, or if the code is compiled or captured
+    and will later run with other weights.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or weight not in KEPT:
         return None
     if is_captured():
-        del KEPT[weight]  # for good: the graph's replays step it without a word to anybody
+        del KEPT[weight]  # permanently: replays of the graph step the weight without running the hook
         return None
     return KeptWeight(weight)
 
@@ -90,34 +94,42 @@ def round_both(
     axes: tuple[str, ...],
     by_row: bool = False,
 ) -> tuple[Quantized, Quantized]:
-    """An operand in ``format``, and a weight in e4m3: as it was rounded in the same way since the last step, if it is kept.
+    """Round an operand to ``format`` and a weight to e4m3. A cached weight from the same kind of rounding is reused.
 
     Args:
-        kept_weight: Where it may be kept; ``how`` is under what.
-        by_row: Each row has a scale of its own.
-    Collectives: one all-reduce (MAX) of both maxima over ``axes``; none if there is one rank. Host reads: none.
+        x: The operand.
+        format: `E4M3` or `E5M2`, the format of ``x``.
+        weight: The weight, or its transpose.
+        kept_weight: The cache of the weight; None: no cache.
+        how: The key in this cache.
+        registry, axes: As in `agreed`.
+        by_row: If True, every row has its own scale. Default: False.
+    Collectives: one all-reduce (MAX) of both maxima over ``axes``; none over a single rank. Host synchronization: none.
     """
-    known = None if kept_weight is None else kept_weight.get(how)
-    maxima = [amax_of(x, by_row), amax_of(weight, by_row) if known is None else known.amax]
+    cached = None if kept_weight is None else kept_weight.get(how)
+    maxima = [amax_of(x, by_row), amax_of(weight, by_row) if cached is None else cached.amax]
     amax_x, amax_weight = agreed(maxima, registry, axes)
-    rounded = quantize(weight, E4M3, amax_weight) if known is None else known.quantized
-    if kept_weight is not None and known is None:
+    rounded = quantize(weight, E4M3, amax_weight) if cached is None else cached.quantized
+    if kept_weight is not None and cached is None:
         kept_weight.put(how, RoundedWeight(amax_weight, rounded))
     return quantize(x, format, amax_x), rounded
 
 
 def forget_rounded() -> None:
-    """Forget all rounded weights, because weights have been or will be stepped."""
+    """Clear the cache. Call it when weights have been or will be stepped."""
     if KEPT:
         for by_how in KEPT.values():
             by_how.clear()
 
 
-def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """One whose `step` may be called within a window says ``steps_windows``, and calls `forget_rounded` itself."""
+def _clear_after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Clear the cache, unless the optimizer has ``steps_windows``.
+
+    The `step` of such an optimizer may be called within a window; it calls `forget_rounded` itself.
+    """
     if not getattr(optimizer, "steps_windows", False):
         forget_rounded()
 
 
-def _look(weight: Tensor) -> tuple[object, ...]:
+def _identity(weight: Tensor) -> tuple[object, ...]:
     return weight.data_ptr(), weight._version, weight.dtype, weight.shape, weight.stride()

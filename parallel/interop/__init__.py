@@ -1,5 +1,5 @@
-"""Neighbours, one file each: `dtensor` (FSDP2, torch's tensor parallelism), `transformers` (its plans), `deepspeed` (an
-mpu), `megatron` (flags).
+"""Support for third-party libraries: `dtensor` (FSDP2, torch's tensor parallelism), `transformers`, `deepspeed`,
+`megatron`, `accelerate`.
 
-`audit` compares what any of them said with values and gradients.
+`audit` compares the layouts that these modules declare with the values and gradients of the parameters.
 """

@@ -1,8 +1,9 @@
-"""accelerate and a Transformers `Trainer` around an optimizer: they clip gradients themselves.
+"""Detection of accelerate, or of a Transformers `Trainer`, that clips the gradients of an optimizer itself.
 
-Their norm is one of gradients that may not be averaged or summed yet, or of a rank's own pieces, and their clip comes
-before the optimizer's own. They are found among the objects of the process, once: the frames of their calls would do too,
-but to read a frame's variables keeps them alive, the user's first batch and logits among them (Python 3.10 to 3.12).
+accelerate computes its norm from gradients that may not be averaged or summed yet, or from a rank's shards alone, and
+clips before the optimizer does. The Trainer and accelerator objects are searched once, among all objects of the
+process. Stack frames would reveal them too, but reading a frame's variables keeps them alive in Python 3.10 to 3.12,
+including the user's first batch and logits.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ TAKE_OVER = "call meshstep.optim.take_over_clipping({}, optimizer)"
 
 
 def taken_over(optimizer: object) -> None:
-    """From here on what accelerate clips by is ``optimizer`` itself."""
+    """Record that accelerate's clipping now goes through ``optimizer``."""
     _TAKEN.add(optimizer)
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimizer within what accelerate has made of it."""
+    """Return the optimizer within accelerate's wrappers."""
     kind: Any = loaded_class("accelerate.optimizer", "AcceleratedOptimizer")
     while kind is not None and isinstance(optimizer, kind):
         optimizer = optimizer.optimizer
@@ -32,12 +33,13 @@ def innermost(optimizer: Any) -> Any:
 
 
 def wrong_around(param_groups: object) -> str | None:
-    """Return what is wrong with the `Trainer`, or accelerate, that steps the optimizer of these param groups: it clips by a
-    norm of its own. None: nothing.
+    """Return an error message if a `Trainer` or accelerate clips the gradients of this optimizer by its own norm; None
+    otherwise.
 
     Args:
-        param_groups: The list of the optimizer itself, by which it is known whatever wraps it.
-    Host reads, collectives: none.
+        param_groups: The optimizer's list of param groups. Wrappers share the list object, so it identifies the
+            optimizer.
+    Collectives: none. Host synchronization: none.
     """
     trainer_kind = loaded_class("transformers.trainer", "Trainer")
     optimizer_kind = loaded_class("accelerate.optimizer", "AcceleratedOptimizer")
@@ -47,19 +49,20 @@ def wrong_around(param_groups: object) -> str | None:
         for trainer in _objects_of(trainer_kind):
             if getattr(getattr(trainer, "optimizer", None), "param_groups", None) is param_groups:
                 return _wrong_with_trainer(trainer)
-    around = [one for one in _objects_of(optimizer_kind) if getattr(one, "param_groups", None) is param_groups]
-    if all(innermost(accelerated) in _TAKEN for accelerated in around):
+    wrappers = [
+        wrapper for wrapper in _objects_of(optimizer_kind) if getattr(wrapper, "param_groups", None) is param_groups
+    ]
+    if all(innermost(wrapper) in _TAKEN for wrapper in wrappers):
         return None
     return (
-        "accelerate steps this optimizer, and its clip_grad_norm_ would clip gradients before the optimizer does, by a "
-        "norm of its own: "
+        "accelerate steps this optimizer, and its clip_grad_norm_ would clip gradients before the optimizer does, with "
+        "accelerate's own norm; "
         + TAKE_OVER.format("accelerator")
-        + " after accelerator.prepare, whether you clip by it or not"
+        + " after accelerator.prepare, also if you do not call clip_grad_norm_"
     )
 
 
 def _objects_of(kind: type) -> Iterator[Any]:
-    """All objects of a class in this process."""
     return (found for found in gc.get_objects() if issubclass(type(found), kind))
 
 
@@ -67,8 +70,8 @@ def _wrong_with_trainer(trainer: Any) -> str | None:
     optimizer, norm = innermost(trainer.optimizer), trainer.args.max_grad_norm
     if norm and optimizer not in _TAKEN:
         return (
-            f"the Trainer has clipped the gradients by max_grad_norm={norm}, by a norm of its own, before the optimizer's "
-            "own step: " + TAKE_OVER.format("trainer") + ", or write TrainingArguments(max_grad_norm=0) and give "
+            f"the Trainer has clipped the gradients by max_grad_norm={norm}, with its own norm, before the optimizer's "
+            "step; " + TAKE_OVER.format("trainer") + ", or write TrainingArguments(max_grad_norm=0) and give "
             "ParallelOptimizer max_norm="
         )
     return None

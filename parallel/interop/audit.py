@@ -1,21 +1,20 @@
-"""Where the layouts that parameters declare, by flags or otherwise, and what they hold after a backward disagree.
+"""Comparison of declared layouts with the values and gradients of the parameters after a backward.
 
     declare_by_flags(model, registry)
     loss_of(model).backward()
     print(audit(model, registry))
 
-    mlp.bias: declared P(), a copy over 'tensor', but the values differ: ...
+    mlp.bias: declared P(), replicated over 'tensor', but the values differ: ...
 
-A flag that is wrong or forgotten shows in no shape. It shows in values and gradients: pieces differ in both, copies in
-none, and terms of a sum have equal values and different gradients. So one backward, on ranks that see the same samples
-along an axis, tells what the parameter is along it:
+A wrong or missing flag does not change a shape, but it shows in values and gradients. After one backward, on ranks that
+see the same samples along an axis, a parameter is along this axis:
 
-    values      gradients     is                    right where declared
-    differ                    a piece               split
-    equal       differ        a term of a sum       partial
-    equal       equal         a copy                neither
+    values      gradients     layout              right if declared
+    differ                    sharded             sharded
+    equal       differ        partial gradient    partial
+    equal       equal         replicated          neither
 
-Constant values (ones of a norm, zeros of a bias) and gradients of zero say nothing by themselves.
+Constant values (the ones of a norm, the zeros of a bias) and zero gradients allow no conclusion.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from .local_parameters import local_parameter, local_tensor, spec_of
 Kind = Literal["split", "partial", "copy"]
 
 _PROJECTIONS, _CHUNK = 4, 2**20
-# Of gradients that every rank computes for itself, in the order of its own additions; terms of a sum differ by about 1.
+# Relative tolerances. Ranks sum replicated gradients in different orders; partial gradients differ by about 1.
 _EQUAL = {torch.float64: 1e-6, torch.float32: 1e-3}
 _EQUAL_IN_HALF = 5e-2
 
 
 class Sketch(NamedTuple):
-    """What one rank says of a tensor: its norm, and its dot products with fixed vectors of 1 and -1."""
+    """Fingerprint of a tensor on one rank: its norm, and dot products with fixed vectors of 1 and -1."""
 
     norm: float
     projections: tuple[float, ...]
@@ -51,7 +50,7 @@ class Sketch(NamedTuple):
     @classmethod
     @torch.no_grad()
     def of(cls, tensor: Tensor) -> Sketch:
-        """Host reads: one."""
+        """Compute the fingerprint of ``tensor``. Host synchronization: one."""
         flat = tensor.detach().reshape(-1)
         total = torch.zeros(2 + _PROJECTIONS, dtype=torch.float64, device=flat.device)
         generator = torch.Generator(flat.device).manual_seed(0)
@@ -65,14 +64,14 @@ class Sketch(NamedTuple):
         return cls(square**0.5, tuple(projections), bool(constant))
 
     def equals(self, other: Sketch, within: float) -> bool:
-        """Whether the tensors are equal up to a part ``within`` of their norm."""
+        """Return True if the tensors are equal up to a difference of ``within`` times their norm."""
         largest = within * max(self.norm, other.norm)
         pairs = zip((self.norm, *self.projections), (other.norm, *other.projections), strict=True)
         return all(abs(a - b) <= largest for a, b in pairs)
 
 
 class AuditedParameter(NamedTuple):
-    """One parameter on one rank."""
+    """Spec and fingerprints of a parameter on one rank; ``within`` is the relative tolerance."""
 
     spec: P
     value: Sketch
@@ -82,7 +81,16 @@ class AuditedParameter(NamedTuple):
 
 @dataclass(frozen=True)
 class Disagreement:
-    """A parameter that is along one axis something else than it is declared to be."""
+    """A parameter whose layout along an axis differs from its declaration.
+
+    Attributes:
+        name: The parameter's name.
+        axis: The mesh axis.
+        spec: The declared spec.
+        declared: The declared layout along the axis: "split", "partial" or "copy".
+        found: The observation that contradicts the declaration.
+        what_to_do: Possible causes and corrections.
+    """
 
     name: str
     axis: str
@@ -92,101 +100,116 @@ class Disagreement:
     what_to_do: str
 
     def __str__(self) -> str:
-        declared = {"split": "split", "partial": "a sum to be made", "copy": "a copy"}[self.declared]
+        declared = {"split": "sharded", "partial": "a partial gradient", "copy": "replicated"}[self.declared]
         return f"{self.name}: declared {self.spec}, {declared} over {self.axis!r}, but {self.found}: {self.what_to_do}"
 
 
 @dataclass(frozen=True)
 class Audit:
-    """All that was found, by parameter and axis; the same on all ranks."""
+    """Result of `audit`, identical on all ranks.
+
+    Attributes:
+        parameters: The number of parameters.
+        disagreements: One per parameter and axis.
+    """
 
     parameters: int
     disagreements: tuple[Disagreement, ...]
 
     def __str__(self) -> str:
         if not self.disagreements:
-            return f"{self.parameters} parameters are what they are declared to be"
+            return f"{self.parameters} parameters match their declared layouts"
         return "\n".join(map(str, self.disagreements))
 
 
 def audit(model: nn.Module, registry: ProcessGroupRegistry) -> Audit:
-    """Compare what parameters are declared to be with their values and gradients, along each axis but the pipeline's.
+    """Compare the declared layouts of all parameters with their values and gradients, along all axes except pipeline
+    axes.
 
-    After a backward, before anybody completes the gradients; ``main_grad`` is read where there is one. Without gradients
-    only values are compared. Along data axes, whose ranks see different samples, only values are. On all ranks.
+    Call it on all ranks after a backward, before the gradient reduction. ``main_grad`` is read if a parameter has no
+    ``grad``. Only values are compared if there are no gradients, and along data axes, whose ranks see different
+    samples.
+
+        print(audit(model, registry))
 
     Args:
-        model: With declared parameters (`declare`, `declare_by_flags`); tied ones are compared along their other axes.
+        model: A model with declared parameters (`declare`, `declare_by_flags`). Tied parameters are compared along
+            their other axes.
+        registry: The process groups.
+    Returns:
+        The disagreements. ``print`` shows one line per disagreement.
     Raises:
         ValueError: On every rank: a parameter is not declared.
-    Collectives: object all-gathers over the world, of 12 numbers a parameter. Host reads: one a tensor.
+    Collectives: object all-gathers over the world, of 12 numbers per parameter. Host synchronization: one per tensor.
     """
     topology = registry.topology
 
-    def see() -> dict[str, AuditedParameter]:
-        return {name: _seen(param, topology) for name, param in model.named_parameters()}
+    def audit_local() -> dict[str, AuditedParameter]:
+        return {name: _audit_parameter(param, topology) for name, param in model.named_parameters()}
 
-    by_rank = gather_objects(on_all_ranks(see, registry), registry)
+    by_rank = gather_objects(on_all_ranks(audit_local, registry), registry)
     found: dict[tuple[str, str], Disagreement] = {}
     for axis in topology.axes:
         if topology.size(axis) > 1 and axis not in topology.pipe_axes:
             for ranks in topology.groups(axis):
-                for disagreement in _along(axis, [by_rank[rank] for rank in ranks], topology):
+                for disagreement in _compare_ranks(axis, [by_rank[rank] for rank in ranks], topology):
                     found.setdefault((disagreement.name, axis), disagreement)
-    names = {name for of_rank in by_rank for name in of_rank}
+    names = {name for audited in by_rank for name in audited}
     return Audit(len(names), tuple(found.values()))
 
 
-def _seen(param: Tensor, topology: Topology) -> AuditedParameter:
+def _audit_parameter(param: Tensor, topology: Topology) -> AuditedParameter:
     local = local_parameter(param, topology)
     gradient = param.grad if param.grad is not None else getattr(param, "main_grad", None)
     sketch = None if gradient is None else Sketch.of(local_tensor(gradient))
     return AuditedParameter(spec_of(param), Sketch.of(local), sketch, _EQUAL.get(local.dtype, _EQUAL_IN_HALF))
 
 
-def _along(axis: str, ranks: Sequence[Mapping[str, AuditedParameter]], topology: Topology) -> Iterator[Disagreement]:
+def _compare_ranks(
+    axis: str, ranks: Sequence[Mapping[str, AuditedParameter]], topology: Topology
+) -> Iterator[Disagreement]:
     for name, first in ranks[0].items():
-        seen = [of_rank[name] for of_rank in ranks if name in of_rank]
+        audited = [params[name] for params in ranks if name in params]
         kind: Kind = "split" if axis in first.spec.sharded_axes else "partial" if axis in first.spec.partial else "copy"
-        if len(seen) == len(ranks) and axis not in (*dict(first.spec.owned), *dict(first.spec.tied)):
-            problem = _problem(kind, seen, topology.role(axis) == "data")
+        if len(audited) == len(ranks) and axis not in (*dict(first.spec.owned), *dict(first.spec.tied)):
+            problem = _describe_problem(kind, audited, topology.role(axis) == "data")
             if problem is not None:
                 yield Disagreement(name, axis, first.spec, kind, *problem)
 
 
-def _problem(kind: Kind, seen: Sequence[AuditedParameter], other_samples: bool) -> tuple[str, str] | None:
-    """What was found and what to do about it; None where it is right, or can't be told."""
-    same_values = _all_equal([one.value for one in seen], seen[0].within)
-    gradients = [one.gradient for one in seen if one.gradient is not None]
-    told = len(gradients) == len(seen) and not other_samples and any(gradient.norm for gradient in gradients)
-    same_gradients = told and _all_equal(gradients, seen[0].within)
-    n = len(seen)
+def _describe_problem(kind: Kind, audited: Sequence[AuditedParameter], other_samples: bool) -> tuple[str, str] | None:
+    """Return an observation that contradicts the declared layout, and its possible causes; None if there is none."""
+    same_values = _all_equal([param.value for param in audited], audited[0].within)
+    gradients = [param.gradient for param in audited if param.gradient is not None]
+    comparable = len(gradients) == len(audited) and not other_samples and any(gradient.norm for gradient in gradients)
+    same_gradients = comparable and _all_equal(gradients, audited[0].within)
+    n = len(audited)
     if kind == "split":
-        if same_values and (same_gradients or not seen[0].value.constant):
-            what = "so are the gradients" if same_gradients else "the gradients differ" if told else ""
-            instead = "a copy" if same_gradients else "a copy, whose gradient may be a sum to be made,"
+        if same_values and (same_gradients or not audited[0].value.constant):
+            what = "so are the gradients" if same_gradients else "the gradients differ" if comparable else ""
+            layout = "replicated" if same_gradients else "replicated, perhaps with a partial gradient"
             return (
                 "the values are equal" + (f" and {what}" if what else ""),
-                f"it is {instead} that would count {n} times, and its flag must go (tensor_model_parallel, or P(axis)); "
-                "or pieces were initialised alike",
+                f"either it is {layout}, and would count {n} times in a norm: remove its flag (tensor_model_parallel, or "
+                "P(axis)); or the shards were initialised with equal values",
             )
         return None
     if not same_values:
         return (
             "the values differ",
-            "it is a piece that lacks its flag (tensor_model_parallel and partition_dim, or P(axis)), or copies that were "
-            "not initialised alike",
+            "either it is sharded and lacks its flag (tensor_model_parallel and partition_dim, or P(axis)); or the "
+            "replicas were initialised with different values",
         )
-    if kind == "copy" and told and not same_gradients:
+    if kind == "copy" and comparable and not same_gradients:
         return (
             "the gradients differ",
-            "they are terms of a sum that nobody makes, and the copies drift apart: sequence_parallel, or P(partial=...); "
-            "or an all-reduce is missing in backward",
+            "either they are partial gradients that are never summed, so that the replicas diverge: set "
+            "sequence_parallel, or P(partial=...); or backward lacks an all-reduce",
         )
     if kind == "partial" and same_gradients:
         return (
             "the gradients are equal",
-            f"they are whole already, and summed once more they are {n} times too large: take the flag away "
+            f"they are complete, and another sum would make them {n} times too large: remove the flag "
             "(sequence_parallel, or P(partial=...))",
         )
     return None

@@ -1,29 +1,29 @@
-"""The ``mpu`` that DeepSpeed and code in Megatron's style ask for ranks and groups, answered by a registry.
+"""Megatron-style ``mpu`` object for DeepSpeed, which takes ranks and process groups from a registry.
 
     mark_model_parallel(model.parameters(), registry)
     engine, *_ = deepspeed.initialize(model=model, mpu=ModelParallelUnit(registry), ...)
     check_engine(engine, registry)
 
-Three kinds of axes by the topology's roles: *pipeline* (pipe), *tensor* (all model axes together: ``row x col`` is one
-tensor-parallel group of DeepSpeed's) and *data*. *Model parallel* spans tensor x pipeline.
+The topology's roles define three kinds of axes: *pipeline* (pipe), *tensor* and *data*. All model axes together form
+the tensor axis: ``row x col`` is one tensor-parallel group for DeepSpeed. *Model parallel* spans tensor x pipeline.
 
-DeepSpeed reads one flag of a parameter, on each rank by itself: ``p.model_parallel``. What it counts in a norm are the
-flagged parameters, and all of those on rank 0 of the group; the sum goes over the model-parallel group. One flag for all
-ranks can't say that a bias is split over one axis of two and copied along the other (on a 2 x 2 grid the norm is 4% too
-small or 10% too large). A flag that says "this rank is the one that counts this piece" makes the same code exact, where
-it reads flags at all:
+DeepSpeed reads one flag per parameter and rank, ``p.model_parallel``. Its norm counts the flagged parameters on every
+rank, and all parameters on rank 0 of the group; the sum runs over the model-parallel group. A flag that is equal on all
+ranks cannot describe a bias that is sharded over one of two axes and replicated over the other. On a 2 x 2 grid the
+norm is then 4% too small or 10% too large. `mark_model_parallel` sets the flag on the single rank that counts a shard,
+which makes DeepSpeed's norm exact if the optimizer reads flags:
 
-    config                                     optimizer within               reads them
+    config                                     optimizer within               reads flags
     float32, stage 0                           the one that was given         yes
     ZeRO stages 1 and 2, any dtype             DeepSpeedZeroOptimizer         yes
     bfloat16, stage 1, float32 accumulation    BF16_Optimizer                 yes
     half precision, stage 0                    FP16_UnfusedOptimizer          no: the norm is 4% to 66% too small
-    stage 3, FusedAdam in half precision       others                         not known here
+    stage 3, FusedAdam in half precision       others                         unknown
 
-`check_engine` refuses the last two. `meshstep.optim.ParallelOptimizer` can be the optimizer of a float32 stage 0
-engine, which then only averages: give it ``data_parallel=Reduce(average_data=False)``, and the engine no
-``gradient_clipping``. In half precision call `meshstep.optim.share_weights` before it is made: the engine gives data rank
-0's weights to all, but masters are there by then.
+`check_engine` rejects the last two rows. `meshstep.optim.ParallelOptimizer` can be the optimizer of a float32 stage 0
+engine. The engine then only averages: pass ``data_parallel=Reduce(average_data=False)``, and leave
+``gradient_clipping`` out of the engine's config. In half precision, call `meshstep.optim.share_weights` before you
+create the optimizer. The engine broadcasts the weights of data rank 0, but only after the masters were created.
 """
 
 from __future__ import annotations
@@ -45,15 +45,17 @@ _READ_FLAGS = ("DeepSpeedZeroOptimizer", "BF16_Optimizer")
 
 
 class ModelParallelUnit:
-    """Ranks, sizes and groups of a registry under the names of Megatron's ``mpu``.
+    """Ranks, sizes and process groups of a registry under the method names of Megatron's ``mpu``.
 
-    A kind of parallelism that the topology lacks has size 1, rank 0 and a group of this rank alone: never None, which
-    torch takes for the whole world. It has no ``initialize_sequence_parallel``, whose presence makes DeepSpeed ignore
-    model parallelism.
+        engine, *_ = deepspeed.initialize(model=model, mpu=ModelParallelUnit(registry), ...)
+
+    If the topology has no axes of a kind, the kind has size 1, rank 0 and a group of this rank alone. The group is
+    never None, which torch interprets as the world. There is no ``initialize_sequence_parallel``, because DeepSpeed
+    ignores model parallelism if this method exists.
 
     Args:
-        registry: Its groups are used; nothing is created before it is asked for. With ``torch.distributed`` initialised.
-    Collectives, host reads: none, in any method.
+        registry: Provides the groups, each created at its first use. ``torch.distributed`` must be initialised.
+    Collectives: none. Host synchronization: none, in any method.
     """
 
     def __init__(self, registry: ProcessGroupRegistry) -> None:
@@ -63,55 +65,55 @@ class ModelParallelUnit:
         self._model = model_parallel_axes(topology)
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's index in its model-parallel group (tensor x pipeline)."""
+        """Return this rank's index in its model-parallel group (tensor x pipeline)."""
         return self._rank(self._model)
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        """Its model-parallel group."""
+        """Return this rank's model-parallel group."""
         return self._group(self._model)
 
     def get_model_parallel_world_size(self) -> int:
-        """The size of its model-parallel group."""
+        """Return the size of this rank's model-parallel group."""
         return self.registry.topology.size(*self._model)
 
     def get_tensor_model_parallel_rank(self) -> int:
-        """This rank's index in its tensor-parallel group: all model axes."""
+        """Return this rank's index in its tensor-parallel group, which spans all model axes."""
         return self._rank(self._tensor)
 
     def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
-        """Its tensor-parallel group."""
+        """Return this rank's tensor-parallel group."""
         return self._group(self._tensor)
 
     def get_tensor_model_parallel_world_size(self) -> int:
-        """The size of its tensor-parallel group."""
+        """Return the size of this rank's tensor-parallel group."""
         return self.registry.topology.size(*self._tensor)
 
     def get_pipeline_model_parallel_rank(self) -> int:
-        """This rank's pipeline stage."""
+        """Return this rank's pipeline stage."""
         return self._rank(self._pipe)
 
     def get_pipeline_model_parallel_group(self) -> dist.ProcessGroup:
-        """The group of the stages of its pipeline."""
+        """Return the group of all stages of this rank's pipeline."""
         return self._group(self._pipe)
 
     def get_pipeline_model_parallel_world_size(self) -> int:
-        """The number of pipeline stages."""
+        """Return the number of pipeline stages."""
         return self.registry.topology.size(*self._pipe)
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's index in its data-parallel group."""
+        """Return this rank's index in its data-parallel group."""
         return self._rank(self._data)
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """Its data-parallel group."""
+        """Return this rank's data-parallel group."""
         return self._group(self._data)
 
     def get_data_parallel_world_size(self) -> int:
-        """The size of its data-parallel group."""
+        """Return the size of this rank's data-parallel group."""
         return self.registry.topology.size(*self._data)
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """The global ranks of its data-parallel group, ascending."""
+        """Return the global ranks of this rank's data-parallel group in ascending order."""
         return list(self._ranks(self._data))
 
     def _rank(self, axes: tuple[str, ...]) -> int:
@@ -125,28 +127,38 @@ class ModelParallelUnit:
 
 
 def model_parallel_axes(topology: Topology) -> tuple[str, ...]:
-    """The axes of the model-parallel group, in topology order: all but the data axes."""
+    """Return the axes of the model-parallel group in topology order: all axes except the data axes."""
     return tuple(axis for axis in topology.axes if axis not in topology.data_axes)
 
 
 def counts_piece(spec: P, coordinate: dict[str, int], topology: Topology) -> bool:
-    """Whether, of the ranks of a model-parallel group that hold the same piece, the one at ``coordinate`` is the first."""
+    """Return True if the rank at ``coordinate`` is the first rank of its model-parallel group that holds its shard.
+
+    Args:
+        spec: The parameter's spec.
+        coordinate: Axis -> index.
+        topology: The mesh.
+    """
     spec = spec.on(topology)
     copies = [axis for axis in spec.replica_axes(topology) if axis in model_parallel_axes(topology)]
     return all(coordinate[axis] == 0 for axis in copies) and _is_first_of_tied(spec, coordinate, topology)
 
 
 def mark_model_parallel(params: Iterable[Tensor], registry: ProcessGroupRegistry) -> None:
-    """Set ``p.model_parallel`` so that DeepSpeed's own gradient norm and clipping are exact in any layout.
+    """Set ``p.model_parallel`` such that DeepSpeed's gradient norm and clipping are exact for any layout.
 
-    A tied parameter also gets ``ds_pipe_replicated``: True but on the first stage that has it, which some of its norms ask
-    for instead. Gradients must be complete (pending sums made, tied copies combined) when DeepSpeed measures them.
+    A tied parameter also gets ``ds_pipe_replicated``, which some of DeepSpeed's norms read instead. The flag is False
+    on the first stage that holds the parameter, and True on the other stages. Gradients must be complete when DeepSpeed
+    measures them: partial gradients summed, gradients of tied parameters combined.
+
+        mark_model_parallel(model.parameters(), registry)
 
     Args:
-        params: Declared parameters; plain ones.
+        params: Declared parameters that are not DTensors.
+        registry: The process groups.
     Raises:
-        ValueError: A parameter has no spec, or is split over a data axis, over which DeepSpeed doesn't sum, or its
-            gradient is a sum still to be made, which DeepSpeed doesn't make; nothing is changed.
+        ValueError: A parameter has no spec, is a DTensor, is sharded over a data axis, or has a partial gradient.
+            DeepSpeed's norm sums over no data axis, and DeepSpeed does not sum partial gradients. Nothing is changed.
     """
     topology, coordinate = registry.topology, registry.coordinate
     params = list(params)
@@ -155,15 +167,15 @@ def mark_model_parallel(params: Iterable[Tensor], registry: ProcessGroupRegistry
         over = [axis for axis in topology.data_axes if axis in spec.sharded_axes]
         if over or has_dtensors((param,)):
             raise ValueError(
-                f"{_name_of(param)} ({spec}) is {f'split over {over[0]!r}' if over else 'a DTensor'}, which DeepSpeed's "
-                "norm can't count; use meshstep.optim.clip_grad_norm_, or let DeepSpeed shard it"
+                f"{_name_of(param)} ({spec}) is {f'sharded over {over[0]!r}' if over else 'a DTensor'}, which DeepSpeed's "
+                "norm does not support; use meshstep.optim.clip_grad_norm_, or let DeepSpeed shard it"
             )
         pending = [axis for axis in spec.partial if topology.size(axis) > 1]
         if pending:
             raise ValueError(
-                f"{_name_of(param)} ({spec}) leaves backward with a sum over {pending[0]!r} still to be made, which "
-                "DeepSpeed doesn't make: all-reduce the gradient in backward and declare it without partial=, or step with "
-                "meshstep.optim.ParallelOptimizer, which makes it"
+                f"{_name_of(param)} ({spec}) has a partial gradient over {pending[0]!r} after backward, which DeepSpeed "
+                "does not sum; all-reduce the gradient in backward and declare the parameter without partial=, or step "
+                "with meshstep.optim.ParallelOptimizer"
             )
     for param, spec in zip(params, specs, strict=True):
         param.model_parallel = counts_piece(spec, coordinate, topology)  # type: ignore[attr-defined]
@@ -172,15 +184,16 @@ def mark_model_parallel(params: Iterable[Tensor], registry: ProcessGroupRegistry
 
 
 def check_engine(engine: Any, registry: ProcessGroupRegistry) -> None:
-    """Refuse an engine whose norm can't be that of the dense model, before it steps. On all ranks.
+    """Raise an error before the first step if the engine's norm would differ from the norm of the dense model. On all
+    ranks.
 
     Args:
-        engine: As ``deepspeed.initialize`` returned it.
-        registry: That of the layouts.
+        engine: The engine that ``deepspeed.initialize`` returned.
+        registry: The registry of the layouts.
     Raises:
-        ValueError: On every rank, with what to change: the engine was made without this registry's `ModelParallelUnit`; its
-            optimizer reads no flags, or a parameter has none; it clips what `ParallelOptimizer` clips already.
-    Collectives: an object all-gather over the world. Host reads: yes.
+        ValueError: On every rank. The engine was created without this registry's `ModelParallelUnit`, its optimizer
+            reads no flags, a parameter has no flag, or the engine clips in addition to `ParallelOptimizer`.
+    Collectives: an object all-gather over the world. Host synchronization: yes.
     """
     on_all_ranks(lambda: _check_engine(engine, registry), registry)
 
@@ -190,34 +203,36 @@ def _check_engine(engine: Any, registry: ProcessGroupRegistry) -> None:
     ours = isinstance(getattr(inner, "registry", None), ProcessGroupRegistry)
     if ours and clips:
         raise ValueError(
-            f"gradient_clipping={engine.gradient_clipping()} clips what {type(inner).__name__} clips once more: leave it "
-            "out of the config, and give max_norm="
+            f"gradient_clipping={engine.gradient_clipping()} makes the engine clip gradients that {type(inner).__name__} "
+            "clips again; leave gradient_clipping out of the config, and give the optimizer max_norm="
         )
     if registry.topology.size(*model_parallel_axes(registry.topology)) == 1:
         return
     mpu = engine.mpu
     if not isinstance(mpu, ModelParallelUnit) or mpu.registry.topology != registry.topology:
         raise ValueError(
-            "the engine has no mpu=ModelParallelUnit(registry): it has given every rank the weights of rank 0, also where "
-            "they are other pieces, and averages gradients over all ranks. Initialise it with the mpu, from new weights"
+            "the engine has no mpu=ModelParallelUnit(registry), so it has overwritten the shards of all ranks with the "
+            "weights of rank 0 and averages gradients over all ranks; initialise it with the mpu, from new weights"
         )
     if ours:
         return
     kind = type(inner).__name__
     if kind == "FP16_UnfusedOptimizer":
         raise ValueError(
-            f"{kind} measures gradients, which don't have the parameters' flags, and counts those of rank 0 only: in half "
+            f"{kind} measures gradients without the parameters' flags and counts only the gradients of rank 0; in half "
             'precision use "zero_optimization": {"stage": 1} or 2, or give ParallelOptimizer a float32 stage 0 engine'
         )
     known = kind in _READ_FLAGS or inner is engine.basic_optimizer
     if not known:
         raise ValueError(
-            f"whether {kind} counts by flags is not known here: use stage 0, 1 or 2, or step with "
+            f"{kind} is not among the optimizers whose norms are known to read flags; use stage 0, 1 or 2, or step with "
             "meshstep.optim.ParallelOptimizer"
         )
     unmarked = [name for name, param in engine.module.named_parameters() if not hasattr(param, "model_parallel")]
     if unmarked:
-        raise ValueError(f"{unmarked[0]} has no flag: call mark_model_parallel(model.parameters(), registry)")
+        raise ValueError(
+            f"{unmarked[0]} has no model_parallel flag; call mark_model_parallel(model.parameters(), registry)"
+        )
 
 
 def _name_of(param: Tensor) -> str:

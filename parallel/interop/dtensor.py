@@ -1,25 +1,26 @@
 """DTensor parameters: FSDP2's `fully_shard`, `parallelize_module`, `distribute_tensor`.
 
-A DTensor says for each dim of its device mesh what it does with the tensor. Where the ranks along the mesh's dims are
-those of axes of the topology its spec follows, whatever the dims are called, and whether they are slices of a mesh or
-several dims flattened to one (``registry.device_mesh("data")`` makes a mesh on the registry's groups):
+The spec of a DTensor follows from its placements if the ranks along each mesh dim are the ranks of axes of the
+topology. The names of the mesh dims need not match. The mesh may be sliced, and a mesh dim may be several axes
+flattened into one. ``registry.device_mesh("data")`` creates a mesh on the registry's groups.
 
-    fully_shard over data                              (Shard(0),)                    P("data")
-    ... of a plain piece declared P("tensor", None)    (Shard(0),)                    P(("tensor", "data"))
-    ... of a DTensor that is Shard(0) over tensor      (_StridedShard(0), Shard(0))   P(("tensor", "data"))
-    ColwiseParallel and RowwiseParallel weights        (Shard(0),) and (Shard(1),)    P("tensor") and P(None, "tensor")
-    SequenceParallel norm, declared partial over it    (Replicate(),)                 P(partial="tensor")
+    fully_shard over data                               (Shard(0),)                    P("data")
+    ... of a plain shard declared P("tensor", None)     (Shard(0),)                    P(("tensor", "data"))
+    ... of a DTensor that is Shard(0) over tensor       (_StridedShard(0), Shard(0))   P(("tensor", "data"))
+    ColwiseParallel and RowwiseParallel weights         (Shard(0),) and (Shard(1),)    P("tensor") and P(None, "tensor")
+    SequenceParallel norm, declared partial over it     (Replicate(),)                 P(partial="tensor")
 
-The mesh speaks for its own axes, a declaration for all others, and both are needed: torch makes new parameters, which
-lose what their layers declared. Declare again afterwards, or wrap the change in `keep_specs`. A DTensor that nothing
-declared is an error if the topology has a model axis that its mesh lacks.
+The placements determine the layout over the axes of the mesh, and a declaration determines the layout over all other
+axes. Both are needed. torch replaces the parameters and thereby drops the declarations of their layers. Declare the
+parameters again afterwards, or wrap the change in `keep_specs`. An undeclared DTensor is an error if the topology has a
+model axis that its mesh lacks.
 
-For tensor parallelism and `fully_shard` on the same parameters torch wants slices of one mesh:
-``mesh = registry.device_mesh("data", "tensor")``, then ``mesh["tensor"]`` and ``mesh["data"]``.
+To combine tensor parallelism and `fully_shard` on the same parameters, torch requires slices of one mesh: ``mesh =
+registry.device_mesh("data", "tensor")``, then ``mesh["tensor"]`` and ``mesh["data"]``.
 
-A DTensor's gradient is complete over the axes of its mesh (`fully_shard` averages), so nothing is averaged again there.
-All else is done with local tensors. DTensor's own operations would issue collectives for a norm, and refuse lists in
-which plain tensors are mixed with DTensors.
+A DTensor's gradient is complete over the axes of its mesh (`fully_shard` averages), so it is not averaged again. All
+computations use local tensors. DTensor's own operations would issue collectives for a norm, and reject lists that mix
+plain tensors with DTensors.
 """
 
 from __future__ import annotations
@@ -38,34 +39,38 @@ from ..layout.spec import P
 from ..mesh.refinement import ranks_along
 from ..mesh.topology import Topology, axes_along
 
-# The dims of a DTensor's device mesh as axes of the topology, whatever they are called --------------------------------
+# Mesh dims of a DTensor as axes of the topology -----------------------------------------------------------------------
 
 
 def mesh_axes(tensor: DTensor) -> tuple[str, ...]:
-    """The names of its mesh's dims.
+    """Return the names of the mesh dims of a DTensor.
 
     Raises:
-        ValueError: They have none.
+        ValueError: The mesh has no dim names.
     """
     names = tensor.device_mesh.mesh_dim_names
     if names is None:
         raise ValueError(
-            f"{label(tensor)} is on a mesh without dim names, {tensor.device_mesh}; make it with "
-            "registry.device_mesh('data') or init_device_mesh(..., mesh_dim_names=('data',)), whose names are axes"
+            f"{label(tensor)} is on a mesh without dim names, {tensor.device_mesh}; make the mesh with "
+            "registry.device_mesh('data') or init_device_mesh(..., mesh_dim_names=('data',)), with axes as names"
         )
     return names
 
 
 def check_mesh(tensor: DTensor, topology: Topology) -> dict[str, tuple[str, ...]]:
-    """The axes of the topology that those dims of the mesh are whose names it doesn't know.
+    """Return the axes of each mesh dim whose name the topology does not have, as {mesh dim: axes}.
 
+    Args:
+        tensor: A DTensor.
+        topology: The mesh axes.
     Raises:
-        ValueError: This rank isn't in the mesh; a dim is no axes, or has the name of another axis than it is.
+        ValueError: This rank is not in the mesh, a mesh dim does not correspond to axes, or a mesh dim has the name of
+            an axis with other ranks.
     """
     mesh = tensor.device_mesh
     if mesh.get_coordinate() is None:
         raise ValueError(
-            f"rank {mesh.get_rank()} has {label(tensor)}, but is not in its mesh {mesh}; give "
+            f"rank {mesh.get_rank()} has {label(tensor)}, but is not in the mesh {mesh} of this DTensor; give "
             "the optimizer only the parameters of this rank"
         )
     dims = {}
@@ -75,45 +80,49 @@ def check_mesh(tensor: DTensor, topology: Topology) -> dict[str, tuple[str, ...]
             axes = axes_along(ranks, topology)
             if axes is None:
                 raise ValueError(
-                    f"{label(tensor)} is on a device mesh with dim {name!r}, which holds ranks {ranks}: no axes of "
-                    f"{topology!r} make these up. Make the topology of all meshes, Topology.of_meshes(...), or the mesh "
-                    "with registry.device_mesh('data')"
+                    f"{label(tensor)} is on a device mesh whose dim {name!r} has ranks {ranks}, and no axes of "
+                    f"{topology!r} have these ranks; create the topology from all meshes with Topology.of_meshes(...), "
+                    "or the mesh with registry.device_mesh('data')"
                 )
             dims[name] = axes
         elif ranks != (expected := topology.peers(mesh.get_rank(), name)):
             raise ValueError(
-                f"{label(tensor)} is on a device mesh whose dim {name!r} holds ranks {ranks}, but the "
-                f"axis of {topology!r} holds {expected}; make the mesh with registry.device_mesh({name!r})"
+                f"{label(tensor)} is on a device mesh whose dim {name!r} has ranks {ranks}, but the axis of "
+                f"{topology!r} has ranks {expected}; create the mesh with registry.device_mesh({name!r})"
             )
     return dims
 
 
 def label(tensor: DTensor) -> str:
-    """What errors call it."""
+    """Return the name of a DTensor for messages, or its shape if it has no name."""
     annotation = annotation_of(tensor)
     return (annotation.name if annotation else None) or f"a DTensor parameter of shape {tuple(tensor.shape)}"
 
 
-# Dtensor --------------------------------------------------------------------------------------------------------------
+# Attributes of DTensors -----------------------------------------------------------------------------------------------
 
 _LOCAL, _SOURCE, _MATCHED, _VERSION, _SUMS = (
     f"_meshstep_{name}" for name in ("local", "source", "matched", "version", "sums")
 )
 
 SEEN = "_meshstep_seen"
-"""What `meshstep.parallel.interop.dtensor_gradients` keeps of a DTensor."""
+"""Attribute of a DTensor for the cache of `meshstep.parallel.interop.dtensor_gradients.of_each`."""
 
 
 @contextmanager
 def keep_specs(module: nn.Module) -> Iterator[None]:
-    """Let declarations survive what makes new parameters of the same names: `fully_shard`, `parallelize_module`.
+    """Restore declarations after an operation that replaces parameters under the same names: `fully_shard`,
+    `parallelize_module`.
 
-        with keep_specs(model):
-            for block in model.blocks:
-                fully_shard(block, mesh=registry.device_mesh("data"))
-            fully_shard(model, mesh=registry.device_mesh("data"))
+            with keep_specs(model):
+                for block in model.blocks:
+                    fully_shard(block, mesh=registry.device_mesh("data"))
+                fully_shard(model, mesh=registry.device_mesh("data"))
 
-    What has been declared meanwhile stays.
+    Parameters that are declared within the context keep their new declarations.
+
+    Args:
+        module: The module whose parameters are replaced.
     """
     before = {name: annotation_of(param) for name, param in module.named_parameters()}
     yield
@@ -127,14 +136,16 @@ def keep_specs(module: nn.Module) -> Iterator[None]:
 
 
 def placement_spec(tensor: DTensor) -> P:
-    """What a DTensor's placements say, in the names of its mesh's dims.
+    """Return the spec that a DTensor's placements describe, with the names of its mesh dims as axes.
 
-    Several mesh dims may shard one tensor dim. The first is the slowest then, but for the strided shard of
-    ``split_factor`` f that `fully_shard` makes: it splits what later mesh dims have split into f pieces already. Where
-    none have, it splits each of f blocks, as the weights of gate and up in one matrix.
+    Several mesh dims may shard the same tensor dim. The first mesh dim is then the slowest, except for the strided
+    shard with ``split_factor`` f that `fully_shard` creates. It follows later mesh dims that already shard the tensor
+    dim into f parts. Without such mesh dims it shards each of f blocks, such as the gate and up weights in one matrix.
 
+    Args:
+        tensor: A DTensor.
     Raises:
-        ValueError: The mesh has no dim names, or the tensor is a pending sum or laid out in another unusual way.
+        ValueError: The mesh has no dim names, a placement is partial, or a placement is of an unknown kind.
     """
     sizes = dict(zip(mesh_axes(tensor), tensor.device_mesh.shape, strict=True))
     dims: list[list[str]] = [[] for _ in range(tensor.dim())]
@@ -145,8 +156,8 @@ def placement_spec(tensor: DTensor) -> P:
         dim = getattr(placement, "dim", None)
         if placement.is_partial() or dim is None:
             raise ValueError(
-                f"{label(tensor)} is {placement!r} over mesh dim {axis!r}; a parameter must be sharded or "
-                "replicated: redistribute it before the optimizer is made"
+                f"{label(tensor)} is {placement!r} over mesh dim {axis!r}, but a parameter must be sharded or "
+                "replicated; redistribute it before you create the optimizer"
             )
         split_factor = getattr(placement, "split_factor", 1)
         if split_factor > 1 and not dims[dim]:
@@ -157,38 +168,38 @@ def placement_spec(tensor: DTensor) -> P:
 
 
 def _insert(axes: list[str], axis: str, split_factor: int, sizes: dict[str, int]) -> None:
-    """Put ``axis`` behind those that split the dim into ``split_factor`` pieces before it did."""
-    pieces, position = 1, 0
-    while pieces < split_factor and position < len(axes):
-        pieces *= sizes[axes[position]]
+    """Insert ``axis`` after the axes that already split the dim into ``split_factor`` parts."""
+    parts, position = 1, 0
+    while parts < split_factor and position < len(axes):
+        parts *= sizes[axes[position]]
         position += 1
-    if pieces != split_factor:
+    if parts != split_factor:
         raise ValueError(
-            f"a strided shard over {axis!r} with split factor {split_factor} doesn't fit {axes}; apply "
-            "parallelize_module first and fully_shard then, as torch does"
+            f"a strided shard over {axis!r} with split factor {split_factor} doesn't fit the sizes of the mesh dims "
+            f"{axes}; apply parallelize_module before fully_shard, as torch does"
         )
     axes.insert(position, axis)
 
 
 def annotation_for(param: DTensor) -> Annotation:
-    """The layout of this rank's local tensor over all axes: what was declared, and within it what the placements say.
+    """Return the layout of this rank's local tensor over all axes: the declaration, refined by the placements.
 
     Raises:
-        ValueError: As `placement_spec`; or the declaration contradicts the placements.
+        ValueError: As in `placement_spec`, or the declaration contradicts the placements.
     """
     declared, axes, inner, (topology, found) = (
         annotation_of(param),
         mesh_axes(param),
         placement_spec(param),
-        _matched(param),
+        _last_match(param),
     )
     if declared is None:
         return Annotation(inner, None, mesh_axes=axes, declared=False, dims=tuple(found.items()))
     spec = declared.spec
     if topology is not None and found:
-        there = [axis for axis in spec.named_axes if axis in (*topology.axes, *topology.aliases)]
+        named = [axis for axis in spec.named_axes if axis in (*topology.axes, *topology.aliases)]
         spec = spec.renamed(
-            {axis: dim for axis in there for dim, atoms in found.items() if atoms == topology.atoms(axis)}
+            {axis: dim for axis in named for dim, atoms in found.items() if atoms == topology.atoms(axis)}
         )
     outer = [tuple(part for part in spec.cuts(dim) if {*part}.isdisjoint(axes)) for dim in range(param.dim())]
     dims = [outer[dim] + inner.cuts(dim) for dim in range(param.dim())]
@@ -197,15 +208,15 @@ def annotation_for(param: DTensor) -> Annotation:
     if repeated or {*owned, *tied} & {*axes} or {*spec.partial} & {*inner.sharded_axes}:
         raise ValueError(
             f"{label(param)} is declared {spec}, but its placements over {', '.join(axes)} make it {merged}; declare "
-            f"only what the mesh doesn't say: {P().with_dims(outer)}"
+            f"only the axes outside its mesh: {P().with_dims(outer)}"
         )
     return Annotation(
         spec.with_dims(dims, blocks=inner.blocks), declared.name, mesh_axes=axes, dims=tuple(found.items())
     )
 
 
-def _matched(param: DTensor) -> tuple[Topology | None, dict[str, tuple[str, ...]]]:
-    """The topology that its mesh was last matched with, and what `check_mesh` said."""
+def _last_match(param: DTensor) -> tuple[Topology | None, dict[str, tuple[str, ...]]]:
+    """Return the topology that was last matched with the parameter's mesh, and the result of `check_mesh`."""
     found: tuple[Topology | None, dict[str, tuple[str, ...]]] = getattr(param, _MATCHED, (None, {}))
     return found
 
@@ -214,25 +225,28 @@ def _matched(param: DTensor) -> tuple[Topology | None, dict[str, tuple[str, ...]
 
 
 def local_parameter(param: DTensor, topology: Topology | None = None) -> nn.Parameter:
-    """A plain parameter that is this rank's local tensor (its memory) and carries the spec over all axes.
+    """Return a plain parameter that shares memory with this rank's local tensor and has the spec over all axes.
 
-    One a DTensor, however often it is asked for; it follows what was declared, moved or frozen since.
+    Every call returns the same parameter per DTensor, updated if the DTensor was declared, moved or frozen.
 
+    Args:
+        param: A DTensor parameter.
+        topology: The mesh axes. Default None: the mesh is not checked.
     Raises:
-        ValueError: As `annotation_for`; and `check_mesh`, where a topology is given.
+        ValueError: As in `annotation_for`; with a topology also as in `check_mesh`.
     """
-    # Not to_local(): of a parameter that makes a new view each time.
+    # to_local() would create a new view of a parameter in every call.
     local, annotation, laid_out = param._local_tensor, annotation_of(param), param._spec
     memory = local.data_ptr()
     piece: nn.Parameter | None = param.__dict__.get(_LOCAL)
     known = (None, None, None, None) if piece is None else piece.__dict__[_SOURCE]
     if piece is None or known[0] is not local or known[3] != memory:
         piece = _follow_memory(param, piece)
-    matched = topology is None or (_matched(param)[0] is topology and known[2] is laid_out)
+    matched = topology is None or (_last_match(param)[0] is topology and known[2] is laid_out)
     if topology is not None and not matched:
         setattr(param, _MATCHED, (topology, check_mesh(param, topology)))
     if not matched or known[1] is not annotation or known[2] is not laid_out:
-        attach(piece, _with_sums(annotation_for(param), settled_sums(piece)))
+        attach(piece, _add_partial(annotation_for(param), settled_sums(piece)))
     if known[0] is not local or known[1] is not annotation or known[2] is not laid_out or known[3] != memory:
         setattr(piece, _SOURCE, (local, annotation, laid_out, memory))
     if piece.requires_grad != param.requires_grad:
@@ -243,11 +257,11 @@ def local_parameter(param: DTensor, topology: Topology | None = None) -> nn.Para
 
 @torch.no_grad()
 def _follow_memory(param: DTensor, piece: nn.Parameter | None) -> nn.Parameter:
-    """The local parameter of ``param``, a new one or ``piece``, on the memory of its local tensor as that is now."""
+    """Return the local parameter, new or ``piece``, on the current memory of the DTensor's local tensor."""
     value = waited(param._local_tensor).detach()
     if piece is None:
         piece = nn.Parameter(value, requires_grad=param.requires_grad)
-        piece.grad_dtype = None  # any: whoever reduces gradients chooses
+        piece.grad_dtype = None  # accepts any dtype: the gradient reduction chooses it
         setattr(param, _LOCAL, piece)
     else:
         piece.data = value
@@ -255,38 +269,42 @@ def _follow_memory(param: DTensor, piece: nn.Parameter | None) -> nn.Parameter:
 
 
 def settle_sums(param: DTensor, axes: tuple[str, ...]) -> None:
-    """From now on the gradient of ``param`` is summed over ``axes`` of its mesh, though nobody declared that."""
+    """Mark the gradient of ``param`` as partial over ``axes`` of its mesh, without a declaration by the user."""
     piece = local_parameter(param)
     vars(param).pop(SEEN, None)
     setattr(piece, _SUMS, axes)
-    attach(piece, _with_sums(annotation_for(param), axes))
+    attach(piece, _add_partial(annotation_for(param), axes))
 
 
 def mesh_ranks(param: DTensor) -> tuple[int, ...]:
-    """All ranks of its mesh."""
+    """Return all ranks of the DTensor's mesh."""
     return tuple(param.device_mesh.mesh.flatten().tolist())
 
 
 def settled_sums(piece: nn.Parameter) -> tuple[str, ...]:
-    """The axes of `settle_sums`, of a local parameter."""
+    """Return the axes that `settle_sums` stored for a local parameter."""
     found: tuple[str, ...] = getattr(piece, _SUMS, ())
     return found
 
 
-def _with_sums(annotation: Annotation, axes: tuple[str, ...]) -> Annotation:
-    """With the sums over those of ``axes`` that don't split the parameter, of which a spec can say both."""
+def _add_partial(annotation: Annotation, axes: tuple[str, ...]) -> Annotation:
+    """Return the annotation with additional partial axes. Axes that shard the parameter are omitted: a spec cannot have
+    both.
+    """
     spec = annotation.spec
     more = [axis for axis in axes if axis not in spec.named_axes]
     return replace(annotation, spec=spec.with_partial((*spec.partial, *more))) if more else annotation
 
 
 def waited(local: Tensor) -> Tensor:
-    """``local``, when a collective that makes it has ended."""
+    """Return ``local`` after the collective that computes it has finished."""
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def follow_version(outer: DTensor, local: Tensor) -> None:
-    """Count what DTensor's operations changed, of which its local tensor's version knows nothing."""
+    """Increment the version of ``local`` if operations on the DTensor changed it, which do not count on the local
+    tensor.
+    """
     if outer._version != getattr(outer, _VERSION, 0):
         torch.autograd.graph.increment_version(local)
         setattr(outer, _VERSION, outer._version)

@@ -1,9 +1,9 @@
-"""Gradients that `fully_shard` divides by a factor of one's own, where it would do so twice.
+"""Workaround for `fully_shard` on a shard mesh of size 1, where torch divides gradients twice by a custom factor.
 
-Over a mesh that shards over one rank alone (experts that no other rank has; `replicate`) torch 2.15 divides by the factor
-of ``set_gradient_divide_factor`` in the place of the reduction that there is none of, and then once more before and after
-it, where it does not leave that to the collective: in float64 and float16, and with
-``set_force_sum_reduction_for_comms``. The gradient is then too small by that factor.
+Examples of such a mesh are experts that only this rank holds, and `replicate`. torch 2.15 divides by the factor of
+``set_gradient_divide_factor`` in place of the omitted reduce-scatter. It divides again around the all-reduce, unless
+the collective itself divides: in float64 and float16, and with ``set_force_sum_reduction_for_comms``. The gradient is
+then too small by this factor.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from .local_parameters import fully_sharded
 
 
 def divide_once(model: nn.Module) -> None:
-    """Let what shards over one rank alone divide by its factor once, in every dtype.
+    """Make modules whose shard mesh has size 1 divide their gradients by the custom factor once, in every dtype.
+
+    Call it before the first backward; gradients that were already divided stay unchanged.
 
     Args:
-        model: The root that `fully_shard` was applied to; any other is left as it is. What has been divided stays: before
-            the first backward.
-    Collectives, host reads: none.
+        model: The root module that `fully_shard` was applied to. Other modules are not changed.
+    Collectives: none. Host synchronization: none.
     """
     for module in fully_sharded(model):
-        state: Any = module._get_fsdp_state()  # what a factor is kept in; nothing public tells it
-        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one at most
+        state: Any = module._get_fsdp_state()  # no public API returns the factor
+        groups = getattr(state, "_fsdp_param_groups", None)  # missing in torch 2.11, which has at most one group
         for group in [state._fsdp_param_group] if groups is None else groups:
             factor = getattr(group, "gradient_divide_factor", None)
             if factor in (None, 1.0) or getattr(group.mesh_info, "shard_mesh_size", 1) > 1:
@@ -36,7 +37,7 @@ def divide_once(model: nn.Module) -> None:
 
 
 def _dividing(factor: float, hook: Callable[[Tensor], None] | None) -> Callable[[Tensor], None]:
-    """What torch does with a gradient when it has been reduced: ``hook`` of others, on what they would have been given."""
+    """Return an all-reduce hook that divides the gradient by ``factor``, then calls the previous ``hook``."""
 
     def divide(reduced: Tensor) -> None:
         reduced.div_(factor)

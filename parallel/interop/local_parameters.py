@@ -1,6 +1,6 @@
-"""The plain local parameter and the spec of any parameter, be it a DTensor or not.
+"""Plain local parameters and specs of any parameters, DTensors and others.
 
-What is here costs nothing where a neighbour is not used: importing DTensor takes most of a second.
+The module imports DTensor support only if DTensors are in use, because the import takes most of a second.
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ from ..mesh.topology import Topology
 
 
 def loaded_class(module: str, name: str) -> type | None:
-    """A class of a module that somebody has imported. None: nobody has, and nothing is one of its objects."""
+    """Return a class of a module that has already been imported; None if it has not been, so that no instance can
+    exist.
+    """
     return getattr(sys.modules.get(module), name, None)
 
 
 def has_dtensors(tensors: Iterable[Tensor]) -> bool:
-    """Whether one of them is a DTensor."""
+    """Return True if any of the tensors is a DTensor."""
     kind = loaded_class("torch.distributed.tensor", "DTensor")
     return kind is not None and any(isinstance(tensor, kind) for tensor in tensors)
 
 
 def fully_sharded(model: nn.Module) -> list[Any]:
-    """The modules of ``model``, itself among them, that torch's `fully_shard` has been applied to."""
+    """Return the modules within ``model``, including itself, that torch's `fully_shard` was applied to."""
     kind = loaded_class("torch.distributed.fsdp", "FSDPModule")
     return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """``tensor``; of a DTensor this rank's part, as it is. Collectives: none."""
+    """Return this rank's local tensor of a DTensor; other tensors are returned unchanged. Collectives: none."""
     if not has_dtensors((tensor,)):
         return tensor
     part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
@@ -43,10 +45,15 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_parameter(param: Tensor, topology: Topology | None = None) -> Tensor:
-    """``param``; for a DTensor its `meshstep.parallel.interop.dtensor.local_parameter`.
+    """Return the plain local parameter of a DTensor, which shares its memory; other parameters are returned unchanged.
 
+    See `meshstep.parallel.interop.dtensor.local_parameter`.
+
+    Args:
+        param: Any parameter.
+        topology: The mesh axes. Default None: the mesh of a DTensor is not checked.
     Raises:
-        ValueError: A DTensor's layout has no spec, or its mesh isn't part of ``topology``.
+        ValueError: A DTensor's layout has no spec, or its mesh does not match ``topology``.
     """
     if not has_dtensors((param,)):
         return param
@@ -57,24 +64,36 @@ def local_parameter(param: Tensor, topology: Topology | None = None) -> Tensor:
 
 
 def spec_of(param: Tensor, topology: Topology | None = None) -> P:
-    """The declared spec of a parameter; of a DTensor the one of its local tensor, its placements included.
+    """Return the spec of a parameter: its declaration, and for a DTensor the spec of its local tensor, including
+    placements.
+
+        spec_of(model.up.weight)      # P('tensor')
 
     Args:
-        topology: Say it in its axes, without aliases, and without names that only a DTensor's mesh has for them.
+        param: Any parameter.
+        topology: If given, the spec uses the axes of this topology, without aliases and without names of mesh dims.
+            Default None: the names in the declaration and in the DTensor's mesh.
     Raises:
-        ValueError: Nothing declared it; a DTensor's placements contradict what was declared, or its mesh the topology.
+        ValueError: The parameter has no spec, a DTensor's placements contradict the declaration, or its mesh does not
+            match the topology.
     """
     annotation = annotation_of(local_parameter(param, topology))
     if annotation is None:
         raise ValueError(
-            f"a parameter of shape {tuple(param.shape)} has no spec; say how it is laid out with declare(model, "
-            "{'name or pattern': P(...)}), P() meaning replicated (copy.deepcopy and wrappers drop specs: declare again)"
+            f"a parameter of shape {tuple(param.shape)} has no spec; declare its layout with declare(model, "
+            "{'name or pattern': P(...)}), with P() for replicated (copy.deepcopy and wrappers drop specs: declare again)"
         )
     return annotation.spec if topology is None else annotation.spec_on(topology)
 
 
 class Gradients(NamedTuple):
-    """Of each parameter: itself, or the local one of a DTensor; its gradient, this rank's part; its annotation."""
+    """Local parameters, local gradients and annotations, in the order of a list of parameters.
+
+    Attributes:
+        params: Plain parameters, and the local parameters of DTensors.
+        gradients: This rank's part of each gradient; None if there is none.
+        annotations: The declared layouts; None if there is none.
+    """
 
     params: list[Tensor]
     gradients: list[Tensor | None]
@@ -82,10 +101,13 @@ class Gradients(NamedTuple):
 
 
 def local_gradients(params: Sequence[Tensor], topology: Topology) -> Gradients:
-    """What is local of parameters and their gradients.
+    """Return local parameters, local gradients and annotations.
 
+    Args:
+        params: Any parameters.
+        topology: The mesh axes.
     Raises:
-        ValueError: As `local_parameters`.
+        ValueError: As in `local_parameters`.
     """
     if not has_dtensors(params):
         return Gradients(list(params), [param.grad for param in params], [annotation_of(param) for param in params])
@@ -96,16 +118,17 @@ def local_gradients(params: Sequence[Tensor], topology: Topology) -> Gradients:
 
 @contextmanager
 def local_parameters(params: Sequence[Tensor], topology: Topology, *, to_sum: bool = False) -> Iterator[list[Tensor]]:
-    """The same list, but plain local parameters in the place of DTensors, with local gradients.
+    """Yield the parameters, with each DTensor replaced by its plain local parameter and local gradient.
 
-    Within the context each shares memory and gradient with its DTensor; what has been given a gradient meanwhile passes it
-    on at the end.
+    Within the context a local parameter shares memory and gradient with its DTensor. A gradient that is assigned to a
+    local parameter within the context is passed to the DTensor at the end.
 
     Args:
-        topology: Whose axes the dims of their meshes must be.
-        to_sum: The pending sums that their specs tell of are going to be made.
+        params: Any parameters.
+        topology: The mesh axes, which the mesh dims must match.
+        to_sum: If True, the caller is about to sum the partial gradients over the axes in the specs. Default: False.
     Raises:
-        ValueError: A layout or gradient is none that can be worked with locally; see `meshstep.parallel.interop.dtensor`.
+        ValueError: A layout or gradient is not supported; see `meshstep.parallel.interop.dtensor`.
     """
     if not has_dtensors(params):
         yield list(params)
@@ -127,11 +150,12 @@ def local_parameters(params: Sequence[Tensor], topology: Topology, *, to_sum: bo
 
 
 def sums_seen(params: Sequence[Tensor]) -> Sums:
-    """The sums over axes of their meshes that the gradients of DTensors say are still to be made, and nobody declared.
+    """Return the axes over which gradients of DTensors are partial although they are not declared partial.
 
+    Args:
+        params: Any parameters.
     Raises:
-        ValueError: A gradient is laid out in a way of which nothing can be made; see
-            `meshstep.parallel.interop.dtensor_gradients`.
+        ValueError: A gradient's placements are not supported; see `meshstep.parallel.interop.dtensor_gradients`.
     """
     if not has_dtensors(params):
         return {}
@@ -141,12 +165,13 @@ def sums_seen(params: Sequence[Tensor]) -> Sums:
 
 
 def settle_sums(params: Sequence[Tensor], seen: Sequence[Sums]) -> bool:
-    """Make these sums in every step, on all ranks.
+    """Store the partial axes that all ranks have found, so that every step sums these gradients.
 
     Args:
-        seen: What `sums_seen` gave on each rank.
+        params: As in `sums_seen`.
+        seen: The result of `sums_seen` on each rank.
     Returns:
-        Whether a spec says more now.
+        True if the spec of a parameter changed.
     """
     if not has_dtensors(params):
         return False

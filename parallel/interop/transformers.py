@@ -1,15 +1,17 @@
-"""Transformers models that `from_pretrained(..., distributed_config=...)` has split: their meshes and plans, as a registry.
+"""Registry for a Transformers model that `from_pretrained(..., distributed_config=...)` has sharded, from its meshes
+and plan.
 
     model = AutoModelForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(tp_size=2, fsdp_size=2))
     registry = registry_of(model)
 
-The axes are the dims of the model's own meshes: ``pp``, ``dp_replicate``, ``fsdp`` and ``tp``. Where experts are on a mesh
-of their own (``efsdp``, ``ep``), of the same ranks, ``fsdp`` and ``ep`` are aliases of the axes that both consist of.
+The axes are the dims of the model's meshes: ``pp``, ``dp_replicate``, ``fsdp`` and ``tp``. Experts may have a separate
+mesh of the same ranks (``efsdp``, ``ep``). ``fsdp`` and ``ep`` are then aliases of their common axes.
 
-What DTensors don't say of its parameters the plan does: what it does not split over ``tp`` is copied there. A norm in the
-plan as ``replicated_with_grad_allreduce`` (q and k of Qwen3) is copied too, but has a gradient of this rank's heads alone.
-Transformers sums it in a hook on every backward, the part of earlier micro-batches again and again; here it is a pending
-sum (``P(partial="tp")``) that is made once, at the end of a window, and the hook is taken away.
+The plan describes parameters that are not DTensors: a parameter that the plan does not shard is replicated over ``tp``.
+A norm with ``replicated_with_grad_allreduce`` in the plan (q and k of Qwen3) is replicated too, but its gradient covers
+only this rank's heads. Transformers sums this gradient in a hook at every backward, and thereby sums the gradients of
+earlier micro-batches repeatedly. `registry_of` removes the hook and declares the gradient partial
+(``P(partial="tp")``), so that it is summed once, at the end of the accumulation window.
 """
 
 from __future__ import annotations
@@ -33,33 +35,37 @@ _HOOK = "ReplicatedWithGradAllReduce.install_forward.<locals>."
 
 
 def registry_of(model: nn.Module) -> ProcessGroupRegistry:
-    """The registry of a split model's own meshes; its parameters get their specs and names.
+    """Return the registry on a sharded model's meshes, and annotate its parameters with specs and names.
 
-    From here on the gradients of norms that the plan has summed by hooks are sums that `ParallelOptimizer` (or
-    `sync_gradients`) makes: another optimizer would step with parts of them.
+    After this call, `ParallelOptimizer` or `sync_gradients` must sum the gradients of the norms that the plan summed by
+    hooks. Any other optimizer would use incomplete gradients.
+
+        registry = registry_of(model)
+        optimizer = ParallelOptimizer(torch.optim.AdamW(model.parameters()), registry)
 
     Args:
-        model: A Transformers model that is split, before it is compiled or wrapped. What has been declared stays.
+        model: A sharded Transformers model, before it is compiled or wrapped. Earlier declarations are kept.
     Raises:
-        ValueError: It is not split; its forward is wrapped already where a hook must be taken away. Nothing is changed.
-    Collectives, host reads: none.
+        ValueError: The model is not sharded, or the forward of a module whose hook must be removed is already wrapped.
+            Nothing is changed.
+    Collectives: none. Host synchronization: none.
     """
     meshes: Any = getattr(model, "_mesh_manager", None)
     if meshes is None:
         raise ValueError(
-            f"{type(model).__name__} has no device mesh: load it with from_pretrained(path, distributed_config="
-            "DistributedConfig(tp_size=2)), give the model itself and no wrapper of it, or make a ProcessGroupRegistry and "
-            "declare(model, ...)"
+            f"{type(model).__name__} has no device mesh; load it with from_pretrained(path, distributed_config="
+            "DistributedConfig(tp_size=2)) and pass the model without a wrapper, or create a ProcessGroupRegistry and "
+            "call declare(model, ...)"
         )
     summed = _summed_modules(model)
     dense, experts = meshes.get_mesh(_DENSE), meshes.get_mesh(_EXPERTS)
     if experts.size(3) == 1:
         registry = ProcessGroupRegistry.from_device_mesh(dense)
     else:
-        registry = ProcessGroupRegistry(_folded(*dense.shape, *experts.shape[2:]))
+        registry = ProcessGroupRegistry(_refine_topology(*dense.shape, *experts.shape[2:]))
     pending = {id(param) for module in summed for param in module.parameters(recurse=False)}
     for module, forward in summed.items():
-        _take_hooks(module, forward)
+        _remove_hooks(module, forward)
     divide_once(model)
     for name, param in model.named_parameters():
         if annotation_of(param) is None:
@@ -67,8 +73,10 @@ def registry_of(model: nn.Module) -> ProcessGroupRegistry:
     return registry
 
 
-def _folded(pp: int, dp_replicate: int, fsdp: int, tp: int, efsdp: int, ep: int) -> Topology:
-    """Of two meshes of the same ranks: what ``fsdp`` and ``ep`` have in common is an axis of its own."""
+def _refine_topology(pp: int, dp_replicate: int, fsdp: int, tp: int, efsdp: int, ep: int) -> Topology:
+    """Return the topology of a dense and an expert mesh on the same ranks. ``fsdp`` and ``ep`` overlap in a separate
+    axis.
+    """
     return Topology(
         pp=pp,
         dp_replicate=dp_replicate,
@@ -81,7 +89,7 @@ def _folded(pp: int, dp_replicate: int, fsdp: int, tp: int, efsdp: int, ep: int)
 
 
 def _summed_modules(model: nn.Module) -> dict[nn.Module, Any]:
-    """The modules whose parameters' gradients a hook sums over ``tp``, and the forward that attaches it."""
+    """Return the modules whose gradients a hook sums over ``tp``, each with the forward that attaches the hook."""
     if getattr(model, "_tp_size", None) in (None, 1):
         return {}
     plan: dict[str, str] = getattr(model, "_tp_plan", None) or {}
@@ -94,16 +102,16 @@ def _summed_modules(model: nn.Module) -> dict[nn.Module, Any]:
             found[module] = None
         elif not getattr(forward, "__qualname__", "").startswith(_HOOK):
             raise ValueError(
-                f"{name} is {_SUMMED!r} in the plan, but its forward is not the one that Transformers has given it: make "
-                "the optimizer before the model is compiled or wrapped"
+                f"{name} is {_SUMMED!r} in the plan, but its forward is not the forward that Transformers has set; create "
+                "the optimizer before you compile or wrap the model"
             )
         else:
             found[module] = forward
     return found
 
 
-def _take_hooks(module: nn.Module, forward: Any) -> None:
-    """Give the module the forward it had before, and its parameters no hooks."""
+def _remove_hooks(module: nn.Module, forward: Any) -> None:
+    """Restore the module's original forward, and remove the hooks from its parameters."""
     if forward is None:
         return
     inner = inspect.getclosurevars(forward).nonlocals

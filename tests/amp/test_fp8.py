@@ -241,7 +241,7 @@ def test_the_mode_prepares_a_model(base: Base, dtype: torch.dtype) -> None:
 
 def test_the_mode_has_a_name_and_refuses_other_bases() -> None:
     assert precision_of("fp8") == Fp8() == Fp8("bf16")
-    with pytest.raises(ValueError, match="base='fp16' is no base"):
+    with pytest.raises(ValueError, match="base='fp16' is not a base mode of Fp8"):
         Fp8("fp16")  # type: ignore[arg-type]
 
 
@@ -258,18 +258,20 @@ def test_subclasses_and_attention_stay_as_they_are() -> None:
 def test_layers_that_fell_back_are_listed_and_shown(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(small_model(), nn.MultiheadAttention(16, 2))
     Fp8(leave_out=("0.0",)).prepare(model)
-    fell_back = "not in 8 bits: a dim of this rank's weight is no multiple of 16"
+    fell_back = "not in 8 bits: a dim of this rank's weight is not a multiple of 16"
     assert fp8_layers(model) == {
         "0.0": "not in 8 bits: left out",
         "0.3": fell_back,
         "0.4": fell_back,
-        "1": "not in 8 bits: nn.MultiheadAttention holds its weights otherwise",
-        "1.out_proj": "not in 8 bits: NonDynamicallyQuantizableLinear is a subclass of nn.Linear, which stays as it is",
+        "1": "not in 8 bits: nn.MultiheadAttention multiplies its weights without nn.Linear",
+        "1.out_proj": "not in 8 bits: NonDynamicallyQuantizableLinear is a subclass of nn.Linear, "
+        "which the mode does not change",
     }
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.getMessage() == (
-        "2 of 5 linear layers are computed in bf16 and not in 8 bits, because a dim of their weight is no multiple of 16: "
+        "2 of 5 linear layers are computed in bf16 and not in 8 bits, because a dim of their weight is not a multiple "
+        "of 16: "
         "0.3 (10, 32), 0.4 (16, 10)"
     )
     assert "not in 8 bits: dims must be multiples of 16" in repr(model.get_submodule("0.3"))
@@ -293,12 +295,12 @@ def test_layers_that_are_left_out_are_the_bases() -> None:
 
 def test_a_pattern_that_leaves_nothing_out_is_an_error_and_nothing_is_changed() -> None:
     model = small_model()
-    with pytest.raises(ValueError, match=r"leave_out='head' matches no linear layer; there are 0, 3, 4"):
+    with pytest.raises(ValueError, match=r"leave_out='head' matches no linear layer; choose from 0, 3, 4"):
         Fp8(leave_out=("3", "head")).prepare(model)
     assert [type(module) for module in model] == [nn.Linear, nn.GELU, nn.LayerNorm, nn.Linear, nn.Linear]
     with pytest.raises(ValueError, match=r"leave_out='head': give a tuple of names or patterns"):
         Fp8(leave_out="head")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"scales='block': give 'tensor', one scale a tensor, or 'row'"):
+    with pytest.raises(ValueError, match=r"scales='block' is unknown; give 'tensor' \(one per tensor\) or 'row'"):
         Fp8(scales="block")  # type: ignore[arg-type]
 
 

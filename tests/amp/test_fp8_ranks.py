@@ -181,7 +181,7 @@ def test_layers_on_grids_that_fall_back_are_listed(world: World) -> None:
         found
         == same
         == {
-            "uneven": "not in 8 bits: ranks have unequal pieces of its weight",
+            "uneven": "not in 8 bits: the ranks have weight shards of unequal sizes",
             "cube": f"{without} Linear3D",
             "head": f"{without} Classifier2D",
             "last": f"{without} Classifier3D",
@@ -309,4 +309,4 @@ def grid_by_row() -> str:
 
 def test_the_grid_layer_with_scales_by_row_is_refused_in_words(world: World) -> None:
     for message in world.run(4, grid_by_row):
-        assert "take scales='tensor', or name it in leave_out" in message
+        assert "use scales='tensor', or name the layer in leave_out" in message

@@ -283,7 +283,7 @@ def test_float64_is_refused_in_words(which: str, scales: Scales) -> None:
     x = torch.ones(2, 48, dtype=torch.float64 if which == "input" else torch.float32)
     if which == "weight":
         model.double()
-    with pytest.raises(TypeError, match=r"a float64 tensor is to be multiplied in 8 bits.*Fp8\(leave_out=...\)"):
+    with pytest.raises(TypeError, match=r"a linear layer in 8 bits got a float64 tensor.*Fp8\(leave_out=...\)"):
         model[0].matmul(x, *model[0].parameters())  # type: ignore[index]
 
 

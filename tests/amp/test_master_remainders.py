@@ -189,7 +189,7 @@ def test_the_loops_join_written_weights_as_the_reference_does(instructions: str)
 
 
 def test_what_does_not_go_together_is_an_error_that_says_what_to_leave_out() -> None:
-    with pytest.raises(ValueError, match="has no masters to split: leave split_masters out"):
+    with pytest.raises(ValueError, match="stochastic rounding has no masters to split; leave out split_masters"):
         Bf16(stochastic_rounding=True, split_masters=True)
-    with pytest.raises(ValueError, match="stepped from float32 gradients; leave main_grads out"):
+    with pytest.raises(ValueError, match="split masters need float32 gradients; leave main_grads out"):
         Bf16(split_masters=True, main_grads=False)

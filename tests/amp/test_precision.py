@@ -181,7 +181,7 @@ def test_a_copy_of_a_prepared_model_runs_its_own_weights(mode: str, clone: Calla
 def test_preparing_twice_is_an_error(mode: str) -> None:
     model = TABLE[mode][0].prepare(Net())
     before = floating(model.state_dict())
-    with pytest.raises(ValueError, match=r"Net has been prepared for '\w+' already"):
+    with pytest.raises(ValueError, match=r"Net has already been prepared for '\w+'"):
         Bf16().prepare(model)
     with pytest.raises(ValueError, match=r"^1 has been prepared"):
         NaiveFp16().prepare(nn.Sequential(nn.Linear(2, 2), model))
@@ -323,7 +323,7 @@ def test_a_model_in_ddp_is_refused_where_it_would_be_cast(world: Any) -> None:
 
 def prepare_in_ddp() -> None:
     wrapped = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
-    with pytest.raises(ValueError, match="prepare the model first and wrap it then"):
+    with pytest.raises(ValueError, match="prepare the model before you wrap it"):
         Bf16().prepare(wrapped)
     assert wrapped.module.weight.dtype == F32
     TorchFp16().prepare(wrapped)
@@ -337,7 +337,7 @@ def test_names() -> None:
     assert precision_of("fp8").name == "fp8"
     policy = Bf16(stochastic_rounding=True)
     assert precision_of(policy) is policy
-    with pytest.raises(ValueError, match="precision='half' is no mode; give one of 'fp32', 'fp16', 'bf16'"):
+    with pytest.raises(ValueError, match="precision='half' is not a mode; choose from 'fp32', 'fp16', 'bf16'"):
         precision_of("half")
 
 
@@ -346,9 +346,9 @@ def test_names() -> None:
     [
         (lambda: TorchFp16(growth_factor=1.0), "growth_factor=1.0"),
         (lambda: NaiveFp16(hysteresis=0), "hysteresis=0"),
-        (lambda: ApexFp16("O4"), "opt_level='O4' is no opt level; give one of O0, O1, O2, O3"),  # type: ignore[arg-type]
-        (lambda: ApexFp16("O1", keep_batchnorm_fp32=True), "means nothing in O1"),
-        (lambda: ApexFp16("O0", keep_batchnorm_fp32=False), "means nothing in O0"),
+        (lambda: ApexFp16("O4"), "opt_level='O4' is not an opt level; choose from O0, O1, O2, O3"),  # type: ignore[arg-type]
+        (lambda: ApexFp16("O1", keep_batchnorm_fp32=True), "has no effect in O1"),
+        (lambda: ApexFp16("O0", keep_batchnorm_fp32=False), "has no effect in O0"),
         (lambda: ApexFp16("O2", loss_scale=cast(Any, "static")), "loss_scale='static'"),
         (lambda: ApexFp16("O2", loss_scale=-1.0), "value=-1.0"),
     ],

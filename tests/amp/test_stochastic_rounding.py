@@ -69,7 +69,7 @@ def test_any_layout_and_shape() -> None:
     assert stochastic_round_(torch.empty((), dtype=BF16), torch.tensor(2.0)) == 2
     assert stochastic_round_(torch.empty(0, 3, dtype=BF16), torch.empty(0, 3)).shape == (0, 3)
     for target, bad in ((torch.empty(3, dtype=F16), torch.ones(3)), (torch.empty(3, dtype=BF16), torch.ones(4))):
-        with pytest.raises(ValueError, match="give a float32 source and a bfloat16 target of one shape"):
+        with pytest.raises(ValueError, match="give a float32 source and a bfloat16 target of equal shape"):
             stochastic_round_(target, bad)
 
 
@@ -219,7 +219,7 @@ def test_state_is_kept_in_bfloat16_and_continues_bit_for_bit() -> None:
     other_rounding.load_state_dict(saved["own"])
     train(other, other_rounding, range(3, 6))
     assert bits(other, other_optimizer) == bits(model, optimizer)
-    with pytest.raises(ValueError, match="not of stochastic rounding but of another mode"):
+    with pytest.raises(ValueError, match="has no entry 'stochastic_rounding', because another precision mode saved it"):
         other_rounding.load_state_dict({"masters": {}})
 
 
@@ -388,7 +388,7 @@ def test_replicas_round_alike_and_pieces_do_not(world: World) -> None:
 
 
 def nameless_on_a_mesh() -> str:
-    with pytest.raises(ValueError, match="has no name, by which its replicas could round alike") as problem:
+    with pytest.raises(ValueError, match="has no name, but stochastic rounding seeds its replicas by name") as problem:
         rounded_on_a_mesh(False)
     return str(problem.value)
 

@@ -286,8 +286,8 @@ def refused(what: str) -> str:
     [
         ("unfused", "FP16_UnfusedOptimizer measures gradients"),
         ("no mpu", "the engine has no mpu=ModelParallelUnit(registry)"),
-        ("unmarked", "has no flag: call mark_model_parallel"),
-        ("twice", "gradient_clipping=0.2 clips what ParallelOptimizer clips once more"),
+        ("unmarked", "has no model_parallel flag; call mark_model_parallel"),
+        ("twice", "gradient_clipping=0.2 makes the engine clip gradients that ParallelOptimizer clips again"),
         ("stage 3", "is not known here"),
     ],
 )

@@ -279,7 +279,7 @@ def with_experts(tensor: int, sizes: dict[str, Any], kept: bool) -> tuple[Weight
         first = by_dense_names(given, registry, ranks)
         loss = loss_of(model, registry.rank(*registry.topology.data_axes))
         optimizer.backward(loss)
-        assert kept or str(audit(model, registry)).endswith("declared to be")
+        assert kept or str(audit(model, registry)).endswith("match their declared layouts")
         return first, float(optimizer.step().total_norm), by_dense_names(given, registry, ranks)
 
 
@@ -395,7 +395,7 @@ def audited(options: dict[str, Any], breaks: bool, kept: bool) -> Audit:
 def test_the_audit_finds_nothing_in_its_models_and_names_what_flags_get_wrong(world: World, kept: bool) -> None:
     cases = [(4, (options, False, kept)) for options in KINDS.values()]
     for of_ranks in world.run_each(audited, cases):
-        assert str(of_ranks[0]).endswith("parameters are what they are declared to be")
+        assert str(of_ranks[0]).endswith("parameters match their declared layouts")
     found = {
         d.name.removeprefix("module."): d.found
         for d in world.run(4, audited, KINDS["both"], True, kept)[0].disagreements
@@ -467,7 +467,7 @@ def recipe() -> float:
         optimizer, registry = namespace["optimizer"], namespace["registry"]
         with registry:
             optimizer.backward(loss_of(namespace["model"], registry.rank("data")))
-            assert str(namespace["audit"](namespace["model"], registry)).endswith("declared to be")
+            assert str(namespace["audit"](namespace["model"], registry)).endswith("match their declared layouts")
             return float(optimizer.step().total_norm)
 
 

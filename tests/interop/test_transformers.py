@@ -296,5 +296,5 @@ def refused(path: str) -> list[str]:
 
 def test_models_that_are_not_split_or_wrapped_already_are_refused(world: World, saved: Callable[[str], str]) -> None:
     for whole, wrapped in world.run(2, refused, saved("qwen3")):
-        assert "Qwen3ForCausalLM has no device mesh: load it with from_pretrained(path, distributed_config=" in whole
+        assert "Qwen3ForCausalLM has no device mesh; load it with from_pretrained(path, distributed_config=" in whole
         assert "model.layers.1.self_attn.k_norm is 'replicated_with_grad_allreduce' in the plan" in wrapped

@@ -52,7 +52,7 @@ def test_what_is_declared_as_it_is_passes(world: World) -> None:
     cases = [(4, (truth, spec, dtype, "grad")) for truth, spec in RIGHT for dtype in DTYPES]
     for found in world.run_each(audited, cases):
         assert found == [Audit(1, ())] * 4
-    assert str(found[0]) == "1 parameters are what they are declared to be"
+    assert str(found[0]) == "1 parameters match their declared layouts"
 
 
 def test_what_is_declared_as_something_else_is_named(world: World) -> None:

@@ -140,7 +140,7 @@ def refused(spec: P, declared: bool) -> str:
     ("spec", "declared", "message"),
     [
         (P("data"), True, "w (P('data')) is split over 'data'"),
-        (P(partial="data"), True, "w (P(partial='data')) leaves backward with a sum over 'data' still to be made"),
+        (P(partial="data"), True, "w (P(partial='data')) has a partial gradient over 'data' after backward"),
         (P(), False, "no spec"),
     ],
 )

@@ -43,9 +43,9 @@ def test_the_axes_are_those_that_both_meshes_have_in_common(
 @pytest.mark.parametrize(
     ("groups", "world_size", "said"),
     [
-        ({"tensor": (0, 1, 2), "data": (0, 3), "expert": (0, 1)}, 6, "cut the ranks in runs of 2 and of 3"),
+        ({"tensor": (0, 1, 2), "data": (0, 3), "expert": (0, 1)}, 6, "divide the ranks into runs of 2 and of 3"),
         ({"tensor": (0, 1, 3)}, 4, "tensor has ranks [0, 1, 3], which aren't evenly spaced"),
-        ({"tensor": (0, 1)}, 4, "no group of pipe, data, context, tensor goes along the ranks that are 2 apart"),
+        ({"tensor": (0, 1)}, 4, "none of the groups pipe, data, context, tensor connects ranks at a distance of 2"),
     ],
 )
 def test_groups_that_no_axes_make_are_refused(groups: dict[str, tuple[int, ...]], world_size: int, said: str) -> None:
@@ -191,13 +191,13 @@ DENSE: dict[str, tuple[str, ...]] = {"tp": ("tensor",), "pp": ("pipe",), "dp": (
         (
             {**SPLIT, "sequence_parallel": True},
             DENSE,
-            "w is split over tensor (tensor_model_parallel) and summed over it",
+            "w is sharded over tensor (tensor_model_parallel), and also has a partial gradient over tensor",
         ),
         ({**SPLIT, "partition_dim": 2}, DENSE, "with partition_dim=2 and partition_stride=1"),
         ({"tensor_model_parallel": True}, DENSE, "with partition_dim=-1"),
-        ({"shared": True}, DENSE, "w is shared with another stage, and not as the word embedding"),
-        (EXPERT, DENSE, "w is laid out over expert_tensor, which is not among the groups"),
-        ({}, {"tp": ("tensor",), "pp": ("pipe",)}, "the groups that were handed over lack dp"),
+        ({"shared": True}, DENSE, "w is shared with another stage but is not the word embedding"),
+        (EXPERT, DENSE, "w is sharded over expert_tensor, which is missing in groups="),
+        ({}, {"tp": ("tensor",), "pp": ("pipe",)}, "groups= lacks dp"),
     ],
 )
 def test_flags_that_can_not_be_are_an_error_on_every_rank(

@@ -50,7 +50,7 @@ def other_schedule() -> Any:
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        (ValueError, lambda: {"mixed_precision": "half"}, "precision='half' is no mode; give one of 'fp32'"),
+        (ValueError, lambda: {"mixed_precision": "half"}, "precision='half' is not a mode; choose from 'fp32'"),
         (ValueError, lambda: {"data_parallel": "zero3"}, "data_parallel='zero3': give one of 'ddp', 'zero1'"),
         (ValueError, lambda: {"max_norm": -1.0}, "max_norm"),
         (ValueError, lambda: {"accumulation_steps": 0}, "accumulation_steps=0: give a whole number"),
@@ -71,7 +71,7 @@ def other_schedule() -> Any:
         ),
         (ValueError, lambda: {"lr_scheduler": other_schedule()}, "StepLR was made on another SGD than the one given"),
         (TypeError, lambda: {"lr_scheduler": 3}, "lr_scheduler is a int; give one of torch's or meshstep's"),
-        (ValueError, lambda: {"model": Booster("bf16").boost(classifier())[0]}, "has been prepared for 'bf16' already"),
+        (ValueError, lambda: {"model": Booster("bf16").boost(classifier())[0]}, "has already been prepared for 'bf16'"),
     ],
 )
 def test_wrong_arguments(kind: type[Exception], changes: Callable[[], dict[str, Any]], message: str) -> None:

@@ -229,7 +229,11 @@ def refused(kind: str) -> str:
         ("not compared", "no spec for parameter 1 of group 0 (shape (4)), and", 0.0),
         ("values", "parameter 1 of group 0 (shape (4)): the parameter differs along axis 'tensor'", 0.0),
         ("gradients", "parameter 1 of group 0 (shape (4)): the gradient differs along axis 'tensor'", 0.0),
-        ("no sum of terms", "is Partial(max) over 'tensor', but the parameter is Shard(dim=0): redistribute it", 0.0),
+        (
+            "no sum of terms",
+            "is Partial(max) over 'tensor', but the parameter is Shard(dim=0); redistribute the gradient",
+            0.0,
+        ),
     ],
 )
 def test_layouts_of_which_nothing_can_be_made_are_refused(world: World, kind: str, message: str, weight: float) -> None:

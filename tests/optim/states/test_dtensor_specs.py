@@ -94,10 +94,10 @@ def merged(said: P, dim: int) -> str:
         (
             P(("data", "tensor")),
             0,
-            "make it P(('tensor', 'data')); declare only what the mesh doesn't say: P('tensor')",
+            "make it P(('tensor', 'data')); declare only the axes outside its mesh: P('tensor')",
         ),
-        (P("data"), 1, "declare only what the mesh doesn't say: P()"),
-        (P(owned={"data": 0}), 0, "declare only what the mesh doesn't say: P()"),
+        (P("data"), 1, "declare only the axes outside its mesh: P()"),
+        (P(owned={"data": 0}), 0, "declare only the axes outside its mesh: P()"),
     ],
 )
 def test_declarations_and_placements_are_merged(world: World, said: P, dim: int, expected: str) -> None:
@@ -134,7 +134,7 @@ def refused(kind: str) -> str:
     [
         (
             "no axes",
-            "w is on a device mesh with dim 'dp', which holds ranks (0, 3): no axes of Topology(data=2, tensor=2)",
+            "w is on a device mesh whose dim 'dp' has ranks (0, 3), and no axes of Topology(data=2, tensor=2)",
         ),
         ("no names", "w is on a mesh without dim names"),
         ("ranks", "w is on a device mesh whose dim 'data' holds ranks (0, 1), but the axis of"),

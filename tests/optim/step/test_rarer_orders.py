@@ -168,7 +168,7 @@ def cleared_by_the_inner_optimizer() -> str:
 
 def test_masters_notice_old_gradients_with_overlap_too(world: World) -> None:
     for text in world.run(2, cleared_by_the_inner_optimizer):
-        assert "still holds that of an earlier step" in text
+        assert "still contains the gradient of an earlier step" in text
 
 
 def thawed_after_a_group_was_added() -> str:

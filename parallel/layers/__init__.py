@@ -1,1 +1,1 @@
-"""Layers whose parameters declare their layout."""
+"""Tensor-parallel layers whose parameters declare their layout."""

@@ -1,7 +1,7 @@
-"""Embedding tables whose vocabulary is split over ranks.
+"""Embedding tables with a sharded vocabulary, and the classifier that can be tied to them.
 
-Each rank looks up the ids that its rows hold, gives zeros for the rest, and the sum over the ranks is the embedding. An
-id outside the full vocabulary fails on every rank before any collective, as in `nn.Embedding`.
+Each rank looks up the ids of its rows and uses zeros for all other ids; the sum over the ranks is the embedding. An id
+outside the full vocabulary fails on every rank before any collective, as in `nn.Embedding`.
 """
 
 from __future__ import annotations
@@ -20,21 +20,27 @@ from .summa import Grid, autocast, summa_transposed
 
 
 class VocabParallelEmbedding(nn.Module):
-    """An embedding table with its rows split over one axis of size t.
+    """Embedding table whose rows are sharded over an axis of size t.
+
+        embedding = VocabParallelEmbedding(32000, 512, registry)
 
     Args:
-        num_embeddings, embedding_dim: Sizes of the full table; num_embeddings must divide by t.
-        axis: The mesh axis that splits the vocabulary.
-        sequence_parallel: The output is split along dim 1, the sequence.
-        generator, device, dtype: For the initial weights, which are those of `nn.Embedding` for the same seed.
+        num_embeddings, embedding_dim: Sizes of the full table; num_embeddings must be divisible by t.
+        registry: The process groups.
+        axis: The mesh axis that shards the vocabulary. Default: "tensor".
+        sequence_parallel: If True, the output is sharded along dim 1, the sequence. Default: False.
+        generator, device, dtype: For the initial weights, which equal the weights of `nn.Embedding` with the same seed.
+            Default None: torch's defaults.
 
     Shapes:
-        ids [...], replicated -> [..., embedding_dim], replicated; or [batch, seq] -> [batch, seq/t, embedding_dim] if
-        sequence_parallel. weight [num_embeddings/t, embedding_dim] P(axis, None).
-    Collectives: one all-reduce in forward; if sequence_parallel a reduce-scatter, and an all-gather in backward. Host
-    reads: none.
+        ids [...], replicated -> [..., embedding_dim], replicated; or [batch, seq] -> [batch, seq/t, embedding_dim] with
+            sequence_parallel. weight [num_embeddings/t, embedding_dim] P(axis, None).
     Raises:
-        ValueError: num_embeddings or the sequence doesn't divide by t; sequence-parallel ids have fewer than 2 dims.
+        ValueError: num_embeddings or the sequence is not divisible by t, or sequence-parallel ids have fewer than 2
+            dims.
+    Collectives: one all-reduce in forward; with sequence_parallel a reduce-scatter in forward and an all-gather in
+    backward.
+    Host synchronization: none.
     Reference: Shoeybi et al. 2019, arXiv:1909.08053.
     """
 
@@ -60,8 +66,8 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         if self.sequence_parallel and ids.dim() < 2:
             raise ValueError(
-                "VocabParallelEmbedding with sequence_parallel=True splits dim 1, the sequence of [batch, seq], "
-                f"but was given shape {tuple(ids.shape)}; add the missing dim"
+                f"VocabParallelEmbedding with sequence_parallel=True got ids of shape {tuple(ids.shape)}, but needs shape "
+                "[batch, seq]; add the missing dim"
             )
         partial = _lookup(ids, self.weight, self.num_embeddings, self.registry, self.axis)
         if self.sequence_parallel:
@@ -73,24 +79,29 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class Embedding2D(nn.Module):
-    """An embedding table with its rows split over ``row`` and its columns over ``col``.
+    """Embedding table whose rows are sharded over ``row`` and its columns over ``col``.
 
-    The batch is split over ``row`` too: the ids are gathered over it for the lookup, and the result is scattered back.
+    The batch is sharded over ``row`` too: the ids are all-gathered over ``row`` for the lookup, and the result is
+    reduce-scattered.
+
+        embedding = Embedding2D(32000, 512, registry)
 
     Args:
-        num_embeddings, embedding_dim: Sizes of the full table. What doesn't divide is cut as `torch.chunk` does, but every
-            rank must have something.
-        row, col: The mesh axes of the grid.
-        depth: The mesh axis along which several grids lie (2.5-D), as in `Linear2D`. None: one grid.
-        generator, device, dtype: For the initial weights, which are those of `nn.Embedding` for the same seed.
+        num_embeddings, embedding_dim: Sizes of the full table. Sizes that are not divisible are sharded as
+            `torch.chunk` does, but every rank must get at least one row and column.
+        registry: The process groups.
+        row, col: The mesh axes of the grid. Defaults: "row", "col".
+        depth: The mesh axis of several grids (2.5-D), as in `Linear2D`. Default None: a single grid.
+        generator, device, dtype: For the initial weights, which equal the weights of `nn.Embedding` with the same seed.
+            Default None: torch's defaults.
 
     Shapes:
-        ids [batch/row, ...], equal along col -> [batch/row, ..., embedding_dim/col].
-        weight [num_embeddings/row, embedding_dim/col] P(row, col).
-    Collectives: an all-gather (ids) and a reduce-scatter over row in forward, an all-gather in backward. Host reads:
-    none.
+        ids [batch/rows, ...], replicated over col -> [batch/rows, ..., embedding_dim/cols].
+        weight [num_embeddings/rows, embedding_dim/cols] P(row, col).
     Raises:
-        ValueError: A dim leaves nothing for some rank.
+        ValueError: A rank would get no elements of the table.
+    Collectives: an all-gather of the ids and a reduce-scatter over row in forward, an all-gather over row in backward.
+    Host synchronization: none.
     """
 
     def __init__(
@@ -124,42 +135,40 @@ class Embedding2D(nn.Module):
 
 
 def _lookup(ids: Tensor, weight: Tensor, vocabulary: int, registry: ProcessGroupRegistry, axis: str) -> Tensor:
-    """[...] -> [..., features]: the rows of ``weight`` that this rank holds, zeros for those it doesn't."""
+    """Return the embeddings of the ids in this rank's rows, and zeros for other ids: [...] -> [..., features]."""
     if registry.size(axis) == 1:
         return F.embedding(ids, weight)
-    index, elsewhere = local_index(ids, vocabulary, registry, axis)
-    return F.embedding(index, weight).masked_fill(elsewhere.unsqueeze(-1), 0)
-
-
-# Classifier 2d --------------------------------------------------------------------------------------------------------
-
-# A classifier on the grid whose weight lies as the table of `Embedding2D` does, so that the two can be one parameter.
-#
-# embedding = Embedding2D(vocabulary, features, registry)
-# head = Classifier2D(features, vocabulary, registry)
-# head.weight = embedding.weight                                        # tied
-# loss = cross_entropy_2d(head(hidden), targets, registry)
+    index, is_remote = local_index(ids, vocabulary, registry, axis)
+    return F.embedding(index, weight).masked_fill(is_remote.unsqueeze(-1), 0)
 
 
 class Classifier2D(nn.Module):
-    """``input @ weight.T + bias`` by SUMMA on a grid, with the classes split over ``col`` in the output.
+    """Linear layer ``input @ weight.T + bias`` by SUMMA on a grid, whose output classes are sharded over ``col``.
+
+        head = Classifier2D(512, 32000, registry)
+        head.weight = embedding.weight      # optional: tied to an Embedding2D
+        loss = cross_entropy_2d(head(hidden), target, registry)
 
     Args:
-        in_features, classes: Sizes of the full layer. What doesn't divide is cut as `torch.chunk` does, but every rank must
-            have something; give `cross_entropy_2d` the number of classes then.
-        bias: Whether there is one.
-        row, col: The mesh axes of the grid.
-        depth: The mesh axis along which several grids lie (2.5-D), as in `Linear2D`. None: one grid.
-        generator, device, dtype: For the initial weights, which are those of `nn.Linear` for the same seed.
+        in_features, classes: Sizes of the full layer. Sizes that are not divisible are sharded as `torch.chunk` does,
+            but every rank must get at least one feature and class. Pass ``classes`` to `cross_entropy_2d` in that case.
+        registry: The process groups.
+        bias: If True, the layer has a bias. Default: False.
+        row, col: The mesh axes of the grid. Defaults: "row", "col".
+        depth: The mesh axis of several grids (2.5-D), as in `Linear2D`. Default None: a single grid.
+        generator, device, dtype: For the initial weights, which equal the weights of `nn.Linear` with the same seed.
+            Default None: torch's defaults.
 
     Shapes:
-        input [batch/rows, ..., in/cols] -> output [batch/rows, ..., classes/cols], which `cross_entropy_2d` takes.
-        weight [classes/rows, in/cols] P(row, col), as an embedding's; bias [classes/cols] P(col), a copy on every row.
-        Under autocast the operands are cast to its dtype before they travel.
-    Collectives: forward a broadcast and a reduction of each panel, backward three broadcasts and a reduction (see
-    `summa_transposed`; on a q x q grid there are q panels); the bias an all-reduce over row in backward. Host reads: none.
+        input [batch/rows, ..., in/cols] -> output [batch/rows, ..., classes/cols], as `cross_entropy_2d` expects.
+        weight [classes/rows, in/cols] P(row, col), as in `Embedding2D`; bias [classes/cols] P(col), replicated over
+            row.
+        Under autocast the operands are cast to its dtype before they are broadcast.
     Raises:
-        ValueError: A dim leaves nothing for some rank, or the input doesn't hold this column's features.
+        ValueError: A rank would get no elements of the weight, or the input does not have this column's features.
+    Collectives: in forward a broadcast and a reduction per panel; in backward three broadcasts and a reduction per
+    panel (see `summa_transposed`; a q x q grid has q panels). The bias adds an all-reduce over row in backward.
+    Host synchronization: none.
     """
 
     def __init__(
@@ -191,9 +200,9 @@ class Classifier2D(nn.Module):
         if input.shape[-1:] != self.weight.shape[1:]:
             col = self._grid.col
             raise ValueError(
-                f"{type(self).__name__} of {self.in_features} features over {col}={self.registry.size(col)} takes "
-                f"{self.weight.size(1)} of them in the last dim, got shape {tuple(input.shape)}; split a full input "
-                f"with scatter_to(input, registry, {col!r}, dim=-1)"
+                f"the input of {type(self).__name__} has shape {tuple(input.shape)}, but its last dim must be "
+                f"{self.weight.size(1)} ({self.in_features} features over {col}={self.registry.size(col)}); shard a full "
+                f"input with scatter_to(input, registry, {col!r}, dim=-1)"
             )
         rows = autocast(input).reshape(-1, input.size(-1))
         output = summa_transposed(rows, autocast(self.weight), self._grid, self.classes)

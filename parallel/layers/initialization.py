@@ -1,8 +1,8 @@
-"""Full initial weights, drawn as torch's dense layers draw theirs, and the piece of them that a rank keeps.
+"""Initial weights as in torch's dense layers, and the shard that each rank keeps.
 
-Every rank draws the whole tensor from the same seed and keeps its piece: then the full weights, and the state of the
-random generator afterwards, depend on neither the topology nor the kind of parallelism, and equal those of the dense
-torch layer built in the same place (same seed, dtype and device). The price is the full tensor in memory for a moment.
+Every rank draws the full tensor from the same seed and keeps its shard. The full weights, and the final state of the
+random generator, are therefore independent of topology and kind of parallelism. They equal those of the dense torch
+layer with the same seed, dtype and device. The full tensor needs memory for a moment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def draw_linear(
     device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Weight [out_features, in_features] and bias [out_features], uniform in +-1/sqrt(in_features) as `nn.Linear`."""
+    """Return weight [out_features, in_features] and bias [out_features], uniform in +-1/sqrt(in_features) as in
+    `nn.Linear`.
+    """
     weight = torch.empty(out_features, in_features, device=device, dtype=dtype)
     nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
     if not bias:
@@ -45,16 +47,21 @@ def draw_embedding(
     device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> Tensor:
-    """Table [num_embeddings, embedding_dim] of standard normals, as `nn.Embedding`."""
+    """Return a table [num_embeddings, embedding_dim] of standard normal values, as in `nn.Embedding`."""
     return torch.empty(num_embeddings, embedding_dim, device=device, dtype=dtype).normal_(generator=generator)
 
 
 def kept_piece(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> nn.Parameter:
-    """This rank's piece of full weights as a parameter that says how it is laid out; what doesn't divide is cut as
-    `torch.chunk` does.
+    """Return this rank's shard of a full weight, as an annotated parameter.
 
+    Sizes that are not divisible are sharded as `torch.chunk` does.
+
+    Args:
+        full: The full weight.
+        spec: Its layout.
+        registry: The process groups.
     Raises:
-        ValueError: On every rank, where some rank's piece would be empty; blocks don't divide.
+        ValueError: On every rank: a rank would get an empty shard, or blocks are not divisible.
     """
     _check_pieces(full, spec, registry.topology)
     param = nn.Parameter(shard(full, spec, registry, uneven=True))
@@ -63,7 +70,7 @@ def kept_piece(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> nn.Para
 
 
 def owned_piece(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> nn.Parameter | None:
-    """`kept_piece` on the ranks that the spec lets hold it; None on the others."""
+    """Return `kept_piece` on the ranks that hold the parameter according to the spec; None on all other ranks."""
     if spec.holds(registry.coordinate, registry.topology):
         return kept_piece(full, spec, registry)
     _check_pieces(full, spec, registry.topology)
@@ -71,11 +78,16 @@ def owned_piece(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> nn.Par
 
 
 def held_or_placeholder(param: Tensor | None, *shape: int, like: Tensor) -> Tensor:
-    """An owner's parameter on its way to the ranks that don't hold it, or on these what stands for it: of ``shape``, and of
-    the dtype and device of ``like``.
+    """Return an owner's parameter, or on other ranks an empty tensor of ``shape`` with the dtype and device of
+    ``like``.
 
-    It requires grad on every rank, also where the owner's is frozen, of which the others can't know: the reduction in
-    backward needs all of them.
+    The result requires gradients on every rank, even if the owner's parameter is frozen. Only the owner can see that,
+    and the reduction in backward needs all ranks.
+
+    Args:
+        param: The parameter on the owner; None on other ranks.
+        shape: The parameter's shape.
+        like: A tensor with the parameter's dtype and device.
     """
     if param is None:
         return like.new_empty(shape).requires_grad_()
@@ -83,25 +95,25 @@ def held_or_placeholder(param: Tensor | None, *shape: int, like: Tensor) -> Tens
 
 
 def depth_axes(depth: str | None, registry: ProcessGroupRegistry) -> tuple[str, ...]:
-    """Return the axes over which the gradients of a 2.5-D layer's parameters must still be summed; () if depth is None.
+    """Return the axes over which the gradients of a 2.5-D layer's parameters are partial; () if depth is None.
 
     Raises:
-        ValueError: The topology has no such axis.
+        ValueError: The topology does not have this axis.
     """
     return () if depth is None else registry.topology.atoms(depth)
 
 
 def sizes_of(registry: ProcessGroupRegistry, *axes: str) -> str:
-    """What a layer's repr says of its axes: ``row=2, col=2``."""
+    """Return the sizes of the axes for a layer's repr: ``row=2, col=2``."""
     return ", ".join(f"{axis}={registry.size(axis)}" for axis in axes)
 
 
 def _check_pieces(full: Tensor, spec: P, topology: Topology) -> None:
-    last = {axis: topology.size(axis) - 1 for axis in topology.axes}  # has the smallest piece
+    last = {axis: topology.size(axis) - 1 for axis in topology.axes}  # the last rank has the smallest shard
     for dim, length in enumerate(local_shape(full.shape, spec, topology, last)):
         if not length:
             over = " x ".join(f"{axis}={topology.size(axis)}" for axis in spec.dim_axes(dim))
             raise ValueError(
-                f"{spec}: dim {dim} of shape {tuple(full.shape)}, cut over {over or 'nothing'} as torch.chunk cuts it, "
-                "leaves nothing for the last rank; make the layer larger or the axis smaller"
+                f"the last rank would get no elements of dim {dim} of shape {tuple(full.shape)} with {spec}, sharded over "
+                f"{over or 'no axis'} as torch.chunk does; make the layer larger or the axis smaller"
             )

@@ -1,8 +1,8 @@
-"""`nn.LayerNorm` over features that are split over one axis, for a batch that is split over others.
+"""`nn.LayerNorm` over sharded features, for a sharded batch.
 
-Each rank has mean and squared deviation of its features. They are merged as in Chan et al. 1979, "Updating formulae and a
-pairwise algorithm for computing sample variances", which loses no digits to cancellation; where features don't divide, the
-mean is agreed on first and then the deviation from it.
+Each rank computes mean and squared deviation of its features. They are merged as in Chan et al. 1979, "Updating
+formulae and a pairwise algorithm for computing sample variances", which avoids cancellation. If the features are not
+divisible, the mean is all-reduced first, and then the squared deviation from it.
 
 Reference: Ba et al. 2016, arXiv:1607.06450.
 """
@@ -28,10 +28,11 @@ class SplitLayerNorm(nn.Module):
 
     Args:
         features: Size of the full last dim.
-        feature_axis: Splits it.
-        batch_axes: Over these the gradients of weight and bias are summed in backward.
-        partial: Over these the optimizer sums them.
+        registry: The process groups.
+        feature_axis: The axis that shards the features.
+        batch_axes: The axes over which backward sums the gradients of weight and bias.
         eps, bias, device, dtype: As in `LayerNorm2D`.
+        partial: The axes over which the optimizer sums the gradients of weight and bias. Default: none.
     """
 
     def __init__(
@@ -59,9 +60,9 @@ class SplitLayerNorm(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         if input.shape[-1:] != self.weight.shape:
             raise ValueError(
-                f"{type(self).__name__} of {self.features} features over {self._over_features.axes[0]}="
-                f"{self._over_features.size} takes {self.weight.numel()} of them in the last dim, got shape "
-                f"{tuple(input.shape)}; split a full input with scatter_to(input, registry, "
+                f"the input of {type(self).__name__} has shape {tuple(input.shape)}, but its last dim must be "
+                f"{self.weight.numel()} ({self.features} features over {self._over_features.axes[0]}="
+                f"{self._over_features.size}); shard a full input with scatter_to(input, registry, "
                 f"{self._over_features.axes[0]!r}, dim=-1)"
             )
         output: Tensor = _SplitLayerNorm.apply(
@@ -75,25 +76,29 @@ class SplitLayerNorm(nn.Module):
 
 
 class LayerNorm2D(SplitLayerNorm):
-    """`nn.LayerNorm` over features that are split over ``col``, for a batch that is split over ``row``.
+    """`nn.LayerNorm` over features that are sharded over ``col``, for a batch that is sharded over ``row``.
+
+        norm = LayerNorm2D(512, registry)
 
     Args:
-        features: Size of the full last dim; what doesn't divide is cut as `torch.chunk` does, but every rank must have
-            something.
-        eps: Added to the variance.
-        bias: Whether there is one.
-        row, col: The mesh axes of the grid.
-        depth: The mesh axis along which several grids lie (2.5-D), as in `Linear2D`. None: one grid.
-        device, dtype: Of the parameters, which start at one and zero.
+        features: Size of the full last dim. If it is not divisible, it is sharded as `torch.chunk` does, but every rank
+            must get at least one feature.
+        registry: The process groups.
+        eps: Added to the variance. Default: 1e-5.
+        bias: If True, the layer has a bias. Default: True.
+        row, col: The mesh axes of the grid. Defaults: "row", "col".
+        depth: The mesh axis of several grids (2.5-D), as in `Linear2D`. Default None: a single grid.
+        device, dtype: Of weight and bias, which start at one and zero. Default None: torch's defaults.
 
     Shapes:
-        input and output [batch/rows, ..., features/cols]; the output has the input's dtype, half types are computed in
-        fp32. weight, bias [features/cols] P(col).
-    Collectives: an all-gather over col (mean and squared deviation of each rank's features) in forward, two all-reduces
-    where features don't divide; in backward an all-reduce over col (two means), and one over row that completes the
-    gradients of weight and bias. Host reads: none.
+        input and output [batch/rows, ..., features/cols]. The output has the input's dtype; half precision is computed
+            in float32. weight, bias [features/cols] P(col).
     Raises:
-        ValueError: features leaves nothing for some rank, or the input doesn't hold this column's.
+        ValueError: A rank would get no features, or the input does not have this column's features.
+    Collectives: in forward an all-gather over col (mean and squared deviation of each rank's features), or two
+    all-reduces if the features are not divisible. In backward an all-reduce over col (two means), and an all-reduce
+    over row for the gradients of weight and bias.
+    Host synchronization: none.
     """
 
     def __init__(
@@ -113,7 +118,7 @@ class LayerNorm2D(SplitLayerNorm):
 
 
 class _SplitLayerNorm(torch.autograd.Function):
-    """y = x' w + b with x' = (x - mean) / std, and backward dx = (dy w - mean(dy w) - x' mean(dy w x')) / std."""
+    """Autograd function with x' = (x - mean) / std, y = x' w + b and dx = (dy w - mean(dy w) - x' mean(dy w x')) / std."""
 
     @staticmethod
     def forward(
@@ -151,7 +156,7 @@ class _SplitLayerNorm(torch.autograd.Function):
 
 
 def _global_moments(x: Tensor, features: int, cols: Over) -> tuple[Tensor, Tensor]:
-    """Mean and variance [..., 1] of the last dim over all of its pieces."""
+    """Return mean and variance [..., 1] of the last dim over all shards."""
     if features % cols.size:
         mean = all_reduce(x.sum(-1, keepdim=True) / features, cols)
         return mean, all_reduce((x - mean).square().sum(-1, keepdim=True) / features, cols)
@@ -165,7 +170,7 @@ def _global_moments(x: Tensor, features: int, cols: Over) -> tuple[Tensor, Tenso
 
 def _input_grad(grad_normalized: Tensor, normalized: Tensor, inverse_std: Tensor, features: int, cols: Over) -> Tensor:
     terms = (grad_normalized, grad_normalized * normalized)
-    if features % cols.size:  # the mean over the ranks of what would be means if all had as many
+    if features % cols.size:  # the sums are scaled such that their mean over the ranks is the mean over all features
         means = torch.stack([term.sum(-1) for term in terms]) / (features / cols.size)
     else:
         means = torch.stack([term.mean(-1) for term in terms])

@@ -1,23 +1,23 @@
-"""SUMMA: products of matrices that lie in blocks on a grid, block (i, j) at row i, column j.
+"""SUMMA: distributed products of matrices that are stored as blocks on a grid, with block (i, j) on row i, column j.
 
     C = A B        C_ij = sum_k A_ik B_kj           A_ik broadcast along row i, B_kj broadcast along column j
     dA = dC B^T    dA_ik = sum_j dC_ij B_kj^T       B_kj broadcast along column j, the products reduced along row i
     dB = A^T dC    dB_kj = sum_i A_ik^T dC_ij       A_ik broadcast along row i, the products reduced along column j
 
-On a square q x q grid there are q panels k, one a column of A and one a row of B. The dim that is summed over is cut over
-the columns in A and over the rows in B. Where the two don't cut it in the same places, on another grid or where a length
-does not divide, it is cut wherever one of them does, and a panel is a part of a block. On r x c ranks that are r + c -
-gcd(r, c) panels where everything divides.
+A square q x q grid has q panels k: panel k is block column k of A and block row k of B. The summed dim is sharded over
+the columns in A and over the rows in B. On other grids, and for lengths that are not divisible, the two shardings have
+different boundaries. Every boundary of either sharding then separates panels, and a panel is a part of a block. r x c
+ranks have r + c - gcd(r, c) panels if the length is divisible by both.
 
-No rank ever holds more than its own blocks and two panels of each operand: while one panel is being multiplied, the
-broadcast of the next (or the reduction of the last) is under way.
+A rank holds at most its own blocks and two panels of each operand. While a panel is multiplied, the broadcast of the
+next panel (or the reduction of the previous one) runs.
 
-The ranks of one row differ along the axis `col`, so "along the row" is the group over ``col``, and the other way round.
-Collectives of both are under way together, started in one order on all ranks: see "The order of collectives" in the
-README of `parallel`.
+The ranks of a row differ along the axis `col`, so "along the row" means the process group over ``col``, and vice versa.
+Collectives of both groups run concurrently, started in the same order on all ranks; see "The order of collectives" in
+the README of `parallel`.
 
-Reference: van de Geijn and Watts 1997, "SUMMA: scalable universal matrix multiplication algorithm"; for training: Xu et
-al. 2021 (Optimus), arXiv:2104.05343.
+References: van de Geijn and Watts 1997, "SUMMA: scalable universal matrix multiplication algorithm"; for training: Xu
+et al. 2021 (Optimus), arXiv:2104.05343.
 """
 
 from __future__ import annotations
@@ -38,7 +38,12 @@ from ..mesh.registry import ProcessGroupRegistry
 
 @dataclass(frozen=True)
 class Grid:
-    """The two mesh axes of a grid of ranks."""
+    """The two mesh axes of a grid of ranks.
+
+    Args:
+        registry: The process groups.
+        row, col: The mesh axes.
+    """
 
     registry: ProcessGroupRegistry
     row: str
@@ -46,11 +51,13 @@ class Grid:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self.registry.size(self.row, self.col)
 
     def panels(self, length: int) -> tuple[list[Part], list[Part]]:
-        """A dim of ``length``, cut where either axis cuts it: panels, as parts of pieces over ``row`` and over ``col``."""
+        """Return the panels of a dim of ``length``: as parts of its shards over ``row``, and as parts of its shards
+        over ``col``.
+        """
         chunks = [-(-length // self.registry.size(axis)) for axis in (self.row, self.col)]
         cuts = sorted({*(at for chunk in chunks for at in range(0, length, chunk)), length})
         by_row, by_col = (
@@ -60,7 +67,7 @@ class Grid:
 
 
 class Part(NamedTuple):
-    """``width`` elements from ``start`` on of the piece of coordinate ``owner``."""
+    """Part of the shard of rank ``owner`` along an axis: ``width`` elements from index ``start`` on."""
 
     owner: int
     start: int
@@ -68,16 +75,21 @@ class Part(NamedTuple):
 
 
 def summa(a: Tensor, b: Tensor, grid: Grid, inner: int | None = None) -> Tensor:
-    """This rank's block [m, n] of ``A @ B``, from its blocks ``a`` [m, k / cols] and ``b`` [k / rows, n]. Differentiable,
-    once.
+    """Return this rank's block [m, n] of ``A @ B``.
 
-    The products of the panels are summed in the dtype of the operands, which must be the same and the same on every rank.
+    The products of the panels are summed in the dtype of the operands, which must be equal on all ranks.
+
+        c = summa(a, b, Grid(registry, "row", "col"))
 
     Args:
-        inner: k, which A and B are summed over; without it, it divides by the number of columns.
-
-    Collectives: in forward a broadcast of each panel along each axis; in backward for each operand that requires grad one
-    along one axis and a reduction along the other. None along an axis of size 1. Host reads: none.
+        a: This rank's block [m, k/cols] of A.
+        b: This rank's block [k/rows, n] of B, of the same dtype.
+        grid: The grid of ranks.
+        inner: k, the length of the summed dim. Default None: k is divisible by the number of columns, and follows from
+            ``a``.
+    Collectives: in forward a broadcast per panel along each axis. In backward a broadcast along one axis and a
+    reduction along the other, per panel and per operand that requires gradients. None along an axis of size 1.
+    Host synchronization: none. Differentiable once.
     """
     if grid.size == 1:
         return a @ b
@@ -108,7 +120,7 @@ class _Summa(torch.autograd.Function):
         by_row, by_col = grid.panels(ctx.inner)
         panels_a, panels_b = _panels(a, 1, by_col, grid, grid.col), _panels(b, 0, by_row, grid, grid.row)
         grad_a, grad_b = _Reduction(1, grid, grid.col), _Reduction(0, grid, grid.row)
-        # Both products in step: the collectives of one overlap with the other's (a quarter faster than in turn).
+        # Interleaved, so that the collectives of both products overlap (a quarter faster than one after the other).
         for of_row, of_col in zip(by_row, by_col, strict=True):
             if need_a:
                 grad_a.add(of_col, grad @ next(panels_b).t())
@@ -118,14 +130,17 @@ class _Summa(torch.autograd.Function):
 
 
 def summa_transposed(a: Tensor, b: Tensor, grid: Grid, outer: int | None = None) -> Tensor:
-    """This rank's block [m, n / cols] of ``A @ B.T``, from its blocks ``a`` [m, k] and ``b`` [n / rows, k]. Differentiable,
-    once.
+    """Return this rank's block [m, n/cols] of ``A @ B.T``.
 
     Args:
-        outer: n, the rows of B and columns of the product; without it, it divides by the number of rows.
-
-    Collectives: in forward a broadcast of each panel along one axis and a reduction along the other; in backward for each
-    operand that requires grad as many, or broadcasts along both. None along an axis of size 1. Host reads: none.
+        a: This rank's block [m, k/cols] of A.
+        b: This rank's block [n/rows, k/cols] of B, of the same dtype.
+        grid: The grid of ranks.
+        outer: n, the number of rows of B. Default None: n is divisible by the number of rows, and follows from ``b``.
+    Collectives: in forward a broadcast along one axis and a reduction along the other, per panel. In backward, per
+    panel: broadcasts along both axes for the gradient of ``a``; a broadcast and a reduction for the gradient of ``b``.
+    None along an axis of size 1.
+    Host synchronization: none. Differentiable once.
     """
     if grid.size == 1:
         return a @ b.t()
@@ -135,7 +150,7 @@ def summa_transposed(a: Tensor, b: Tensor, grid: Grid, outer: int | None = None)
 
 
 class _SummaTransposed(torch.autograd.Function):
-    """C = A B^T, dA = dC B, dB = dC^T A: the three products of `_Summa`, in other parts."""
+    """Autograd function of C = A B^T, dA = dC B and dB = dC^T A: the products of `_Summa` with exchanged roles."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, grid: Grid, outer: int) -> Tensor | None:
@@ -162,7 +177,9 @@ class _SummaTransposed(torch.autograd.Function):
 
 
 def autocast(tensor: Tensor) -> Tensor:
-    """Cast as autocast casts the operands of a matrix product: to its dtype, where it is on, but for float64."""
+    """Cast as autocast casts the operands of a matrix product: to autocast's dtype if it is enabled, except float64
+    tensors.
+    """
     device = tensor.device.type
     if tensor.dtype is torch.float64 or not torch.is_autocast_enabled(device):
         return tensor
@@ -170,7 +187,7 @@ def autocast(tensor: Tensor) -> Tensor:
 
 
 def _panels(block: Tensor, dim: int, parts: Sequence[Part], grid: Grid, axis: str) -> Iterator[Tensor]:
-    """Each part along ``dim`` of the blocks along ``axis`` in turn; the next is on its way while the caller uses one."""
+    """Yield each part along ``dim`` of the blocks along ``axis``, with the broadcast of the next part already started."""
     if grid.registry.size(axis) == 1:
         yield from (block.narrow(dim, part.start, part.width) for part in parts)
         return
@@ -196,15 +213,17 @@ def _panels(block: Tensor, dim: int, parts: Sequence[Part], grid: Grid, axis: st
 
 
 class _Reduction:
-    """Sums the terms over ``axis``, each to the coordinate that it is a part for, where they lie side by side along
-    ``dim``; one is on its way while the next is computed."""
+    """Sum of terms over ``axis``: each term is reduced to its owner, which concatenates its sums along ``dim``.
+
+    A reduction runs while the next term is computed.
+    """
 
     def __init__(self, dim: int, grid: Grid, axis: str) -> None:
         self._dim, self._own = dim, grid.registry.rank(axis)
         self._registry = grid.registry
         self._group = grid.registry.group(axis) if grid.registry.size(axis) > 1 else None
         self._mine: list[Tensor] = []
-        self._pending: tuple[Any, Tensor] | None = None  # with its buffer, which must live until the reduction is done
+        self._pending: tuple[Any, Tensor] | None = None  # keeps the buffer alive until the reduction has finished
 
     def add(self, part: Part, term: Tensor) -> None:
         if self._group is not None:
@@ -215,7 +234,7 @@ class _Reduction:
             self._mine.append(term)
 
     def finish(self) -> Tensor | None:
-        """The sum that belongs to this rank; None if nothing was added."""
+        """Return this rank's sums, concatenated; None if no term was added."""
         self._wait()
         if len(self._mine) > 1:
             return torch.cat(self._mine, self._dim)

@@ -1,14 +1,14 @@
-"""1-D tensor parallelism: linear layers split over one axis, and the layer norm between them.
+"""1-D tensor parallelism: linear layers sharded over one axis, and the layer norm between them.
 
     [batch, seq, in] --ColumnParallelLinear--> [batch, seq, out/t] --RowParallelLinear--> [batch, seq, in]
 
-Between such pairs activations are replicated over the axis. With ``sequence_parallel=True`` they are split along dim 1,
-the sequence of [batch, seq, feature], instead: the column layer gathers it, the row layer scatters it, and whatever
-stands between the pairs works on seq/t tokens. What is replicated there has a gradient that is still a sum over the
-axis: `LayerNorm1D` and the row layer's bias say so in their spec (``P(partial=axis)``) and the optimizer completes it;
-a model's own parameters there need the same spec, or go through `copy_to`.
+Between such pairs of layers, activations are replicated over the axis. With ``sequence_parallel=True`` they are sharded
+along dim 1 instead, the sequence of [batch, seq, feature]. The column layer all-gathers the sequence, the row layer
+reduce-scatters it, and all modules between the pairs process seq/t tokens. The gradients of their replicated parameters
+are then partial over the axis. `LayerNorm1D` and the row layer's bias declare this in their spec (``P(partial=axis)``),
+and the optimizer sums the gradients. Other parameters of the model at these places need the same spec, or `copy_to`.
 
-Reference: Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism: Korthikanti et al. 2022, arXiv:2205.05198.
+References: Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism: Korthikanti et al. 2022, arXiv:2205.05198.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 def _check_sequence(input: Tensor, layer: str) -> None:
     if input.dim() < 3:
         raise ValueError(
-            f"{layer} with sequence_parallel=True splits dim {SEQUENCE_DIM}, the sequence of [batch, seq, feature], "
-            f"but was given shape {tuple(input.shape)}; add the missing dim"
+            f"{layer} with sequence_parallel=True got an input of shape {tuple(input.shape)}, but needs shape "
+            "[batch, seq, feature]; add the missing dim"
         )
 
 
 class _SplitLinear(nn.Module):
-    """A linear layer whose weight and bias lie as the specs say; without bias where ``bias_spec`` is None."""
+    """Linear layer whose weight and bias have the given specs; no bias if ``bias_spec`` is None."""
 
     def __init__(
         self,
@@ -73,28 +73,34 @@ class _SplitLinear(nn.Module):
 
 
 class ColumnParallelLinear(_SplitLinear):
-    """``input @ weight.T + bias`` with the output features split over one axis of size t.
+    """Linear layer ``input @ weight.T + bias`` whose output features are sharded over an axis of size t.
+
+        up = ColumnParallelLinear(512, 2048, registry)
 
     Args:
-        in_features, out_features: Sizes of the full layer; out_features must divide by t.
-        bias: Whether there is one.
-        blocks: Several layers in one, each of which is split: a number of equal ones, or the ratio of their sizes, 2 for
-            gate and up, (4, 1, 1) for q, k and v with four query heads for each key head. The output then has this rank's
-            features of each, ``layer(x).split(layer.block_features, -1)``.
-        axis: The mesh axis that splits the layer.
-        gather_output: Return all features on every rank, not this rank's. The backward takes that what follows is
-            computed alike on every rank.
-        sequence_parallel: The input is split along dim 1.
-        generator, device, dtype: For the initial weights, which are those of `nn.Linear` for the same seed.
+        in_features, out_features: Sizes of the full layer; out_features must be divisible by t.
+        registry: The process groups.
+        bias: If True, the layer has a bias. Default: True.
+        blocks: Number of equal layers in this layer, or the ratio of their sizes; each of them is sharded. Examples: 2
+            for gate and up; (4, 1, 1) for q, k and v with four query heads per key head. Split the output with
+            ``layer(x).split(layer.block_features, -1)``. Default: 1.
+        axis: The mesh axis that shards the layer. Default: "tensor".
+        gather_output: If True, the output has all features on every rank. All ranks must compute the same from it, as
+            backward assumes. Default: False.
+        sequence_parallel: If True, the input is sharded along dim 1. Default: False.
+        generator, device, dtype: For the initial weights, which equal the weights of `nn.Linear` with the same seed.
+            Default None: torch's defaults.
 
     Shapes:
-        input [..., in], replicated; or [batch, seq/t, ..., in] if sequence_parallel.
-        output [..., out/t]; or [..., out] if gather_output.
+        input [..., in], replicated; or [batch, seq/t, ..., in] with sequence_parallel.
+        output [..., out/t]; or [..., out] with gather_output.
         weight [out/t, in] P(axis, None); bias [out/t] P(axis); with several blocks P(blocks(axis, ...)).
-    Collectives: forward none, backward one all-reduce of the input's gradient; if sequence_parallel instead an
-    all-gather and a reduce-scatter. gather_output adds an all-gather to forward. Host reads: none.
     Raises:
-        ValueError: out_features, or a block of it, doesn't divide by t; a sequence-parallel input has fewer than 3 dims.
+        ValueError: out_features, or a block of it, is not divisible by t; or a sequence-parallel input has fewer than 3
+            dims.
+    Collectives: none in forward, an all-reduce of the input gradient in backward. With sequence_parallel an all-gather
+    in forward and a reduce-scatter in backward instead. gather_output adds an all-gather in forward.
+    Host synchronization: none.
     """
 
     def __init__(
@@ -120,7 +126,7 @@ class ColumnParallelLinear(_SplitLinear):
 
     @property
     def block_features(self) -> tuple[int, ...]:
-        """How many of this rank's output features are of which block."""
+        """Return the number of this rank's output features per block."""
         sizes = self.spec.block_sizes(self.axis)
         return tuple(self.weight.size(0) // sum(sizes) * size for size in sizes)
 
@@ -142,25 +148,31 @@ class ColumnParallelLinear(_SplitLinear):
 
 
 class RowParallelLinear(_SplitLinear):
-    """``input @ weight.T + bias`` with the input features split over one axis of size t.
+    """Linear layer ``input @ weight.T + bias`` whose input features are sharded over an axis of size t.
+
+        down = RowParallelLinear(2048, 512, registry)
 
     Args:
-        in_features, out_features: Sizes of the full layer; in_features must divide by t.
-        bias: Whether there is one. It is added once, after the sum over the axis.
-        axis: The mesh axis that splits the layer.
-        input_is_parallel: The input holds this rank's features already, as a column layer returns them; False: it is
-            replicated and gets split here.
-        sequence_parallel: The output is split along dim 1.
-        generator, device, dtype: For the initial weights, which are those of `nn.Linear` for the same seed.
+        in_features, out_features: Sizes of the full layer; in_features must be divisible by t.
+        registry: The process groups.
+        bias: If True, the layer has a bias, which is added once, after the sum over the axis. Default: True.
+        axis: The mesh axis that shards the layer. Default: "tensor".
+        input_is_parallel: If True, the input has only this rank's features, as a column layer returns them. If False,
+            the input is replicated, and the layer takes this rank's features. Default: True.
+        sequence_parallel: If True, the output is sharded along dim 1. Default: False.
+        generator, device, dtype: For the initial weights, which equal the weights of `nn.Linear` with the same seed.
+            Default None: torch's defaults.
 
     Shapes:
-        input [..., in/t]; or [..., in] if not input_is_parallel.
-        output [..., out], replicated; or [batch, seq/t, ..., out] if sequence_parallel.
-        weight [out, in/t] P(None, axis); bias [out] P(), or P(partial=axis) if sequence_parallel.
-    Collectives: forward one all-reduce, backward none; if sequence_parallel a reduce-scatter and an all-gather.
-    Splitting the input adds an all-gather to backward. Host reads: none.
+        input [..., in/t]; or [..., in] without input_is_parallel.
+        output [..., out], replicated; or [batch, seq/t, ..., out] with sequence_parallel.
+        weight [out, in/t] P(None, axis); bias [out] P(), or P(partial=axis) with sequence_parallel.
     Raises:
-        ValueError: in_features or the sequence doesn't divide by t; a sequence-parallel input has fewer than 3 dims.
+        ValueError: in_features or the sequence is not divisible by t; or a sequence-parallel input has fewer than 3
+            dims.
+    Collectives: an all-reduce in forward, none in backward. With sequence_parallel a reduce-scatter in forward and an
+    all-gather in backward instead. Without input_is_parallel there is another all-gather in backward.
+    Host synchronization: none.
     """
 
     def __init__(
@@ -192,20 +204,22 @@ class RowParallelLinear(_SplitLinear):
             output = reduce_scatter_to(output, self.registry, self.axis, dim=SEQUENCE_DIM)
         else:
             output = reduce_from(output, self.registry, self.axis)
-        # The cast is for autocast, where the output has a lower dtype than the bias.
+        # Under autocast the output has a lower precision than the bias.
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
 class LayerNorm1D(nn.LayerNorm):
-    """`nn.LayerNorm` that says how its parameters are laid out: replicated over every axis.
+    """`nn.LayerNorm` whose parameters have a spec: replicated over every axis.
+
+        norm = LayerNorm1D(512, sequence_parallel=True)
 
     Args:
-        normalized_shape, eps, elementwise_affine, bias, device, dtype: As in `nn.LayerNorm`.
-        sequence_parallel: The input is split along the sequence, so that the gradients of weight and bias on each rank
-            are terms of a sum over ``axis``: their spec is P(partial=axis), else P().
-        axis: The mesh axis of sequence parallelism.
+        normalized_shape, eps, elementwise_affine, bias, device, dtype: As in `nn.LayerNorm`, with the same defaults.
+        sequence_parallel: If True, the input is sharded along the sequence. The gradients of weight and bias are then
+            partial over ``axis``, and their spec is P(partial=axis) instead of P(). Default: False.
+        axis: The mesh axis of sequence parallelism. Default: "tensor".
 
-    Collectives: none; the optimizer sums the partial gradients. Host reads: none.
+    Collectives: none; the optimizer sums the partial gradients. Host synchronization: none.
     """
 
     def __init__(

@@ -1,25 +1,25 @@
 """2-D tensor parallelism: a linear layer on a grid of ranks.
 
-Activations [batch, ..., features] are split into [batch/rows, ..., features/cols]: the batch over ``row``, the features
-over ``col``. From a full activation to this rank's block and back:
+Activations [batch, ..., features] are sharded to [batch/rows, ..., features/cols]: the batch over ``row``, the features
+over ``col``. Conversion between a full activation and this rank's block:
 
     local = scatter_to(scatter_to(full, registry, "row", dim=0), registry, "col", dim=-1)
     full = gather_from(gather_from(local, registry, "col", dim=-1), registry, "row", dim=0)
 
-(or `shard(full, P("row", None, "col"), registry)` for data, which needs no gradient). Features that don't divide are cut
-as `torch.chunk` cuts them: add ``uneven=True`` to the scatter, ``length=`` to the gather. A model's own parameter that
-meets the features, a position embedding say, is laid out P(None, "col") and goes through `copy_to` over ``row``, which
-completes its gradient: every row of the grid holds another part of the batch.
+For data that needs no gradient, use `shard(full, P("row", None, "col"), registry)`. Features that are not divisible are
+sharded as `torch.chunk` does; pass ``uneven=True`` to the scatter and ``length=`` to the gather. Other parameters that
+are combined with the features, such as a position embedding, have the spec P(None, "col"). Pass them through `copy_to`
+over ``row``, which sums their gradients over the rows of the grid, because every row has a different part of the batch.
 
     positions = nn.Parameter(shard(full, P(None, "col"), registry))       # [seq, features/cols]
     hidden = hidden + copy_to(positions, registry, "row")
 
-2.5-D tensor parallelism (Tesseract) is the same on each of several grids, which lie along the axis ``depth``. The batch
-is split over ``depth``, the slower axis, and ``row``: activations are [batch/(depth*rows), ..., features/cols]. Each grid
-holds all weights and multiplies its part of the batch by itself, so a layer issues no collective over ``depth``. The
-gradient that a grid computes is one term of a sum over the grids. The specs say so (``partial="depth"``), and the
-optimizer makes the sums of all parameters together, once per window of micro-batches. ``depth`` is a model axis and not
-a data axis, because the loss is already a mean over the samples of all grids.
+2.5-D tensor parallelism (Tesseract) uses several such grids along the axis ``depth``. The batch is sharded over
+``depth``, the slower axis, and ``row``: activations are [batch/(depth*rows), ..., features/cols]. Each grid holds all
+weights and multiplies its part of the batch, so a layer issues no collective over ``depth``. The gradient on a grid is
+partial over ``depth``. The specs declare this (``partial="depth"``), and the optimizer sums the gradients of all
+parameters together, once per accumulation window. ``depth`` is a model axis and not a data axis, because the loss is
+already a mean over the samples of all grids.
 
     layer = Linear2D(256, 1024, registry, depth="depth")
     local = shard(full, P(("depth", "row"), None, "col"), registry)
@@ -48,48 +48,56 @@ BiasLayout = Literal["column", "all", "row0"]
 
 
 def bias_spec(layout: BiasLayout, row: str = "row", col: str = "col", blocks: int | Sequence[int] = 1) -> P:
-    """How each published bias layout of `Linear2D` is declared.
+    """Return the spec of a bias layout of `Linear2D`.
 
+    Args:
+        layout: "column", "all" or "row0".
+        row, col: The mesh axes of the grid. Defaults: "row", "col".
+        blocks: As in `Linear2D`. Default: 1.
     Raises:
         ValueError: The layout is unknown.
     """
     columns = in_blocks(col, blocks)
     layouts = {"column": P(columns), "all": P((columns, row)), "row0": P(columns, owned={row: 0})}
     if layout not in layouts:
-        raise ValueError(f"bias layout {layout!r} is unknown; use {', '.join(map(repr, layouts))}, or None for no bias")
+        raise ValueError(f"bias={layout!r} is unknown; use {', '.join(map(repr, layouts))}, or None for no bias")
     return layouts[layout]
 
 
 class Linear2D(nn.Module):
-    """``input @ weight + bias`` by SUMMA on a grid.
+    """Linear layer ``input @ weight + bias`` by SUMMA on a grid.
+
+        layer = Linear2D(256, 1024, registry)
 
     Args:
-        in_features, out_features: Sizes of the full layer. What doesn't divide is cut as `torch.chunk` does, but every rank
-            must have something.
-        bias: Who holds the bias of this column's features. "column": every row a copy, whose gradient backward
-            completes over row. "all": every row a part of it. "row0": row 0 alone, the other rows' ``bias`` is None.
-            None: no bias.
-        blocks: Several layers in one, each of which is split over col: a number of equal ones, or the ratio of their
-            sizes. The output then has this column's features of each, one after the other.
-        row, col: The mesh axes of the grid.
-        depth: The mesh axis along which several grids lie (2.5-D). The parameters are then replicated over it, with
-            gradients that the optimizer sums over it: the specs below with ``partial=depth``. None: one grid.
-        generator, device, dtype: For the initial weights, which are those of `nn.Linear` for the same seed (the weight
-            transposed).
+        in_features, out_features: Sizes of the full layer. Sizes that are not divisible are sharded as `torch.chunk`
+            does, but every rank must get at least one feature of each.
+        registry: The process groups.
+        bias: Layout of the bias of a column's features. "column": replicated over row; backward sums its gradient over
+            row. "all": sharded over row. "row0": only row 0 holds it, and ``bias`` is None on other rows. None: no
+            bias. Default: "column".
+        blocks: Number of equal layers in this layer, or the ratio of their sizes; each of them is sharded over col. The
+            output has this column's features of each block, in order. Default: 1.
+        row, col: The mesh axes of the grid. Defaults: "row", "col".
+        depth: The mesh axis of several grids (2.5-D). The parameters are replicated over depth, with partial gradients
+            that the optimizer sums: the specs below with ``partial=depth``. Default None: a single grid.
+        generator, device, dtype: For the initial weights, which equal the weights of `nn.Linear` with the same seed
+            (the weight transposed). Default None: torch's defaults.
 
     Shapes:
-        input [batch/rows, ..., in/cols] -> output [batch/rows, ..., out/cols]; with depth batch/(depth*rows).
+        input [batch/rows, ..., in/cols] -> output [batch/rows, ..., out/cols]; batch/(depth*rows) with depth.
         weight [in/rows, out/cols] P(row, col).
         bias [out/cols] P(col), [out/cols/rows] P((col, row)) or [out/cols] P(col, owned={row: 0}).
-        With several blocks blocks(col, ...) stands for col.
-        Under autocast the operands are cast to its dtype before they travel.
-    Collectives: forward a broadcast of each panel along each axis, backward twice that and two reductions (see `summa`;
-    on a q x q grid there are q panels). The bias adds one collective over row: "column" an all-reduce in backward, "all"
-    an all-gather in forward and a reduce-scatter in backward, "row0" a broadcast in forward and a reduce in backward. Host
-    reads: none.
+        With several blocks, blocks(col, ...) replaces col.
+        Under autocast the operands are cast to its dtype before they are broadcast.
     Raises:
-        ValueError: A dim leaves nothing for some rank, blocks don't divide, the bias layout or an axis is unknown, or the
-            input doesn't hold this column's features.
+        ValueError: A rank would get no elements of a parameter, blocks are not divisible, the bias layout or an axis is
+            unknown, or the input does not have this column's features.
+    Collectives: in forward a broadcast per panel along each axis; in backward two broadcasts and two reductions per
+    panel (see `summa`; a q x q grid has q panels). The bias adds collectives over row. "column": an all-reduce in
+    backward. "all": an all-gather in forward and a reduce-scatter in backward. "row0": a broadcast in forward and a
+    reduce in backward.
+    Host synchronization: none.
     """
 
     def __init__(
@@ -113,7 +121,7 @@ class Linear2D(nn.Module):
         self.bias_layout = bias
         self.matmul: Callable[[Tensor, Tensor, Grid, int], Tensor] = summa
         self._grid = Grid(registry, row, col)
-        (self._takes,) = local_shape((in_features,), P(col), registry.topology, registry.coordinate)
+        (self._local_in,) = local_shape((in_features,), P(col), registry.topology, registry.coordinate)
         weight, full_bias = draw_linear(
             in_features, out_features, bias=bias is not None, generator=generator, device=device, dtype=dtype
         )
@@ -124,11 +132,11 @@ class Linear2D(nn.Module):
             self.bias = owned_piece(full_bias, bias_spec(bias, row, col, blocks).with_partial(partial), registry)
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.shape[-1:] != (self._takes,):
+        if input.shape[-1:] != (self._local_in,):
             raise ValueError(
-                f"{type(self).__name__} of {self.in_features} features over {self.col}={self.registry.size(self.col)} "
-                f"takes {self._takes} of them in the last dim, got shape {tuple(input.shape)}; split a full input "
-                f"with scatter_to(input, registry, {self.col!r}, dim=-1)"
+                f"the input of {type(self).__name__} has shape {tuple(input.shape)}, but its last dim must be "
+                f"{self._local_in} ({self.in_features} features over {self.col}={self.registry.size(self.col)}); shard a "
+                f"full input with scatter_to(input, registry, {self.col!r}, dim=-1)"
             )
         rows = autocast(input).reshape(-1, input.size(-1))
         output = self.matmul(rows, autocast(self.weight), self._grid, self.in_features)
@@ -138,7 +146,7 @@ class Linear2D(nn.Module):
         return output.reshape(*input.shape[:-1], output.size(-1))
 
     def _column_bias(self) -> Tensor | None:
-        """The bias [out/cols] of this rank's column, on every row."""
+        """Return the bias [out/cols] of this rank's column, on every row."""
         if self.bias_layout == "row0":
             held = held_or_placeholder(self.bias, self.weight.size(1), like=self.weight)
             return broadcast_from(held, self.registry, self.row, root=0)

@@ -1,4 +1,4 @@
-"""Deprecated names of the 2.5-D layers: write the 2-D layers with ``depth=``."""
+"""Deprecated names of the 2.5-D layers; use the 2-D layers with ``depth=``."""
 
 from __future__ import annotations
 

@@ -1,26 +1,28 @@
-"""3-D tensor parallelism: a cube of ranks, on which activations and weights are split over all three axes.
+"""3-D tensor parallelism: a cube of ranks, on which activations and weights are sharded over all three axes.
 
-The axes are named by what is gathered or summed over them in `Linear3D`:
+The names of the axes say which tensor is gathered or reduced over them in `Linear3D`:
 
-    X W = Y       x = all-gather of the input's pieces over `input`     [batch/weight, in/output]
-                  w = all-gather of the weight's pieces over `weight`   [in/output, out/input]
+    X W = Y       x = all-gather of the input's shards over `input`     [batch/weight, in/output]
+                  w = all-gather of the weight's shards over `weight`   [in/output, out/input]
                   reduce-scatter of x @ w over `output`                 [batch/(weight*output), out/input]
 
-So the input has its features split over `output` and its batch over `weight` and `input` (the first is the slower), and
-what comes out has its features over `input` and its batch over `weight` and `output`. The next layer takes the two the
-other way round; after a pair of layers all is as it was, and what follows a residual or meets the labels is where it began:
+The input has its features sharded over `output`, and its batch over `weight` (the slower axis) and `input`. The output
+has its features sharded over `input`, and its batch over `weight` and `output`. The next layer exchanges the two axes.
+After a pair of layers the layout is the original layout, as residual connections and labels require:
 
     up = Linear3D(64, 256, registry)
     down = Linear3D(256, 64, registry, input="output", output="input")
-    local = shard(full, P(("weight", "input"), None, "output"), registry)   # what `up` takes, and `down` gives back
+    local = shard(full, P(("weight", "input"), None, "output"), registry)   # the input of `up`, and the output of `down`
 
-Whatever else meets the features ([features/output]) sees another part of the batch on each rank of the two other axes: its
-gradient is a sum over them, which `copy_to(param, registry, "weight", "input")` makes.
+Other parameters that are combined with the features have shape [features/output]. Ranks along the other two axes have
+different parts of the batch, so the gradient of such a parameter is partial over them. `copy_to(param, registry,
+"weight", "input")` sums the gradient.
 
-Embedding and classifier hold their tables by features only, each piece on the ranks whose `input` is the same as their
-`output`: from there it is broadcast over `input`.
+Embedding and classifier shard their tables only by features. The shards are stored on the ranks whose `input` index
+equals their `output` index, and are broadcast over `input`.
 
-Reference: Bian et al. 2021, "Maximizing parallelism in distributed training for huge neural networks", arXiv:2105.14450.
+Reference: Bian et al. 2021, "Maximizing parallelism in distributed training for huge neural networks",
+arXiv:2105.14450.
 """
 
 from __future__ import annotations
@@ -39,27 +41,33 @@ from .summa import autocast
 
 
 class Linear3D(nn.Module):
-    """``input @ weight + bias``, all three split over three axes.
+    """Linear layer ``input @ weight + bias``, with input, weight and output sharded over three axes.
+
+        up = Linear3D(64, 256, registry)
+        down = Linear3D(256, 64, registry, input="output", output="input")
 
     Args:
-        in_features, out_features: Sizes of the full layer. What doesn't divide is cut as `torch.chunk` does, but every rank
-            must have something.
-        bias: Whether there is one.
-        input, weight, output: The mesh axes; ``input`` and ``output`` change places from one layer to the next.
-        generator, device, dtype: For the initial weights, which are those of `nn.Linear` for the same seed (the weight
-            transposed).
+        in_features, out_features: Sizes of the full layer. Sizes that are not divisible are sharded as `torch.chunk`
+            does, but every rank must get at least one feature of each.
+        registry: The process groups.
+        bias: If True, the layer has a bias. Default: True.
+        input, weight, output: The mesh axes; exchange ``input`` and ``output`` in every other layer. Defaults: "input",
+            "weight", "output".
+        generator, device, dtype: For the initial weights, which equal the weights of `nn.Linear` with the same seed
+            (the weight transposed). Default None: torch's defaults.
 
     Shapes:
         input [batch/(weight*input), ..., in/output] -> output [batch/(weight*output), ..., out/input].
-        weight [in/output/weight, out/input] P((output, weight), input); bias [out/input] P(input), a copy on every rank
-        along weight and output, whose gradient backward completes.
-        Under autocast the operands are cast to its dtype before they travel. Input and weight are kept for backward as
-        gathered: [batch/weight, ..., in/output] and [in/output, out/input].
-    Collectives: an all-gather over input and one over weight, and a reduce-scatter over output in forward; the same in
-    backward the other way round, and an all-reduce of the bias. Host reads: none.
+        weight [in/output/weight, out/input] P((output, weight), input); bias [out/input] P(input), replicated over
+            weight and output. Backward sums its gradient.
+        Under autocast the operands are cast to its dtype before they are gathered. Backward keeps the gathered input
+            [batch/weight, ..., in/output] and weight [in/output, out/input].
     Raises:
-        ValueError: A dim leaves nothing for some rank; the input doesn't hold in/output features; its gathered batch
-            doesn't divide over output.
+        ValueError: A rank would get no elements of a parameter, the input does not have in/output features, or the
+            gathered batch is not divisible by the size of output.
+    Collectives: in forward an all-gather over input, an all-gather over weight, and a reduce-scatter over output. In
+    backward the transposed collectives, and an all-reduce for the bias.
+    Host synchronization: none.
     """
 
     def __init__(
@@ -79,7 +87,7 @@ class Linear3D(nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.registry = in_features, out_features, registry
         self.input, self.weight_axis, self.output = input, weight, output
-        (self._takes,) = local_shape((in_features,), P(output), registry.topology, registry.coordinate)
+        (self._local_features,) = local_shape((in_features,), P(output), registry.topology, registry.coordinate)
         full, full_bias = draw_linear(
             in_features, out_features, bias=bias, generator=generator, device=device, dtype=dtype
         )
@@ -87,9 +95,11 @@ class Linear3D(nn.Module):
         self.bias = None if full_bias is None else kept_piece(full_bias, P(input), registry)
 
     def forward(self, input: Tensor) -> Tensor:
-        _check_features(self, input, self._takes, self.output)
+        _check_features(self, input, self._local_features, self.output)
         gathered = all_gather_to(autocast(input), self.registry, self.input, dim=0)
-        weight = all_gather_to(autocast(self.weight), self.registry, self.weight_axis, dim=0, length=self._takes)
+        weight = all_gather_to(
+            autocast(self.weight), self.registry, self.weight_axis, dim=0, length=self._local_features
+        )
         output = reduce_scatter_to(gathered @ weight, self.registry, self.output, dim=0)
         if self.bias is None:
             return output
@@ -101,22 +111,27 @@ class Linear3D(nn.Module):
 
 
 class LayerNorm3D(SplitLayerNorm):
-    """`nn.LayerNorm` over features that are split over ``output``, for a batch that is split over ``weight`` and ``input``.
+    """`nn.LayerNorm` over features that are sharded over ``output``, for a batch that is sharded over ``weight`` and
+    ``input``.
+
+        norm = LayerNorm3D(64, registry)
 
     Args:
-        features: Size of the full last dim; what doesn't divide is cut as `torch.chunk` does, but every rank must have
-            something.
-        eps: Added to the variance.
-        bias: Whether there is one.
-        input, weight, output: The mesh axes, as of the `Linear3D` that takes what comes out.
-        device, dtype: Of the parameters, which start at one and zero.
+        features: Size of the full last dim. If it is not divisible, it is sharded as `torch.chunk` does, but every rank
+            must get at least one feature.
+        registry: The process groups.
+        eps: Added to the variance. Default: 1e-5.
+        bias: If True, the layer has a bias. Default: True.
+        input, weight, output: The mesh axes, as in the `Linear3D` that follows. Defaults: "input", "weight", "output".
+        device, dtype: Of weight and bias, which start at one and zero. Default None: torch's defaults.
 
     Shapes:
-        input and output [batch/(weight*input), ..., features/output]; the output has the input's dtype, half types are
-        computed in fp32. weight, bias [features/output] P(output).
-    Collectives: as `LayerNorm2D` with ``output`` for col, and weight and input together for row. Host reads: none.
+        input and output [batch/(weight*input), ..., features/output]. The output has the input's dtype; half precision
+            is computed in float32. weight, bias [features/output] P(output).
     Raises:
-        ValueError: features leaves nothing for some rank, or the input doesn't hold this rank's.
+        ValueError: A rank would get no features, or the input does not have this rank's features.
+    Collectives: as in `LayerNorm2D`, with ``output`` for col, and weight and input together for row.
+    Host synchronization: none.
     """
 
     def __init__(
@@ -136,54 +151,63 @@ class LayerNorm3D(SplitLayerNorm):
 
 
 class DiagonalTable(nn.Module):
-    """A table [rows, features] that `Embedding3D` and `Classifier3D` hold where ``input`` is the same as ``output``.
+    """Table [rows, features] of `Embedding3D` and `Classifier3D`, stored on the ranks with equal ``input`` and
+    ``output`` index.
 
     Args:
         full: The table.
+        registry: The process groups.
         input, weight, output: The mesh axes.
 
     Shapes:
-        weight [rows, features/output] P(None, output, owned={input: output}), a copy at every coordinate of ``weight``;
-        None on the other ranks.
+        weight [rows, features/output] P(None, output, owned={input: output}), replicated over ``weight``; None on other
+            ranks.
     Raises:
-        ValueError: features leaves nothing for some rank; ``output`` is larger than ``input``.
+        ValueError: A rank would get no features, or ``output`` is larger than ``input``.
     """
 
     def __init__(self, full: Tensor, registry: ProcessGroupRegistry, input: str, weight: str, output: str) -> None:
         super().__init__()
         self.registry, self.input, self.weight_axis, self.output = registry, input, weight, output
         self.rows, self.features = full.shape
-        (self._takes,) = local_shape((self.features,), P(output), registry.topology, registry.coordinate)
+        (self._local_features,) = local_shape((self.features,), P(output), registry.topology, registry.coordinate)
         self.weight = owned_piece(full, P(None, output, owned={input: output}), registry)
-        self.register_buffer("_like", full.new_empty(0), persistent=False)  # of the table's dtype and device, always
+        self.register_buffer("_like", full.new_empty(0), persistent=False)  # follows casts and moves of the module
 
     def table(self) -> Tensor:
-        """[rows, features/output] on every rank; in backward the gradient is summed over ``input``, to the one that holds
-        it, and over ``weight``."""
-        held = held_or_placeholder(self.weight, self.rows, self._takes, like=self.get_buffer("_like"))
+        """Return the shard [rows, features/output] on every rank.
+
+        Backward sums the gradient over ``input``, to the rank that holds the shard, and over ``weight``.
+        """
+        held = held_or_placeholder(self.weight, self.rows, self._local_features, like=self.get_buffer("_like"))
         if self.weight is not None:
             held = copy_to(held, self.registry, self.weight_axis)
         return broadcast_from(held, self.registry, self.input, root=self.registry.coordinate[self.output])
 
 
 class Embedding3D(DiagonalTable):
-    """An embedding table whose features are split over ``output``.
+    """Embedding table whose features are sharded over ``output``.
+
+        embedding = Embedding3D(32000, 64, registry)
 
     Args:
-        num_embeddings, embedding_dim: Sizes of the full table. Features that don't divide are cut as `torch.chunk` does,
-            but every rank must have something.
-        input, weight, output: The mesh axes, as of the `Linear3D` that takes what comes out. ``input`` must be as large as
-            ``output`` at least.
-        generator, device, dtype: For the initial weights, which are those of `nn.Embedding` for the same seed.
+        num_embeddings, embedding_dim: Sizes of the full table. Features that are not divisible are sharded as
+            `torch.chunk` does, but every rank must get at least one feature.
+        registry: The process groups.
+        input, weight, output: The mesh axes, as in the `Linear3D` that follows. ``input`` must be at least as large as
+            ``output``. Defaults: "input", "weight", "output".
+        generator, device, dtype: For the initial weights, which equal the weights of `nn.Embedding` with the same seed.
+            Default None: torch's defaults.
 
     Shapes:
-        ids [batch/(weight*input), ...], equal along output -> [batch/(weight*input), ..., embedding_dim/output].
-        weight [num_embeddings, embedding_dim/output] P(None, output, owned={input: output}); None where ``input`` is not
-        the same as ``output``.
-    Collectives: a broadcast over input in forward; in backward a reduce over it and, where the table is, an all-reduce over
-    weight. Host reads: none.
+        ids [batch/(weight*input), ...], replicated over output -> [batch/(weight*input), ..., embedding_dim/output].
+        weight [num_embeddings, embedding_dim/output] P(None, output, owned={input: output}); None on ranks whose
+            ``input`` and ``output`` index differ.
     Raises:
-        ValueError: embedding_dim leaves nothing for some rank; ``output`` is larger than ``input``.
+        ValueError: A rank would get no features, or ``output`` is larger than ``input``.
+    Collectives: in forward a broadcast over input. In backward a reduce over input, and an all-reduce over weight on
+    ranks that hold the table.
+    Host synchronization: none.
     """
 
     def __init__(
@@ -210,27 +234,33 @@ class Embedding3D(DiagonalTable):
 
 
 class Classifier3D(DiagonalTable):
-    """``input @ weight.T + bias`` with all classes on every rank, to which an `Embedding3D` can be tied.
+    """Linear layer ``input @ weight.T + bias`` with all classes on every rank. It can be tied to an `Embedding3D`.
+
+        head = Classifier3D(64, 32000, registry)
+        loss = cross_entropy_3d(head(hidden), target, registry)
 
     Args:
-        in_features, classes: Sizes of the full layer. Features that don't divide are cut as `torch.chunk` does, but every
-            rank must have something.
-        bias: Whether there is one.
-        input, weight, output: The mesh axes, as of a `Linear3D` in its place. ``input`` must be as large as ``output`` at
-            least.
-        generator, device, dtype: For the initial weights, which are those of `nn.Linear` for the same seed.
+        in_features, classes: Sizes of the full layer. Features that are not divisible are sharded as `torch.chunk`
+            does, but every rank must get at least one feature.
+        registry: The process groups.
+        bias: If True, the layer has a bias. Default: False.
+        input, weight, output: The mesh axes, as in a `Linear3D` at the same place. ``input`` must be at least as large
+            as ``output``. Defaults: "input", "weight", "output".
+        generator, device, dtype: For the initial weights, which equal the weights of `nn.Linear` with the same seed.
+            Default None: torch's defaults.
 
     Shapes:
-        input [batch/(weight*input), ..., in/output] -> [batch/(weight*input), ..., classes], equal along output, which
-        `cross_entropy_3d` takes.
-        weight [classes, in/output] P(None, output, owned={input: output}); None where ``input`` is not the same as
-        ``output``. bias [classes] P().
+        input [batch/(weight*input), ..., in/output] -> [batch/(weight*input), ..., classes], replicated over output, as
+            `cross_entropy_3d` expects.
+        weight [classes, in/output] P(None, output, owned={input: output}); None on ranks whose ``input`` and ``output``
+            index differ. bias [classes] P().
         Under autocast the operands are cast to its dtype.
-    Collectives: a broadcast over input and an all-reduce over output in forward; in backward a reduce over input, where the
-    weight is an all-reduce over ``weight``, and of the bias one over both. Host reads: none.
     Raises:
-        ValueError: in_features leaves nothing for some rank; ``output`` is larger than ``input``; the input doesn't hold
+        ValueError: A rank would get no features, ``output`` is larger than ``input``, or the input does not have
             in/output features.
+    Collectives: in forward a broadcast over input and an all-reduce over output. In backward a reduce over input, an
+    all-reduce over ``weight`` on ranks that hold the weight, and an all-reduce over both axes for the bias.
+    Host synchronization: none.
     """
 
     def __init__(
@@ -253,7 +283,7 @@ class Classifier3D(DiagonalTable):
         self.bias = None if full_bias is None else kept_piece(full_bias, P(), registry)
 
     def forward(self, input: Tensor) -> Tensor:
-        _check_features(self, input, self._takes, self.output)
+        _check_features(self, input, self._local_features, self.output)
         logits = reduce_from(autocast(input) @ autocast(self.table()).t(), self.registry, self.output)
         if self.bias is None:
             return logits
@@ -264,10 +294,10 @@ class Classifier3D(DiagonalTable):
         return f"{self.in_features}, {self.classes}, bias={self.bias is not None}, {sizes}"
 
 
-def _check_features(layer: Linear3D | Classifier3D, input: Tensor, takes: int, axis: str) -> None:
-    if input.shape[-1:] != (takes,) or input.dim() < 2:
+def _check_features(layer: Linear3D | Classifier3D, input: Tensor, local_in: int, axis: str) -> None:
+    if input.shape[-1:] != (local_in,) or input.dim() < 2:
         raise ValueError(
-            f"{type(layer).__name__} of {layer.in_features} features over {axis}={layer.registry.size(axis)} takes {takes} "
-            f"of them in the last dim, and a batch in the first, got shape {tuple(input.shape)}; split a full input with "
-            f"scatter_to(input, registry, {axis!r}, dim=-1), and its batch over the two other axes"
+            f"the input of {type(layer).__name__} has shape {tuple(input.shape)}, but needs a batch as its first dim and a "
+            f"last dim of {local_in} ({layer.in_features} features over {axis}={layer.registry.size(axis)}); shard a full "
+            f"input with scatter_to(input, registry, {axis!r}, dim=-1), and its batch over the two other axes"
         )

@@ -233,7 +233,8 @@ def test_states_that_do_not_fit_are_errors_and_change_nothing() -> None:
     masters = MasterWeights(optimizer)
     before = tensors_of(model, optimizer)
     good = {position: torch.zeros_like(master) for position, master in masters.state_dict()["masters"].items()}
-    with pytest.raises(ValueError, match=r"no master weights, because a mode without masters.*reload_from_model\(\)"):
+    without_masters = r"no master weights, because a mode without masters saved it.*reload_from_model\(\)"
+    with pytest.raises(ValueError, match=without_masters):
         masters.load_state_dict({"state": {}})
     with pytest.raises(ValueError, match=r"the state has 5 masters, at positions 0, 1, 2, 3, 4, but .* has 6"):
         masters.load_state_dict({"masters": {key: good[key] for key in range(5)}})

@@ -457,30 +457,32 @@ def test_autocast_half_types_and_axis_names(world: World) -> None:
 def rejected() -> None:
     with ProcessGroupRegistry(GRID) as registry:
         with pytest.raises(
-            ValueError, match=r"dim 0 of shape \(1, 4\), cut over row=2 .* leaves nothing for the last rank"
+            ValueError, match=r"the last rank would get no elements of dim 0 of shape \(1, 4\) .* sharded over row=2 as"
         ):
             Linear2D(1, 4, registry)
-        with pytest.raises(ValueError, match=r"dim 0 of shape \(2,\), cut over col=2 x row=2 .* leaves nothing"):
+        with pytest.raises(ValueError, match=r"no elements of dim 0 of shape \(2,\) .* sharded over col=2 x row=2 as"):
             Linear2D(4, 2, registry, bias="all")
         with pytest.raises(ValueError, match=r"block 0 of 2 has length 3, which doesn't divide over 2 ranks"):
             Linear2D(4, 6, registry, blocks=2)
         with pytest.raises(ValueError, match="use 'column', 'all', 'row0', or None"):
             Linear2D(4, 4, registry, bias="rows")  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=r"takes 2 of them .* got shape \(3, 4\); split a full input"):
+        with pytest.raises(ValueError, match=r"has shape \(3, 4\), but its last dim must be 2 .*; shard a full input"):
             Linear2D(4, 4, registry)(torch.zeros(3, 4))
-        with pytest.raises(ValueError, match=r"cut over col=2 as .* leaves nothing"):
+        with pytest.raises(ValueError, match=r"no elements of dim 0 .* sharded over col=2 as"):
             LayerNorm2D(1, registry)
-        with pytest.raises(ValueError, match=r"takes 2 of them in the last dim, got shape \(3, 4\)"):
+        with pytest.raises(ValueError, match=r"has shape \(3, 4\), but its last dim must be 2"):
             LayerNorm2D(4, registry)(torch.zeros(3, 4))
         logits, target = torch.zeros(3, 5 - 3 * registry.coordinate["col"]), torch.zeros(3, dtype=torch.long)
-        with pytest.raises(RuntimeError, match="ranks have unequal numbers of classes: say classes="):
+        with pytest.raises(
+            RuntimeError, match="ranks have unequal numbers of classes; pass the total number as classes="
+        ):
             cross_entropy_2d(logits, target, registry)
-        with pytest.raises(RuntimeError, match=r"say classes=, .* torch.chunk does \(this rank has [25] of 9\)"):
+        with pytest.raises(RuntimeError, match=r"as classes=, .* torch.chunk does \(this rank has [25], classes=9\)"):
             cross_entropy_2d(logits, target, registry, classes=9)  # 5 and 4
     with ProcessGroupRegistry(Topology(row=4, col=1)) as registry:
-        with pytest.raises(ValueError, match=r"dim 0 of shape \(5, 4\), cut over row=4 as .* nothing"):
+        with pytest.raises(ValueError, match=r"no elements of dim 0 of shape \(5, 4\) .* sharded over row=4 as"):
             Embedding2D(5, 4, registry)  # 2, 2, 1 and nothing
-        with pytest.raises(ValueError, match=r"dim 0 of shape \(5, 4\), cut over row=4 as .* nothing"):
+        with pytest.raises(ValueError, match=r"no elements of dim 0 of shape \(5, 4\) .* sharded over row=4 as"):
             Classifier2D(4, 5, registry)
 
 

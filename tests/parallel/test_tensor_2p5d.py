@@ -110,7 +110,7 @@ def other_names() -> None:
         assert spec_of(Linear2D(4, 8, registry, depth="z", row="y", col="x", blocks=2).weight).partial == ("z",)
         with pytest.raises(ValueError, match="unknown axis 'depth'"):
             LayerNorm2D(4, registry, row="y", col="x", depth="depth")
-        with pytest.raises(ValueError, match=r"Linear2D of 4 features over x=2 takes 2 of them .* got shape \(3, 4\)"):
+        with pytest.raises(ValueError, match=r"Linear2D has shape \(3, 4\), .* must be 2 \(4 features over x=2\)"):
             Linear2D(4, 8, registry, depth="z", row="y", col="x")(torch.randn(3, 4))
 
 

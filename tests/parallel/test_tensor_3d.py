@@ -205,11 +205,13 @@ def test_cross_entropy(world: World, reduction: Reduction) -> None:
 
 def rejected() -> None:
     with ProcessGroupRegistry(Topology(input=1, weight=2, output=2)) as registry:
-        with pytest.raises(ValueError, match=r"cut over output=2 x weight=2 as .* leaves nothing for the last rank"):
+        with pytest.raises(
+            ValueError, match=r"the last rank would get no elements .* sharded over output=2 x weight=2 as"
+        ):
             Linear3D(3, 4, registry)
-        with pytest.raises(ValueError, match=r"Linear3D of 8 features over output=2 takes 4 .* got shape \(3, 8\)"):
+        with pytest.raises(ValueError, match=r"shape \(3, 8\), .* last dim of 4 \(8 features over output=2\)"):
             Linear3D(8, 4, registry)(torch.zeros(3, 8))
-        with pytest.raises(ValueError, match=r"and a batch in the first, got shape \(4,\)"):
+        with pytest.raises(ValueError, match=r"has shape \(4,\), but needs a batch as its first dim"):
             Linear3D(8, 4, registry)(torch.zeros(4))
         with pytest.raises(ValueError, match=r"length 3, which doesn't divide over output of size 2; pad it"):
             Linear3D(8, 4, registry)(torch.zeros(3, 4))
@@ -217,7 +219,7 @@ def rejected() -> None:
             ValueError, match=r"has a shard per coordinate of 'output' \(size 2\), but the owner axis 'input'"
         ):
             Classifier3D(8, 4, registry)
-        with pytest.raises(ValueError, match="leaves nothing for the last rank"):
+        with pytest.raises(ValueError, match="the last rank would get no elements"):
             LayerNorm3D(1, registry)
 
 

@@ -16,8 +16,9 @@ def is_captured() -> bool:
 
 @contextmanager
 def keeps_state_in_place(owner: object) -> Iterator[None]:
-    """Check that the code in the context rebinds no attribute of ``owner`` during capture. Use it around user-defined
-    code.
+    """Check that the code in the context rebinds no attribute of ``owner`` during capture.
+
+    Use it around calls of user-defined code.
 
     Args:
         owner: The object whose attributes are compared by identity before and after.

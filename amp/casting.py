@@ -46,8 +46,9 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 
 def cast_model_(model: nn.Module, wanted: Callable[[nn.Module, Tensor], torch.dtype]) -> bool:
-    """Cast the floating-point parameters and buffers of ``model`` in place. The tensor objects stay the same; their
-    data changes.
+    """Cast the floating-point parameters and buffers of ``model`` in place.
+
+    The tensor objects stay the same; their data changes.
 
     Args:
         model: Any module; tied parameters stay tied.
@@ -215,8 +216,9 @@ def copy_each_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def has_equal_values(tensor: Tensor, copy: Tensor) -> bool:
-    """Return True if ``copy``, cast to the dtype and device of ``tensor``, equals ``tensor``. Two NaNs are equal, and
-    so are 0 and -0.
+    """Return True if ``copy``, cast to the dtype and device of ``tensor``, equals ``tensor``.
+
+    Two NaNs are equal, and so are 0 and -0.
 
     Temporary memory: one cast copy; three masks if the tensors differ.
     Host synchronization: one or two.

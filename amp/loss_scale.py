@@ -58,8 +58,9 @@ class LossScale(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, float | int]:
-        """Return the full state, including settings, as Python numbers. Host synchronization: one per tensor of the
-        state.
+        """Return the full state, including settings, as Python numbers.
+
+        Host synchronization: one per tensor of the state.
         """
 
     @abstractmethod
@@ -254,8 +255,9 @@ def _check_keys(kind: str, state: Mapping[str, Any], needed: set[str]) -> None:
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` that all-reduces found_inf over all axes of a registry. It replaces torch's class in a
-    training loop.
+    """`torch.amp.GradScaler` that all-reduces found_inf over all axes of a registry.
+
+    It replaces torch's class in a training loop:
 
             scaler = GradScaler(registry)
             scaler.scale(loss).backward()
@@ -306,8 +308,9 @@ class GradScaler(torch.amp.GradScaler):
         self._registry = registry
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step the optimizer as torch's scaler does. A `meshstep.optim.ParallelOptimizer` unscales and skips on the
-        device.
+        """Step the optimizer as torch's scaler does.
+
+        A `meshstep.optim.ParallelOptimizer` unscales and skips on the device.
 
         During the call the optimizer has the attribute ``overflow_is_agreed``, which distinguishes this scaler from torch's.
 

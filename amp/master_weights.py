@@ -124,8 +124,9 @@ class MasterWeights:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Set ``master.grad`` to the parameter's main gradient: the same tensor, or a float32 copy without
-        ``main_grads``.
+        """Set ``master.grad`` to the parameter's main gradient.
+
+        It is the same tensor with ``main_grads``, else a float32 copy.
 
         If the parameter has no gradient, a gradient that was assigned to the master directly stays.
 
@@ -219,11 +220,10 @@ class MasterWeights:
 
     @torch.no_grad()
     def find_overwritten(self) -> Tensor | None:
-        """Return the first parameter that differs from its rounded master, as after a write through ``.data``; None if
-        there is none.
+        """Return the first parameter that differs from its rounded master, or None.
 
-        The method ignores masters that were written after the last step, because the next step copies them into the
-        model.
+        A write through ``.data`` causes such a difference. The method ignores masters that were written after the last
+        step, because the next step copies them into the model.
 
         Host synchronization: one per master.
         """
@@ -355,8 +355,9 @@ def is_half_kept(key: str, value: Any, param: Tensor) -> bool:
 
 
 def load_shared_numbers_exactly(optimizer: torch.optim.Optimizer) -> None:
-    """Make ``optimizer.load_state_dict`` keep the dtype of `SCALAR_STATE` entries. torch casts all of them except
-    ``"step"``.
+    """Make ``optimizer.load_state_dict`` keep the dtype of `SCALAR_STATE` entries.
+
+    torch casts all of them except ``"step"``.
     """
     _load_uncast(optimizer, lambda key, value, param: key in SCALAR_STATE)
 

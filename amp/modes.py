@@ -83,10 +83,10 @@ class TorchFp16(Precision):
 @register_mode
 @dataclass(frozen=True)
 class Bf16(Precision):
-    """bfloat16 parameters, buffers, inputs and outputs, without a loss scale. bfloat16 has the exponent range of
-    float32.
+    """bfloat16 parameters, buffers, inputs and outputs, without a loss scale.
 
-    The criterion gets its floating-point arguments in float32, because 8 significant bits are too few for a loss.
+    bfloat16 needs no loss scale, because it has the exponent range of float32. The criterion gets its floating-point
+    arguments in float32, because 8 significant bits are too few for a loss.
 
         model = Bf16(split_masters=True).prepare(model)
 
@@ -94,13 +94,13 @@ class Bf16(Precision):
         stochastic_rounding: If True, the optimizer uses `StochasticRounding` instead of float32 masters and main
             gradients. Default: False.
         main_grads: If True, gradients accumulate in float32. If False, gradients stay bfloat16 until the step reads
-            them. This saves 2 bytes per element and a pass over memory in backward, for windows of a single
+            them. This saves 2 bytes per element and a pass over memory in backward, and suits windows of a single
             micro-batch. The results are bitwise identical, unless the model uses a weight more than once. Gradient sums
             of such weights are rounded to bfloat16, as in torch. Default: True.
         split_masters: If True, each float32 master is stored as the weight and a 16-bit remainder, with 2 bytes per
             element instead of 4. With AdamW, weight, remainder and states take 12 bytes per element instead of 14. The
             masters are bitwise identical. The weights are still rounded to nearest, but ties round away from zero
-            instead of to even, for one master in 2^17. See `meshstep.amp.split_masters`. Not supported with
+            instead of to even; this affects one master in 2^17. See `meshstep.amp.split_masters`. Not supported with
             ``Replayable`` and `DistributedDataParallel`. Default: False.
     Raises:
         ValueError: ``split_masters`` is combined with ``stochastic_rounding``, which has no masters, or with

@@ -93,8 +93,9 @@ class Precision(ABC):
         return criterion
 
     def export_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Return the model's state dict in the dtypes that this mode exports; in the base class, the dtypes of the
-        parameters.
+        """Return the model's state dict in the dtypes that this mode exports.
+
+        The base class exports the dtypes of the parameters.
 
         Args:
             model: The prepared module.

@@ -126,15 +126,15 @@ def _split_runs(group: Sequence[Drawn], numel_at_once: int) -> Iterator[list[Dra
 
 
 def _flat_offsets(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the offset of each tensor in a flat buffer, then the buffer's length; multiples of 64 elements, for
-    aligned kernels.
+    """Return the offset of each tensor in a flat buffer, then the buffer's length.
+
+    All are multiples of 64 elements, because kernels are faster with aligned tensors.
     """
     return list(accumulate((-(-tensor.numel() // 64) * 64 for tensor in tensors), initial=0))
 
 
 def _draw_noise(tensors: Sequence[Tensor], rounds: int, generators: Iterator[torch.Generator | None]) -> Tensor:
-    """Return noise for ``rounds`` lists of such tensors: [rounds, elements of the flat buffer] int16, uniform in
-    [-2^15, 2^15).
+    """Return the noise of ``rounds`` flat buffers: [rounds, elements of the buffer] int16, uniform in [-2^15, 2^15).
 
     Each tensor's generator yields the noise of all rounds, in order. The iterator is advanced right before the draw.
     """
@@ -179,8 +179,7 @@ BUCKET_NUMEL = 2**22
 
 
 class StochasticRounding:
-    """Optimizer steps in float32 for bfloat16 parameters, rounded stochastically to bfloat16 together with their
-    states.
+    """Optimizer steps in float32 for bfloat16 parameters, with stochastic rounding to bfloat16.
 
             rounding = StochasticRounding(optimizer)
             loss.backward()
@@ -351,8 +350,9 @@ class StochasticRounding:
         round_all_(drawn, self.bucket_numel // 4)
 
     def _move_states(self, param: Tensor, copy: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Move the states from ``copy`` to ``param``, and return the pairs (bfloat16 target, source) to round, with
-        ``param`` itself.
+        """Move the states from ``copy`` to ``param``, and return the pairs (bfloat16 target, source) to round.
+
+        The pair of the parameter and its copy is the first one.
         """
         pairs, state = [(param, copy)], self.optimizer.state.get(copy, {})
         for key in sorted(state):  # the order of the keys may differ between replicas
@@ -372,8 +372,9 @@ class StochasticRounding:
         return self._generators[param.device].manual_seed(seed_of(self.seed, self.steps, self._keys[param]))
 
     def collect(self) -> None:
-        """Do nothing. `MasterWeights` has the same method, but here the optimizer holds the parameters with the
-        gradients.
+        """Do nothing; `MasterWeights` has the same method.
+
+        The optimizer already holds the parameters with the gradients.
         """
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -387,7 +388,7 @@ class StochasticRounding:
     # Saving ----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``{"stochastic_rounding": {"seed": ..., "steps": ...}}``, from which training continues bitwise
+        """Return ``{"stochastic_rounding": {"seed": ..., "steps": ...}}``, which continues the noise bitwise
         identically.
         """
         return {"stochastic_rounding": {"seed": self.seed, "steps": self.steps}}

@@ -150,8 +150,9 @@ def scales_rows(device: torch.device) -> bool:
 
 
 def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
-    """Compute `product` with `torch._scaled_mm`. n must be a multiple of 16; k is padded with zeros to a multiple of
-    16.
+    """Compute `product` with `torch._scaled_mm`.
+
+    n must be a multiple of 16; k is padded with zeros to a multiple of 16.
     """
     # torch._scaled_mm requires a row-major first and a column-major second operand.
     result: Tensor = torch._scaled_mm(
@@ -254,10 +255,13 @@ def _product(
     b_kept: KeptWeight | None = None,
     orientation: str = "",
 ) -> Tensor:
-    """Return ``a @ b.T``, [m, k] x [n, k] -> [m, n], with ``a`` rounded to ``format``, ``b`` to e4m3, and k sharded
-    over ``axes``.
+    """Return ``a @ b.T``, [m, k] x [n, k] -> [m, n], with both operands rounded to 8 bits.
 
     Args:
+        a: Rounded to ``format``.
+        b: Rounded to e4m3.
+        dtype: The dtype of the result.
+        registry, axes: The process groups, and the axes that shard k.
         b_kept, orientation: The cache for the rounded ``b``, and ``"rows"`` or ``"columns"`` for the weight or its
             transpose.
     """

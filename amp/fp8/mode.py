@@ -89,9 +89,7 @@ class _Round(torch.autograd.Function):
 
 
 class _Descale(torch.autograd.Function):
-    """Multiplies the product by the operands' inverse scales. Backward passes the 8-bit values of the gradient to
-    `summa`.
-    """
+    """Multiplies the product by the operands' inverse scales; backward passes the 8-bit gradient to `summa`."""
 
     @staticmethod
     def forward(ctx: Any, product: Tensor, scales: _Scales) -> Tensor:
@@ -220,8 +218,9 @@ class Fp8(Precision):
         return any(fnmatchcase(name, pattern) for pattern in self.leave_out)
 
     def _check_leave_out(self, model: nn.Module, registry: ProcessGroupRegistry | None) -> None:
-        """Raise ValueError if a pattern matches no layer. Not checked on a pipeline stage, because a pattern may match
-        another stage.
+        """Raise ValueError if a pattern matches no layer.
+
+        With pipeline stages nothing is checked, because a pattern may match a layer of another stage.
         """
         topology = None if registry is None else registry.topology
         if topology is not None and topology.size(*topology.pipe_axes) > 1:
@@ -301,13 +300,14 @@ def _spec_of_linear(name: str, module: nn.Linear, registry: ProcessGroupRegistry
 
 
 def fp8_layers(model: nn.Module) -> dict[str, str]:
-    """Return ``"8 bits"`` or the reason for another dtype, for every linear layer of this rank's part of the model, by
-    name.
+    """Return ``"8 bits"``, or the reason for another dtype, per linear layer of this rank's part of the model.
 
         print(fp8_layers(model))      # {'0': '8 bits', 'head': 'not in 8 bits: left out'}
 
     Args:
         model: A model that `Fp8` has prepared.
+    Returns:
+        A dict from the names of the layers.
     Collectives: none. Host synchronization: none.
     """
     return {

@@ -5,8 +5,8 @@
     x ~ q / scale
 
 float8_e4m3fn has 4 significant bits up to 448, float8_e5m2 has 3 up to 57344. Under this scale no value exceeds the
-range. A rounding error of the scale can push a value past the range, but by far less than half a unit of the format,
-so no clamp is needed. A tensor is read twice: one kernel computes the maximum, another one scales, rounds and writes.
+range. A rounding error of the scale can push a value past the range by far less than half a unit of the format. No clamp is
+needed. A tensor is read twice: one kernel computes the maximum, another one scales, rounds and writes.
 
 A non-finite tensor stays non-finite: inf makes the scale 0 and every value NaN, and NaN stays NaN.
 
@@ -49,8 +49,9 @@ class Quantized(NamedTuple):
 
 @torch.no_grad()
 def quantize(x: Tensor, format: torch.dtype, amax: Tensor) -> Quantized:
-    """Round ``x`` to an 8-bit format, scaled such that ``amax`` becomes the largest value of the format. One pass over
-    memory.
+    """Round ``x`` to an 8-bit format, scaled such that ``amax`` becomes the largest value of the format.
+
+    The function makes one pass over memory.
 
     Args:
         x: Floating-point tensor of any shape and memory layout.

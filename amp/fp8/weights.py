@@ -73,8 +73,8 @@ def keep_rounded(weight: Tensor) -> None:
 def kept(weight: Tensor) -> KeptWeight | None:
     """Return the cache for this weight; None if the weight must be rounded in every forward pass.
 
-    That is the case if the weight is not registered, if gradients are disabled, or if the code is compiled or captured
-    and will later run with other weights.
+    The latter is the case if the weight is not registered or gradients are disabled. It is also the case if the code is
+    compiled or captured, because it may run again with other weights.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or weight not in KEPT:
         return None

@@ -33,8 +33,7 @@ def innermost(optimizer: Any) -> Any:
 
 
 def wrong_around(param_groups: object) -> str | None:
-    """Return an error message if a `Trainer` or accelerate clips the gradients of this optimizer by its own norm; None
-    otherwise.
+    """Return an error message if a `Trainer` or accelerate clips this optimizer's gradients itself, else None.
 
     Args:
         param_groups: The optimizer's list of param groups. Wrappers share the list object, so it identifies the

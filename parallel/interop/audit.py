@@ -123,12 +123,11 @@ class Audit:
 
 
 def audit(model: nn.Module, registry: ProcessGroupRegistry) -> Audit:
-    """Compare the declared layouts of all parameters with their values and gradients, along all axes except pipeline
-    axes.
+    """Compare the declared layouts of all parameters with their values and gradients.
 
-    Call it on all ranks after a backward, before the gradient reduction. ``main_grad`` is read if a parameter has no
-    ``grad``. Only values are compared if there are no gradients, and along data axes, whose ranks see different
-    samples.
+    The comparison covers all axes except pipeline axes. Call it on all ranks after a backward, before the gradient
+    reduction. ``main_grad`` is read if a parameter has no ``grad``. Only values are compared if there are no gradients,
+    and along data axes, whose ranks see different samples.
 
         print(audit(model, registry))
 

@@ -184,8 +184,9 @@ def mark_model_parallel(params: Iterable[Tensor], registry: ProcessGroupRegistry
 
 
 def check_engine(engine: Any, registry: ProcessGroupRegistry) -> None:
-    """Raise an error before the first step if the engine's norm would differ from the norm of the dense model. On all
-    ranks.
+    """Raise an error if the engine's norm would differ from the norm of the dense model.
+
+    Call it on all ranks before the first step.
 
     Args:
         engine: The engine that ``deepspeed.initialize`` returned.

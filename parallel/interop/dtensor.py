@@ -64,8 +64,8 @@ def check_mesh(tensor: DTensor, topology: Topology) -> dict[str, tuple[str, ...]
         tensor: A DTensor.
         topology: The mesh axes.
     Raises:
-        ValueError: This rank is not in the mesh, a mesh dim does not correspond to axes, or a mesh dim has the name of
-            an axis with other ranks.
+        ValueError: This rank is not in the mesh, or a mesh dim does not correspond to axes. Or a mesh dim and an axis
+            of the same name have different ranks.
     """
     mesh = tensor.device_mesh
     if mesh.get_coordinate() is None:
@@ -111,8 +111,9 @@ SEEN = "_meshstep_seen"
 
 @contextmanager
 def keep_specs(module: nn.Module) -> Iterator[None]:
-    """Restore declarations after an operation that replaces parameters under the same names: `fully_shard`,
-    `parallelize_module`.
+    """Restore declarations after an operation that replaces parameters under the same names.
+
+    Such operations are `fully_shard` and `parallelize_module`.
 
             with keep_specs(model):
                 for block in model.blocks:
@@ -288,8 +289,9 @@ def settled_sums(piece: nn.Parameter) -> tuple[str, ...]:
 
 
 def _add_partial(annotation: Annotation, axes: tuple[str, ...]) -> Annotation:
-    """Return the annotation with additional partial axes. Axes that shard the parameter are omitted: a spec cannot have
-    both.
+    """Return the annotation with additional partial axes.
+
+    Axes that shard the parameter are omitted, because a spec cannot have both.
     """
     spec = annotation.spec
     more = [axis for axis in axes if axis not in spec.named_axes]
@@ -302,8 +304,9 @@ def waited(local: Tensor) -> Tensor:
 
 
 def follow_version(outer: DTensor, local: Tensor) -> None:
-    """Increment the version of ``local`` if operations on the DTensor changed it, which do not count on the local
-    tensor.
+    """Increment the version of ``local`` if operations on the DTensor changed it.
+
+    Operations on a DTensor do not increment the version of its local tensor.
     """
     if outer._version != getattr(outer, _VERSION, 0):
         torch.autograd.graph.increment_version(local)

@@ -44,10 +44,10 @@ from .dtensor import (
 
 
 def share_gradient(param: DTensor, piece: nn.Parameter, *, to_sum: bool = False) -> None:
-    """Set ``piece.grad`` to the local tensor of the DTensor's gradient. It shares memory unless ``piece.grad_dtype``
-    requires a cast.
+    """Set ``piece.grad`` to the local tensor of the DTensor's gradient.
 
-    Args, Raises and Collectives: as in `local_gradient`.
+    The two share memory unless ``piece.grad_dtype`` requires a cast. Args, Raises and Collectives: as in
+    `local_gradient`.
     """
     local, wanted = local_gradient(param, piece, to_sum=to_sum), piece.grad_dtype
     piece.grad = local if local is None or wanted is None or wanted == local.dtype else local.to(wanted)
@@ -161,8 +161,9 @@ def _keyed(params: Iterable[Tensor]) -> Iterator[tuple[tuple[tuple[int, ...], in
 
 
 def _match_layout(param: DTensor, piece: nn.Parameter, grad: DTensor | None, to_sum: bool) -> Tensor | None:
-    """Return the local gradient in the layout of the parameter. It stays partial over the axes that the spec declares
-    partial.
+    """Return the local gradient in the layout of the parameter.
+
+    The gradient stays partial over the axes that the spec declares partial.
     """
     pending, settled, sum_axes = {*_partial_axes(piece)}, {*settled_sums(piece)}, _sharded_sum_axes(piece)
     if grad is None:
@@ -259,9 +260,7 @@ def _zeros(param: DTensor, axes: Sequence[str]) -> Tensor:
 
 
 def _take_slice(local: Tensor, param: DTensor, axes: Sequence[str]) -> Tensor:
-    """Return this rank's part of ``local``, which has the parameter's layout except that it is not sharded over
-    ``axes``.
-    """
+    """Return this rank's part of ``local``, which has the parameter's layout without the sharding over ``axes``."""
     spec = placement_spec(param)
     for dim in range(param.dim()):
         rest = [axis for axis in spec.dim_axes(dim) if axis not in axes]
@@ -284,9 +283,7 @@ def _check_slice(param: DTensor, axes: Sequence[str]) -> None:
 
 
 def _spans(param: DTensor, dim: int, length: int, without: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """Return the spans of a dim with ``length`` elements that belong to this rank, ignoring the sharding over
-    ``without``.
-    """
+    """Return the spans of ``length`` elements that belong to this rank, ignoring the sharding over ``without``."""
     spec, mesh = placement_spec(param), param.device_mesh
     indices = dict(zip(mesh_axes(param), zip(mesh.shape, mesh.get_coordinate() or (), strict=True), strict=True))
     spans: tuple[tuple[int, int], ...] = ((0, length),)
@@ -312,8 +309,9 @@ def _wrap_like(param: DTensor, local: Tensor) -> DTensor:
 def of_each(
     params: Iterable[Tensor], topology: Topology
 ) -> tuple[list[Tensor], list[Tensor | None], list[Annotation | None]]:
-    """Return, per parameter, the local parameter, the local gradient and the annotation. Plain parameters are their own
-    local ones.
+    """Return the local parameter, the local gradient and the annotation of each parameter.
+
+    Plain parameters are their own local parameters.
 
     Args:
         params: Parameters; some may be DTensors.

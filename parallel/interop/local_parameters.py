@@ -18,8 +18,9 @@ from ..mesh.topology import Topology
 
 
 def loaded_class(module: str, name: str) -> type | None:
-    """Return a class of a module that has already been imported; None if it has not been, so that no instance can
-    exist.
+    """Return a class of a module that has already been imported, else None.
+
+    Without the import, no instance of the class can exist.
     """
     return getattr(sys.modules.get(module), name, None)
 
@@ -64,8 +65,7 @@ def local_parameter(param: Tensor, topology: Topology | None = None) -> Tensor:
 
 
 def spec_of(param: Tensor, topology: Topology | None = None) -> P:
-    """Return the spec of a parameter: its declaration, and for a DTensor the spec of its local tensor, including
-    placements.
+    """Return the spec of a parameter; for a DTensor it combines the declaration and the placements.
 
         spec_of(model.up.weight)      # P('tensor')
 

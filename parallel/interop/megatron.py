@@ -73,19 +73,18 @@ def registry_of(groups: object | None = None) -> ProcessGroupRegistry:
 
 
 def declare_by_flags(model: nn.Module, registry: ProcessGroupRegistry, groups: object | None = None) -> None:
-    """Annotate every parameter of ``model`` with the layout from its flags and Megatron's name rules. Call it on all
-    ranks.
+    """Annotate every parameter of ``model`` with the layout from its flags and Megatron's name rules.
 
-    Megatron's own `DistributedDataParallel` sums the gradients of experts over all their replicas, so these gradients
-    are not declared partial. A parameter whose gradient must be averaged over tensor also gets a hook that divides the
-    gradient.
+    Call it on all ranks. Megatron's own `DistributedDataParallel` sums the gradients of experts over all their
+    replicas, so these gradients are not declared partial. A parameter whose gradient must be averaged over tensor also
+    gets a hook that divides the gradient.
 
         declare_by_flags(model, registry)
 
     Args:
         model: A model chunk of Megatron layers; it may be wrapped.
         registry: A registry from `registry_of`, or any registry whose axes produce Megatron's groups.
-        groups: As in `registry_of`.
+        groups: As in `registry_of`. Default None: the groups of ``parallel_state``.
     Raises:
         ValueError: On every rank: flags contradict each other or do not fit the parameter, or axes of the registry do
             not produce a group. Nothing is declared.

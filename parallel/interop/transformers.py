@@ -1,5 +1,4 @@
-"""Registry for a Transformers model that `from_pretrained(..., distributed_config=...)` has sharded, from its meshes
-and plan.
+"""Registry for a Transformers model that `from_pretrained(..., distributed_config=...)` has sharded.
 
     model = AutoModelForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(tp_size=2, fsdp_size=2))
     registry = registry_of(model)
@@ -74,8 +73,9 @@ def registry_of(model: nn.Module) -> ProcessGroupRegistry:
 
 
 def _refine_topology(pp: int, dp_replicate: int, fsdp: int, tp: int, efsdp: int, ep: int) -> Topology:
-    """Return the topology of a dense and an expert mesh on the same ranks. ``fsdp`` and ``ep`` overlap in a separate
-    axis.
+    """Return the topology of a dense and an expert mesh on the same ranks.
+
+    The common ranks of ``fsdp`` and ``ep`` form a separate axis.
     """
     return Topology(
         pp=pp,

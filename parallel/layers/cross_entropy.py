@@ -74,8 +74,9 @@ def cross_entropy_2d(
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Compute `F.cross_entropy` of logits with the batch sharded over ``row`` and the classes, the *last* dim, over
-    ``col``.
+    """Compute `F.cross_entropy` of logits with the batch sharded over ``row`` and the classes over ``col``.
+
+    The classes are the *last* dim of the logits.
 
         loss = cross_entropy_2d(head(hidden), target, registry)
 
@@ -118,8 +119,9 @@ def cross_entropy_3d(
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Compute `F.cross_entropy` of the logits of `Classifier3D`: all classes, batch sharded over ``weight`` and
-    ``input``.
+    """Compute `F.cross_entropy` of the logits of `Classifier3D`.
+
+    The logits have all classes, the *last* dim, and their batch is sharded over ``weight`` and ``input``.
 
         loss = cross_entropy_3d(head(hidden), target, registry)
 
@@ -178,9 +180,7 @@ class _Sharding:
         return packed[:-2].view(maximum.shape)
 
     def locate_targets(self, target: Tensor, num_local: int) -> tuple[Tensor, Tensor, int]:
-        """Return indices into this rank's ``num_local`` classes, a mask of targets on other ranks, and the number of
-        all classes.
-        """
+        """Return indices into this rank's classes, a mask of targets on other ranks, and the number of all classes."""
         if self.class_axis is None:
             return target, torch.zeros_like(target, dtype=torch.bool), num_local
         classes = num_local * self.registry.size(self.class_axis) if self.classes is None else self.classes

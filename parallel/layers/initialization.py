@@ -28,8 +28,9 @@ def draw_linear(
     device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return weight [out_features, in_features] and bias [out_features], uniform in +-1/sqrt(in_features) as in
-    `nn.Linear`.
+    """Return weight [out_features, in_features] and bias [out_features] with the distribution of `nn.Linear`.
+
+    The distribution is uniform in +-1/sqrt(in_features).
     """
     weight = torch.empty(out_features, in_features, device=device, dtype=dtype)
     nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
@@ -78,8 +79,7 @@ def owned_piece(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> nn.Par
 
 
 def held_or_placeholder(param: Tensor | None, *shape: int, like: Tensor) -> Tensor:
-    """Return an owner's parameter, or on other ranks an empty tensor of ``shape`` with the dtype and device of
-    ``like``.
+    """Return an owner's parameter, or on other ranks an uninitialized tensor in its place.
 
     The result requires gradients on every rank, even if the owner's parameter is frozen. Only the owner can see that,
     and the reduction in backward needs all ranks.

@@ -55,9 +55,7 @@ class Grid:
         return self.registry.size(self.row, self.col)
 
     def panels(self, length: int) -> tuple[list[Part], list[Part]]:
-        """Return the panels of a dim of ``length``: as parts of its shards over ``row``, and as parts of its shards
-        over ``col``.
-        """
+        """Return the panels of a dim of ``length``, as parts of its shards over ``row`` and over ``col``."""
         chunks = [-(-length // self.registry.size(axis)) for axis in (self.row, self.col)]
         cuts = sorted({*(at for chunk in chunks for at in range(0, length, chunk)), length})
         by_row, by_col = (
@@ -177,8 +175,9 @@ class _SummaTransposed(torch.autograd.Function):
 
 
 def autocast(tensor: Tensor) -> Tensor:
-    """Cast as autocast casts the operands of a matrix product: to autocast's dtype if it is enabled, except float64
-    tensors.
+    """Cast as autocast casts the operands of a matrix product.
+
+    float64 tensors, and all tensors without autocast, are returned unchanged.
     """
     device = tensor.device.type
     if tensor.dtype is torch.float64 or not torch.is_autocast_enabled(device):

@@ -91,8 +91,8 @@ class Linear2D(nn.Module):
         With several blocks, blocks(col, ...) replaces col.
         Under autocast the operands are cast to its dtype before they are broadcast.
     Raises:
-        ValueError: A rank would get no elements of a parameter, blocks are not divisible, the bias layout or an axis is
-            unknown, or the input does not have this column's features.
+        ValueError: A rank would get no elements of a parameter, or blocks are not divisible. The bias layout or an axis is
+            unknown. The input does not have this column's features.
     Collectives: in forward a broadcast per panel along each axis; in backward two broadcasts and two reductions per
     panel (see `summa`; a q x q grid has q panels). The bias adds collectives over row. "column": an all-reduce in
     backward. "all": an all-gather in forward and a reduce-scatter in backward. "row0": a broadcast in forward and a

@@ -63,7 +63,7 @@ class Linear3D(nn.Module):
         Under autocast the operands are cast to its dtype before they are gathered. Backward keeps the gathered input
             [batch/weight, ..., in/output] and weight [in/output, out/input].
     Raises:
-        ValueError: A rank would get no elements of a parameter, the input does not have in/output features, or the
+        ValueError: A rank would get no elements of a parameter, or the input does not have in/output features. Or the
             gathered batch is not divisible by the size of output.
     Collectives: in forward an all-gather over input, an all-gather over weight, and a reduce-scatter over output. In
     backward the transposed collectives, and an all-reduce for the bias.
@@ -111,8 +111,9 @@ class Linear3D(nn.Module):
 
 
 class LayerNorm3D(SplitLayerNorm):
-    """`nn.LayerNorm` over features that are sharded over ``output``, for a batch that is sharded over ``weight`` and
-    ``input``.
+    """`nn.LayerNorm` over features that are sharded over ``output``.
+
+    The batch is sharded over ``weight`` and ``input``.
 
         norm = LayerNorm3D(64, registry)
 
@@ -151,8 +152,9 @@ class LayerNorm3D(SplitLayerNorm):
 
 
 class DiagonalTable(nn.Module):
-    """Table [rows, features] of `Embedding3D` and `Classifier3D`, stored on the ranks with equal ``input`` and
-    ``output`` index.
+    """Table [rows, features] of `Embedding3D` and `Classifier3D`.
+
+    It is stored on the ranks with equal ``input`` and ``output`` index.
 
     Args:
         full: The table.

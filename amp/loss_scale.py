@@ -112,8 +112,8 @@ class ConstantLossScale(LossScale):
 class DynamicLossScale(LossScale):
     """Loss scale that grows after a run of good steps and backs off when a step overflows.
 
-            overflow:                                    scale = max(scale * backoff_factor, min_scale)
-            after growth_interval good steps in a row:   scale = min(scale * growth_factor, max_scale)
+        overflow:                                    scale = max(scale * backoff_factor, min_scale)
+        after growth_interval good steps in a row:   scale = min(scale * growth_factor, max_scale)
 
     The run of good steps restarts after an overflow and after a growth. A growth beyond the range of float32 is
     omitted.
@@ -126,7 +126,7 @@ class DynamicLossScale(LossScale):
     With its defaults the class follows `torch.amp.GradScaler` step by step. ``max_scale=2.0**24`` follows apex's
     dynamic scale.
 
-            loss_scale = DynamicLossScale(init_scale=2.0**12, device="cuda")
+        loss_scale = DynamicLossScale(init_scale=2.0**12, device="cuda")
 
     Args:
         init_scale: The first scale; a number > 0, within the bounds and the range of float32. Default: 2^16.
@@ -259,10 +259,10 @@ class GradScaler(torch.amp.GradScaler):
 
     It replaces torch's class in a training loop:
 
-            scaler = GradScaler(registry)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
+        scaler = GradScaler(registry)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
 
     torch's scaler decides on each rank separately. After an overflow in one shard the other ranks step, and scales and
     weights diverge. With this class all ranks of the world skip the step, and all scales back off once.

@@ -26,11 +26,11 @@ _COLLECTED = "_meshstep_collected"
 class MasterWeights:
     """Float32 masters that replace half-precision parameters in an optimizer's param groups.
 
-            masters = MasterWeights(optimizer)      # the optimizer's param groups now hold the masters
-            loss.backward()                         # gradients accumulate in float32
-            masters.collect()                       # master.grad is the model parameter's main gradient
-            masters.step(optimizer.step)            # steps the masters, rounds them into the model
-            masters.zero_grad()
+        masters = MasterWeights(optimizer)      # the optimizer's param groups now hold the masters
+        loss.backward()                         # gradients accumulate in float32
+        masters.collect()                       # master.grad is the model parameter's main gradient
+        masters.step(optimizer.step)            # steps the masters, rounds them into the model
+        masters.zero_grad()
 
     A master takes its parameter's position in the param groups, so ``param_names`` stay correct. It gets the
     parameter's annotation and optimizer state, in float32. Parameters of other dtypes are unchanged, so mixed models

@@ -181,17 +181,17 @@ BUCKET_NUMEL = 2**22
 class StochasticRounding:
     """Optimizer steps in float32 for bfloat16 parameters, with stochastic rounding to bfloat16.
 
-            rounding = StochasticRounding(optimizer)
-            loss.backward()
-            rounding.step(optimizer.step)
-            rounding.zero_grad()
+        rounding = StochasticRounding(optimizer)
+        loss.backward()
+        rounding.step(optimizer.step)
+        rounding.zero_grad()
 
     Memory of AdamW between steps, in bytes per parameter element:
 
-                                   weight   master   grad   two moments   sum
-            masters                2        4        4      8             18
-            split masters          2        2        4      8             16
-            stochastic rounding    2        -        2      4             8
+                               weight   master   grad   two moments   sum
+        masters                2        4        4      8             18
+        split masters          2        2        4      8             16
+        stochastic rounding    2        -        2      4             8
 
     During a step there are float32 copies of ``bucket_numel`` elements, or of a single larger parameter. A copy takes
     16 bytes per element. The price is accuracy. Gradients accumulate in bfloat16, so long accumulation windows lose

@@ -34,7 +34,7 @@ MULTIPLE = 16
 class Fp8Matmul:
     """`torch.nn.functional.linear` in 8 bits with one scale per tensor. The mode `Fp8` sets it as a layer's ``matmul``.
 
-            output = Fp8Matmul()(input, weight, bias)
+        output = Fp8Matmul()(input, weight, bias)
 
     The scales are computed from the logical tensors. The maximum is all-reduced over the axes that shard a tensor, so a
     sharded layer rounds to the same values as the dense layer. The layer determines the axes. The output features of
@@ -192,7 +192,7 @@ def row_major(values: Tensor) -> Tensor:
 class Fp8RowMatmul:
     """`Fp8Matmul` with one scale per row. The mode ``Fp8(scales="row")`` sets it as a layer's ``matmul``.
 
-            output = Fp8RowMatmul()(input, weight, bias)
+        output = Fp8RowMatmul()(input, weight, bias)
 
     The scales are computed from the rows of the logical tensors. Several ranks hold parts of a row if the summed dim is
     sharded: input features in forward, output features for the input gradient, samples for the weight gradient.

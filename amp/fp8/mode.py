@@ -145,7 +145,7 @@ class Fp8(Precision):
     Args:
         base: "bf16" or "fp32". Default: "bf16".
         across_data: If True, the maxima of activations and gradients are also all-reduced over the data axes. Replicas
-            then round like a single process that sees the whole batch. This adds collectives to every linear layer, and
+            then round like a single process that sees the full batch. This adds collectives to every linear layer, and
             all replicas must run the same number of micro-batches. Default False: each replica scales for its own
             samples.
         scales: "tensor": one scale per tensor. "row": one scale per row, see `Fp8RowMatmul`; more exact for outliers,
@@ -157,8 +157,8 @@ class Fp8(Precision):
         ValueError: An argument has an unknown value. In `prepare`: an `nn.Linear` has no spec but the registry has
             model axes; a pattern of ``leave_out`` matches no linear layer (checked only without pipeline stages); or a
             `Linear2D` would get scales per row. Nothing is changed.
-    Collectives: per layer up to two small all-reduces with ``scales="tensor"``, see `Fp8Matmul`. Host synchronization:
-    none.
+    Collectives: per layer up to two small all-reduces, or three with ``scales="row"``; see `Fp8Matmul`.
+    Host synchronization: none.
     """
 
     base: Literal["bf16", "fp32"] = "bf16"

@@ -115,10 +115,10 @@ def keep_specs(module: nn.Module) -> Iterator[None]:
 
     Such operations are `fully_shard` and `parallelize_module`.
 
-            with keep_specs(model):
-                for block in model.blocks:
-                    fully_shard(block, mesh=registry.device_mesh("data"))
-                fully_shard(model, mesh=registry.device_mesh("data"))
+        with keep_specs(model):
+            for block in model.blocks:
+                fully_shard(block, mesh=registry.device_mesh("data"))
+            fully_shard(model, mesh=registry.device_mesh("data"))
 
     Parameters that are declared within the context keep their new declarations.
 

@@ -225,8 +225,8 @@ def axes_of(ranks: Ranks, registry: ProcessGroupRegistry, name: str = "a group")
 def topology_of(groups: Mapping[str, Ranks], world_size: int) -> Topology:
     """Return the common axes of the dense and the expert mesh, from the groups of any one rank; see `registry_of`.
 
-            >>> topology_of({"data": (0, 2, 4, 6), "tensor": (0, 1), "expert": (0, 1, 2, 3), "expert_data": (0, 4)}, 8)
-            Topology(data0=2, data1=2, tensor=2, pipe=1, context=1, roles={'data0': 'data', 'data1': 'data'})
+        >>> topology_of({"data": (0, 2, 4, 6), "tensor": (0, 1), "expert": (0, 1, 2, 3), "expert_data": (0, 4)}, 8)
+        Topology(data0=2, data1=2, tensor=2, pipe=1, context=1, roles={'data0': 'data', 'data1': 'data'})
 
     Args:
         groups: The global ranks of each group, by name.

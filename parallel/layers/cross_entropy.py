@@ -4,7 +4,7 @@
     d loss / d x_c = exp(x_c - m) / sum - [c = target]
 
 Maximum, sum and target logit are all-reduced over the axis of the classes, so each rank stores only its own classes.
-With label smoothing e over C classes the target is (1 - e) [c = target] + e / C, and the sum of all logits is
+With label smoothing e over C classes the target is (1 - e) [c = target] + e / C. The sum of all logits is then
 all-reduced too.
 
 Reference: Shoeybi et al. 2019, arXiv:1909.08053, section 3.

@@ -183,7 +183,7 @@ def test_preparing_twice_is_an_error(mode: str) -> None:
     before = floating(model.state_dict())
     with pytest.raises(ValueError, match=r"Net has already been prepared for '\w+'"):
         Bf16().prepare(model)
-    with pytest.raises(ValueError, match=r"^1 has been prepared"):
+    with pytest.raises(ValueError, match=r"^1 has already been prepared"):
         NaiveFp16().prepare(nn.Sequential(nn.Linear(2, 2), model))
     assert floating(model.state_dict()) == before
 

@@ -139,7 +139,7 @@ def refused(spec: P, declared: bool) -> str:
 @pytest.mark.parametrize(
     ("spec", "declared", "message"),
     [
-        (P("data"), True, "w (P('data')) is split over 'data'"),
+        (P("data"), True, "w (P('data')) is sharded over 'data'"),
         (P(partial="data"), True, "w (P(partial='data')) has a partial gradient over 'data' after backward"),
         (P(), False, "no spec"),
     ],

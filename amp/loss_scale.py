@@ -230,7 +230,7 @@ class _Settings:
 
 def _check(valid: bool, name: str, value: object, needed: str) -> None:
     if not valid:
-        raise ValueError(f"{name}={value!r:.80} is out of range for a loss scale; give {needed}")
+        raise ValueError(f"{name}={value!r:.80} is not valid for a loss scale; give {needed}")
 
 
 def _check_scale(name: str, scale: float, settings: _Settings) -> None:

@@ -263,5 +263,5 @@ def test_a_state_of_another_kind_is_refused() -> None:
     dynamic, constant = DynamicLossScale(), ConstantLossScale(1.0)
     with pytest.raises(ValueError, match="the state for DynamicLossScale has scale, but needs"):
         dynamic.load_state_dict(constant.state_dict())
-    with pytest.raises(ValueError, match="the state for ConstantLossScale has backoff_factor, .*, but needs scale;"):
+    with pytest.raises(ValueError, match=r"the state for ConstantLossScale has backoff_factor, .*, but needs scale;"):
         constant.load_state_dict(dynamic.state_dict())

@@ -157,7 +157,7 @@ class ByLast(Clip):
 def test_a_rule_with_a_state_of_python_is_refused() -> None:
     run = run_of(max_norm=ByLast())
     run.optimizer.backward(run.loss(run.batch(5)))
-    with capturing(), pytest.raises(RuntimeError, match=r"ByLast gives last another value.*changed in place"):
+    with capturing(), pytest.raises(RuntimeError, match=r"ByLast assigns a new object to last.*changed in place"):
         run.optimizer.step()
 
 

@@ -193,7 +193,8 @@ def planted_on_two_ranks(path: Path) -> str:
         sealed(directory)
     torch.distributed.barrier()
     before = everything(run)
-    with pytest.raises(ValueError, match=r"shared\.pt is damaged, or was planted: scale='x' won't do") as error:
+    damaged = r"shared\.pt is damaged, or was planted: scale='x' is not valid for a loss scale"
+    with pytest.raises(ValueError, match=damaged) as error:
         load_checkpoint(path, run.model, run.optimizer, lr_scheduler=run.schedule)
     assert everything(run) == before
     run.registry.close()

@@ -310,9 +310,8 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step the optimizer as torch's scaler does.
 
-        A `meshstep.optim.ParallelOptimizer` unscales and skips on the device.
-
-        During the call the optimizer has the attribute ``overflow_is_agreed``, which distinguishes this scaler from torch's.
+        A `meshstep.optim.ParallelOptimizer` unscales and skips on the device. During the call the optimizer has the
+        attribute ``overflow_is_agreed``, which distinguishes this scaler from torch's.
 
         Args:
             optimizer: The optimizer, or a `meshstep.optim.ParallelOptimizer`.
@@ -324,7 +323,7 @@ class GradScaler(torch.amp.GradScaler):
                 has its own loss scale.
         """
         stepped: Any = optimizer
-        stepped.overflow_is_agreed = True  # next to torch's own `found_inf` and `grad_scale`
+        stepped.overflow_is_agreed = True  # in addition to torch's attributes `found_inf` and `grad_scale`
         try:
             return super().step(optimizer, *args, **kwargs)
         finally:

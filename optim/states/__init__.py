@@ -1,1 +1,1 @@
-"""What stands in for a parameter in the optimizer: local tensors, pieces, copies on the CPU, masters."""
+"""Parameter transforms (local tensors, shards, CPU copies, masters) and optimizer state dicts."""

@@ -1,4 +1,4 @@
-"""The chain of what stands in for parameters: it alone knows the order, the nesting, and which piece is what."""
+"""Parameter transforms, and the chain that installs them over an optimizer's param groups in a fixed order."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from ..step.window import Window
 
 
 Replacements = Mapping[Tensor, Sequence[tuple[Tensor, int]]]
-"""For each tensor that is replaced the (tensor, offset) pairs that stand for it, none or several."""
+"""The (replacement, offset) pairs of each replaced tensor; an empty sequence removes the tensor from its param group."""
 
 
 def params_of(param_groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-    """The parameters of param groups, in one list."""
+    """Return the parameters of all param groups in one list."""
     return [param for _, param in named_params_of(param_groups)]
 
 
 def named_params_of(param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[str | None, Tensor]]:
-    """The parameters of param groups, with the names that the optimizer was given, else the annotations'."""
+    """Return a (name, parameter) pair per parameter: the optimizer's name, else the annotation's, else None."""
     named: list[tuple[str | None, Tensor]] = []
     for group in param_groups:
         given = group.get("param_names")
@@ -53,11 +53,13 @@ def named_params_of(param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[str
 
 
 def match_names(new: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
-    """Give groups without parameters an empty ``param_names`` where the others have names: torch wants all or none.
+    """Make ``param_names`` consistent before a param group is added: torch accepts names in all groups or in none.
+
+    Only groups without parameters are changed.
 
     Args:
         new: The param group to add; its parameters may be (name, parameter) pairs.
-        groups: The optimizer's groups. Empty ones may be changed.
+        groups: The optimizer's param groups.
     """
     if not new["params"]:
         if any("param_names" in group for group in groups):
@@ -71,7 +73,7 @@ def match_names(new: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
 
 
 def positions_in(param_groups: Sequence[Mapping[str, Any]], first: int = 0) -> list[ParamPosition]:
-    """Return the positions of param groups in which no tensor has been replaced; parameters are numbered from ``first``."""
+    """Return one position per parameter, before any tensor is replaced. Parameters are numbered from ``first``."""
     return [
         ParamPosition(index, name or f"parameter {index}", param, param)
         for index, (name, param) in enumerate(named_params_of(param_groups), first)
@@ -79,17 +81,17 @@ def positions_in(param_groups: Sequence[Mapping[str, Any]], first: int = 0) -> l
 
 
 def replaced(param_group: Mapping[str, Any], replacement: Callable[[Tensor], Iterable[Tensor]]) -> dict[str, Any]:
-    """The ``params`` of a group with others, none or several, in the place of each, and ``param_names`` if it has any."""
+    """Return the ``params`` of a group with each tensor replaced by any number of tensors, and matching ``param_names``."""
     named = [(name or "", new) for name, param in named_params_of([param_group]) for new in replacement(param)]
     result: dict[str, Any] = {"params": [param for _, param in named]}
     return {**result, "param_names": [name for name, _ in named]} if "param_names" in param_group else result
 
 
 def move_state(optimizer: torch.optim.Optimizer, param: Tensor, targets: Sequence[tuple[Tensor, int]]) -> None:
-    """Move the optimizer's state of ``param``, if it has any, to those that stand for pieces of it.
+    """Move the optimizer's state of ``param``, if it has any, to the tensors that replace it.
 
     Args:
-        targets: (tensor, offset): it has the elements from ``offset`` on of the flattened parameter.
+        targets: (tensor, offset) pairs: the tensor holds the elements of the flattened parameter from ``offset`` on.
     """
     state = optimizer.state.pop(param, None)
     for target, offset in targets if state else ():
@@ -104,51 +106,51 @@ def _part_of(value: Any, key: str, param: Tensor, target: Tensor, offset: int) -
     if key not in SCALAR_STATE and value.shape == param.shape != target.shape:
         value = value.reshape(-1)[offset : offset + target.numel()].view(target.shape)
     elif target.device == param.device:
-        return value.clone()  # torch keeps step counts on the CPU for optimizers that are not fused
+        return value.clone()  # keeps step counts on the CPU, where optimizers that are not fused expect them
     return value.to(target.device, copy=True)
 
 
 # Parameter transforms -------------------------------------------------------------------------------------------------
 
-# A placement (`Placement`) is what a user writes, ``states=(Sharded("data"), Offloaded(0.5))``: a frozen object that
-# checks itself and makes the link. Links are installed in the order of their `Position`, each over what the one before
-# put there:
+# A user passes state placements (`Placement`), such as ``states=(Sharded("data"), Offloaded(0.5))``. A placement checks its
+# arguments and makes a parameter transform (`Link`). Transforms are installed in the order of their `Position`; each one
+# replaces tensors that the previous one returned:
 #
-#     model's parameter -> local tensor of a DTensor -> piece -> copy on the CPU -> float32 master -> stepped
+#     model parameter -> local tensor of a DTensor -> shard -> copy on the CPU -> float32 master -> stepped tensor
 #
-# Gradients go down the chain (`bring`), the update comes up (`step`). A link knows its own replacement and nothing else;
-# nesting, order, clearing and which piece is what are those of `TransformChain`.
+# At the end of a window gradients move from left to right (`bring`). After the update weights move from right to left
+# (`step`, `publish`). A transform handles only its own replacement; `TransformChain` handles order and nesting.
 
 
 class Position(IntEnum):
-    """Where in the chain a link belongs."""
+    """The order of parameter transforms in the chain, from the model to the optimizer."""
 
     LOCAL = 0
-    """A plain tensor for a DTensor."""
+    """Replaces a DTensor by its local tensor."""
     CUT = 1
-    """Pieces of parameters."""
+    """Replaces a parameter by this rank's shards of it."""
     DEVICE = 2
-    """Copies elsewhere."""
+    """Replaces a tensor by a copy on another device."""
     DTYPE = 3
-    """Copies of another dtype."""
+    """Replaces a tensor by a copy of another dtype."""
     STATE = 4
-    """Nothing is replaced; the optimizer's state is."""
+    """Replaces no tensor; changes the optimizer state."""
     UPDATE = 5
-    """Nothing is replaced at all; next to the optimizer."""
+    """Replaces no tensor and no state; runs directly around the update."""
 
 
 @dataclass(frozen=True)
 class Binding:
-    """What a placement is to fit.
+    """The settings that a state placement must be compatible with.
 
     Args:
-        optimizer: The torch optimizer, as it was given.
-        precision: The mode.
-        registry: The groups.
-        averages_data: Whether the optimizer itself averages gradients over the data axes.
-        data_parallel: torch's, if that is used.
-        overlap: Whether gradients are reduced while backward runs.
-        placements: All that were given.
+        optimizer: The torch optimizer that the user passed.
+        precision: The precision mode.
+        registry: The process groups of the mesh.
+        averages_data: True (default) if this library averages gradients over the data axes.
+        data_parallel: The controller of torch's or Megatron's data parallelism. None (default): neither is used.
+        overlap: True if gradients are reduced while backward runs. Default False.
+        placements: All state placements of the optimizer. Default: none.
     """
 
     optimizer: torch.optim.Optimizer
@@ -161,142 +163,162 @@ class Binding:
 
     @property
     def main_grads(self) -> bool:
-        """Whether half-precision parameters have float32 gradients."""
+        """Return True if half-precision parameters have float32 gradients (main gradients)."""
         wanted = self.precision.masters and self.precision.main_grads
         return wanted and (self.data_parallel is None or self.data_parallel.float32_grads)
 
 
 class Placement(ABC):
-    """Where optimizer states and what they belong to are kept; an argument, frozen."""
+    """A state placement: an immutable argument that chooses where optimizer states and stepped tensors are kept."""
 
     position: ClassVar[Position]
     draws: ClassVar[bool] = False
-    """Its link rounds by draws of the step's own."""
+    """True if the transform rounds stochastically, so that repeating an update gives other values."""
 
     @abstractmethod
     def check(self, binding: Binding) -> None:
-        """Raise ValueError, before anything is changed, where it does not fit. Collectives: none."""
+        """Raise ValueError if the placement is incompatible with ``binding``; change nothing. Collectives: none."""
 
     @abstractmethod
     def link(self, binding: Binding) -> Link:
-        """The link, not installed yet. Collectives: none."""
+        """Return the parameter transform, not installed yet. Collectives: none."""
 
 
 class Link:
-    """Stands in for nothing; subclasses override what they need.
+    """A parameter transform that replaces nothing. Subclasses override the methods that they need.
 
-    ``update`` is what steps the optimizer, or skips; `step` is around it.
+    In `step`, ``update`` runs the inner transforms and then steps or skips the optimizer.
     """
 
     idle = False
-    """There is nothing that it stands in for; asked after `install`."""
+    """True if the transform replaced no tensor; read after `install`."""
     is_local = False
-    """Its stand-ins are what the library calls the model's parameters."""
+    """True if its replacements count as the model's parameters for the rest of the library."""
     differs = False
-    """Ranks that hold copies of a tensor may differ in whether it is replaced."""
+    """True if ranks that hold replicas of a tensor may disagree whether it is replaced."""
     divisible = False
-    """`step` may be called several times for one update, each time with a part of what the param groups hold."""
+    """True if `step` may be called several times per update, each time with some of the parameters in the param groups."""
     in_parts = False
-    """All links between this one and the optimizer are; the chain says so."""
+    """True if all transforms between this one and the optimizer are ``divisible``; set by the chain."""
 
     def holds_back(self, tensor: Tensor) -> bool:
-        """Whether the gradient stays at ``tensor``, which it was given, to be completed, measured and clipped there."""
+        """Return True if the gradient of ``tensor``, an input of this transform, is reduced, measured and clipped there.
+
+        False (default): these run on the gradient of the replacement.
+        """
         return False
 
     def not_captured(self) -> str | None:
-        """Why a step can't be captured in a CUDA graph with it: its name, and what it does in Python or on the host."""
+        """Return the transform's name and why a CUDA graph can't capture a step with it; None: it can."""
         return None
 
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
-        """Return the tensors that replace those of ``positions``; a tensor that is not a key stays.
+        """Return the replacements of the tensors in ``positions``; a tensor without an entry stays.
 
-        Called again for param groups that are added.
+        Also called for param groups that are added later.
         """
         return {}
 
     def move_state(
         self, optimizer: torch.optim.Optimizer, tensor: Tensor, targets: Sequence[tuple[Tensor, int]]
     ) -> None:
-        """Give the stand-ins of ``tensor`` its optimizer state."""
+        """Move the optimizer state of ``tensor`` to its replacements."""
         move_state(optimizer, tensor, targets)
 
     def derive(self, plan: ReductionPlan, positions: Sequence[ParamPosition]) -> ReductionPlan:
-        """Return the plan of the stepped tensors, given a plan with one entry per position."""
+        """Return the plan of the replacements. ``plan`` has one entry per position, before replacement."""
         return plan
 
     def micro_batch(self, window: Window) -> AbstractContextManager[None]:
-        """Around the backward of one micro-batch; every rank enters it, whether it has something to compute or not."""
+        """Return a context manager around the backward of one micro-batch.
+
+        Every rank enters it, including ranks without samples.
+        """
         return nullcontext()
 
     def catch_up(self, window: Window) -> None:
-        """Do what backward does, where this rank ran none: ranks then have done the same collectives, in one order, before
-        anything that they do together at the end of a window."""
+        """Run the collectives of backward on a rank that ran no backward in this window.
+
+        Afterwards all ranks have issued the same collectives, in the same order, before the end of the window.
+        """
 
     def bring(self, window: Window, averaged: bool) -> Exception | None:
-        """Give the stand-ins the gradients of what they stand for, at the end of a window.
+        """Move gradients from the replaced tensors to their replacements, at the end of a window.
 
         Args:
-            averaged: False where torch's data parallelism was to average them over the data axes, but has not.
+            averaged: False if torch's data parallelism should have averaged the gradients over the data axes, but did not.
         Returns:
-            What is wrong with those of this rank, of which it has put NaN there.
+            The error for an unusable gradient of this rank, whose replacement has NaN instead; None: all are usable.
         """
         return None
 
     def step(self, request: UpdateRequest, update: Update) -> None:
-        """Call ``update`` with the request, or a changed copy of it, and bring the result back; a skipped step changes
-        nothing."""
+        """Call ``update`` with the request or a changed copy of it, then write the result back.
+
+        If the request skips the update, nothing may change.
+        """
         update(request)
         self.publish()
 
     def publish(self) -> None:
-        """Bring the values of the stand-ins into what they stand for; on all ranks."""
+        """Write the values of the replacements into the replaced tensors. Every rank must call it."""
 
     def reload(self) -> None:
-        """Set the stand-ins to the values of what they stand for, after the model's weights were written."""
+        """Set the replacements to the values of the replaced tensors, after weights of the model were written."""
 
     def has_copies(self) -> bool:
-        """Return True if a stand-in has memory of its own, so that `publish` would undo a write to what it stands for."""
+        """Return True if a replacement has separate memory, so that `publish` would undo a write to the replaced tensor."""
         return False
 
     def find_overwritten(self) -> Tensor | None:
-        """Return the first tensor whose values `publish` would undo, because its stand-in does not have them.
+        """Return the first tensor whose values `publish` would overwrite with different values; None: there is none.
 
-        Tensors that `bring` reads anew are left out. Host synchronization: one per tensor that has a copy.
+        Tensors that the next `bring` reads again are skipped. Host synchronization: one per tensor with a copy.
         """
         return None
 
     def clear(self, set_to_none: bool) -> None:
-        """Clear the gradients of what it replaced."""
+        """Clear the gradients of the tensors that this transform replaced."""
 
     def cut_over(self, tensor: Tensor) -> tuple[str, ...] | None:
-        """The axes over whose ranks ``tensor``, which it was given, is cut into pieces; None: it is not."""
+        """Return the axes over which ``tensor``, an input of this transform, is sharded; None: it is not sharded."""
         return None
 
     def kept(self, tensor: Tensor) -> Mapping[str, Tensor]:
-        """What belongs to a tensor that the optimizer steps, besides its state, by name: it has copies where that has."""
+        """Return tensors that belong to a stepped tensor in addition to its optimizer state, by name.
+
+        They have replicas on the same ranks as ``tensor``.
+        """
         return {}
 
     def master_of(self, tensor: Tensor) -> Tensor | None:
-        """A float32 copy of what a tensor that the optimizer holds is stepped as, where that is more than the tensor."""
+        """Return a float32 copy of the master of ``tensor`` if the master has more bits than ``tensor``, else None."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be saved beside the optimizer's own state. No other link has the same keys. But for masters and layouts
-        a checkpoint keeps rank 0's: plain values that are the same on all ranks."""
+        """Return the entries that a checkpoint needs in addition to the optimizer's own state.
+
+        Keys must be unique among transforms. Except for masters and layouts, a checkpoint stores the values of rank 0: they
+        must be plain values that are equal on all ranks.
+        """
         return {}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if the state was saved in another layout; nothing is changed."""
+        """Raise ValueError if ``state`` was saved in another layout; change nothing."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore it on this rank; `publish` follows, on all. ValueError where it does not fit, and nothing changed."""
+        """Restore ``state`` on this rank; `publish` follows on all ranks.
+
+        Raises:
+            ValueError: The state does not fit; nothing is changed.
+        """
 
 
 # Observers ------------------------------------------------------------------------------------------------------------
 
 
 class StepObserver:
-    """Follows the steps of a `ParallelOptimizer`; give it to `ParallelOptimizer.add_observer`.
+    """An observer of the steps of a `ParallelOptimizer`; pass it to `ParallelOptimizer.add_observer`.
 
         class UpdateTime(StepObserver):
             def update(self, request, update):
@@ -304,25 +326,26 @@ class StepObserver:
                 update(request)
                 self.seconds = time.perf_counter() - start
 
-    Subclasses override the methods that they need. Each rank calls them in this order, once per step, so an observer on
-    all ranks may use collectives of its own. An observer must not change gradients, weights or the request.
+    Subclasses override the methods that they need. Every rank calls them in the order below, once per step. An
+    observer that is installed on all ranks may therefore use collectives. It must not change gradients, weights or the
+    request.
     """
 
     def not_captured(self) -> str | None:
-        """Return why a step can't be captured in a CUDA graph with this observer; None: it can be."""
+        """Return why a step can't be captured in a CUDA graph with this observer; None (default): it can be captured."""
         return None
 
     def local_grads(self, window: Window) -> None:
-        """Look at gradients where backward left them: this rank's own, except those that backward has reduced."""
+        """Read the gradients that backward left: this rank's own, except gradients that were reduced during backward."""
 
     def reduced_grads(self, window: Window) -> None:
-        """Look at averaged and summed gradients of the stepped tensors (`ParallelOptimizer.pieces`), before clipping.
+        """Read the reduced gradients of the stepped tensors (`ParallelOptimizer.pieces`), before clipping.
 
         They still contain the loss scale (``window.scale``) and are not divided by the window's weight.
         """
 
     def update(self, request: UpdateRequest, update: Update) -> None:
-        """Call ``update(request)`` exactly once. It steps or skips, and writes the result into the model."""
+        """Call ``update(request)`` exactly once: it steps or skips, and writes the result into the model."""
         update(request)
 
 
@@ -331,11 +354,14 @@ class StepObserver:
 
 @dataclass(frozen=True, eq=False)
 class GivenParam:
-    """One model parameter, as the optimizer was given it.
+    """A model parameter and its properties when the optimizer received it.
 
     Args:
-        trained: It required a gradient when the last param group was added.
-        dtype, device: Those that it had when it was given.
+        name: Name for messages.
+        param: The parameter.
+        trained: ``requires_grad`` when the last param group was added.
+        dtype: Dtype when the optimizer received it.
+        device: Device when the optimizer received it.
     """
 
     name: str
@@ -346,32 +372,33 @@ class GivenParam:
 
     @classmethod
     def of(cls, name: str, param: Tensor) -> GivenParam:
-        """Return the record of a parameter as it is now."""
+        """Return the record of a parameter in its present state."""
         return cls(name, param, param.requires_grad, param.dtype, param.device)
 
     @property
     def is_converted(self) -> bool:
-        """Return True if the parameter has another dtype or device than when it was given."""
+        """Return True if the parameter's dtype or device has changed since the optimizer received it."""
         return self.param.dtype != self.dtype or self.param.device != self.device
 
 
 class TransformChain:
-    """Links, installed over an optimizer's param groups, which are changed in place.
+    """The parameter transforms of an optimizer, installed over its param groups. The groups are changed in place.
 
     Args:
-        optimizer: It may have stepped already.
-        links: From the model's side on.
-        registry: The groups.
+        optimizer: The torch optimizer. It may have optimizer state already.
+        links: The transforms, from the model to the optimizer.
+        registry: The process groups of the mesh.
 
     Attributes:
-        positions: Those of the param groups, with the tensors that are stepped.
-        given: The model parameters, some of which this rank may have no shard of.
-        frozen: Those of them that were frozen between their group's and a later group's addition.
-        bringing: The links that have gradients to `bring`, from the model's side on.
-        catching_up: Those that `catch_up`.
-        observers: In the order in which they are called.
-        around_update: What is around an update: the links' `step`, of the one next to the optimizer first, and observers.
-    Collectives: those of the links.
+        positions: One position per stepped tensor, in the order of the param groups.
+        given: The model parameters, including parameters of which this rank holds no shard.
+        frozen: Model parameters that were frozen before a later param group was added.
+        bringing: The transforms that override `bring`, from the model to the optimizer.
+        catching_up: The transforms that override `catch_up`.
+        observers: The step observers, in the order of calls.
+        around_update: The functions around an update, innermost first: the transforms' `step`, then the observers'
+            `update`.
+    Collectives: the transforms' collectives.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, links: Sequence[Link], registry: ProcessGroupRegistry) -> None:
@@ -383,7 +410,7 @@ class TransformChain:
         self._add(optimizer.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group to the optimizer, and the stand-ins of its parameters; nothing changes where it raises."""
+        """Add a param group to the optimizer and install the transforms over it. If this raises, nothing has changed."""
         before, given, frozen = len(self.optimizer.param_groups), self.given[:], self.frozen[:]
         with own_calls:
             self.optimizer.add_param_group(param_group)
@@ -397,8 +424,8 @@ class TransformChain:
     def _add(self, groups: list[dict[str, Any]]) -> None:
         positions = positions_in(groups, first=len(self.given))
         for param in (at.param for at in positions if type(at.param) in PLAIN and at.param.is_neg()):
-            resolve_(param)  # links read memory: pieces are views of it
-        # The plan is agreed anew, without what has been frozen since: that is frozen for good.
+            resolve_(param)  # transforms read memory directly, because shards are views of it
+        # The plan is agreed again without parameters that have been frozen since, so these stay frozen for good.
         self.frozen += [of.param for of in self.given if of.trained and not of.param.requires_grad]
         self.given = [replace(of, trained=of.trained and of.param.requires_grad) for of in self.given]
         self.given += [GivenParam.of(at.name, at.param) for at in positions]
@@ -413,29 +440,29 @@ class TransformChain:
         self.set_observers(self.observers)
 
     def explain(self, error: Exception) -> None:
-        """Raise RuntimeError from ``error`` if any parameter was converted, which explains the error."""
+        """Raise RuntimeError from ``error`` if a parameter's dtype or device has changed, which explains ``error``."""
         if (text := self.converted()) and text != str(error):
             raise RuntimeError(text) from error
 
     def converted(self) -> str | None:
-        """Return the error of the first parameter that has another dtype or device than when it was given."""
+        """Return the error message for the first parameter whose dtype or device has changed; None: there is none."""
         for of in self.given:
             if of.is_converted:
                 param = of.param
                 was, now = (of.dtype, param.dtype) if param.dtype != of.dtype else (of.device, param.device)
                 return (
                     f"{of.name} was {was} when the optimizer was made, and is {now} now: convert and move the model before "
-                    "ParallelOptimizer is made, or make the optimizer anew"
+                    "you make ParallelOptimizer, or make the optimizer again"
                 )
         return None
 
     def set_observers(self, observers: Sequence[StepObserver]) -> None:
-        """Call these observers from now on, and no others."""
+        """Replace the step observers."""
         self.observers = list(observers)
         self.around_update = [*self._stepping, *(observer.update for observer in self.observers)]
 
     def _those_with(self, *methods: str) -> list[Link]:
-        """The links that do something there: a step should not pass through the others."""
+        """Return the non-idle transforms that override any of these methods, so that a step calls no empty ones."""
         return [
             link
             for link in self.links
@@ -456,18 +483,18 @@ class TransformChain:
 
     @property
     def params(self) -> list[Tensor]:
-        """Return the model parameters that the optimizer was given."""
+        """Return the model parameters that the optimizer received."""
         return [of.param for of in self.given]
 
-    # What is stepped --------------------------------------------------------------------------------------------------
+    # Stepped tensors --------------------------------------------------------------------------------------------------
 
     @property
     def stepped(self) -> list[Tensor]:
-        """All that the optimizer steps, in the order of its param groups."""
+        """Return the stepped tensors in the order of the optimizer's param groups."""
         return params_of(self.optimizer.param_groups)
 
     def values(self) -> list[Tensor]:
-        """What is stepped, with all of its bits: copies, where a link keeps some of them apart."""
+        """Return the stepped tensors in full precision: a copy of the master for each split weight."""
         links = self._those_with("master_of")
         return [
             next((master for link in links if (master := link.master_of(tensor)) is not None), tensor)
@@ -475,7 +502,7 @@ class TransformChain:
         ]
 
     def table(self, model_plan: ReductionPlan) -> ParamTable:
-        """Return one record per stepped tensor. Collectives, host synchronization: none.
+        """Return one record per stepped tensor. Collectives: none. Host synchronization: none.
 
         Args:
             model_plan: The agreed plan of the model parameters.
@@ -485,11 +512,11 @@ class TransformChain:
         return make_table(self.positions, grad_tensors, replica_tensors, self.derive(model_plan), model_plan)
 
     def _first_on_path(self, at: ParamPosition, stops: Callable[[Link, Tensor], bool]) -> Tensor:
-        """Return the tensor that was given to the first link for which ``stops`` is true, else the stepped tensor."""
+        """Return the input of the first transform for which ``stops`` is true, else the stepped tensor."""
         return next((given for link, given in zip(self.links, at.path, strict=True) if stops(link, given)), at.tensor)
 
     def derive(self, model_plan: ReductionPlan) -> ReductionPlan:
-        """Return the plan of the stepped tensors, from that of the model parameters; no collective."""
+        """Return the plan of the stepped tensors from the plan of the model parameters. Collectives: none."""
         entries = tuple(model_plan.entries[at.index] for at in self.positions)
         slots = model_plan.parameter_slots
         plan = replace(
@@ -502,7 +529,7 @@ class TransformChain:
         return plan
 
     def states(self) -> list[dict[str, Tensor]]:
-        """The tensors of the optimizer's state of what is stepped, and what links keep of it; by name, in that order."""
+        """Return the named state tensors per stepped tensor: its optimizer state, then additions of the transforms."""
         state, links = self.optimizer.state, self._those_with("kept")
         return [
             {key: value for key, value in state.get(tensor, {}).items() if isinstance(value, Tensor)}
@@ -514,16 +541,19 @@ class TransformChain:
 
     @property
     def around_backward(self) -> list[Callable[[Window], AbstractContextManager[None]]]:
-        """What every rank enters around the backward of one micro-batch, with the window."""
+        """Return the context managers that every rank enters around a micro-batch's backward; each takes the window."""
         return [link.micro_batch for link in self._those_with("micro_batch")]
 
     def has_copies(self) -> bool:
-        """Return True if on this rank a stand-in has memory of its own."""
+        """Return True if a replacement on this rank has separate memory."""
         return any(link.has_copies() for link in self.links)
 
     @torch.no_grad()
     def find_overwritten(self) -> str | None:
-        """Return the name of the first parameter whose values the next step would undo. Host synchronization: yes."""
+        """Return the name of the first parameter whose values the next step would undo; None: there is none.
+
+        Host synchronization: one per tensor with a copy.
+        """
         for link in self.links:
             tensor = link.find_overwritten()
             if tensor is not None:
@@ -532,7 +562,7 @@ class TransformChain:
         return None
 
     def clear(self, set_to_none: bool = True) -> None:
-        """Clear all gradients."""
+        """Clear the gradients of the model, of the stepped tensors, and of all tensors between them."""
         with own_calls:
             self.optimizer.zero_grad(set_to_none)
             for link in self.links:
@@ -541,34 +571,34 @@ class TransformChain:
     # Saving ----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be saved beside the optimizer's own state."""
+        """Return the entries of all transforms that a checkpoint needs in addition to the optimizer's own state."""
         return {key: value for link in self.links for key, value in link.state_dict().items()}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if it is of states that were sharded in another way."""
+        """Raise ValueError if ``state`` was saved in another layout."""
         for link in self.links:
             link.check_state(state)
         if "shards" in state and "shards" not in self.state_dict():
             raise other_layout(state["shards"], None)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore it on this rank; `publish` must follow, on all.
+        """Restore ``state`` on this rank. Every rank must call `publish` afterwards.
 
         Raises:
-            ValueError: It does not fit; nothing is changed.
+            ValueError: The state does not fit; nothing is changed.
         """
         self.check_state(state)
         for link in self.links:
             link.load_state_dict(state)
 
     def publish(self) -> None:
-        """Bring the stepped weights into the model on all ranks, after they were loaded."""
+        """Write the stepped weights into the model, after they were loaded. Every rank must call it."""
         for link in reversed(self.links):
             link.publish()
 
 
 def _install_by(link: Link, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
-    """Call the link's `install`; with a DeprecationWarning also one that takes (optimizer, held, tensors)."""
+    """Call the transform's `install`, also in its deprecated form (optimizer, positions, tensors)."""
     if len(signature(link.install).parameters) != 3:
         return link.install(optimizer, positions)
     _warn_of_tensors(link, "install(self, optimizer, positions)")
@@ -577,7 +607,7 @@ def _install_by(link: Link, optimizer: torch.optim.Optimizer, positions: Sequenc
 
 
 def _derive_by(link: Link, plan: ReductionPlan, positions: Sequence[ParamPosition]) -> ReductionPlan:
-    """Call the link's `derive`; with a DeprecationWarning also one that takes (plan, held, tensors)."""
+    """Call the transform's `derive`, also in its deprecated form (plan, positions, tensors)."""
     if len(signature(link.derive).parameters) != 3:
         return link.derive(plan, positions)
     _warn_of_tensors(link, "derive(self, plan, positions)")
@@ -596,12 +626,11 @@ def _warn_of_tensors(link: Link, wanted: str) -> None:
 
 
 def _step_of(link: Link) -> Callable[[UpdateRequest, Update], object]:
-    """Return the link's `step`; with a DeprecationWarning also one of the form ``step(update)``."""
+    """Return the transform's `step`, also if it has the deprecated form ``step(update)``."""
     if len(signature(link.step).parameters) != 1:
         return link.step
     warnings.warn(
-        f"{type(link).__name__}.step(update) gets the request of the update now: write step(self, request, update) and "
-        "call update(request)",
+        f"{type(link).__name__}.step(update) is deprecated: write step(self, request, update) and call update(request)",
         DeprecationWarning,
         stacklevel=2,
     )
@@ -610,12 +639,12 @@ def _step_of(link: Link) -> Callable[[UpdateRequest, Update], object]:
 
 
 def other_layout(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> ValueError:
-    """The error that optimizer states were saved in another layout than they have here (None: whole)."""
+    """Return the error for optimizer states that were saved in another layout than the present one. None: unsharded."""
     layouts = [
-        f"sharded over {cut['axis']}={cut['size']} in {len(cut['pieces'])} pieces" if cut else "whole"
-        for cut in (saved, own)
+        f"sharded over {shards['axis']}={shards['size']} in {len(shards['pieces'])} shards" if shards else "unsharded"
+        for shards in (saved, own)
     ]
     return ValueError(
-        f"the state was saved with optimizer states {layouts[0]}, but here they are {layouts[1]}; a state fits the same "
-        "model, topology, rank and states= (save_checkpoint and load_checkpoint reshard)"
+        f"the state was saved with optimizer states {layouts[0]}, but the states of this optimizer are {layouts[1]}; load "
+        "it with the same model, topology, rank and states=, or use save_checkpoint and load_checkpoint, which reshard"
     )

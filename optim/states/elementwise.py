@@ -1,10 +1,10 @@
-"""Which optimizers may step pieces of tensors: those whose update of a tensor is made of the updates of its elements.
+"""Checks that an optimizer may step shards of tensors: its update of each element must depend on that element alone.
 
-Others (Muon, Shampoo, LAMB, Adafactor) take norms, means or products of a whole tensor, and would take a piece for the
-whole. Some (Prodigy, D-Adaptation) take sums over all tensors of a rank, and estimate something else on each. Optimizers
-with quantized states (8-bit Adam) round them in blocks of elements, and only in tensors above a size.
+Muon, Shampoo, LAMB and Adafactor compute norms, means or products of a full tensor, so a shard gives wrong results.
+Prodigy and D-Adaptation compute sums over all tensors of a rank, which differ between ranks. Optimizers with quantized
+states (8-bit Adam) round states in blocks of elements, and only in tensors above a size.
 
-Nothing is imported to know an optimizer: the names of its classes and of their packages tell.
+An optimizer is recognized by the names of its class and package, so no third-party library is imported.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _ELEMENTWISE: Mapping[str, Sequence[str]] = {
     "torchao": ("Adam4bit", "Adam8bit", "AdamFp8", "AdamW4bit", "AdamW8bit", "AdamWFp8"),
     "transformer_engine": ("FusedAdam", "FusedSGD"),
 }
-# Options by which those look at whole tensors after all, and the value that turns each off.
+# Options that make these optimizers use full tensors, each with the value that turns it off.
 _WHOLE_TENSOR_OPTIONS: Mapping[str, float] = {
     "adanorm": False,
     "caution": False,
@@ -81,44 +81,41 @@ _ACROSS_TENSORS = (
     "Prodigy",
     "ProdigyPlusScheduleFree",
 )
-_QUANTIZED = ("8bit", "4bit", "Fp8")  # in names of classes
-_SAY_SO = "or, if this one does, say so with optimizer.elementwise = True"
-_ALIKE = "Take one that treats every element alike (AdamW, Lion, ...)"
+_QUANTIZED = ("8bit", "4bit", "Fp8")  # endings of class names
+_SAY_SO = "or, if its update is elementwise, set optimizer.elementwise = True"
+_ALIKE = "Use an optimizer with an elementwise update (AdamW, Lion, ...)"
 _WAY_OUT = (
-    f"{_ALIKE}, one that asks other ranks (meshstep.optim.Muon, SOAP, ...), or step whole tensors with "
+    f"{_ALIKE}, use one that gathers full tensors (meshstep.optim.Muon, SOAP, ...), or step full tensors with "
     f"meshstep.optim.whole.whole(optimizer); {_SAY_SO}"
 )
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, why: str) -> None:
-    """Raise ValueError if the optimizer is not known to treat every element alike.
+    """Raise ValueError if the optimizer's update is not known to be elementwise, or if its states are quantized.
 
-    ``optimizer.elementwise``, True or False, has the last word.
+    A bool in ``optimizer.elementwise`` overrides both checks.
 
     Args:
-        why: What gives it pieces, and of what: the beginning of the message.
+        why: The start of the message: the feature and tensors for which the optimizer gets shards.
     """
     for part in parts_of(optimizer):
         doubt = _doubt(part)
         if doubt is None and (states := _quantized_states(part)):
             raise ValueError(
-                f"{why}, but {type(part).__name__} quantizes its states ({states}): how they are rounded, and whether they "
-                "are at all, depends on the size of each piece, so the result would differ from that of whole tensors by "
-                "the rounding of the states. Step whole tensors with meshstep.optim.whole.whole(optimizer), take an "
-                "optimizer with float32 or bfloat16 states (AdamW, HalfStates), or accept the difference with "
-                "optimizer.elementwise = True"
+                f"{why}, but {type(part).__name__} quantizes its states ({states}): their rounding depends on the size of "
+                "each shard, so the result would differ from the result with full tensors. Step full tensors with "
+                "meshstep.optim.whole.whole(optimizer), use an optimizer with float32 or bfloat16 states "
+                "(AdamW, HalfStates), or accept the difference with optimizer.elementwise = True"
             )
         if doubt is not None:
-            raise ValueError(
-                f"{why}, which is right only for an optimizer whose update is elementwise; {doubt}. {_WAY_OUT}"
-            )
+            raise ValueError(f"{why}, which requires an optimizer whose update is elementwise; {doubt}. {_WAY_OUT}")
 
 
 def check_whole(optimizer: torch.optim.Optimizer, entries: Iterable[ParameterEntry], topology: Topology) -> None:
-    """Raise ValueError if the optimizer would take pieces of parameters, declared or DTensors', for whole ones.
+    """Raise ValueError if the optimizer would get shards, of declared parameters or of DTensors, that it can't step.
 
     Args:
-        entries: Of all parameters that it steps, their specs validated; frozen ones count for nothing.
+        entries: The plan entries of all stepped parameters, with validated specs. Frozen parameters are ignored.
     """
     entries, groups = list(entries), optimizer.param_groups
     for part in parts_of(optimizer):
@@ -130,67 +127,67 @@ def _check_whole(optimizer: torch.optim.Optimizer, trained: Sequence[ParameterEn
     split = [entry for entry in trained if topology.size(*entry.spec.sharded_axes) > 1]
     if split:
         names = some((f"{entry.name} ({entry.spec})" for entry in split), 3)
-        check_elementwise(optimizer, f"{names} {'is' if len(split) == 1 else 'are'} split, so it gets pieces")
+        check_elementwise(optimizer, f"{names} {'is' if len(split) == 1 else 'are'} sharded, so it gets shards")
     named = {axis for entry in trained for axis in (*dict(entry.spec.owned), *dict(entry.spec.tied))}
     if topology.size(*{*topology.pipe_axes, *named}) > 1:
         check_each_alone(optimizer, "ranks hold different parameters")
 
 
 def check_each_alone(optimizer: torch.optim.Optimizer, why: str) -> None:
-    """Raise ValueError for an optimizer that computes something from all of its parameters together.
+    """Raise ValueError if the optimizer computes a value from all of its parameters together.
 
     Args:
-        why: Why it would not get all of them together: the beginning of the message.
+        why: The start of the message: the reason why it would not get all parameters together.
     """
     for part in parts_of(optimizer):
         name, said = type(part).__name__, getattr(part, "elementwise", False)
         if _across_tensors(part) and not said:
             raise ValueError(
-                f"{why}, but {name} estimates its step size from all parameters together, so it would find different ones. "
-                f"{_ALIKE}; {_SAY_SO}"
+                f"{why}, but {name} estimates its step size from all parameters together, so ranks would get different "
+                f"step sizes. {_ALIKE}; {_SAY_SO}"
             )
         if (norm := _clips_by_itself(part)) and not said:
             raise ValueError(
-                f"{why}, but {name} with max_grad_norm={norm!r} clips by the norm of all of its gradients, so it would "
-                "find different ones. Turn it off (None or 0.0), and clip by ParallelOptimizer(max_norm=...)"
+                f"{why}, but {name} with max_grad_norm={norm!r} clips by the norm of all of its gradients, so ranks would "
+                "get different norms. Turn it off (None or 0.0), and clip by ParallelOptimizer(max_norm=...)"
             )
 
 
 def check_in_buckets(optimizer: torch.optim.Optimizer, why: str) -> None:
-    """Raise ValueError for an optimizer that can't be stepped with a part of its parameters after another.
+    """Raise ValueError if the optimizer can't step its parameters in several parts.
 
     Args:
-        why: What would do that: the beginning of the message.
+        why: The start of the message: the feature that steps in parts.
     """
     check_each_alone(optimizer, why)
     for part in parts_of(optimizer):
         if asks_other_ranks(part):
             raise ValueError(
-                f"{why}, of which ranks have different numbers, but {type(part).__name__} asks other ranks in each step: "
-                "keep float32 masters and states, which Sharded divides and Offloaded moves"
+                f"{why}, and the number of buckets differs between ranks, but {type(part).__name__} uses collectives in "
+                "each step: keep float32 masters and states, which Sharded divides and Offloaded moves"
             )
 
 
 def _doubt(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why the optimizer may not be elementwise; None where it is."""
+    """Return why the optimizer may not be elementwise, as the end of a sentence; None: it is."""
     if asks_other_ranks(optimizer):
         return None
     said, name = getattr(optimizer, "elementwise", None), type(optimizer).__name__
     if said is not None:
-        return None if said else f"{name} says elementwise = False"
+        return None if said else f"{name}.elementwise is False"
     if not any(_is_known(kind) and _steps_like(optimizer, kind) for kind in type(optimizer).__mro__):
-        return f"{name} is not known to be"
+        return f"{name} is not known to be elementwise"
     if type(optimizer).__module__.partition(".")[0] == "torch":
         return None
     for option, off in _WHOLE_TENSOR_OPTIONS.items():
         values = [value for value in _values(optimizer, option) if value not in (None, off)]
         if values:
-            return f"{name} with {option}={values[0]!r} is not (with {option}={off!r} it is)"
+            return f"{name} with {option}={values[0]!r} is not elementwise (with {option}={off!r} it is)"
     return None
 
 
 def _quantized_states(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the class or option that quantizes states in blocks of elements; None if nothing does, or it is accepted."""
+    """Return the class or option that quantizes states in blocks; None: there is none, or ``elementwise`` is set."""
     if asks_other_ranks(optimizer) or getattr(optimizer, "elementwise", None) is not None:
         return None
     names = (kind.__name__ for kind in type(optimizer).__mro__ if _is_known(kind))
@@ -205,13 +202,13 @@ def _is_known(kind: type) -> bool:
 
 
 def _steps_like(optimizer: torch.optim.Optimizer, kind: type) -> bool:
-    """Whether its update is that of the class, which may be its base; torch wraps the `step` of what it makes."""
+    """Return True if the optimizer inherits the `step` of ``kind``, compared without torch's wrappers."""
     own, known = (getattr(owner, "step", None) for owner in (type(optimizer), kind))
     return own is not None and known is not None and unwrap(own) is unwrap(known)
 
 
 def _values(optimizer: torch.optim.Optimizer, option: str) -> list[Any]:
-    """What the optimizer was given for an option: libraries keep them in different places."""
+    """Return the values of an option in all places where libraries store them."""
     found = [group.get(option) for group in optimizer.param_groups]
     return [*found, getattr(optimizer, option, None), getattr(getattr(optimizer, "args", None), option, None)]
 
@@ -221,7 +218,7 @@ def _across_tensors(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _clips_by_itself(optimizer: torch.optim.Optimizer) -> Any:
-    """By which norm of all of its gradients; None where it does not (LAMB of pytorch_optimizer without ``pre_norm``)."""
+    """Return the maximum of the optimizer's own gradient norm clipping; None: it has none (LAMB without ``pre_norm``)."""
     if getattr(optimizer, "pre_norm", None) is False:
         return None
     return next((value for value in _values(optimizer, "max_grad_norm") if value not in (None, 0.0)), None)

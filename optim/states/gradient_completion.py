@@ -1,4 +1,4 @@
-"""The end of a window: gradients made whole, on their way from where backward left them to what is stepped."""
+"""The reduction of gradients at the end of an accumulation window, from the model's parameters to the stepped tensors."""
 
 from __future__ import annotations
 
@@ -28,22 +28,24 @@ from .chain import TransformChain
 
 
 class GradientCompletion:
-    """Completes the gradients of what one chain steps; made anew when parameters are added.
+    """Reduces the gradients of an optimizer at the end of each window. Replaced by a new object when parameters are added.
 
     Args:
-        chain: What stands in for the model's parameters.
-        table: The stepped tensors.
-        buckets: From a plan what completes the gradients that have come to the end of the chain.
-        early: They complete first those of the model's parameters that can be reduced while backward runs, if that is
-            wanted.
-        agreement: What ranks must agree on is compared in the first window; None: on one rank.
-        unused: Watches for parameters without gradients.
-        has_fingerprints: `Fingerprints` compare replicas; the same on all ranks.
+        chain: The parameter transforms.
+        table: One record per stepped tensor.
+        buckets: A function that makes the gradient buckets of a reduction plan. They reduce gradients after all transforms
+            have moved them.
+        early: Buckets over the model's parameters that can be reduced while backward runs; they are reduced before
+            transforms move gradients. None: gradients are not reduced in backward.
+        agreement: The comparison of settings between ranks, evaluated in the first window; None: the world has one rank.
+        unused: The watch for parameters without gradients.
+        has_fingerprints: True if `Fingerprints` compare replicas; equal on all ranks. Default False.
 
     Attributes:
-        table: As given, with the sums over model axes that the first window settled.
-        looked: The first window has been looked at, by all ranks together.
-        changed: Indices of parameters frozen since they came, and of those unfrozen since, in the last window.
+        table: The records, with the partial gradients that the first window found in DTensor gradients.
+        looked: True after all ranks have checked the gradients of the first window.
+        changed: Indices of the parameters that were frozen, and of the parameters that were unfrozen, since they were
+            added. Updated in every window.
     """
 
     def __init__(
@@ -73,21 +75,22 @@ class GradientCompletion:
 
     @torch.no_grad()
     def __call__(self, window: Window, switch: GradSyncController | None) -> Exception | None:
-        """Reduce the gradients, once a window.
+        """Reduce the gradients, once per window. Later calls in the same window do nothing.
 
         Args:
-            switch: What reduces gradients in backward, if anything does.
+            switch: The controller of gradient reduction during backward; None: backward reduces nothing.
         Returns:
-            What is wrong with the gradients of this rank alone, after all ranks have been served.
+            An error in this rank's gradients, to be raised after the remaining collectives; None: there is no error.
         Raises:
-            RuntimeError: A parameter was converted to another dtype or device; torch's data parallelism has not reduced
-                what only it can reduce; on every rank, the first time: there are no gradients, or they have not come
-                through `backward` or `window`, or ranks disagree; on every rank, in the second and 16th window: the
-                step would undo weights that were written through ``.data``.
-            TypeError, ValueError: On every rank, the first time, where on any a gradient is sparse or complex, or one of a
-                DTensor is laid out in a way of which nothing can be made.
-        Collectives: those of the buckets and links; the first time, and in the 16th window, an object all-gather; in the
-        second window another one, if a rank has copies of weights (masters, `Offloaded`). Host reads: only then.
+            RuntimeError: A parameter was converted to another dtype or device, or torch's data parallelism has not reduced
+                gradients that only it can reduce. In the first window, on every rank: there are no gradients, gradients did
+                not pass through `backward` or `window`, or ranks disagree. In the second and 16th window, on every rank:
+                the step would undo weights that were written through ``.data``.
+            TypeError, ValueError: In the first window, on every rank: a gradient is sparse or complex, or the gradient of a
+                DTensor has an unsupported layout.
+        Collectives: the reductions of buckets and transforms; in the first and 16th window, an object all-gather; in the
+            second window another object all-gather, if a rank has copies of weights (masters, `Offloaded`).
+        Host synchronization: in these three windows only.
         """
         if window.phase in ("complete", "clipped"):
             return None
@@ -106,8 +109,7 @@ class GradientCompletion:
         seen = None if self.looked else self._seen(window)
         if self._unused is not None and not window.captured:
             self._watch_first_windows(self._unused)
-        # Before anybody else takes, or looks at, the gradients of the model's parameters: a rank has the same order of
-        # collectives whether it ran a backward or not.
+        # These collectives precede the transforms, so that their order does not depend on whether this rank ran a backward.
         if self.early is not None and not window.reduced:
             reduce_all(self.early)
         for link in self.chain.catching_up:
@@ -125,7 +127,7 @@ class GradientCompletion:
             gradient = param.grad
             if gradient is not None and (gradient.layout is not torch.strided or gradient.dtype.is_complex):
                 problem = poison_bad_kinds(self.table) or problem
-        # `averaged` is False where torch's data parallelism left the last micro-batch out: these buckets then average too.
+        # If torch's data parallelism skipped the last micro-batch, `averaged` is False and these buckets average as well.
         buckets = self._buckets if averaged else gradient_buckets(self.params, self.table.plan, self.chain.registry)
         if buckets:
             reduce_all(buckets)
@@ -137,10 +139,12 @@ class GradientCompletion:
         return problem
 
     def _watch_first_windows(self, unused: UnusedParameters) -> None:
-        """Look for parameters without gradients and, in the second and last watched window, for weights that the step would
-        undo. Raises RuntimeError on every rank, and again in the next call unless they were reloaded.
+        """Look for parameters without gradients and, in the second and last watched window, for overwritten weights.
 
-        Collectives: an object all-gather in the last window; in the second one too, if a rank has copies of weights.
+        Raises:
+            RuntimeError: On every rank: the step would undo weights that were written. The next call raises again unless
+                the weights were reloaded.
+        Collectives: an object all-gather in the last window, and in the second one if a rank has copies of weights.
         """
         if self._has_copies and unused.windows == 1:
             found = gather_objects(self.chain.find_overwritten(), self.chain.registry)
@@ -150,7 +154,7 @@ class GradientCompletion:
             self._unused = None
 
     def _seen(self, window: Window) -> GradientReport:
-        """What this rank sees of the gradients that backward left, and of what is around the model."""
+        """Return this rank's report on the gradients that backward left and on wrappers around the model."""
         params = self.chain.params
         seen = GradientReport.of(window, params, self.chain.optimizer.param_groups, self._facts(window))
         seen = seen._replace(has_copies=self.chain.has_copies())
@@ -162,18 +166,19 @@ class GradientCompletion:
             return seen
         name, ranks = found
         return seen._replace(
-            wrong=f"a DistributedDataParallel over the ranks {ranks} is around {name}, of which they hold other shards. "
-            "It has given all of them the shard of one rank, and averages gradients of different shards. Make the model "
-            "anew; wrap it by DistributedDataParallel(model, process_group=registry.group(...)) with the data axes, and "
-            "give that as data_parallel=; or don't wrap it"
+            wrong=f"a DistributedDataParallel over the ranks {ranks} wraps {name}, of which these ranks hold different "
+            "shards. It has overwritten all shards with the shard of one rank, and averages gradients of different shards. "
+            "Make the model again; wrap it by DistributedDataParallel(model, process_group=registry.group(...)) with the "
+            "data axes, and pass that as data_parallel=; or don't wrap it"
         )
 
     def _look(self, mine: GradientReport, window: Window, averaged: bool) -> None:
-        """What all ranks see of the gradients that backward left: whether they came as they should, and what sums are to
-        be made that nobody declared. Collectives: an object all-gather.
+        """Check the gradients of the first window on all ranks, and add partial gradients that their DTensors declare.
 
         Args:
-            averaged: They were averaged over the data axes in backward.
+            mine: This rank's report.
+            averaged: True if backward averaged the gradients over the data axes.
+        Collectives: an object all-gather.
         """
         params = self.chain.params
         seen = gather_objects(mine, self.chain.registry)
@@ -189,16 +194,16 @@ class GradientCompletion:
             self._buckets = list(self._make_buckets(self.table.plan))
 
     def _spec_with_sums(self, row: SteppedTensor) -> P:
-        """Return the row's spec with the partial gradients that the model parameter's spec has by now."""
+        """Return the row's spec with the partial gradients that the model parameter's annotation now declares."""
         annotation = annotation_of(row.param)
         if annotation is None:
             return row.spec
         return row.spec.with_partial(annotation.spec_on(self.table.plan.topology).partial)
 
     def _check_converted(self) -> None:
-        """Raise RuntimeError if parameters have other dtypes or devices than when they were given to the optimizer.
+        """Raise RuntimeError if the dtype or device of a parameter has changed since the optimizer received it.
 
-        Looks at the first and the last parameter and, in turn, one other: ``model.double()`` converts all of them.
+        Checks the first, the last, and in turn one other parameter, because ``model.double()`` converts all of them.
         """
         given = self.chain.given
         if given:
@@ -207,7 +212,7 @@ class GradientCompletion:
                 raise RuntimeError(self.chain.converted())
 
     def _facts(self, window: Window) -> int:
-        """Return what this rank adds to the slot of facts. Host reads: of settings that are tensors on a device."""
+        """Return this rank's summand in the field of facts. Host synchronization: for settings in tensors on a device."""
         if self._agreement is None:
             return 0
         number = window.number_of_facts(self._agreement, self.changed)
@@ -215,11 +220,11 @@ class GradientCompletion:
         return number if of_tensors is None else number + int(of_tensors)
 
     def _frozen_since(self) -> tuple[set[int], RuntimeError | None]:
-        """Find parameters whose ``requires_grad`` has changed since they came, and note them in `changed`.
+        """Find parameters whose ``requires_grad`` has changed since they were added, and record them in `changed`.
 
         Returns:
-            The ids of those that were frozen and have no gradient; the error where one was unfrozen, to be raised when this
-            rank has done its part in the collectives.
+            The ids of frozen parameters without a gradient, and the error for an unfrozen parameter or None. The error must
+            be raised after this rank's part in the collectives.
         """
         frozen = {id(param) for param in self.chain.frozen if param.grad is None}
         found = [at for at, of in enumerate(self.chain.given) if of.param.requires_grad != of.trained]
@@ -235,7 +240,7 @@ class GradientCompletion:
         return frozen | {id(given[at].param) for at in self.changed[0] if given[at].param.grad is None}, problem
 
     def _forget(self, frozen: set[int]) -> None:
-        """Clear what other ranks gave for parameters that are frozen here: zeros, which are no gradients."""
+        """Clear gradients of parameters that are frozen on this rank: other ranks' reductions have filled them."""
         for row in self.table:
             if id(row.leaf) in frozen:
                 clear_gradients([row.grad_tensor, *row.path], set_to_none=True)

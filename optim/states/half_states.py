@@ -1,4 +1,4 @@
-"""Optimizer states in bfloat16 between steps, float32 within them."""
+"""Optimizer states that are kept in bfloat16 between steps and converted to float32 for each update."""
 
 from __future__ import annotations
 
@@ -26,19 +26,31 @@ from .elementwise import check_in_buckets
 
 @dataclass(frozen=True)
 class HalfStates(Placement):
-    """Keep the optimizer's states of float32 parameters and masters in bfloat16; they are stepped in float32.
+    """Keep the optimizer states of float32 parameters and master weights in bfloat16. Updates run in float32.
 
-    AdamW's take 4 bytes an element instead of 8 (8 instead of 12 with masters, 6 instead of 10 with split ones), divided
-    further by `Sharded`, and in a step float32 copies of 4 million elements, or of one larger parameter. Step counts and
-    other single numbers stay as they are.
+    AdamW's states and masters then take, in bytes per element:
 
-    Rounding is stochastic. ``v += 0.001 * (g * g - v)`` falls by less than half a unit in the last place, which rounding to
-    nearest loses: after 2000 steps of a small network AdamW's second moments were 3.4 times those of float32, and rounded
-    stochastically 1.0 to 1.06 times. Copies of a parameter draw the same bits, by name and step; but a CPU draws others
-    than a GPU, so that copies which `Offloaded` puts on both drift apart by more than by kernels.
+    | | float32 states | `HalfStates` |
+    |---|---|---|
+    | float32 parameters | 8 | 4 |
+    | master weights | 12 | 8 |
+    | split master weights | 10 | 6 |
 
-    ``dtype`` is bfloat16 (float16 would make zeros of most second moments), ``seed`` the same on all ranks.
-    Collectives: none. Host reads: those of the optimizer's step, once a bucket.
+    `Sharded` divides these further. A step also needs float32 copies of the states of 4 million elements, or of one larger
+    parameter. Step counts and other scalars are unchanged.
+
+    Rounding is stochastic, because ``v += 0.001 * (g * g - v)`` changes ``v`` by less than half a unit in the last place,
+    so rounding to nearest loses these changes. After 2000 steps of a small network, AdamW's second moments were 3.4 times
+    the float32 ones with rounding to nearest, and 1.0 to 1.06 times with stochastic rounding.
+
+    Replicas of a parameter draw equal random bits, because the seed depends on its name and the step. A CPU draws other
+    bits than a GPU: replicas that `Offloaded` steps on different devices diverge more than by the kernels' rounding.
+
+    Args:
+        dtype: The dtype of the states between steps. Only ``torch.bfloat16``, the default, is accepted: float16 would
+            underflow most second moments to 0.
+        seed: The seed of the stochastic rounding, an integer, equal on all ranks. Default 0.
+    Collectives: none. Host synchronization: as in the optimizer's step, once per bucket.
     """
 
     position: ClassVar[Position] = Position.STATE
@@ -48,7 +60,7 @@ class HalfStates(Placement):
 
     def check(self, binding: Binding) -> None:
         if self.dtype != torch.bfloat16:
-            raise ValueError(f"HalfStates({self.dtype}): give torch.bfloat16, whose range is that of float32")
+            raise ValueError(f"HalfStates({self.dtype}): give torch.bfloat16, which has the range of float32")
         if binding.precision.stochastic_rounding:
             raise ValueError("the precision mode has its states in bfloat16 already: leave HalfStates out of states=")
         check_in_buckets(binding.optimizer, "HalfStates steps bucket by bucket")
@@ -58,12 +70,12 @@ class HalfStates(Placement):
 
 
 class Halves(Link):
-    """Rounds the states after each update, and undoes it before; see `HalfStates`."""
+    """Converts the states to float32 before each update and rounds them afterwards; see `HalfStates`."""
 
     def __init__(self, how: HalfStates, binding: Binding) -> None:
         self.how, self.registry, self.optimizer, self.steps = how, binding.registry, binding.optimizer, 0
-        self._split = binding.precision.split_masters  # whose states are those of masters
-        self._keys: dict[Tensor, str] = {}  # by what its bits are drawn, besides the seed and the step
+        self._split = binding.precision.split_masters  # bfloat16 tensors then have float32 states
+        self._keys: dict[Tensor, str] = {}  # the part of the random seed that depends on the tensor
 
     def not_captured(self) -> str | None:
         return "HalfStates draws by the number of the step, and replays would round by the same bits"
@@ -81,7 +93,7 @@ class Halves(Link):
 
     @torch.no_grad()
     def step(self, request: UpdateRequest, update: Update) -> None:
-        """Call ``update`` once a bucket. Where it skips nothing changes: what came from bfloat16 is rounded to itself."""
+        """Call ``update`` once per bucket. A skipped update changes nothing: bfloat16 values round to themselves."""
 
         def step_one(bucket: Bucket) -> None:
             self._lend(chain.from_iterable(bucket))
@@ -93,14 +105,14 @@ class Halves(Link):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round what was loaded: torch casts it to the parameters' dtype."""
+        """Round loaded states, because torch's `load_state_dict` casts them to the parameters' dtype."""
         self._round(self._keys)
 
     def _kept(self, params: Iterable[Tensor]) -> Iterator[tuple[Tensor, dict[str, Any], list[str]]]:
-        """Parameter, state, and the names of what is kept in half precision of it."""
+        """Yield (parameter, its state, keys of the state tensors that are kept in bfloat16)."""
         for param in params:
             state = self.optimizer.state.get(param, {}) if param in self._keys else {}
-            # Copies may have made their states in different orders.
+            # Sorted, because replicas may have created their states in different orders.
             if keys := [key for key in sorted(state) if is_half_kept(key, state[key], param)]:
                 yield param, state, keys
 
@@ -123,22 +135,22 @@ class Halves(Link):
         return torch.Generator(param.device).manual_seed(seed_of(self.how.seed, self.steps, self._keys[param]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Under ``"half_states"`` how many steps have drawn."""
+        """Return ``{"half_states": {"steps": number of steps that have rounded}}``."""
         return {"half_states": {"steps": self.steps}}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError where the count of steps in ``state`` is none."""
+        """Raise ValueError if the number of steps in ``state`` is not a count."""
         if "half_states" in state:
             fields({"steps": check_count})(state["half_states"], "half_states")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on drawing where `state_dict` was called; states that were saved in float32 are rounded."""
+        """Continue the random numbers after the saved step, and round states that were saved in float32."""
         self.check_state(state)
         self.steps = state.get("half_states", {"steps": self.steps})["steps"]
 
 
 def _buckets(whole: Sequence[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
-    """The parameters of each param group, in buckets of `BUCKET_NUMEL` elements; at least one."""
+    """Yield the parameters per param group, in at least one bucket of up to `BUCKET_NUMEL` elements or one parameter."""
     bucket: list[list[Tensor]] = [[] for _ in whole]
     numel = 0
     for index, param in ((index, param) for index, params in enumerate(whole) for param in params):

@@ -1,7 +1,8 @@
-"""Plain local parameters in the place of an optimizer's DTensor parameters (FSDP2, torch's tensor parallelism).
+"""The parameter transform that replaces an optimizer's DTensor parameters by their local tensors.
 
-The step then knows plain tensors only: lists may mix both kinds (torch's fused optimizers refuse that), nothing issues a
-collective of its own, and master weights and checks see what they always see.
+DTensors come from FSDP2 or torch's tensor parallelism. With local tensors an optimizer may mix both kinds of parameters
+(torch's fused optimizers reject a mix), an update issues no hidden collectives, and later transforms handle plain tensors
+only.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from ..step.update_request import Update, UpdateRequest
 from ..step.window import Window
 from .chain import Link, Replacements
 
-_SHARED = "_meshstep_shared"  # the mark of a gradient that came from a DTensor
+_SHARED = "_meshstep_shared"  # attribute of gradients that came from a DTensor
 
 
 class LocalTensors(Link):
-    """Each DTensor is replaced by its local parameter, which has the same memory, name and spec; the optimizer's state is
-    local too then. Where there are no DTensors nothing is done, at no cost.
+    """Replaces each DTensor by its local parameter, which has the same memory, name and spec.
+
+    The optimizer state becomes local as well. Without DTensors it does nothing.
 
     Args:
-        topology: Whose axes the dims of the DTensors' meshes are.
+        topology: Its axes correspond to the dims of the DTensors' device meshes.
     """
 
     is_local = True
@@ -42,7 +44,7 @@ class LocalTensors(Link):
         return not self._pairs
 
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
-        """Raises ValueError where a layout has no spec."""
+        """Replace the DTensors. Raises ValueError if a DTensor's layout has no spec."""
         tensors = [at.tensor for at in positions]
         if not has_dtensors(tensors):
             return {}
@@ -55,16 +57,16 @@ class LocalTensors(Link):
     def move_state(
         self, optimizer: torch.optim.Optimizer, tensor: Tensor, targets: Sequence[tuple[Tensor, int]]
     ) -> None:
-        """The local parts of its state."""
+        """Move the local tensors of the state."""
         state = optimizer.state.pop(tensor, None)
         for target, _ in targets if state else ():
             optimizer.state[target] = {key: _local(value) for key, value in (state or {}).items()}
 
     def bring(self, window: Window, averaged: bool) -> Exception | None:
-        """Give every local parameter the local tensor of its DTensor's gradient; pending sums are made later.
+        """Give every local parameter the local tensor of its DTensor's gradient; partial gradients are reduced later.
 
-        Where the DTensor has none, a gradient that somebody gave to what the optimizer holds stays: trainers make states
-        before they load them by a step with gradients of zeros.
+        If the DTensor has no gradient, a gradient that was set on the local parameter stays: trainers create states before
+        loading them by a step with zero gradients.
         """
         from ...parallel.interop.dtensor import local_parameter
         from ...parallel.interop.dtensor_gradients import poison_gradient, share_gradient
@@ -84,7 +86,7 @@ class LocalTensors(Link):
         return problem
 
     def step(self, request: UpdateRequest, update: Update) -> None:
-        """Whoever clears the DTensors' gradients afterwards frees their memory."""
+        """Call ``update`` and give the DTensors their gradients back, so that clearing these frees the memory."""
         from ...parallel.interop.dtensor_gradients import return_gradient
 
         update(request)

@@ -1,4 +1,4 @@
-"""What the optimizer steps by the precision mode: its own dtype, masters, whole or split, or bfloat16 rounded at random."""
+"""The parameter transforms of the precision modes: float32 masters, split masters, or stochastically rounded weights."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from .elementwise import check_in_buckets
 
 # Split master weights -------------------------------------------------------------------------------------------------
 
-# No tensor stands for a weight: the param groups hold it, its gradient is the main grad, and its state that of the
-# master, in float32. Whoever steps joins the masters where it steps them (`SplitWeights`).
+# A split weight is not replaced: the param groups hold the bfloat16 weight, its gradient is the float32 main gradient, and
+# its optimizer state is float32. The update engine joins the master in registers or in a bucket (`SplitWeights`).
 
 MANY_WRITES = 3
-"""Steps in a row that find written weights, before a warning."""
+"""Number of consecutive steps that found written weights before a warning."""
 _version: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def check_split(binding: Binding, params: Sequence[tuple[str | None, Tensor]]) -> None:
-    """Raise ValueError where the mode has split masters and they don't fit the rest.
+    """Raise ValueError if the mode has split masters and another setting or a parameter does not support them.
 
     Args:
-        params: All that the optimizer steps, with names.
+        params: (name or None, parameter) pairs of all parameters of the optimizer.
     """
     if not binding.precision.split_masters:
         return
@@ -48,27 +48,28 @@ def check_split(binding: Binding, params: Sequence[tuple[str | None, Tensor]]) -
         if param.requires_grad and param.dtype == torch.float16:
             raise ValueError(
                 f"{name}: {label or f'a parameter of shape {tuple(param.shape)}'} is float16, whose rounding leaves more "
-                "than 16 bits of a master: prepare the model with this mode, or take 'fp16_naive', which has whole masters"
+                "than 16 bits of a master: prepare the model with this mode, or use 'fp16_naive', which has float32 masters"
             )
     if binding.data_parallel is not None and not binding.main_grads:
         raise ValueError(
-            f"{name} needs float32 gradients, which DistributedDataParallel does not make: leave data_parallel out, and "
-            "the optimizer averages over the data axes itself, or leave split_masters out"
+            f"{name} needs float32 gradients, which DistributedDataParallel does not make: leave data_parallel out, so "
+            "that the optimizer averages over the data axes itself, or leave split_masters out"
         )
     check_in_buckets(binding.optimizer, f"{name} steps bucket by bucket")
 
 
 class SplitMasters(Link):
-    """Keeps the remainders of bfloat16 tensors that are trained.
+    """Keeps the remainders of trained bfloat16 tensors: the low 16 bits of their float32 masters.
 
-    A weight that was written between two steps drops its remainders: its master is the written value. A write is visible
-    where it changes the tensor's version counter, or gives the tensor other memory with other values. The same values in
-    other memory, as ``model.to(memory_format=...)`` sets, keep their remainders. For this comparison the previous memory,
-    2 bytes per element, stays allocated until the next step. In-place writes through ``.data`` are invisible. Their
-    remainders stay, and the master still rounds to the written value (`join`).
+    Writing a weight between two steps sets its remainder to 0, so that its master is the written value. A write is detected
+    by the tensor's version counter, or by new memory with other values. Equal values in new memory, as after
+    ``model.to(memory_format=...)``, keep the remainder. For this comparison the previous memory, 2 bytes per element, stays
+    allocated until the next step. In-place writes through ``.data`` are not detected: the remainder stays, and the master
+    still rounds to the written value (`join`).
 
     Attributes:
-        remainders: int16, of each trained bfloat16 tensor; 0 where none was loaded: the master is the weight.
+        remainders: int16 remainder per trained bfloat16 tensor. 0 unless one was loaded or stepped: the master is the
+            weight.
     """
 
     divisible = True
@@ -76,12 +77,12 @@ class SplitMasters(Link):
     def __init__(self, binding: Binding) -> None:
         self.optimizer = binding.optimizer
         self.remainders: dict[Tensor, Tensor] = {}
-        self._weights: list[Tensor] = []  # the keys, and what each was when its remainder was written
+        self._weights: list[Tensor] = []  # the keys of `remainders`; the next lists are in this order
         self._index: dict[Tensor, int] = {}
         self._versions: list[int] = []
         self._addresses: list[int] = []
-        self._memory: list[Tensor] = []  # aliases, so that replaced memory can be compared and is not allocated again
-        self._loaded: list[int] = []  # sums over the bits of the weights, from a load until the next step
+        self._memory: list[Tensor] = []  # aliases that keep replaced memory allocated, for the comparison
+        self._loaded: list[int] = []  # a hash of each weight, from a load until the next step
         self._writes = 0  # consecutive steps that found written weights
         load_states_exactly(self.optimizer, self.remainders)
 
@@ -98,7 +99,7 @@ class SplitMasters(Link):
     # Written weights -------------------------------------------------------------------------------------------------
 
     def _note_weights(self) -> None:
-        """Take the remainders as those of the weights as they are now."""
+        """Record versions and addresses of the weights: the remainders belong to their present values."""
         if len(self._weights) != len(self.remainders):
             self._weights = list(self.remainders)
             self._index = {weight: index for index, weight in enumerate(self._weights)}
@@ -110,13 +111,13 @@ class SplitMasters(Link):
 
     @torch.no_grad()
     def _drop_written(self) -> list[Tensor]:
-        """Set the remainders of written weights to 0. Return the weights that were written or have other memory."""
+        """Set the remainders of written weights to 0. Return the weights that were written or have new memory."""
         weights, versions = self._weights, list(map(_version, self._weights))
         addresses = list(map(Tensor.data_ptr, weights))
         if versions == self._versions and addresses == self._addresses:
             return []
         written, moved = _changed(versions, self._versions), _changed(addresses, self._addresses)
-        if self._loaded:  # the model may be loaded after the optimizer: with the same weights
+        if self._loaded:  # a model that is loaded after the optimizer writes the same weights
             sums = _bit_sums([weights[index] for index in written])
             written = [index for index, found in zip(written, sums, strict=True) if found != self._loaded[index]]
         if written:
@@ -127,22 +128,22 @@ class SplitMasters(Link):
         return [weights[index] for index in sorted({*written, *moved})]
 
     def bring(self, window: Window, averaged: bool) -> None:
-        """Drop the remainders of written weights. Host synchronization: none, except once after a load.
+        """Set the remainders of written weights to 0. Host synchronization: none, except once after a load.
 
         Raises:
-            RuntimeError: The step is captured in a CUDA graph, whose replays would drop them each time.
+            RuntimeError: A weight was written before a step that a CUDA graph captures: every replay would set them to 0.
         """
         dropped = self._drop_written()
         if dropped and window.captured:
             raise RuntimeError(
                 f"{label_of(dropped[0])} was written since the last step, and every replay of the graph that is captured "
-                "here would drop the remainders of its master: make one step without a graph after writing weights"
+                "here would drop the remainder of its master: make one step without a graph after writing weights"
             )
         self._writes = self._writes + 1 if dropped else 0
         if self._writes == MANY_WRITES:
             warnings.warn(
                 f"{label_of(dropped[0])} was written before each of {MANY_WRITES} steps in a row. With split masters a "
-                "write drops what the master has beyond bfloat16, so small updates are lost: mask in the forward, or "
+                "write drops the bits of the master beyond bfloat16, so small updates are lost: mask in the forward, or "
                 "multiply gradients by the mask, instead of writing weights in every step",
                 stacklevel=2,
             )
@@ -154,7 +155,7 @@ class SplitMasters(Link):
             self._versions, self._loaded = list(map(_version, self._weights)), []
 
     def publish(self) -> None:
-        """Keep all remainders: the library itself has written weights and remainders."""
+        """Keep all remainders, because this library has written the weights together with them."""
         self._note_weights()
         if self._loaded:
             self._loaded = _bit_sums(self._weights)
@@ -167,7 +168,7 @@ class SplitMasters(Link):
         self._loaded = []
 
     def _remainder(self, tensor: Tensor) -> Tensor | None:
-        """Return the remainder of ``tensor``, if it has one, as the next step will see it."""
+        """Return the remainder of ``tensor`` as the next step will use it; None: ``tensor`` has no remainder."""
         remainder = self.remainders.get(tensor)
         if remainder is not None:
             index = self._index[tensor]
@@ -185,7 +186,7 @@ class SplitMasters(Link):
         return None if remainder is None else join(tensor.detach(), remainder)
 
     def step_as_masters(self, step: Callable[[], object]) -> None:
-        """Call the optimizer's own ``step``, which knows nothing of split weights, with masters in their place."""
+        """Call the optimizer's own ``step`` with the split weights replaced by masters, bucket by bucket."""
         self._drop_written()
         SplitWeights(self.remainders).step(self.optimizer, step)
         self._note_weights()
@@ -198,18 +199,18 @@ class SplitMasters(Link):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """``{"masters": {position: float32 tensor}}``, as with whole masters; 4 bytes an element while somebody has it."""
+        """Return ``{"masters": {position: float32 tensor}}``, as `Masters` does. Allocates 4 bytes per element."""
         self._drop_written()
         masters = {position: join(weight.detach(), self.remainders[weight]) for position, weight in self._by_position()}
         return {"masters": masters}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError where `load_state_dict` would."""
+        """Raise ValueError if `load_state_dict` would; change nothing."""
         check_saved(state, dict(self._by_position()))
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Split the masters, of this mode or of whole ones, into weights and remainders. Raises: as `check_saved`."""
+        """Split the saved masters into weights and remainders. Raises ValueError as `check_saved` does."""
         weights = dict(self._by_position())
         saved = check_saved(state, weights)
         for position, weight in weights.items():
@@ -225,7 +226,7 @@ def _changed(now: Sequence[int], before: Sequence[int]) -> list[int]:
 
 
 def _drop_if_other(remainder: Tensor, weight: Tensor, before: Tensor) -> None:
-    """Set a weight's remainders to 0 unless its bits are those of ``before``. Host synchronization: none."""
+    """Set a weight's remainder to 0 unless the weight is bitwise equal to ``before``. Host synchronization: none."""
     if (weight.shape, weight.dtype, weight.device) != (before.shape, before.dtype, before.device):
         remainder.zero_()
         return
@@ -234,7 +235,7 @@ def _drop_if_other(remainder: Tensor, weight: Tensor, before: Tensor) -> None:
 
 
 def _bit_sums(weights: Sequence[Tensor]) -> list[int]:
-    """Return a number for the bits of each tensor. Host synchronization: one."""
+    """Return an exact integer hash of each tensor's bits. Host synchronization: one."""
     found: list[int] = TensorHash(torch.device("cpu"), exact=True)(weights).tolist() if weights else []
     return found
 
@@ -243,7 +244,7 @@ def _bit_sums(weights: Sequence[Tensor]) -> list[int]:
 
 
 def precision_link(binding: Binding) -> Link:
-    """The link that the precision mode needs."""
+    """Return the parameter transform of the precision mode."""
     if binding.precision.split_masters:
         return SplitMasters(binding)
     if binding.precision.masters:
@@ -254,55 +255,59 @@ def precision_link(binding: Binding) -> Link:
 
 
 def check_main_grads(binding: Binding, accumulation_steps: int | None) -> None:
-    """Raise ValueError where gradients in half precision would be added up."""
+    """Raise ValueError if a setting would accumulate or reduce half-precision gradients.
+
+    Args:
+        accumulation_steps: Micro-batches per window; None: the caller decides.
+    """
     if binding.precision.main_grads or not binding.precision.masters:
         return
-    adds = [f"{type(placement).__name__}, which sums pieces over ranks" for placement in binding.placements]
-    adds += ["Reduce(overlap=True), which sums over ranks"] if binding.overlap else []
+    adds = [f"{type(placement).__name__}, which reduces shards over ranks" for placement in binding.placements]
+    adds += ["Reduce(overlap=True), which reduces over ranks"] if binding.overlap else []
     adds += [f"accumulation_steps={accumulation_steps}"] if accumulation_steps not in (None, 1) else []
     if adds:
         raise ValueError(
-            f"{binding.precision!r} leaves gradients in half precision, and they would be rounded by {adds[0]}: "
+            f"{binding.precision!r} keeps gradients in half precision, and {adds[0]} would round them: "
             "leave main_grads=True"
         )
 
 
 class AsTheyAre(Link):
-    """The optimizer steps tensors of the model's own dtypes."""
+    """Steps the model's tensors in their own dtypes."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """``{"dtypes": names of the parameters' dtypes}``: the optimizer's own state says all else."""
+        """Return ``{"dtypes": sorted names of the parameters' dtypes}``."""
         params = (param for group in self.optimizer.param_groups for param in group["params"])
         return {"dtypes": sorted({str(param.dtype) for param in params})}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError where the dtypes in ``state`` are no names."""
+        """Raise ValueError if the dtypes in ``state`` are not names."""
         list_of(check_text)(state.get("dtypes", ()), "dtypes")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that the state is of parameters of the same dtypes; torch would cast any other without a word.
+        """Check that the state was saved with parameters of the same dtypes, because torch would cast states silently.
 
         Raises:
-            ValueError: It is not, or has masters: it was saved in another mode.
+            ValueError: The dtypes differ, or the state has masters because it was saved in another precision mode.
         """
         own, saved = self.state_dict(), {key: value for key, value in state.items() if key != "shards"}
         if saved.get("dtypes") != own["dtypes"]:
-            given = ", ".join(saved.get("dtypes", ())) or f"what has {', '.join(saved) or 'nothing'}"
+            given = ", ".join(saved.get("dtypes", ())) or f"unknown dtypes (it has {', '.join(saved) or 'no entries'})"
             raise ValueError(
                 f"the state was saved for parameters of {given}, but the optimizer steps {', '.join(own['dtypes'])}, "
-                "without master weights; continue in the precision mode that it was saved in"
+                "without master weights; continue in the precision mode that the state was saved in"
             )
 
 
 class Masters(Link):
-    """Float32 masters of half-precision tensors; see `MasterWeights`.
+    """Replaces half-precision tensors by float32 masters; see `MasterWeights`.
 
     Args:
-        main_grads: Half-precision tensors have float32 gradients, which the masters share.
-        cast: Else masters get float32 copies of them.
+        main_grads: True if half-precision tensors have float32 gradients; the masters then share them.
+        cast: True (default): otherwise masters get float32 copies of the gradients.
     """
 
     divisible = True
@@ -329,7 +334,7 @@ class Masters(Link):
     def move_state(
         self, optimizer: torch.optim.Optimizer, tensor: Tensor, targets: Sequence[tuple[Tensor, int]]
     ) -> None:
-        """`MasterWeights` has done it, in float32."""
+        """Do nothing: `MasterWeights` has moved the state, in float32."""
 
     def bring(self, window: Window, averaged: bool) -> None:
         self._made.collect()
@@ -338,14 +343,14 @@ class Masters(Link):
         masters = self._made
         late = []
         for tensor, master in masters.held():
-            if master.grad is None and tensor.grad is not None:  # it came only now, to a copy on the CPU
+            if master.grad is None and tensor.grad is not None:  # set after `bring`, on a copy that CPU offload made
                 master.grad = tensor.grad.float()
                 late.append(master)
         copies = LowPrecisionOut(masters.param_of)
         update(replace(request, low_precision_out=copies))
         masters.publish(copies.written)
         if late:
-            clear_gradients(late, set_to_none=True)  # the copy's memory gets another before the next step
+            clear_gradients(late, set_to_none=True)  # CPU offload gives the copy new gradient memory in the next step
 
     def publish(self) -> None:
         self._made.publish()
@@ -373,7 +378,7 @@ class Masters(Link):
 
 
 class StochasticallyRounded(Link):
-    """bfloat16 tensors, stepped in float32 and rounded stochastically; see `StochasticRounding`."""
+    """Steps bfloat16 tensors in float32 and rounds them stochastically; see `StochasticRounding`."""
 
     def __init__(self, binding: Binding) -> None:
         self._registry = binding.registry
@@ -383,7 +388,7 @@ class StochasticallyRounded(Link):
         return "stochastic rounding draws by the number of the step, and replays would round by the same bits"
 
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
-        """Raises ValueError where on several ranks a parameter has no name."""
+        """Prepare the parameters for rounding. Raises ValueError if a parameter has no name and there are several ranks."""
         if self._rounding is None:
             self._rounding = StochasticRounding(optimizer, self._registry)
         else:

@@ -1,12 +1,13 @@
-"""Masters and optimizer states of some parameters in the CPU's memory, which is larger; their step runs there.
+"""CPU offload: the masters and optimizer states of some parameters are kept in CPU memory and stepped on the CPU.
 
     device   parameters, gradients ----------+                           +--> parameters
     CPU                                      +--> step of the copies ----+
 
-The parameters stay on the device, where gradients are completed, measured and clipped as always. A step copies the
-gradients of the offloaded ones to the CPU, steps both sides, each by its own fused kernel, and copies the new weights back
-in the parameters' dtype: 6 bytes an element go over the bus in modes with masters, 8 in float32. They travel in buckets of
-32 MiB of gradients, one copy each way, and while one is stepped on the CPU the next ones come and the last one goes back:
+The parameters stay on the device, where their gradients are reduced, measured and clipped. A step copies the gradients of
+offloaded parameters to the CPU, steps device and CPU with their own fused kernels, and copies the new weights back in the
+parameters' dtype. The bus transfers 6 bytes per element in modes with masters, and 8 in float32.
+
+Transfers use buckets of 32 MiB of gradients, with one copy per direction. They overlap with the CPU's updates:
 
     device      step of the rest
     down        1 | 2 | 3
@@ -38,45 +39,45 @@ from .chain import Binding, Link, Placement, Position, Replacements
 
 # Copies on the CPU, in buckets ----------------------------------------------------------------------------------------
 
-# Parameters on a device and copies of them in the CPU's memory, between which one copy each way goes over the bus.
+# Parameters on a device, and copies of them in CPU memory. Each direction needs one copy per bucket over the bus:
 #
 #     device   gradients --foreach--> flat ----------+        +--> flat --foreach--> parameters
 #     CPU                                            +--> flat +--> flat
-#                                               gradients      weights, as the copies are
+#                                               gradients      weights (memory of the copies)
 #
-# On a machine without a device there is no flat buffer between, and nobody waits.
+# If the parameters are on the CPU, there is no flat buffer between them and the copies, and copies are synchronous.
 
 ALIGNMENT = 64
-"""Elements: each parameter begins where a GPU's kernels read several at a time."""
+"""Elements; each parameter starts at a multiple, so that GPU kernels can use vector loads."""
 
 
 class HostBucket:
-    """Some parameters of one dtype and device, and a copy on the CPU of each.
+    """Parameters of one dtype and device, with a copy of each on the CPU.
 
     Args:
-        params: At least one.
-        grad_dtype: Of their gradients.
+        params: The parameters, at least one.
+        grad_dtype: The dtype of their gradients.
 
     Attributes:
-        copies: In the memory formats of the parameters, on which fused kernels rely; pinned where those are on a CUDA
-            device.
-    Memory on the CPU: that of the parameters and, from the first step on, of their gradients. On the device: a flat copy of
-    the bucket's gradients or weights while they travel, none where it has one parameter.
+        copies: The CPU copies, with the parameters' memory formats, which fused kernels require. Pinned if the parameters
+            are on a CUDA device.
+    CPU memory: one copy of the parameters and, after the first step, of their gradients. Device memory: one flat copy of
+    the bucket during a transfer; none for a bucket with a single parameter.
     """
 
     def __init__(self, params: Sequence[Tensor], grad_dtype: torch.dtype) -> None:
         self.params, self.device, self._grad_dtype = list(params), params[0].device, grad_dtype
-        self._pinned = self.device.type == "cuda"  # else copies to and from it wait
+        self._pinned = self.device.type == "cuda"  # transfers without pinned memory are synchronous
         self._strides = [torch.empty_like(param, device="meta").stride() for param in params]
         self._starts, self._numel = list[int](), 0
         for param in params:
             self._starts.append(self._numel)
             self._numel += -(-param.numel() // ALIGNMENT) * ALIGNMENT
         self._weights = self._flat(params[0].dtype)
-        # With a version counter of their own each, by which masters see what was written to.
+        # `.data` gives each copy its own version counter, from which masters detect writes.
         self.copies: list[Tensor] = [nn.Parameter(view.data) for view in self._views(self._weights)]
         self._gradients: Tensor | None = None
-        self._came: list[int] = []  # the parameters whose gradients are on their way
+        self._came: list[int] = []  # indices of the parameters whose gradients are being copied
         self._arrived: torch.cuda.Event | None = None
         self.load(range(len(params)))
 
@@ -84,11 +85,11 @@ class HostBucket:
         return torch.empty(self._numel, dtype=dtype, device="cpu", pin_memory=self._pinned)
 
     def _flat_there(self, host: Tensor) -> Tensor:
-        """As large, on the device, for one copy: the only memory that the bucket takes there."""
+        """Return the device buffer of a transfer of ``host``. The bucket uses no other device memory."""
         return torch.empty_like(host, device=self.device)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        """Where each parameter lies in the flat buffer, with its shape and memory format."""
+        """Return a view of the flat buffer per parameter, with the parameter's shape and memory format."""
         places = zip(self.params, self._starts, self._strides, strict=True)
         return [flat[start:].as_strided(param.shape, stride) for param, start, stride in places]
 
@@ -96,10 +97,10 @@ class HostBucket:
 
     @torch.no_grad()
     def load(self, written: Sequence[int]) -> None:
-        """Set the copies to the parameters. Host reads: a wait for the device.
+        """Copy the parameters' values into the CPU copies. Host synchronization: a wait for the device.
 
         Args:
-            written: Those that differ, by which masters will know it.
+            written: Indices of parameters that have changed; masters then compare the copies of these parameters.
         """
         self._down(self._weights, list(range(len(self.params))), self.params)
         self.wait()
@@ -107,7 +108,7 @@ class HostBucket:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Start to copy the gradients that there are to the CPU. Host reads: none."""
+        """Start to copy the present gradients to the CPU. Host synchronization: none."""
         self._came = [index for index, param in enumerate(self.params) if param.grad is not None]
         if self._came:
             if self._gradients is None:
@@ -116,7 +117,7 @@ class HostBucket:
             self._down(self._gradients, self._came, gradients)
 
     def finish(self) -> None:
-        """Give the copies these gradients. Host reads: a wait for them, and for nothing that the device was told later."""
+        """Set the gradients of the copies. Host synchronization: a wait for their transfer, not for later device work."""
         if self._gradients is not None and self._came:
             self.wait()
             views = self._views(self._gradients)
@@ -124,7 +125,7 @@ class HostBucket:
                 self.copies[index].grad = views[index]
 
     def _down(self, host: Tensor, which: list[int], tensors: list[Tensor]) -> None:
-        """Start to copy tensors that are beside the parameters to their places in ``host``; it is overwritten elsewhere."""
+        """Start to copy ``tensors`` to the positions of parameters ``which`` in ``host``; the rest of it is overwritten."""
         if self.device.type == "cpu" or len(self.params) == 1:
             self._copy([self._views(host)[index] for index in which], tensors)
         else:
@@ -146,7 +147,7 @@ class HostBucket:
             self._arrived.record(torch.cuda.current_stream(self.device))
 
     def wait(self) -> None:
-        """Wait for the last copy, either way."""
+        """Wait for the last transfer, in either direction. Host synchronization: yes."""
         if self._arrived is not None:
             self._arrived.synchronize()
             self._arrived = None
@@ -155,7 +156,7 @@ class HostBucket:
 
     @torch.no_grad()
     def send(self) -> None:
-        """Start to copy the CPU's weights to the device; `wait` before those are written to again. Host reads: none."""
+        """Start to copy the CPU weights to the device. Call `wait` before writing to them. Host synchronization: none."""
         if self.device.type == "cpu" or len(self.params) == 1:
             self._copy(self.params, self.copies)
         else:
@@ -172,21 +173,26 @@ class HostBucket:
 class Offloaded(Placement):
     """Keep and step the masters and optimizer states of some parameters on the CPU.
 
-    Memory on the device for each offloaded element: that of the parameter and its gradient; 8 bytes of AdamW's state less,
-    and 4 of master. On a machine without a device the copies lie beside the parameters and everything else is the same.
-    Pinned memory on the CPU besides: a copy of parameters and gradients. What only a GPU shows: the memory it has left,
-    less one flat bucket during a step; the time of the copies; and that the step waits for it: the CPU must have the
-    gradients, and know whether to skip. So a step with offload can't be captured in a CUDA graph. And where two ranks hold
-    copies of a parameter beside different others (pipeline stages with a tied embedding, owned parameters), one may step it
-    on the CPU and one on the device, whose kernels may round differently; a fraction of 1.0 avoids that.
+    Device memory then holds only the parameter and its gradient for each offloaded element: AdamW's states save 8 bytes per
+    element, and a master 4. During a step, one flat bucket of 32 MiB of gradients is added. Pinned CPU memory holds a copy
+    of the offloaded parameters and gradients. If the parameters are on the CPU, the copies take additional CPU memory and
+    everything else is the same.
+
+    A step waits for the gradients and the step decision on the host, so a CUDA graph can't capture it.
+
+    Two ranks with replicas of a parameter may step it on different devices if their other parameters differ (pipeline
+    stages with a tied embedding, owned parameters). CPU and GPU kernels may round differently; ``fraction=1.0`` avoids
+    this.
+
+    torch's fused optimizers step bucket by bucket. All parameters are stepped at once, after all gradients have arrived,
+    by other optimizers, with `HalfStates` or stochastic rounding (whose random numbers depend on the step count), and if
+    the optimizer has step hooks.
 
     Args:
-        fraction: At least this fraction of the elements, counted over parameters that require gradients, is offloaded: as
-            many whole parameters stay on the device, the largest first, as fit into the rest.
-    torch's fused optimizers step bucket by bucket. Others, and `HalfStates` and stochastic rounding, whose draws count
-    steps, step once, when all gradients have come; so does an optimizer with step hooks of its own.
-    Collectives: none. Host reads, where the parameters are on a device: a step waits for what was decided, for each bucket
-    of gradients, and when it ends for the last bucket of weights.
+        fraction: The smallest fraction of elements to offload, from 0 to 1, counted over parameters that require gradients.
+            Default 1.0: all are offloaded. Otherwise the largest parameters that fit into the rest stay on the device.
+    Collectives: none. Host synchronization, if parameters are on a device: a step waits for the step decision, for each
+    bucket of gradients, and for the last bucket of weights.
     """
 
     position: ClassVar[Position] = Position.DEVICE
@@ -202,7 +208,7 @@ class Offloaded(Placement):
         if switch is not None and switch.is_ddp and precision.masters:
             raise ValueError(
                 f"Offloaded with precision={precision.name!r} needs float32 gradients, which DistributedDataParallel does "
-                "not make: leave data_parallel out, and the optimizer averages over the data axes itself"
+                "not make: leave data_parallel out, so that the optimizer averages over the data axes itself"
             )
 
     def link(self, binding: Binding) -> Link:
@@ -210,11 +216,11 @@ class Offloaded(Placement):
 
 
 class OffloadTransform(Link):
-    """Puts copies on the CPU in the place of some of an optimizer's parameters.
+    """Replaces some of an optimizer's parameters by copies on the CPU.
 
     Args:
-        fraction: As for `Offloaded`.
-        main_grads: Half-precision parameters have float32 gradients.
+        fraction: The argument of `Offloaded`.
+        main_grads: True if half-precision parameters have float32 gradients.
     """
 
     differs = True
@@ -222,11 +228,11 @@ class OffloadTransform(Link):
     def __init__(self, fraction: float, main_grads: bool) -> None:
         self.fraction, self.main_grads = fraction, main_grads
         self._optimizer: torch.optim.Optimizer | None = None
-        self.copies: dict[Tensor, Tensor] = {}  # on the CPU, of the parameters that are offloaded
+        self.copies: dict[Tensor, Tensor] = {}  # CPU copy per offloaded parameter
         self.buckets: list[HostBucket] = []
-        self._places: dict[Tensor, tuple[int, int]] = {}  # param group and position of each
+        self._places: dict[Tensor, tuple[int, int]] = {}  # (param group, position) per offloaded parameter
         self._seen: dict[Tensor, tuple[int, int, tuple[int, ...]]] = {}
-        self._copy_versions: dict[Tensor, int] = {}  # by parameter, after the last step
+        self._copy_versions: dict[Tensor, int] = {}  # version of the copy after the last step, per parameter
 
     def holds_back(self, tensor: Tensor) -> bool:
         return tensor in self.copies
@@ -250,7 +256,7 @@ class OffloadTransform(Link):
         self.copies |= made
         for index, group in enumerate(optimizer.param_groups):
             self._places |= {param: (index, at) for at, param in enumerate(group["params"]) if param in made}
-        # Weights of others may have been written since the last step.
+        # Parameters of earlier groups keep the state they had after the last step, so that writes since then are detected.
         self._seen |= {param: _look(param) for param in made}
         self._copy_versions |= {param: copy._version for param, copy in made.items()}
         return {param: [(copy, 0)] for param, copy in made.items()}
@@ -259,22 +265,22 @@ class OffloadTransform(Link):
 
     @torch.no_grad()
     def bring(self, window: Window, averaged: bool) -> None:
-        """Nothing for offloaded parameters, but to notice weights that somebody else has changed. Host reads: only then."""
+        """Copy weights that were written since the last step to the CPU. Host synchronization: only for these."""
         self._refresh()
 
     def _refresh(self) -> None:
-        """See what was written to the parameters since the last step."""
+        """Copy parameters that were written since the last step to the CPU."""
         for bucket in self.buckets:
             written = [i for i, param in enumerate(bucket.params) if self._seen[param] != _look(param)]
             if written:
-                bucket.load(written)  # in modes with masters they compare, and refuse other values
+                bucket.load(written)  # increments versions, so that masters compare them
         self._note_versions()
 
     @torch.no_grad()
     def step(self, request: UpdateRequest, update: Update) -> None:
-        """Copy the gradients to the CPU, step both sides, and copy the weights back, bucket by bucket where it may.
+        """Copy gradients to the CPU, step device and CPU, and copy the weights back, bucket by bucket if possible.
 
-        Host reads: a wait for the gradients of each bucket, and for the last weights.
+        Host synchronization: a wait for the gradients of each bucket, and for the last weights.
         """
         optimizer = self._optimizer
         assert optimizer is not None, "a link is installed before it is used"
@@ -290,7 +296,7 @@ class OffloadTransform(Link):
         self._arrive()
 
     def _step_in_parts(self, optimizer: torch.optim.Optimizer, request: UpdateRequest, update: Update) -> None:
-        """What stays on the device first, for nobody waits there."""
+        """Step the parameters on the device first, because their kernels run while the first bucket is copied."""
         for bucket in self.buckets[:1]:
             bucket.start()
         here = {self._places[param] for param in self.copies}
@@ -314,20 +320,20 @@ class OffloadTransform(Link):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Copy the weights of the CPU to the device. Host reads: a wait for the last of them."""
+        """Copy the CPU weights to the device. Host synchronization: a wait for the last bucket."""
         self._send(self.buckets)
         self._arrive()
 
     def reload(self) -> None:
-        """Host synchronization: a wait for the weights."""
+        """Copy the model's weights to the CPU. Host synchronization: a wait for the device."""
         for bucket in self.buckets:
             bucket.load(range(len(bucket.params)))
         self._note_versions()
 
     def _arrive(self) -> None:
-        """Others may write to the CPU's weights between steps."""
+        """Wait until the CPU weights may be written to, and record the versions of parameters and copies."""
         for bucket in self.buckets[-1:]:
-            bucket.wait()  # the others were sent before it
+            bucket.wait()  # transfers complete in order, so this includes all earlier buckets
         self._note_versions()
 
     def _note_versions(self) -> None:
@@ -338,7 +344,7 @@ class OffloadTransform(Link):
         return bool(self.copies)
 
     def find_overwritten(self) -> Tensor | None:
-        """Return the first parameter that does not have its copy's values. Copies that were written to are left out."""
+        """Return the first parameter whose values differ from its copy. Pairs with a detected write are skipped."""
         for param, copy in self.copies.items():
             is_settled = self._seen[param] == _look(param) and self._copy_versions[param] == copy._version
             if is_settled and not has_equal_values(param, copy):
@@ -346,12 +352,12 @@ class OffloadTransform(Link):
         return None
 
     def clear(self, set_to_none: bool) -> None:
-        """Clear the gradients on both sides."""
+        """Clear the gradients of the parameters and of their copies."""
         clear_gradients([*self.copies, *self.copies.values()], set_to_none)
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The model may have been loaded before; masters, if there are any, then have the last word."""
+        """Copy written parameters to the CPU, because the model may have been loaded first; masters are loaded later."""
         self._refresh()
 
 
@@ -360,7 +366,7 @@ def _look(param: Tensor) -> tuple[int, int, tuple[int, ...]]:
 
 
 def _buckets(params: Sequence[Tensor]) -> Iterator[HostBucket]:
-    """Of parameters of one kind, in their order; at least one each, and no more gradients than a bucket's bytes."""
+    """Group parameters by device, dtype and gradient dtype, and yield buckets of up to `BUCKET_BYTES` of gradients each."""
     kinds: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Tensor]] = {}
     for param in params:
         kinds.setdefault((param.device, param.dtype, gradient_dtype(param)), []).append(param)
@@ -371,7 +377,12 @@ def _buckets(params: Sequence[Tensor]) -> Iterator[HostBucket]:
 
 
 def offloaded(numels: Sequence[int], fraction: float) -> list[int]:
-    """Which of parameters with so many elements are offloaded: all but the largest that fit into the rest of the sum."""
+    """Return the indices of the offloaded parameters: all except the largest that fit into ``1 - fraction`` of the sum.
+
+    Args:
+        numels: The number of elements per parameter.
+        fraction: The smallest fraction of elements to offload.
+    """
     room = (1 - fraction) * sum(numels)
     chosen = []
     for index in sorted(range(len(numels)), key=lambda i: (-numels[i], i)):
@@ -385,7 +396,13 @@ def offloaded(numels: Sequence[int], fraction: float) -> list[int]:
 def reference_offloaded_step(
     params: Sequence[Tensor], gradients: Sequence[Tensor | None], optimizer: torch.optim.Optimizer
 ) -> None:
-    """The same, plain: ``optimizer`` is over CPU copies of ``params``; whole tensors go there and back."""
+    """Apply the reference computation of an offloaded step: copy gradients to the CPU, step, and copy weights back.
+
+    Args:
+        params: The parameters on the device.
+        gradients: The gradient of each parameter, or None.
+        optimizer: An optimizer over CPU copies of ``params``, in their order.
+    """
     copies = [param for group in optimizer.param_groups for param in group["params"]]
     for copy, gradient in zip(copies, gradients, strict=True):
         copy.grad = None if gradient is None else gradient.to("cpu", copy.dtype)

@@ -1,4 +1,4 @@
-"""Load an optimizer's state on all ranks or on none."""
+"""Optimizer state dicts: saving, checks, loading on all ranks or on none, and copies and pickles of an optimizer."""
 
 from __future__ import annotations
 
@@ -36,62 +36,66 @@ from ...parallel.mesh.value_checks import (
 from ..clip.rule import ClipState
 from ..norm.plan import ReductionPlan
 from ..step.call_guard import guard_calls, own_calls, remove_guard
-from ..step.combined_optimizer import SAID_OF_IT
+from ..step.combined_optimizer import COPIED_ATTRIBUTES
 from ..step.skips import SkipMonitor
 from ..step.torch_engine import lay_out_states
 from .chain import TransformChain, params_of
 
-# The place of a rank's states -----------------------------------------------------------------------------------------
+# Rank layout of optimizer states --------------------------------------------------------------------------------------
 
-# Where a rank's optimizer states belong, kept with them: what a rank saved is for the rank at the same place alone.
+# A rank's state dict contains the rank's coordinates, because it fits only the rank with the same coordinates.
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """The coordinate and size of every axis along which ranks step different tensors, or different pieces of them.
+    """A rank's index, and the size, of every axis along which ranks step different tensors or shards.
 
-    Pickled, and so in a file, it is an ``OrderedDict``. `torch.distributed.checkpoint` would take plain tensors of equal
-    keys for copies of each other and keep those of one rank; where they are none, it is told to refuse them.
+    Pickled, and therefore in a file, it is an ``OrderedDict``. `torch.distributed.checkpoint` treats plain tensors with
+    equal keys as replicas and stores them from one rank only; `__create_write_items__` prevents this if they differ.
+
+    Args:
+        axes: (index, size) by axis name.
     """
 
     axes: Mapping[str, tuple[int, int]]
 
     @classmethod
     def of(cls, plan: ReductionPlan, registry: ProcessGroupRegistry) -> Coordinates:
-        """Those of this rank.
+        """Return the coordinates of this rank.
 
         Args:
-            plan: Of what the optimizer steps.
+            plan: The plan of the stepped tensors.
+            registry: The process groups of the mesh.
         """
         named = {axis for b in plan.buckets for axis in (*b.distinct, *dict(b.owned), *dict(b.tied))}
         sizes = {axis: registry.size(axis) for axis in registry.topology.axes if axis in named}
         return cls({axis: (registry.coordinate[axis], size) for axis, size in sizes.items() if size > 1})
 
     def check(self, saved: object) -> None:
-        """Raise ValueError if states that ``saved`` came with belong elsewhere; None: from a version that kept none."""
+        """Raise ValueError if ``saved`` are the coordinates of another rank. None (an old state dict) is accepted."""
         if saved is None:
             return
         axes = saved.axes if isinstance(saved, Coordinates) else saved
         if not isinstance(axes, Mapping):
-            raise ValueError(f"the state has {saved!r} for coordinates; give what state_dict() returned")
+            raise ValueError(f"the state has coordinates={saved!r}, not a mapping; give the result of state_dict()")
         found = {axis: tuple(where) for axis, where in axes.items()}
         if found != dict(self.axes):
             raise ValueError(
-                f"the state is of the rank at {_shown(found)}, this rank is at {_shown(self.axes)}: give every rank "
-                "the state that it saved itself, or use save_checkpoint and load_checkpoint, which fit any layout"
+                f"the state is of the rank at {_shown(found)}, but this rank is at {_shown(self.axes)}: load on every rank "
+                "the state that this rank saved, or use save_checkpoint and load_checkpoint, which fit any layout"
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, ([(axis, list(where)) for axis, where in self.axes.items()],)
 
     def __create_write_items__(self, *_: object) -> Iterable[Any]:
-        """What `torch.distributed.checkpoint` asks before it writes anything."""
+        """Refuse to be saved by `torch.distributed.checkpoint`, which calls this before it writes a file."""
         if not self.axes:
             return []
         raise ValueError(
-            f"optimizer.state_dict() is of one rank, at {_shown(self.axes)}; saved by torch.distributed.checkpoint, ranks "
-            "would overwrite each other's states: save get_optimizer_state_dict(model, TorchStates(optimizer)), or use "
-            "meshstep.optim.save_checkpoint"
+            f"optimizer.state_dict() is the state of one rank, at {_shown(self.axes)}; with torch.distributed.checkpoint "
+            "ranks would overwrite each other's states: save get_optimizer_state_dict(model, TorchStates(optimizer)), or "
+            "use meshstep.optim.save_checkpoint"
         )
 
 
@@ -103,39 +107,41 @@ def check_caller(
     *,
     makes_states: bool,
 ) -> None:
-    """Raise ValueError where torch's state-dict functions, which find a state by its parameter, ask for a state dict in
-    which they would not find it, or would take pieces for copies.
+    """Raise ValueError if torch's state-dict functions called `state_dict` and would use it wrongly.
 
-    They pass no argument, and keep nothing of the dict by which it could refuse later: only their call can be refused.
+    These functions look up a state by its model parameter, and treat shards as replicas.
+    They pass no argument and call no later method, so this call is the only place for the check.
 
     Args:
         module: The module that called `state_dict`.
-        stepped: What the optimizer has, in the place of ``given``.
-        makes_states: Whether there are states, or a step with gradients of zeros, which they call, makes them.
+        where: The coordinates of this rank.
+        stepped: The stepped tensors.
+        given: The model parameters.
+        makes_states: True if states exist, or if the step with zero gradients that these functions run creates them.
     """
     if module != "torch.distributed.checkpoint.state_dict":
         return
     own = {id(param) for param in given}
     if where.axes or any(id(param) not in own for param in stepped):
         raise ValueError(
-            "the optimizer steps pieces or masters of the parameters, by which torch's state-dict functions find nothing: "
-            "give them meshstep.optim.TorchStates(optimizer), or use save_checkpoint"
+            "the optimizer steps shards or masters, which torch's state-dict functions can't find by the model's "
+            "parameters: give them meshstep.optim.TorchStates(optimizer), or use save_checkpoint"
         )
     if not makes_states:
         raise ValueError(
-            "the optimizer has no states yet, and torch's state-dict functions can't make them by one step, which with "
-            "accumulation_steps= does nothing: give them meshstep.optim.TorchStates(optimizer), or use save_checkpoint"
+            "the optimizer has no states yet, and torch's state-dict functions can't create them by one step, which has no "
+            "effect with accumulation_steps=: give them meshstep.optim.TorchStates(optimizer), or use save_checkpoint"
         )
 
 
 def _shown(axes: Mapping[str, tuple[int, ...]]) -> str:
     places = [f"{axis} {where[0]} of {where[1]}" for axis, where in axes.items()]
-    return ", ".join(places) or "no coordinate in particular (it had all parameters whole)"
+    return ", ".join(places) or "no coordinate (its parameters were unsharded)"
 
 
 # Checks of loaded states ----------------------------------------------------------------------------------------------
 
-# Checks of an optimizer's state that comes from a file or a user: kinds and ranges, before anything is replaced.
+# Types and ranges in a state dict from a file or a user are checked before anything is replaced.
 
 _FLAGS = ("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad", "nesterov")
 _LARGEST = sys.float_info.max
@@ -150,7 +156,7 @@ _RANGES = {
 
 
 def check_groups(saved: object, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError where saved param groups have hyper-parameters of other kinds than ``groups``."""
+    """Raise ValueError if hyper-parameters in saved param groups differ in type from ``groups`` or are out of range."""
     list_of(fields({"params": list_of(anything)}))(saved, "param_groups")
     for index, (new, group) in enumerate(zip(saved, groups, strict=False)):  # type: ignore[call-overload]
         for name, value in new.items():
@@ -159,7 +165,7 @@ def check_groups(saved: object, groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_hyper(name: str, value: object, now: object, where: str) -> None:
-    """Raise ValueError where a hyper-parameter is of another kind than its value ``now``, or out of its range."""
+    """Raise ValueError if a hyper-parameter differs in type from its present value ``now`` or is out of range."""
     field = f"{where}[{name!r}]"
     check_text(name, f"a key of {where}")
     if name in _FLAGS and not (value is None or isinstance(value, bool)):
@@ -173,7 +179,7 @@ def check_hyper(name: str, value: object, now: object, where: str) -> None:
 
 
 def check_states(saved: object) -> None:
-    """Raise ValueError where a number in saved optimizer states is NaN, or a count of steps is none."""
+    """Raise ValueError if a saved optimizer state contains a NaN scalar or a step count that is not a count."""
     dict_of(dict_of(anything), key=anything)(saved, "state")
     for position, state in saved.items():  # type: ignore[attr-defined]
         for name, value in state.items():
@@ -181,7 +187,7 @@ def check_states(saved: object) -> None:
 
 
 def check_state_value(name: str, value: object, where: str) -> None:
-    """Raise ValueError where a number of an optimizer's state is NaN, or it is a count of steps that is none."""
+    """Raise ValueError if a scalar of an optimizer state is NaN, or is a step count that is negative or too large."""
     number = value.item() if isinstance(value, Tensor) and value.dim() == 0 and name == "step" else value
     if isinstance(number, float) or name == "step":
         check_number(number, f"{where}[{name!r}]")
@@ -194,14 +200,17 @@ def check_state_value(name: str, value: object, where: str) -> None:
 
 @dataclass(frozen=True)
 class Saved:
-    """What an optimizer's state is made of, to be saved and loaded.
+    """The parts of an optimizer that its state dict contains.
 
     Args:
-        optimizer: The wrapped one.
-        chain: What stands in for its parameters.
-        model_params: What loading may change.
-        coordinates: Where this rank's states belong.
-        clip: What a clip rule remembers, if there is one.
+        optimizer: The wrapped torch optimizer.
+        chain: The parameter transforms.
+        precision: The precision mode.
+        loss_scale: The loss scale; None: there is none.
+        model_params: The parameters that loading may change.
+        registry: The process groups of the mesh.
+        coordinates: The coordinates of this rank.
+        clip: The state of a clipping rule. None (default): there is no rule.
     """
 
     optimizer: torch.optim.Optimizer
@@ -214,7 +223,10 @@ class Saved:
     clip: ClipState | None = None
 
     def state_dict(self, counts: Mapping[str, int]) -> dict[str, Any]:
-        """The wrapped optimizer's, and under ``"meshstep"`` all else, ``counts`` of steps among it. Host reads: a few."""
+        """Return the wrapped optimizer's state dict; ``"meshstep"`` holds the rest, including the step ``counts``.
+
+        Host synchronization: a few.
+        """
         own = {
             "precision": self.precision.name,
             "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
@@ -227,11 +239,11 @@ class Saved:
         return {**self.optimizer.state_dict(), "meshstep": own}
 
     def load(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Load what `state_dict` gave; returns what was under ``"meshstep"``, counts among it.
+        """Load a state dict from `state_dict`; return its ``"meshstep"`` entry, which includes the step counts.
 
         Raises:
-            ValueError: On every rank, when any rank's does not fit; everything is then as it was.
-        Collectives: two object all-gathers. Host reads: a few.
+            ValueError: On every rank, if the state of any rank does not fit; nothing is changed.
+        Collectives: two object all-gathers. Host synchronization: a few.
         """
         inner, scale = self.optimizer, self.loss_scale
         backup, scale_backup = (
@@ -252,7 +264,7 @@ class Saved:
             on_all_ranks(partial(_all_there, load), self.registry)
             self._load_weights(own)
         except Exception:
-            # torch put new containers in place of the old ones, which are therefore what they were.
+            # torch has replaced the containers instead of changing them, so the backup has the old values.
             inner.__setstate__(backup)
             if scale is not None:
                 scale.load_state_dict(scale_backup)
@@ -263,8 +275,10 @@ class Saved:
         return own or {}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError, and name the field, where ``state`` is nothing that `load` can take. Changes nothing.
-        Collectives: none. Host reads: a few."""
+        """Raise ValueError, with the field's name, if `load` can't load ``state``; change nothing.
+
+        Collectives: none. Host synchronization: a few.
+        """
         _all_there(partial(self._check, state))
 
     def _check(self, state: Mapping[str, Any]) -> None:
@@ -288,7 +302,7 @@ class Saved:
             self.clip.check_state((own or {}).get("clip"))
 
     def _load_weights(self, own: Mapping[str, Any] | None) -> None:
-        """The last to be loaded, because masters are rounded into the model, which may have been loaded already."""
+        """Load the state of the transforms, at last, because masters overwrite a model that may have been loaded before."""
         model = [(param, param.detach().clone()) for param in self.model_params if self.precision.masters]
         backup = _cloned(self.chain.state_dict())
 
@@ -310,24 +324,24 @@ class Saved:
         if own is None:
             if mode.masters or self.loss_scale is not None:
                 raise ValueError(
-                    f"the state is a plain optimizer's, but precision={mode.name!r} also needs its loss scale or master "
+                    f"the state is a torch optimizer's, but precision={mode.name!r} also needs a loss scale or master "
                     "weights; load a state that ParallelOptimizer saved in this mode"
                 )
         elif own["precision"] != mode.name:
             raise ValueError(
                 f"the state was saved with precision={own['precision']!r}, but this optimizer runs with {mode.name!r}; "
-                "continue in the mode it was saved in, or load only the model's weights and start the optimizer anew"
+                "continue in that mode, or load only the model's weights and start with a new optimizer"
             )
 
 
 def _all_there(load: Callable[[], None]) -> None:
-    """``load()``; what it misses is a ValueError, which all ranks are told of."""
+    """Call ``load()`` and convert the errors of an incomplete state into a ValueError."""
     try:
         load()
     except (KeyError, IndexError, AttributeError, TypeError, OverflowError) as error:
         raise ValueError(
-            f"the state is incomplete or something else ({type(error).__name__}: {printable(str(error))}); give what "
-            "state_dict() returned"
+            f"the state is incomplete or malformed ({type(error).__name__}: {printable(str(error))}); give the "
+            "result of state_dict()"
         ) from error
 
 
@@ -338,8 +352,8 @@ def _cloned(state: dict[str, Any]) -> dict[str, Any]:
 
 # copy.deepcopy and pickle ---------------------------------------------------------------------------------------------
 
-# What stands in for parameters shares their memory, hangs on their hooks and talks over groups, so it isn't copied. It is
-# made anew over copies of the parameters, by the same arguments, and then loads the state.
+# The parameter transforms share memory, hooks and process groups with the parameters, so they are not copied. A copy is
+# constructed from the same arguments over copied parameters, and loads the state.
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -349,17 +363,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Recipe:
-    """What an optimizer is made of; copied and pickled as it is.
+    """The arguments and state from which a copy of an optimizer is constructed. Can be copied and pickled.
 
     Args:
         plain: The wrapped optimizer without state, over the model's parameters.
-        annotations: Of these, which copies of parameters lose.
-        options: The other arguments.
-        state: Its state dict.
+        attributes: Attributes of the wrapped optimizer that torch's copies lose.
+        annotations: The parameters' annotations, which their copies lose.
+        registry: The process groups of the mesh.
+        options: The other constructor arguments.
+        state: The optimizer's state dict.
     """
 
     plain: torch.optim.Optimizer
-    said: Mapping[str, Any]
+    attributes: Mapping[str, Any]
     annotations: Sequence[Annotation | None]
     registry: ProcessGroupRegistry
     options: Mapping[str, Any]
@@ -374,10 +390,14 @@ class Recipe:
         options: Mapping[str, Any],
         state: dict[str, Any],
     ) -> Recipe:
-        """From an optimizer's parts.
+        """Return the recipe of an optimizer with these parts.
 
         Args:
-            groups: The (name, parameter) pairs of each param group, as they were before anything stood in for them.
+            wrapped: The wrapped torch optimizer.
+            groups: The (name, parameter) pairs of each param group before any tensor was replaced.
+            registry: The process groups of the mesh.
+            options: The other constructor arguments.
+            state: The optimizer's state dict.
         """
         plain = copy.copy(wrapped)
         remove_guard(plain)
@@ -385,17 +405,17 @@ class Recipe:
         for group, named in zip(wrapped.param_groups, groups, strict=True):
             names = {"param_names": [name for name, _ in named]} if "param_names" in group else {}
             plain.param_groups.append({**group, "params": [param for _, param in named], **names})
-        said = {name: getattr(wrapped, name) for name in SAID_OF_IT if hasattr(wrapped, name)}
+        attributes = {name: getattr(wrapped, name) for name in COPIED_ATTRIBUTES if hasattr(wrapped, name)}
         annotations = [annotation_of(param) for param in params_of(plain.param_groups)]
-        return cls(plain, said, annotations, registry, options, state)
+        return cls(plain, attributes, annotations, registry, options, state)
 
 
 def rebuilt(make: Callable[..., T], recipe: Recipe) -> T:
-    """The optimizer of a recipe. Raises, collectives: as constructing it, and as loading its state."""
+    """Return the optimizer of a recipe. Raises, collectives: as the constructor and `load_state_dict`."""
     for param, annotation in zip(params_of(recipe.plain.param_groups), recipe.annotations, strict=True):
         if annotation is not None:
             attach(param, annotation)
-    for name, value in recipe.said.items():
+    for name, value in recipe.attributes.items():
         setattr(recipe.plain, name, value)
     optimizer: Any = make(recipe.plain, recipe.registry, **recipe.options)
     optimizer.load_state_dict(recipe.state)
@@ -403,7 +423,7 @@ def rebuilt(make: Callable[..., T], recipe: Recipe) -> T:
 
 
 class PicklableOptimizer:
-    """An optimizer around another one: copies, pickles, and hooks of its state."""
+    """A base class of wrapping optimizers: copies, pickles, and hooks of the state dict."""
 
     optimizer: torch.optim.Optimizer
     registry: ProcessGroupRegistry
@@ -412,25 +432,25 @@ class PicklableOptimizer:
     _setup: Any
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a new process needs to go on."""
+        """Return the state with which a new process can continue."""
         raise NotImplementedError
 
-    # Hooks of the state are the wrapped optimizer's, whose methods call them.
+    # These hooks are registered on the wrapped optimizer, because its methods call them.
 
     def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        """As torch's."""
+        """Register a hook that runs before `state_dict`, as in `torch.optim.Optimizer`."""
         return self.optimizer.register_state_dict_pre_hook(hook, prepend)
 
     def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        """As torch's."""
+        """Register a hook that runs after `state_dict`, as in `torch.optim.Optimizer`."""
         return self.optimizer.register_state_dict_post_hook(hook, prepend)
 
     def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        """As torch's."""
+        """Register a hook that runs before `load_state_dict`, as in `torch.optim.Optimizer`."""
         return self.optimizer.register_load_state_dict_pre_hook(hook, prepend)
 
     def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        """As torch's."""
+        """Register a hook that runs after `load_state_dict`, as in `torch.optim.Optimizer`."""
         return self.optimizer.register_load_state_dict_post_hook(hook, prepend)
 
     def _recipe(self) -> Recipe:
@@ -438,7 +458,7 @@ class PicklableOptimizer:
         return Recipe.of(self.optimizer, self._groups, self.registry, options, self.state_dict())
 
     def __copy__(self) -> Self:
-        """As torch's: the same parameters, param groups, state and window, and no hooks."""
+        """Return a shallow copy, as torch's: the same parameters, param groups, state and window, but no hooks."""
         new = object.__new__(type(self))
         new.__dict__.update({key: value for key, value in self.__dict__.items() if key != "step"})
         hooks: dict[str, Any] = {
@@ -450,11 +470,11 @@ class PicklableOptimizer:
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """As torch's: of copies of the parameters, without hooks and gradients. Raises, collectives: as the constructor."""
+        """Return a copy over copied parameters, without hooks and gradients. Raises, collectives: as the constructor."""
         commit = self._setup.measure.commit
-        memo[id(commit)] = commit  # its owner is no part of the optimizer
+        memo[id(commit)] = commit  # a callback that may reference objects outside the optimizer
         return rebuilt(type(self), copy.deepcopy(self._recipe(), memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle: as a deep copy. Read in a process of another world, it needs a world of that size."""
+        """Pickle as a deep copy. Unpickling needs a world of the same size."""
         return rebuilt, (type(self), self._recipe())

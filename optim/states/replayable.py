@@ -1,4 +1,4 @@
-"""Make the last update again, from what went into it: a flipped bit does not come a second time, a bug does."""
+"""Repetition of the last update from copies of its inputs, which separates flipped bits from reproducible errors."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Replayable(Placement):
-    """Keep what goes into each update that is made, for `replay`. Off unless it is given.
+    """Keep copies of the inputs of each update for `replay`. Off by default.
 
-    Memory: a copy of everything that is stepped, of its gradients and of its states, where those are: for AdamW in float32
-    or with masters 16 bytes an element, and 12 more during a replay. Time: a copy of it in each step, and one host read.
+    Memory: a copy of the stepped tensors, their gradients and their states on the same device. With AdamW in float32 or
+    with masters these are 16 bytes per element, and 12 more during a replay. Time per step: these copies.
+    Collectives: none. Host synchronization: one per step.
     """
 
     position: ClassVar[Position] = Position.UPDATE
@@ -35,11 +36,11 @@ class Replayable(Placement):
         drawn = [type(other).__name__ for other in binding.placements if other.draws]
         drawn += [f"precision={binding.precision.name!r}"] * binding.precision.stochastic_rounding
         if drawn:
-            raise ValueError(f"Replayable with {drawn[0]}, which rounds by the step's own draws: leave one of them out")
+            raise ValueError(f"Replayable with {drawn[0]}, which rounds randomly in each step: leave one of them out")
 
         if binding.precision.split_masters:
             raise ValueError(
-                "Replayable copies masters, and with Bf16(split_masters=True) there are none between two steps: leave "
+                "Replayable copies masters, which do not exist between two steps with Bf16(split_masters=True): leave "
                 "Replayable out of states=, or split_masters"
             )
 
@@ -48,29 +49,32 @@ class Replayable(Placement):
 
 
 def replay(optimizer: ParallelOptimizer[Any]) -> list[str]:
-    """Make the last update that was not skipped again, and compare all bits with what is there now, which stays.
+    """Repeat the last update that was not skipped, and compare its result bitwise with the present values, which stay.
 
-    On this rank alone; of what the optimizer steps (masters and pieces where there are), by the gradients, the factor and
-    the param groups' options that the update had. Step hooks of the wrapped optimizer run once more.
+    The update runs on this rank only, on the stepped tensors (masters and shards if there are any), with the gradients,
+    clip coefficient and param-group options that it had. Step hooks of the wrapped optimizer run again.
 
+    An empty result means that the update is reproducible, so an error must be in its inputs. Otherwise a bit has flipped on
+    this rank during or after the update, or a tensor was written to since then. A nondeterministic kernel also causes
+    differences; then another replay differs too, in other elements.
+
+    Args:
+        optimizer: An optimizer with ``states=Replayable()``.
     Returns:
-        What has other bits now: ``["layer.weight: parameter", "layer.weight: exp_avg"]``. Empty: the update comes out as it
-        did, so that what is wrong was in what went into it. Else a bit has turned in the update or since, on the rank where
-        it has, or somebody has written there; or a kernel does not come out the same twice: then another replay differs as
-        well, and elsewhere.
+        The tensors that differ, such as ``["layer.weight: parameter", "layer.weight: exp_avg"]``.
     Raises:
-        RuntimeError: `Replayable` was not given; no update has been made since the optimizer was made or loaded.
-    Collectives: none. Host reads: a few.
+        RuntimeError: `Replayable` is not installed, or no update was made since the optimizer was made or loaded.
+    Collectives: none. Host synchronization: a few.
     """
     for link in optimizer.transforms.links:
         if isinstance(link, Kept):
             return link.replay()
-    raise RuntimeError("nothing is kept of updates: give states=Replayable(), which copies what goes into them")
+    raise RuntimeError("the inputs of updates are not kept: give states=Replayable(), which copies them in each step")
 
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What an update reads. Tensors are copies."""
+    """The inputs of an update. Tensors are copies."""
 
     update: Callable[[], object]
     values: list[Tensor]
@@ -80,7 +84,7 @@ class _Inputs:
 
 
 class Kept(Link):
-    """Copies what the optimizer is about to step with; see `Replayable`."""
+    """Copies the inputs of each update; see `Replayable`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -88,7 +92,7 @@ class Kept(Link):
         self._inputs: _Inputs | None = None
 
     def not_captured(self) -> str | None:
-        return "Replayable asks on the host whether an update is made"
+        return "Replayable reads on the host whether an update is skipped"
 
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
         self._names += [at.name for at in positions]
@@ -99,7 +103,7 @@ class Kept(Link):
         self._inputs = None
 
     def reload(self) -> None:
-        self._inputs = None  # its update was of other weights
+        self._inputs = None  # they belong to the old weights
 
     @property
     def _params(self) -> list[Tensor]:
@@ -107,7 +111,10 @@ class Kept(Link):
 
     @torch.no_grad()
     def step(self, request: UpdateRequest, update: Update) -> None:
-        """A skipped update leaves what is kept of the one before. Host reads: one."""
+        """Copy the inputs, then call ``update``. A skipped update keeps the copies of the one before.
+
+        Host synchronization: one.
+        """
         if not bool(request.skip):
             self._inputs = self._now(partial(update, replace(request, low_precision_out=None, split_weights=None)))
         update(request)
@@ -121,7 +128,7 @@ class Kept(Link):
 
     @torch.no_grad()
     def replay(self) -> list[str]:
-        """See `replay`."""
+        """Repeat the last update; see the function `replay`."""
         if self._inputs is None:
             raise RuntimeError("no update has been made since the optimizer was made or loaded: make a step first")
         inputs, params, state = self._inputs, self._params, self.optimizer.state
@@ -149,7 +156,7 @@ class Kept(Link):
                 group.update(before)
 
     def _put(self, inputs: _Inputs) -> None:
-        """Copies of what is kept, in the place of what is there now."""
+        """Put copies of the kept inputs into the parameters, gradients, states and param groups."""
         params = self._params
         copy_each_(params, inputs.values)
         for param, gradient, state in zip(params, inputs.gradients, inputs.states, strict=True):
@@ -173,7 +180,7 @@ def _options(optimizer: torch.optim.Optimizer) -> list[State]:
 
 
 def _differing(param: Tensor, value: Tensor, state: State, before: State) -> list[str]:
-    """What of a parameter and its states has other bits than it had."""
+    """Return the names of a parameter's tensors that are not bitwise equal to their earlier values."""
     names = [key for key in sorted({*state, *before}) if not _same_bits(state.get(key), before.get(key))]
     return names if _same_bits(param, value) else ["parameter", *names]
 

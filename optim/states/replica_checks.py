@@ -1,4 +1,4 @@
-"""Which copies are compared: of what is stepped, and of the model's parameters where that is something else."""
+"""The choice of replicas that are compared: of the stepped tensors and, if these are shards or copies, of the model's."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from .offloaded import Offloaded
 def check_stepped_alike(
     plan: ReductionPlan, placements: Iterable[Placement], measure: Measure, registry: ProcessGroupRegistry
 ) -> None:
-    """Raise ValueError, on every rank, where `Fingerprints` would compare copies that need not be stepped by the same bits:
-    beside different other parameters `Offloaded` may step one of them on the CPU and one on the device.
+    """Raise ValueError, on every rank, if `Offloaded` may step replicas that `Fingerprints` compare on different devices.
 
-    Collectives: an object all-gather, where both are asked for.
+    This may happen if ranks with replicas of a parameter have different other parameters.
+
+    Collectives: an object all-gather if both `Fingerprints` and a partial `Offloaded` are used, else none.
     """
     fraction = next((one.fraction for one in placements if isinstance(one, Offloaded)), 0.0)
     if not isinstance(measure.check_replicas, Fingerprints) or fraction in (0, 1):
@@ -44,27 +45,28 @@ def check_stepped_alike(
             other, other_sizes = first.setdefault(copy, (rank, sizes))
             if sizes != other_sizes:
                 raise ValueError(
-                    f"Fingerprints compares copies of {copy[0]} bit by bit, but ranks {other} and {rank} hold it beside "
-                    f"different other parameters: Offloaded({fraction}) may step one of them on the CPU and one on the "
-                    "device, which round differently; take states=Offloaded(1.0), or leave one of both out"
+                    f"Fingerprints compares replicas of {copy[0]} bitwise, but ranks {other} and {rank} have different "
+                    f"other parameters: Offloaded({fraction}) may step one replica on the CPU and one on the "
+                    "device, which round differently; use states=Offloaded(1.0), or leave one of the two out"
                 )
 
 
 def checks_of(
     table: ParamTable, given: Sequence[GivenParam], measure: Measure, device: torch.device
 ) -> list[ReplicaCheck]:
-    """Return the comparisons of replicas in the first measurement, or in all; the first one includes gradients.
+    """Return the replica comparisons for the first or for all measurements; the first comparison includes gradients.
 
     Args:
-        table: The stepped tensors; the plan agreed with names.
+        table: One record per stepped tensor, with the plan that all ranks agreed on.
         given: The model parameters.
-        device: The device of a step's reduced values.
+        measure: The settings; ``check_replicas`` is read.
+        device: The device of the values that a step reduces.
     """
     topology = table.plan.topology
     if not measure.check_replicas or topology.world_size == 1:
         return []
     checks = [ReplicaCheck(table.plan, [row.replica_tensor for row in table], device)]
-    if table.plan.cut_over is not None:  # equal shards say nothing about the replicas from which they were taken
+    if table.plan.cut_over is not None:  # equal shards do not imply equal replicas of the full parameters
         checks.append(ReplicaCheck(table.model_plan, _local_tensors(given, topology), device))
     return checks
 
@@ -76,7 +78,7 @@ def _local_tensors(given: Sequence[GivenParam], topology: Topology) -> list[Tens
 def equal_shards_of(
     table: ParamTable, given: Sequence[GivenParam], measure: Measure, device: torch.device
 ) -> EqualShards | None:
-    """Return the comparison of shards in the first measurement; None where replicas are not compared.
+    """Return the comparison of shards in the first measurement; None: replicas are not compared.
 
     Args: as for `checks_of`.
     """
@@ -94,12 +96,14 @@ def equal_shards_of(
 def watch_of(
     table: ParamTable, chain: TransformChain, measure: Measure, device: torch.device, masters: bool, placed: bool
 ) -> FingerprintMonitor | None:
-    """Return the comparison of replicas over the whole run; None without `Fingerprints`.
+    """Return the comparison of replicas during the whole run; None: `Fingerprints` is not used.
+
+    ``masters`` and ``placed`` decide which tensors are compared. They are equal on all ranks, including ranks without
+    stepped tensors.
 
     Args: as for `checks_of`.
-        masters: The mode has master weights.
-        placed: There are placements. These two decide which tensors are compared, because they are the same on all ranks,
-            including ranks that step nothing.
+        masters: True if the precision mode has master weights.
+        placed: True if there are state placements.
     """
     topology = table.plan.topology
     if not isinstance(measure.check_replicas, Fingerprints) or topology.world_size == 1:
@@ -113,7 +117,7 @@ def watch_of(
         and table.model_plan.entries
     ):
         warnings.warn(
-            f"nothing on this rank has a copy on {topology!r}, all is split: Fingerprints compare nothing here",
+            f"no tensor of this rank has a replica on {topology!r}: Fingerprints compare nothing on this rank",
             stacklevel=2,
         )
     return FingerprintMonitor(checks, measure.check_replicas.every, chain.registry)

@@ -1,11 +1,11 @@
-"""Optimizer states, and gradients, sharded over a mesh axis: every rank of it steps its slice of the parameters.
+"""Optimizer-state sharding (ZeRO-1) and gradient sharding (ZeRO-2) over a mesh axis.
 
-    ZeRO-1    gradients of buckets --reduce-scatter--> slices, stepped --all-gather--> parameters
+    ZeRO-1    gradient buckets --reduce-scatter--> this rank's slices, stepped --all-gather--> parameters
     ZeRO-2    the same, but each bucket is reduced as soon as backward has filled it, and its gradients are freed
 
-An all-reduce is a reduce-scatter and an all-gather, so no more travels than with replicated data parallelism, while the
-step's work and the optimizer's memory are divided by the size N of the axis: of optimizer states and masters a rank keeps
-1 / N, up to a few elements a bucket.
+An all-reduce consists of a reduce-scatter and an all-gather, so the communication volume equals that of replicated data
+parallelism. The work of the update and the memory for optimizer states and masters are divided by the axis size N, up to a
+few elements per bucket.
 
 Reference: Rajbhandari et al. 2019, "ZeRO", arXiv:1910.02054.
 """
@@ -59,28 +59,28 @@ from .elementwise import check_elementwise
 
 # Buckets of sharded parameters ----------------------------------------------------------------------------------------
 
-# One flat bucket of parameters at run time: its gradients come to this rank's slice, its slice goes out to all ranks.
+# A flat bucket of parameters: gradients are reduced into this rank's slice, and the slices are gathered into parameters.
 
 
 class ZeroBucket:
-    """The parameters of one bucket, and this rank's slice of them.
+    """A flat bucket of parameters, and this rank's slice of it.
 
     Args:
-        params: The model's; one dtype and device.
-        layout: How they lie in the bucket.
-        registry: The groups.
-        axes: The slices are their ranks'.
-        summed: Whether gradients are still to be summed over the axes; else all ranks of them have the same. Over data axes
-            the sum is divided by their size.
-        grad_dtype: Of the slice of the gradients, and of the collective.
-        exchange: How gradients are summed.
-        release: Free the parameters' gradients when they have been reduced. Else the slice may share memory with them.
+        params: Model parameters of one dtype and device.
+        layout: The parameters' positions in the bucket, and its slices.
+        registry: The process groups of the mesh.
+        axes: The axes over which the bucket is sharded, one slice per rank.
+        summed: True if gradients must be summed over the axes; False: all these ranks have equal gradients. A sum over data
+            axes is divided by their size.
+        grad_dtype: The dtype of the gradient slice and of the collective.
+        exchange: The communication hook that sums gradients.
+        release: True: free the parameters' gradients after their reduction. False: the slice may share memory with them.
 
     Attributes:
-        segments: What this rank's slice holds.
-        pieces: For each segment a 1-dim parameter: a view of the model's parameter, or of a copy where that is not
+        segments: The parts of parameters in this rank's slice.
+        pieces: A 1-dim parameter (a shard) per segment: a view of the model parameter, or of a copy if the parameter is not
             contiguous.
-        gradients: For each segment the gradient that has come so far, or None.
+        gradients: The reduced gradient per segment so far, or None.
     """
 
     adopt = False
@@ -101,7 +101,7 @@ class ZeroBucket:
         rank, self.group, self._numel = registry.rank(*axes), registry.group(*axes), layout.slice_numel
         self._own = slice(rank * self._numel, (rank + 1) * self._numel)
         average = 1 / registry.size(*axes) if {*axes} <= {*registry.topology.data_axes} else 1.0
-        # Divided before the sum, float16 gradients overflow no earlier than one rank's would; else the slice is less work.
+        # float16 gradients are divided before the sum, which could overflow; others after it, on the smaller slice.
         early = average if grad_dtype == torch.float16 else 1.0
         self._late = 1.0 if grad_dtype == torch.float16 else average
         self._travels_as_it_is = len(self.params) == 1 and self.params[0].numel() == layout.padded_numel
@@ -115,12 +115,12 @@ class ZeroBucket:
     # Weights ---------------------------------------------------------------------------------------------------------
 
     def _part(self, segment: Segment) -> Tensor:
-        """The segment's elements of the parameter, without autograd and with a version counter of their own."""
+        """Return the segment of the parameter, detached and with its own version counter; a view if contiguous."""
         flat = self.params[segment.position].data.reshape(-1)
         return flat[segment.start : segment.start + segment.numel]
 
     def _piece(self, segment: Segment) -> Tensor:
-        """The same, a view if the parameter is contiguous, else a copy of no more than that."""
+        """Return the segment as a view if the parameter is contiguous, else as a copy of the segment only."""
         part = self._part(segment)
         return part if self.params[segment.position].is_contiguous() else part.clone()
 
@@ -132,21 +132,24 @@ class ZeroBucket:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Set the pieces to the parameters where somebody wrote to those or gave them other memory. Host reads: none."""
+        """Update the shards of parameters that were written to or have new memory. Host synchronization: none."""
         now = self._look()
         for segment, piece in zip(self.segments, self.pieces, strict=True):
             if now[segment.position] != self._seen[segment.position]:
                 piece.data = self._piece(segment)
-                torch.autograd.graph.increment_version(piece)  # tells masters to compare
+                torch.autograd.graph.increment_version(piece)  # masters compare shards whose version changes
         self._seen, self._piece_versions = now, self._look_at_pieces()
 
     def has_copies(self) -> bool:
-        """Return True if a piece is a copy and not a view."""
+        """Return True if any shard is a copy."""
         return any(not self.params[segment.position].is_contiguous() for segment in self.segments)
 
     def find_overwritten(self) -> Tensor | None:
-        """Return the first parameter of which a piece is a copy with other values. Pieces that were written to, and
-        parameters that `refresh` reads, are left out. Host synchronization: one per copy."""
+        """Return the first parameter that differs from a shard which is a copy; None: there is none.
+
+        Shards that were written to, and parameters that `refresh` would read, are skipped. Host synchronization: one per
+        copy.
+        """
         now = self._look()
         for segment, piece, version in zip(self.segments, self.pieces, self._piece_versions, strict=True):
             position = segment.position
@@ -157,18 +160,18 @@ class ZeroBucket:
         return None
 
     def reload(self) -> None:
-        """Set the pieces to the parameters, whether or not a write was seen."""
+        """Update all shards from the parameters, including parameters that were written to through ``.data``."""
         self._seen = [(0, -1, ())] * len(self.params)
         self.refresh()
 
     def gather(self) -> Finish:
-        """Start to bring all ranks' pieces into the parameters. Collectives: one all-gather."""
+        """Start to gather the shards of all ranks into the parameters. Collectives: one all-gather."""
         if self._travels_as_it_is and self.params[0].is_contiguous():
             flat = self.params[0].data.view(-1)
         else:
             flat = self.params[0].new_empty(self._numel * self.layout.slices)
             own = flat[self._own]
-            if self.pieces:  # a slice may be nothing but padding
+            if self.pieces:  # false for a slice that consists of padding
                 torch._foreach_copy_([own[s.offset : s.offset + s.numel] for s in self.segments], self.pieces)
         work: Any = getattr(dist, ALL_GATHER)(flat, flat[self._own], group=self.group, async_op=True)
 
@@ -182,7 +185,7 @@ class ZeroBucket:
                 arrived = [flat[at : at + p.numel()].view(p.shape) for at, p in places]
                 if flat.is_cpu:
                     torch._foreach_copy_(self.params, arrived)
-                else:  # where one lies in another order it would be a kernel each
+                else:  # one kernel for all; `_foreach_copy_` launches one per parameter if any memory format differs
                     copy_each_(self.params, arrived)
             self._seen, self._piece_versions = self._look(), self._look_at_pieces()
 
@@ -191,21 +194,23 @@ class ZeroBucket:
     # Gradients -------------------------------------------------------------------------------------------------------
 
     def forget_gradients(self, set_to_none: bool = True) -> None:
-        """Clear the slice of the gradients, and those of the parameters."""
+        """Clear the gradients of the slice and of the parameters."""
         clear_gradients(self.params, set_to_none)
         self.gradients = [None if gradient is None or set_to_none else gradient.zero_() for gradient in self.gradients]
 
     def start(self) -> Finish:
-        """`reduce`, as buckets are reduced while backward runs."""
+        """Start `reduce`; the interface of buckets that are reduced during backward."""
         return self.reduce()
 
     @torch.no_grad()
     def reduce(self, summed: bool = False) -> Finish:
-        """Start to add the parameters' gradients to this rank's slice of them; one that a rank lacks counts as zeros.
+        """Start to add the parameters' gradients to this rank's slice; a missing gradient counts as zeros.
 
         Args:
-            summed: Sum them over the axis though that should have been done.
-        Collectives: one reduce-scatter where they are summed, else none. Host reads: none.
+            summed: True: sum over the axes even if the bucket was made without a sum. Default False.
+        Returns:
+            A function that completes the reduction.
+        Collectives: one reduce-scatter if gradients are summed, else none. Host synchronization: none.
         """
         if summed := summed or self.summed:
             own = self.params[0].new_empty(self._numel, dtype=self.grad_dtype)
@@ -252,11 +257,13 @@ class ZeroBucket:
 def reference_slice(
     gradients: Sequence[Sequence[Tensor]], layout: FlatBucket, rank: int, average: bool
 ) -> list[Tensor]:
-    """What ``ZeroBucket.gradients`` of ``rank`` must be, plain: sum the ranks' whole gradients and cut.
+    """Return the reference value of ``ZeroBucket.gradients`` on ``rank``: sum full gradients over ranks, then slice.
 
     Args:
-        gradients: Of each rank of the axis, those of the bucket's parameters.
-        average: Divide by the number of ranks.
+        gradients: For each rank of the axis, the gradient per parameter of the bucket.
+        layout: The layout of the bucket.
+        rank: The rank's index on the axis.
+        average: True: divide the sum by the number of ranks.
     """
     totals = [torch.stack(list(of_all)).double().sum(0).flatten() for of_all in zip(*gradients, strict=True)]
     parts = [totals[s.position][s.start : s.start + s.numel] for s in layout.segments(rank)]
@@ -269,11 +276,13 @@ def reference_sharded_step(
     layout: FlatBucket,
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> None:
-    """A step of a bucket whose states are sharded, plain: each rank steps its slice, and all slices make up the parameters.
+    """Apply the reference computation of a sharded step: each rank steps its slice, and the slices form the parameters.
 
     Args:
-        params, gradients: As for `reference_slice`; the ranks are of a data axis.
-        optimizers: Of each rank one over copies of its segments.
+        params: The parameters of the bucket; they are changed.
+        gradients: For each rank of the data axis, the gradient per parameter.
+        layout: The layout of the bucket.
+        optimizers: For each rank an optimizer over copies of its segments.
     """
     for rank, optimizer in enumerate(optimizers):
         copies = [copy for group in optimizer.param_groups for copy in group["params"]]
@@ -288,23 +297,27 @@ def reference_sharded_step(
 
 
 class ShardingDecision(NamedTuple):
-    """The axes that cut a parameter, none where it stays whole, and whether its gradients are to be summed over them."""
+    """The axes over which a parameter is sharded (none: unsharded), and whether its gradients are summed over them."""
 
     axes: tuple[str, ...] = ()
     summed: bool = False
 
 
-def cut_of(
+def choose_sharded_axes(
     entry: ParameterEntry, axis: str, topology: Topology, averages_data: bool, gradients: bool
 ) -> ShardingDecision:
-    """How a parameter is cut over an axis, or over those of an alias on which all ranks hold and step the same of it.
+    """Return over which axes of ``axis``, an axis or alias, the optimizer state of a parameter is sharded.
 
-    Where torch has averaged its gradient over some of them and not over others, the others cut. The gradients of a DTensor
-    are its own until the step, so they can't be taken from backward.
+    Candidates are the axes on which the parameter is replicated. If the gradient must still be summed over some of them,
+    only these are used: torch has averaged over the others. With sharded gradients a DTensor is not sharded, because its
+    gradient can't be taken during backward.
 
     Args:
-        averages_data: Whether the optimizer averages gradients over the data axes.
-        gradients: They are taken from backward.
+        entry: The parameter's entry in the plan.
+        axis: The axis or alias of `Sharded`.
+        topology: The topology.
+        averages_data: True if this library averages gradients over the data axes.
+        gradients: True if gradients are sharded during backward.
     """
     spec = entry.spec
     taken = {*spec.distinct_axes(topology), *dict(spec.owned), *dict(spec.tied)}
@@ -316,20 +329,21 @@ def cut_of(
     return ShardingDecision(summed or free, bool(summed))
 
 
-Cuts = Mapping[tuple[str, ...], list[str]]
-"""The names of the parameters that a rank cuts over these axes."""
+ShardedNames = Mapping[tuple[str, ...], list[str]]
+"""The names of the parameters that a rank shards, by axes."""
 
 
-def check_same_cuts(cuts: Sequence[Cuts], topology: Topology) -> None:
-    """Raise ValueError where two ranks along the same axes would cut different parameters over them.
+def check_same_names(by_rank: Sequence[ShardedNames], topology: Topology) -> None:
+    """Raise ValueError if ranks along the same axes would shard different parameters.
 
     Args:
-        cuts: Of each rank.
+        by_rank: The parameter names of each rank, by axes.
+        topology: The topology.
     """
-    for axes in sorted({axes for of_rank in cuts for axes in of_rank}):
-        for rank, of_rank in enumerate(cuts):
+    for axes in sorted({axes for of_rank in by_rank for axes in of_rank}):
+        for rank, of_rank in enumerate(by_rank):
             first = topology.peers(rank, *axes)[0]
-            names, others = of_rank.get(axes, []), cuts[first].get(axes, [])
+            names, others = of_rank.get(axes, []), by_rank[first].get(axes, [])
             if names != others:
                 differ = sorted({*names} ^ {*others})
                 over = axes[0] if len(axes) == 1 else " x ".join(axes)
@@ -343,7 +357,7 @@ def check_same_cuts(cuts: Sequence[Cuts], topology: Topology) -> None:
 
 
 def piece_spec(spec: P, axes: tuple[str, ...]) -> P:
-    """The spec of a piece of a parameter laid out as ``spec``: 1-dim, and sharded over ``axes`` as well."""
+    """Return the spec of a shard of a parameter with spec ``spec``: 1-dim, and sharded over ``axes`` as well."""
     partial = tuple(name for name in spec.partial if name not in axes)
     return P((*spec.sharded_axes, *axes), partial=partial, owned=dict(spec.owned), tied=dict(spec.tied))
 
@@ -353,25 +367,31 @@ def piece_spec(spec: P, axes: tuple[str, ...]) -> P:
 
 @dataclass(frozen=True)
 class Sharded(Placement):
-    """Shard optimizer states and master weights over an axis (ZeRO-1), and gradients (ZeRO-2).
+    """Shard optimizer states and master weights over an axis (ZeRO-1), and optionally gradients (ZeRO-2).
 
-    Sharded are all parameters that require gradients and are the same on all ranks of the axis. Those stay whole that the
-    axis shards already, that only one coordinate owns or that are tied over it; DTensors too, with sharded gradients.
+    This applies to parameters that require gradients and are replicated over the axis. Unsharded stay parameters that the
+    axis already shards, that one of its coordinates owns, or that are tied over it; and DTensors if gradients are sharded.
 
-    A piece is 1-dim and has its parameter's name and a spec that names the axis, so plans, norms and clipping need no
-    exception for it. It shares the parameter's memory, unless that is not contiguous; where the precision has masters, they
-    are made of pieces. Right for optimizers that treat every element alike, whatever tensor it is in.
+    A shard is a 1-dim tensor with its parameter's name and a spec that contains the axis, so plans, norms and clipping
+    treat it like any parameter. It shares memory with a contiguous parameter. Masters are made per shard. The optimizer's
+    update must be elementwise.
 
     Args:
-        axis: Over its ranks, usually ``"data"``. Of an alias those axes count that a parameter is the same on: experts that
-            ``mid`` splits are sharded over ``edp`` where ``data`` is ``edp x mid``.
-        gradients: Every backward reduces gradients into this rank's slice, and all ranks must call `backward` for every
-            micro-batch. Bucket by bucket while it runs; of owned parameters and of those with uneven pieces, and of all
-            where the model itself uses a data axis (a spec names it, or it is none by its name, or ``cp``), when it ends.
-        exchange: How gradients are summed over the axis; None: as they are.
-    Collectives: to install it, an object all-gather; in a window (ZeRO-1) or micro-batch, one reduce-scatter a bucket of 32
-    MiB of gradients that the axis still has to sum; in a step one all-gather a bucket. Host reads: none.
-    Memory besides the slices: flat copies of two buckets, during these.
+        axis: An axis or alias. Default ``"data"``. From an alias only the axes are used on which a parameter is replicated:
+            if ``data`` is ``edp x mid``, experts that ``mid`` shards are sharded over ``edp``.
+        gradients: True: every backward reduces gradients into this rank's slice, so all ranks must call `backward` for
+            every micro-batch. Buckets are reduced while backward runs, with the exceptions below. Default False: gradients
+            are reduced at the end of a window.
+        exchange: The communication hook that reduces gradients over the axis. Default None: without compression.
+
+    With ``gradients=True`` some buckets are reduced at the end of backward: owned parameters, parameters whose bucket
+    layout differs between ranks, and all parameters if the model itself may use a data axis. It may if a spec names the
+    axis, or if the axis does more than split the batch, as ``cp`` does.
+
+    Collectives: one object all-gather at installation; per window (ZeRO-1) or micro-batch (ZeRO-2) one reduce-scatter per
+    bucket of 32 MiB of gradients that must be summed over the axis; per step one all-gather per bucket.
+    Host synchronization: none.
+    Memory in addition to the slices: flat copies of two buckets during these collectives.
     """
 
     position: ClassVar[Position] = Position.CUT
@@ -382,7 +402,9 @@ class Sharded(Placement):
     def check(self, binding: Binding) -> None:
         topology, switch = binding.registry.topology, binding.data_parallel
         if self.axis not in topology.axes and self.axis not in topology.aliases:
-            raise ValueError(f"Sharded({self.axis!r}): it is no axis of the mesh ({topology.named()}); name one")
+            raise ValueError(
+                f"Sharded({self.axis!r}): the mesh has no such axis or alias ({topology.named()}); name one of these"
+            )
         role = topology.role(self.axis)
         if switch is not None and not switch.is_ddp:
             raise ValueError("fully_shard shards optimizer states already: leave Sharded out of states=")
@@ -393,58 +415,63 @@ class Sharded(Placement):
             )
         if binding.overlap:
             raise ValueError(
-                "Reduce(overlap=True) is for states that are whole, and Sharded(gradients=True) reduces in backward "
-                "too: leave one out"
+                "Reduce(overlap=True) and Sharded(gradients=True) both reduce gradients during backward: leave one out"
             )
-        check_elementwise(binding.optimizer, "Sharded gives the optimizer 1-dim pieces of parameters")
+        check_elementwise(binding.optimizer, "Sharded gives the optimizer 1-dim shards of parameters")
 
     def link(self, binding: Binding) -> Link:
         return Shards(self, binding) if binding.registry.size(self.axis) > 1 else Link()
 
 
 class Shards(Link):
-    """Puts this rank's pieces of the parameters in their place in the param groups of an optimizer; see `Sharded`."""
+    """Replaces parameters by this rank's shards in the optimizer's param groups; see `Sharded`."""
 
     def __init__(self, how: Sharded, binding: Binding) -> None:
         self.how, self.registry, self._main_grads = how, binding.registry, binding.main_grads
         self._averages_data = binding.averages_data
-        self.buckets: list[ZeroBucket] = []  # early and late: all, in the order in which they are reduced and gathered
+        self.buckets: list[ZeroBucket] = []  # early, then late buckets: the order of reduction and gathering
         self._early: list[ZeroBucket] = []
         self._late: list[ZeroBucket] = []
         self._norm_buckets: set[Bucket] = set()
         self._all_late, self._uneven = False, frozenset[str]()
         self._names: dict[Tensor, str] = {}
-        self._cut_over: dict[Tensor, tuple[str, ...]] = {}
-        self._cuts: list[tuple[int, int]] = []
+        self._axes_of: dict[Tensor, tuple[str, ...]] = {}
+        self._segments: list[tuple[int, int]] = []
         self._reducer: BackwardReducer | None = None
 
     def cut_over(self, tensor: Tensor) -> tuple[str, ...] | None:
-        """The axes whose ranks step pieces of the tensor, which may be none on this one; None: it is whole."""
-        return self._cut_over.get(tensor)
+        """Return the axes over which ``tensor`` is sharded, also if this rank has no shard of it; None: it is unsharded."""
+        return self._axes_of.get(tensor)
 
     # Layout ----------------------------------------------------------------------------------------------------------
 
     def install(self, optimizer: torch.optim.Optimizer, positions: Sequence[ParamPosition]) -> Replacements:
-        """Raises ValueError, on every rank, where two ranks of the axis would shard different parameters."""
+        """Make the buckets and shards. Raises ValueError on every rank if ranks of the axis shard different parameters."""
         topology = self.registry.topology
         tensors = [at.tensor for at in positions]
         named: list[Tensor | tuple[str, Tensor]] = [(at.name, at.tensor) for at in positions]
         entries = entries_of([named], topology)
-        cuts = [cut_of(entry, self.how.axis, topology, self._averages_data, self.how.gradients) for entry in entries]
-        planned, over = self._layouts(tensors, entries, cuts), {i: cut for i, cut in enumerate(cuts) if cut.axes}
-        self._agree(entries, over)
-        self._cut_over |= {tensors[index]: cut.axes for index, cut in over.items()}
-        self._names |= {tensors[index]: entries[index].name for index in over}
-        pieces: dict[Tensor, list[tuple[Tensor, int]]] = {tensors[index]: [] for index in over}
-        for cut, layout in planned:
-            waits = self._waits(entries[layout.indices[0]])
-            bucket = self._make_bucket([tensors[index] for index in layout.indices], layout, cut, waits)
+        decisions = [
+            choose_sharded_axes(entry, self.how.axis, topology, self._averages_data, self.how.gradients)
+            for entry in entries
+        ]
+        planned, sharded = (
+            self._layouts(tensors, entries, decisions),
+            {i: decision for i, decision in enumerate(decisions) if decision.axes},
+        )
+        self._compare_ranks(entries, sharded)
+        self._axes_of |= {tensors[index]: decision.axes for index, decision in sharded.items()}
+        self._names |= {tensors[index]: entries[index].name for index in sharded}
+        pieces: dict[Tensor, list[tuple[Tensor, int]]] = {tensors[index]: [] for index in sharded}
+        for decision, layout in planned:
+            is_late = self._is_late(entries[layout.indices[0]])
+            bucket = self._make_bucket([tensors[index] for index in layout.indices], layout, decision, is_late)
             for segment, piece in zip(bucket.segments, bucket.pieces, strict=True):
                 index = layout.indices[segment.position]
-                annotate(piece, piece_spec(entries[index].spec, over[index].axes), entries[index].name)
+                annotate(piece, piece_spec(entries[index].spec, sharded[index].axes), entries[index].name)
                 pieces[tensors[index]].append((piece, segment.start))
         self.buckets = self._early + self._late
-        self._cuts += [
+        self._segments += [
             (offset, piece.numel()) for tensor in tensors for piece, offset in pieces.get(tensor, [(tensor, 0)])
         ]
         if self.how.gradients:
@@ -454,62 +481,66 @@ class Shards(Link):
         return pieces
 
     def _layouts(
-        self, params: Sequence[Tensor], entries: Sequence[ParameterEntry], cuts: Sequence[ShardingDecision]
+        self, params: Sequence[Tensor], entries: Sequence[ParameterEntry], decisions: Sequence[ShardingDecision]
     ) -> list[tuple[ShardingDecision, FlatBucket]]:
-        """How each bucket is cut, and its layout, in the order in which backward fills them.
+        """Return the sharding and layout of each bucket, in the order in which backward fills the buckets.
 
-        Ranks that hold replicas of a parameter must cut it in the same places, whatever else they hold: so only parameters
-        of one kind of layout share a bucket.
+        Ranks with replicas of a parameter must shard it at the same offsets, whatever other parameters they hold. Therefore
+        a bucket contains only parameters of one kind of layout.
         """
         together: dict[tuple[ShardingDecision, Bucket, torch.dtype, str], list[int]] = {}
-        for index, (param, entry, cut) in enumerate(zip(params, entries, cuts, strict=True)):
-            if cut.axes:
-                key = (cut, Bucket.of(entry.spec, self.registry.topology), param.dtype, str(param.device))
+        for index, (param, entry, decision) in enumerate(zip(params, entries, decisions, strict=True)):
+            if decision.axes:
+                key = (decision, Bucket.of(entry.spec, self.registry.topology), param.dtype, str(param.device))
                 together.setdefault(key, []).append(index)
         planned = []
-        for (cut, *_), indices in together.items():
+        for (decision, *_), indices in together.items():
             bucket_numel = BUCKET_BYTES // self._grad_dtype(params[indices[0]]).itemsize
-            numels, size = [params[index].numel() for index in indices], self.registry.size(*cut.axes)
-            planned += [(cut, layout) for layout in flat_buckets(indices, numels, size, bucket_numel)]
+            numels, size = [params[index].numel() for index in indices], self.registry.size(*decision.axes)
+            planned += [(decision, layout) for layout in flat_buckets(indices, numels, size, bucket_numel)]
         return sorted(planned, key=lambda item: -item[1].indices[-1])
 
     def _grad_dtype(self, param: Tensor) -> torch.dtype:
         return torch.float32 if self._main_grads and is_half(param) else param.dtype
 
-    def _waits(self, entry: ParameterEntry) -> bool:
-        """Whether its bucket waits for the end of backward (`reduce_in_backward`). Other ranks may own others."""
+    def _is_late(self, entry: ParameterEntry) -> bool:
+        """Return True if the parameter's bucket is reduced after backward, because other ranks may have other buckets."""
         return self._all_late or bool(entry.spec.owned) or kind_of(entry, self.registry.topology) in self._uneven
 
-    def _make_bucket(self, params: list[Tensor], layout: FlatBucket, cut: ShardingDecision, waits: bool) -> ZeroBucket:
+    def _make_bucket(
+        self, params: list[Tensor], layout: FlatBucket, decision: ShardingDecision, is_late: bool
+    ) -> ZeroBucket:
         for param in params:
             if self._main_grads and is_half(param):
                 use_main_grad_(param)
         dtype, exchange = self._grad_dtype(params[0]), self.how.exchange or Exact()
-        bucket = ZeroBucket(params, layout, self.registry, cut.axes, cut.summed, dtype, exchange, self.how.gradients)
-        (self._late if cut.summed and waits else self._early).append(bucket)
+        bucket = ZeroBucket(
+            params, layout, self.registry, decision.axes, decision.summed, dtype, exchange, self.how.gradients
+        )
+        (self._late if decision.summed and is_late else self._early).append(bucket)
         return bucket
 
-    def _agree(self, entries: list[ParameterEntry], over: Mapping[int, ShardingDecision]) -> None:
-        """Add to the buckets of the norm those of all ranks, and compare what the ranks of the axis shard."""
-        topology, cuts = self.registry.topology, dict[tuple[str, ...], list[str]]()
-        for index, cut in over.items():
-            cuts.setdefault(cut.axes, []).append(entries[index].name)
-        specs = [piece_spec(e.spec, over[i].axes) if i in over else e.spec for i, e in enumerate(entries)]
+    def _compare_ranks(self, entries: list[ParameterEntry], sharded: Mapping[int, ShardingDecision]) -> None:
+        """Compare the sharded parameters of all ranks of the axis, and collect the norm buckets of all ranks."""
+        topology, names = self.registry.topology, dict[tuple[str, ...], list[str]]()
+        for index, decision in sharded.items():
+            names.setdefault(decision.axes, []).append(entries[index].name)
+        specs = [piece_spec(e.spec, sharded[i].axes) if i in sharded else e.spec for i, e in enumerate(entries)]
         mine = {Bucket.of(spec, topology) for spec in specs}
-        sizes = sizes_of((entries[index] for index in over if not entries[index].spec.owned), topology)
+        sizes = sizes_of((entries[index] for index in sharded if not entries[index].spec.owned), topology)
         meets = model_meets_over_data(entries, topology, *topology.atoms(self.how.axis))
-        reports = gather_objects((mine, cuts, sizes, meets), self.registry)
+        reports = gather_objects((mine, names, sizes, meets), self.registry)
         self._all_late |= any(meets for *_, meets in reports)
         self._uneven |= uneven_kinds([sizes for _, _, sizes, _ in reports], topology)
-        check_same_cuts([cuts for _, cuts, *_ in reports], topology)
+        check_same_names([names for _, names, *_ in reports], topology)
         self._norm_buckets.update(*(buckets for buckets, *_ in reports))
 
     def derive(self, plan: ReductionPlan, positions: Sequence[ParamPosition]) -> ReductionPlan:
-        """The plan of the pieces: its buckets are summed over the axis too."""
+        """Return the plan of the shards: its norm buckets are also summed over the axis."""
         entries = []
         for at, entry in zip(positions, plan.entries, strict=True):
-            if axes := next((self._cut_over[given] for given in at.path if given in self._cut_over), None):
-                averaged = (*entry.averaged, *axes)  # if these are data axes at all: by the bucket, or by torch before
+            if axes := next((self._axes_of[given] for given in at.path if given in self._axes_of), None):
+                averaged = (*entry.averaged, *axes)  # over data axes by this bucket, or by torch before
                 entry = replace(
                     entry, spec=piece_spec(entry.spec, axes), shape=tuple(at.tensor.shape), averaged=averaged
                 )
@@ -521,10 +552,12 @@ class Shards(Link):
 
     @contextmanager
     def micro_batch(self, window: Window) -> Iterator[None]:
-        """With sharded gradients every bucket is reduced into this rank's slice, where micro-batches add up, and the
-        parameters have no gradients afterwards.
+        """Return the context manager of a micro-batch; with sharded gradients it reduces every bucket into the slices.
 
-        Raises RuntimeError where the gradients of the window before have not been cleared.
+        Micro-batches add up in the slices, and the parameters have no gradients afterwards.
+
+        Raises:
+            RuntimeError: The gradients of the previous window have not been cleared.
         """
         if self._reducer is None:
             yield
@@ -537,7 +570,7 @@ class Shards(Link):
 
     @torch.no_grad()
     def catch_up(self, window: Window) -> None:
-        """Raises RuntimeError with sharded gradients, where those of the window before have not been cleared."""
+        """Run the reductions on a rank without a backward. Raises RuntimeError if old gradients are not cleared."""
         if self._reducer is not None:
             _check_cleared(window)
             if not window.micro_batches:
@@ -547,16 +580,19 @@ class Shards(Link):
 
     @torch.no_grad()
     def bring(self, window: Window, averaged: bool) -> None:
-        """Reduce the gradients, as far as backward has not, and give each piece its part. Raises RuntimeError with sharded
-        gradients, where one micro-batch of a window went past `micro_batch` and another did not."""
+        """Reduce the gradients that backward has not reduced, and set the gradient of each shard.
+
+        Raises:
+            RuntimeError: With sharded gradients, some micro-batches of the window bypassed `micro_batch`.
+        """
         buckets = self.buckets
         if self._reducer is not None and window.micro_batches:
             self._check_nothing_came()
-        for bucket in buckets:  # see what was written to the model's parameters since the last step
+        for bucket in buckets:  # reads weights of the model that were written since the last step
             bucket.refresh()
         if self._reducer is None:
             for bucket in buckets:
-                bucket.gradients = [None] * len(bucket.pieces)  # the parameters' gradients hold all of the window
+                bucket.gradients = [None] * len(bucket.pieces)  # the parameters' gradients contain the whole window
             summed = not averaged and self.registry.topology.role(self.how.axis) == "data"
             run_all([partial(bucket.reduce, summed=summed) for bucket in buckets])
         for bucket in buckets:
@@ -564,17 +600,17 @@ class Shards(Link):
                 piece.grad = gradient
 
     def _check_nothing_came(self) -> None:
-        """Raise RuntimeError if a parameter whose gradients have been reduced, and taken, has one again."""
+        """Raise RuntimeError if a parameter has a gradient after its gradients were reduced and taken."""
         for param, name in self._names.items():
             if param.grad is not None:
                 raise RuntimeError(
                     f"{name} got a gradient outside of optimizer.backward, in a window that used it: with "
-                    "Sharded(gradients=True) all micro-batches of a window go through optimizer.backward, or none"
+                    "Sharded(gradients=True) call optimizer.backward for all micro-batches of a window, or for none"
                 )
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Bring all ranks' pieces together in the model's parameters."""
+        """Gather the shards of all ranks into the model's parameters."""
         run_all([bucket.gather for bucket in self.buckets])
 
     def reload(self) -> None:
@@ -587,11 +623,11 @@ class Shards(Link):
     def find_overwritten(self) -> Tensor | None:
         found = next((found for bucket in self.buckets if (found := bucket.find_overwritten()) is not None), None)
         for bucket in self.buckets:
-            bucket.refresh()  # visible writes change the versions of pieces, by which later transforms see them
+            bucket.refresh()  # detected writes change the versions of shards, from which later transforms detect them
         return found
 
     def clear(self, set_to_none: bool) -> None:
-        """Clear the gradients of the pieces and of the model's parameters."""
+        """Clear the gradients of the shards and of the model's parameters."""
         for bucket in self.buckets:
             for piece in bucket.pieces:
                 piece.grad = None if set_to_none else piece.grad
@@ -600,17 +636,19 @@ class Shards(Link):
     # Saving ----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Under ``"shards"`` how parameters were cut."""
-        return {"shards": {"axis": self.how.axis, "size": self.registry.size(self.how.axis), "pieces": self._cuts[:]}}
+        """Return ``{"shards": ...}``: the axis, its size, and the (offset, numel) of each stepped tensor."""
+        return {
+            "shards": {"axis": self.how.axis, "size": self.registry.size(self.how.axis), "pieces": self._segments[:]}
+        }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if the state is of optimizer states that were sharded in another way, or not at all."""
+        """Raise ValueError if the optimizer states in ``state`` were not sharded in the same way."""
         saved, own = state.get("shards"), self.state_dict()["shards"]
         if saved != own:
             raise other_layout(saved, own)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The model may have been loaded before; masters, if there are any, then have the last word."""
+        """Update the shards, because the model may have been loaded first; masters are loaded later and override it."""
         for bucket in self.buckets:
             bucket.refresh()
 
@@ -618,6 +656,6 @@ class Shards(Link):
 def _check_cleared(window: Window) -> None:
     if window.holds_old:
         raise RuntimeError(
-            "the gradients of the last window are still there, reduced, and can't be added to: call zero_grad() after "
-            "every step (and after clipping, if more micro-batches are to come)"
+            "the reduced gradients of the last window have not been cleared, and new gradients can't be added to them: "
+            "call zero_grad() after every step (and after clipping, if more micro-batches follow)"
         )

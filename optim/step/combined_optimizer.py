@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 OPTIMIZER_INDEX = "optimizer"
-SAID_OF_IT = ("elementwise", "_step_supports_amp_scaling")  # by attributes, which torch's copies leave out
+COPIED_ATTRIBUTES = ("elementwise", "_step_supports_amp_scaling")  # by attributes, which torch's copies leave out
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
@@ -147,7 +147,9 @@ class CombinedOptimizer(torch.optim.Optimizer):
             after(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        said = [{name: getattr(part, name) for name in SAID_OF_IT if hasattr(part, name)} for part in self._parts]
+        said = [
+            {name: getattr(part, name) for name in COPIED_ATTRIBUTES if hasattr(part, name)} for part in self._parts
+        ]
         return {**super().__getstate__(), "_parts": [_emptied(part) for part in self._parts], "_said": said}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

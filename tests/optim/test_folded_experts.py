@@ -174,7 +174,10 @@ def refused(axis: str) -> str:
     ("axis", "message"),
     [
         ("expert", "the axes of 'expert' have several roles, mid 'data', tensor 'model'"),
-        ("dat", r"Sharded\('dat'\): it is no axis of the mesh \(axes: edp, mid, tensor; aliases: data, expert\)"),
+        (
+            "dat",
+            r"Sharded\('dat'\): the mesh has no such axis or alias \(axes: edp, mid, tensor; aliases: data, expert\)",
+        ),
     ],
 )
 def test_states_are_sharded_over_axes_of_one_role(world: World, axis: str, message: str) -> None:

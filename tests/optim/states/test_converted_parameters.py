@@ -63,7 +63,7 @@ def test_converted_model_is_named_in_the_error(world: World, how: str, mode: str
                 assert text.startswith(
                     f"0.weight was {dtype} when the optimizer was made, and is {to} now: convert and"
                 )
-                assert "make the optimizer anew" in text
+                assert "make the optimizer again" in text
                 assert is_unchanged
 
 

@@ -143,7 +143,7 @@ def refused(kind: str) -> str:
             "no spec for parameter 0 of group 0 (shape (sharded, 6)), and Topology(data=2, tensor=2) has model axes",
         ),
         ("mixed", "(shape (sharded, 6)), parameter 1 of group 0 (shape (2))"),
-        ("Muon", "is split, so it gets pieces"),
+        ("Muon", "is sharded, so it gets shards"),
     ],
 )
 def test_layouts_that_say_too_little(world: World, kind: str, message: str) -> None:

@@ -130,7 +130,7 @@ def test_it_tells_on_which_of_two_ranks_a_state_has_turned(world: World, name: s
 def test_nothing_is_kept_where_nobody_asked() -> None:
     optimizer = alone(OPTIMIZERS["SGD"], states=())
     step_of(optimizer)
-    with pytest.raises(RuntimeError, match=r"nothing is kept of updates: give states=Replayable\(\)"):
+    with pytest.raises(RuntimeError, match=r"the inputs of updates are not kept: give states=Replayable\(\)"):
         replay(optimizer)
 
 

@@ -156,7 +156,7 @@ def added() -> str:
         annotate(split, P("tensor"), "split")
         optimizer = ParallelOptimizer(TrustRatio([whole]), registry)
         with pytest.raises(
-            ValueError, match=r"split \(P\('tensor'\)\) is split.*TrustRatio is not known to be"
+            ValueError, match=r"split \(P\('tensor'\)\) is sharded.*TrustRatio is not known to be elementwise"
         ) as caught:
             optimizer.add_param_group({"params": [split]})
         assert len(optimizer.param_groups) == 1

@@ -57,14 +57,14 @@ def refused(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("axis", "no axis of the mesh (axes: data)"),
+        ("axis", "the mesh has no such axis or alias (axes: data)"),
         ("ddp", "leave data_parallel"),
         ("averaged elsewhere", "leave data_parallel out"),
         ("optimizer", "optimizer.elementwise = True"),
         ("offload", "Offloaded(1.5)"),
         ("frozen on one rank", "param group 0, frozen]"),
-        ("whole", "with optimizer states whole"),
-        ("cut", "in 0 pieces"),
+        ("whole", "with optimizer states unsharded"),
+        ("cut", "in 0 shards"),
     ],
 )
 def test_what_cannot_work_is_refused_on_all_ranks(world: World, kind: str, says: str) -> None:

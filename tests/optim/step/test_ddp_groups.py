@@ -95,7 +95,7 @@ UNCOMPARED: dict[str, Any] = {"measure": Measure(check_replicas=False)}  # sums 
 def test_unnamed_ddp_over_shards_is_an_error(world: World, options: dict[str, Any]) -> None:
     topology = Topology(data=2, tensor=2)
     for text in world.run(4, stepped_by_unnamed_ddp, topology, ("data", "tensor"), options):
-        assert "a DistributedDataParallel over the ranks [0, 1, 2, 3] is around" in text
+        assert "a DistributedDataParallel over the ranks [0, 1, 2, 3] wraps" in text
         assert "of which they hold other shards" in text
         assert "wrap it by DistributedDataParallel(model, process_group=registry.group(...)) with the data axes" in text
 

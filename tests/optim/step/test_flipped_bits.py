@@ -314,8 +314,6 @@ def tied_beside_others(fraction: float) -> str:
 
 def test_copies_that_may_be_stepped_in_different_places_are_refused(world: World) -> None:
     for told in world.run(4, tied_beside_others, 0.5):
-        assert (
-            "compares copies of table bit by bit, but ranks 0 and 1 hold it beside different other parameters" in told
-        )
+        assert "compares replicas of table bitwise, but ranks 0 and 1 have different other parameters" in told
         assert "take states=Offloaded(1.0)" in told
     assert world.run(4, tied_beside_others, 1.0) == ["table, stepped weight, (1,)"] * 4

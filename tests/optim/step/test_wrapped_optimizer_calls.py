@@ -207,7 +207,7 @@ def test_wrapped_load_state_dict_needs_what_the_wrapper_needs() -> None:
     masters = adamw(half)
     with_masters = ParallelOptimizer(masters, alone(), precision="bf16")
     assert with_masters.param_groups is masters.param_groups
-    with pytest.raises(ValueError, match="the state is a plain optimizer's, but precision='bf16' also needs"):
+    with pytest.raises(ValueError, match="the state is a torch optimizer's, but precision='bf16' also needs"):
         masters.load_state_dict(masters.state_dict())
 
 

@@ -345,7 +345,7 @@ def refused(states: Any) -> str:
         precision: Any = Bf16(stochastic_rounding=True) if states is None else "fp32"
         if states is None:
             precision.prepare(model, registry)
-        with pytest.raises(ValueError, match="asks other ranks in each step") as error:
+        with pytest.raises(ValueError, match="uses collectives in each step") as error:
             ParallelOptimizer(muon(model.named_parameters()), registry, precision=precision, states=states or ())
         return str(error.value)
 

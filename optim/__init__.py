@@ -17,12 +17,13 @@ from .clip.rules import (
     WarmUp,
     ZClip,
 )
+from .deprecated_arguments import Measure, Reduce
 from .gradients.buckets import Exact, Exchange, sync_gradients
 from .gradients.compressed import Bf16Wire
 from .kernels.choice import use_kernels
 from .lion import Lion
 from .norm.global_norm import GlobalNorm
-from .norm.measure import Fingerprints, GradStats, Measure, Norms
+from .norm.measure import Fingerprints, GradStats, Norms
 from .norm.param_table import ParamPosition, SteppedTensor
 from .norm.plan import Bucket, ParameterEntry, ReductionPlan
 from .norm.replicas import ReplicaMismatchError
@@ -38,7 +39,6 @@ from .states.half_states import HalfStates
 from .states.offloaded import Offloaded
 from .states.replayable import Replayable, replay
 from .states.sharded import Sharded
-from .step.data_parallel import Reduce
 from .step.skips import Skip
 from .step.update_request import UpdateRequest
 from .telemetry.coordinate_check import CoordinateCheck, Trial, coordinate_check

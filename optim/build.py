@@ -20,10 +20,10 @@ from ..parallel.mesh.registry import ProcessGroupRegistry, check_registry
 from .clip.clipper import AgreedThresholds, GradientClipper, SkipVote, agreed_thresholds, check_thresholds
 from .clip.rule import Clip
 from .clip.rules import ClipSpec, check_packed, clip_of, planned_for
-from .gradients.buckets import BUCKET_BYTES, gradient_buckets
+from .gradients.buckets import BUCKET_BYTES, Exchange, gradient_buckets
 from .gradients.reduce_in_backward import BackwardReducer, Early
 from .kernels.choice import kernels_here
-from .norm.measure import Fingerprints, GradStats, Measure
+from .norm.measure import CheckReplicas, Commit, Fingerprints, GradStats, Reduction, check_measurement
 from .norm.param_table import ParamTable
 from .norm.plan import ReductionPlan, count_as_copies, entries_of
 from .norm.plan_agreement import Summary, agree
@@ -35,7 +35,7 @@ from .states.masters import check_main_grads, check_split, precision_link
 from .states.replica_checks import check_stepped_alike, checks_of, equal_shards_of, watch_of
 from .states.sharded import Sharded
 from .step.combined_optimizer import CombinedOptimizer, asks_other_ranks, kind_of, parts_of
-from .step.data_parallel import GradSyncController, OverlappedReduce, Reduce, modules_in, switch_of
+from .step.data_parallel import GradSyncController, OverlappedReduce, check_gradient_reduction, modules_in, switch_of
 from .step.first_window_checks import UnusedParameters
 from .step.skips import OnNonfinite, checked_nonfinite
 from .step.step_agreement import StepAgreement
@@ -62,11 +62,19 @@ class Setup:
     optimizer: torch.optim.Optimizer
     registry: ProcessGroupRegistry
     max_norm: ClipSpec
+    norm_type: float
+    reduction: Reduction
+    per_parameter_norms: bool
     precision: Mode | Precision
     accumulation_steps: int | None
-    data_parallel: nn.Module | Sequence[nn.Module] | Reduce | None
+    data_parallel: nn.Module | Sequence[nn.Module] | None
+    average_data: bool
+    overlap: bool
+    compression: Exchange | None
+    bucket_bytes: int | None
     states: Placement | Sequence[Placement]
-    measure: Measure
+    check_replicas: CheckReplicas
+    commit: Commit | None
     on_nonfinite: OnNonfinite
     wrong_call: TypeError | None = None
 
@@ -87,7 +95,7 @@ class Setup:
         Collectives: an object all-gather; more where pieces are uneven, for rules that need names, and as
         `check_stepped_alike`.
         """
-        topology, measure = self.registry.topology, self.measure
+        topology = self.registry.topology
 
         def declare() -> tuple[ReductionPlan, _Declared]:
             self._check_arguments()
@@ -96,14 +104,14 @@ class Setup:
             if precision_of(self.precision).stochastic_rounding and topology.world_size > 1:
                 check_named(pair for group in groups for pair in group)
             named = [[param if name is None else (name, param) for name, param in group] for group in groups]
-            entries = entries_of(named, topology, compared=bool(measure.check_replicas))
+            entries = entries_of(named, topology, compared=bool(self.check_replicas))
             plan = ReductionPlan.of(entries, topology, self.registry.global_rank)
             check_whole(self.optimizer, plan.entries, topology)
             if switch := switch_of(modules_in(self.data_parallel)):
                 switch.check_groups(self.registry)
                 switch.check_layouts(plan.entries, topology)
             thresholds = [group.get("max_norm") for group in self.optimizer.param_groups]
-            dtypes, names = {entry.dtype for entry in entries}, measure.per_parameter or bool(measure.check_replicas)
+            dtypes, names = {entry.dtype for entry in entries}, self.per_parameter_norms or bool(self.check_replicas)
             filled = frozenset(index for index, group in enumerate(groups) if group)
             return plan, _Declared(described(self._settings()), dtypes, Summary.of(plan, names), thresholds, filled)
 
@@ -111,7 +119,7 @@ class Setup:
         check_all_say_the_same([declared.settings for declared in by_rank])
         self._check_prepared(set().union(*(declared.dtypes for declared in by_rank)))
         plan = agree(plan, [declared.summary for declared in by_rank], self.registry)
-        check_stepped_alike(plan, self.placements, measure, self.registry)
+        check_stepped_alike(plan, self.placements, self.check_replicas, self.registry)
         plan.warn_of_experts()
         plan = self.plan_for_clip(plan)
         if topology.size(*topology.model_axes) > 1:
@@ -138,18 +146,18 @@ class Setup:
 
     def _settings(self) -> dict[str, object]:
         """What all ranks must say alike; of the optimizer and its groups, those of one pipeline stage."""
-        topology, measure = self.registry.topology, self.measure
+        topology = self.registry.topology
         said: dict[str, object] = {
             "max_norm": clip_of(self.max_norm),
             "precision": precision_of(self.precision),
             "accumulation_steps": self.accumulation_steps,
             "states": self.placements,
             "on_nonfinite": self.on_nonfinite,
-            "norm_type": float(measure.norm_type),
-            "reduction": measure.reduction,
-            "per_parameter": measure.per_parameter,
-            "check_replicas": measure.check_replicas,
-            "commit": None if measure.commit is None else "given",
+            "norm_type": float(self.norm_type),
+            "reduction": self.reduction,
+            "per_parameter_norms": self.per_parameter_norms,
+            "check_replicas": self.check_replicas,
+            "commit": None if self.commit is None else "given",
             "kernels (use_kernels or MESHSTEP_KERNELS)": kernels_here(),
         }
         whole = [type(part).__name__ for part in parts_of(self.optimizer) if asks_other_ranks(part)]
@@ -158,7 +166,8 @@ class Setup:
         where = f" of pipeline stage {stage}" if topology.size(*topology.pipe_axes) > 1 else ""
         said[f"the optimizer{where}"] = kind_of(self.optimizer)
         said[f"data_parallel{where}"] = [type(module).__name__ for module in modules_in(self.data_parallel)]
-        said |= {f"data_parallel: {name}{where}": value for name, value in vars(self.reduce).items()}
+        for name in ("average_data", "overlap", "compression", "bucket_bytes"):
+            said[f"{name}{where}"] = getattr(self, name)
         for index, group in enumerate(self.optimizer.param_groups):
             # In which group a parameter is, plans compare; a rank may have none of a group's.
             for key in group.keys() - {"params", "param_names", "max_norm"} if group["params"] else ():
@@ -173,7 +182,7 @@ class Setup:
         """The rule; ValueError where it is out of range, or does not go with the rest."""
         clip = clip_of(self.max_norm)
         check_thresholds(clip, self.optimizer.param_groups)
-        check_packed(clip, self.measure.reduction)
+        check_packed(clip, self.reduction)
         return clip
 
     def _check_arguments(self) -> None:
@@ -183,11 +192,12 @@ class Setup:
         precision = precision_of(self.precision)
         if precision.stochastic_rounding:
             check_in_buckets(self.optimizer, "stochastic rounding steps bucket by bucket")
-        self.measure.check()
+        check_measurement(self.norm_type, self.reduction, self.check_replicas, self.commit)
         checked_nonfinite(self.on_nonfinite)
         Window(self.accumulation_steps)
         self._check_clip()
-        self.reduce.check()
+        modules = modules_in(self.data_parallel)
+        check_gradient_reduction(modules, self.average_data, self.overlap, self.compression, self.bucket_bytes)
         binding = self.binding(precision)
         check_main_grads(binding, self.accumulation_steps)
         for placement in self.placements:
@@ -221,21 +231,21 @@ class Setup:
         return sorted(given, key=lambda placement: getattr(placement, "position", 0))
 
     @property
-    def reduce(self) -> Reduce:
-        """How the optimizer itself reduces gradients."""
-        if isinstance(self.data_parallel, Reduce):
-            return self.data_parallel
-        # What fully_shard averages are its DTensors; parameters left out of it are averaged here.
+    def averages_data(self) -> bool:
+        """Whether the optimizer itself averages gradients over the data axes."""
+        # fully_shard averages its DTensors; parameters left out of it are averaged here.
         switch = switch_of(modules_in(self.data_parallel))
-        return Reduce(average_data=switch is None or not switch.is_ddp)
+        return self.average_data and (switch is None or not switch.is_ddp)
 
     def not_local(self, switch: GradSyncController | None, params: Iterable[Tensor]) -> list[str]:
         """Return the reasons why gradients of ``params`` are not a data rank's own when backward ends."""
         reasons = []
-        if switch is not None or not self.reduce.average_data:
+        if switch is not None and not self.overlap:
             reasons.append("data_parallel= averages them while backward runs: leave it out, and the step averages them")
-        if self.reduce.overlap:
-            reasons.append("Reduce(overlap=True) averages them while backward runs: leave overlap out")
+        if not self.average_data:
+            reasons.append("other code averages them (average_data=False): leave it out, and the step averages them")
+        if self.overlap:
+            reasons.append("overlap=True averages them while backward runs: leave overlap out")
         if any(isinstance(placement, Sharded) and placement.gradients for placement in self.placements):
             reasons.append("Sharded(gradients=True) averages them while backward runs: shard the states alone")
         if has_dtensors(params):
@@ -245,9 +255,8 @@ class Setup:
     def binding(self, precision: Precision) -> Binding:
         """What placements are to fit."""
         switch = switch_of(modules_in(self.data_parallel))
-        reduce = self.reduce
         return Binding(
-            self.optimizer, precision, self.registry, reduce.average_data, switch, reduce.overlap, self.placements
+            self.optimizer, precision, self.registry, self.averages_data, switch, self.overlap, self.placements
         )
 
     def chain(self, precision: Precision) -> TransformChain:
@@ -261,19 +270,22 @@ class Setup:
     def clipping(self, table: ParamTable, chain: TransformChain, thresholds: AgreedThresholds) -> GradientClipper:
         """Return the object that measures the gradients of the stepped tensors and applies clipping rules to them."""
         device = self.device_of([[(None, param) for param in chain.params]])
-        masters, commit = precision_of(self.precision).masters, self.measure.commit
-        watch = watch_of(table, chain, self.measure, device, masters, bool(self.placements))
+        masters, commit = precision_of(self.precision).masters, self.commit
+        watch = watch_of(table, chain, self.check_replicas, device, masters, bool(self.placements))
         return GradientClipper(
             table.grad_tensors,
             [row.region for row in table],
             table.plan,
             self.registry,
-            self.measure,
             thresholds,
             self.optimizer,
-            checks_of(table, chain.given, self.measure, device),
+            checks_of(table, chain.given, self.check_replicas, device),
             SkipVote(commit, watch, device) if commit is not None or watch is not None else None,
-            equal_shards_of(table, chain.given, self.measure, device),
+            equal_shards_of(table, chain.given, self.check_replicas, device),
+            norm_type=self.norm_type,
+            reduction=self.reduction,
+            per_parameter_norms=self.per_parameter_norms,
+            check_replicas=self.check_replicas,
         )
 
     def completion(
@@ -283,24 +295,24 @@ class Setup:
 
         Collectives: with ``overlap``, an object all-gather.
         """
-        plan, measured, reduce = table.model_plan, table.grad_tensors, self.reduce
+        plan, measured = table.model_plan, table.grad_tensors
         leaves = {id(row.leaf) for row in table}
         # A master's gradient is its parameter's too, a local tensor's its DTensor's: nobody may put another in its place.
         adopt = all(id(tensor) in leaves for tensor in measured)
-        common: dict[str, Any] = {"average_data": reduce.average_data, "exchange": reduce.exchange}
+        common: dict[str, Any] = {"average_data": self.averages_data, "exchange": self.compression}
         early = only = None
-        if reduce.overlap:
-            can_be_early, bucket_bytes = Early.of(plan, self.registry), reduce.bucket_bytes or BUCKET_BYTES // 2
+        if self.overlap:
+            can_be_early, bucket_bytes = Early.of(plan, self.registry), self.bucket_bytes or BUCKET_BYTES // 2
             # Masters know by a gradient's identity whether it has been cleared.
             whole = not precision_of(self.precision).masters
             options = {**common, "adopt": whole, "only": can_be_early, "bucket_bytes": bucket_bytes}
             early = gradient_buckets([row.param for row in table], plan, self.registry, **options)
             only = lambda entry: not can_be_early(entry)  # noqa: E731
-        options = {**common, "adopt": adopt, "only": only, "bucket_bytes": reduce.bucket_bytes}
+        options = {**common, "adopt": adopt, "only": only, "bucket_bytes": self.bucket_bytes}
         buckets = lambda p: gradient_buckets(measured, p, self.registry, **options)  # noqa: E731
         in_backward = early is not None or bool(chain.around_backward)
         unused = UnusedParameters(chain.params, plan, self.registry, in_backward)
-        fingerprints = isinstance(self.measure.check_replicas, Fingerprints)
+        fingerprints = isinstance(self.check_replicas, Fingerprints)
         return GradientCompletion(chain, table, buckets, early, agreement, unused, fingerprints)
 
     def switch(self, completion: GradientCompletion, before: GradSyncController | None) -> GradSyncController | None:
@@ -337,38 +349,36 @@ else:
 class StepOptions(TypedDict, total=False):
     """The arguments of `ParallelOptimizer` that a `Booster` passes on as they are."""
 
+    norm_type: float
+    reduction: Reduction
+    per_parameter_norms: bool
+    overlap: bool
+    compression: Exchange | None
+    bucket_bytes: int | None
     states: Placement | Sequence[Placement]
-    measure: Measure
+    check_replicas: CheckReplicas
+    commit: Commit | None
     on_nonfinite: OnNonfinite
 
 
 class AllOptions(StepOptions, total=False):
     """All but ``accumulation_steps``, by which the type of `step` is told."""
 
-    data_parallel: nn.Module | Sequence[nn.Module] | Reduce | None
+    data_parallel: nn.Module | Sequence[nn.Module] | None
+    average_data: bool
     max_norm: ClipSpec
     precision: Mode | Precision
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------
 
-# What arguments of version 0.1 are called now.
-_NOW = {
-    "norm_type": "measure=Measure(norm_type=...)",
-    "reduction": "measure=Measure(reduction=...)",
-    "per_parameter_norms": "measure=Measure(per_parameter=True)",
-    "check_replicas": "measure=Measure(check_replicas=True)",
-    "clip_value": "max_norm=ByValue(...)",
-    "average_data": "data_parallel=Reduce(average_data=False)",
-    "shard_states": "states=Sharded('data')",
-    "shard_gradients": "states=Sharded('data', gradients=True)",
-    "offload": "states=Offloaded(0.5)",
-    "max_skips_in_a_row": "on_nonfinite=Skip(most_in_a_row=...)",
-}
-
 # What the same thing is called in other libraries, and where to write what stands in an argument.
 ELSEWHERE = {
-    "commit": "measure=Measure(commit=...)",
+    "measure": "the arguments of Measure as arguments of their own, norm_type=..., check_replicas=... and so on",
+    "exchange": "compression=...",
+    "comm_hook": "compression=...",
+    "overlap_grad_reduce": "overlap=True",
+    "bucket_cap_mb": "bucket_bytes=...",
     "max_grad_norm": "max_norm=...",
     "clip_grad_norm": "max_norm=...",
     "clip_grad": "max_norm=...",
@@ -389,7 +399,7 @@ def wrong_arguments(given: Iterable[str], optimizer: torch.optim.Optimizer, kind
         return TypeError(f"the optimizer is a {kind.__name__} already; wrap a plain torch optimizer")
     for name in given:
         known = sorted({*AllOptions.__annotations__, "accumulation_steps"})
-        return renamed(name) or TypeError(f"ParallelOptimizer has no argument {name}=: {what_instead(name, known)}")
+        return TypeError(f"ParallelOptimizer has no argument {name}=: {what_instead(name, known)}")
     return None
 
 
@@ -429,13 +439,6 @@ def as_one(
         return made()
     except (TypeError, ValueError):
         return on_all_ranks(made, registry)
-
-
-def renamed(name: str) -> TypeError | None:
-    """The error for an argument that has another name now."""
-    if name not in _NOW:
-        return None
-    return TypeError(f"{name}= was an argument in version 0.1; write {_NOW[name]}, all from meshstep.optim")
 
 
 def check_loss(loss: object, call: str) -> None:

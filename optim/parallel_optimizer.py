@@ -23,8 +23,10 @@ from .capture import check_captured, registry_not_captured, update_not_captured
 from .clip.clipper import AgreedThresholds, GradientClipper, GradScaleInfo, StepDecision
 from .clip.rule import ByNorm, Clip, ClipState
 from .clip.rules import ByValue, ClipSpec, in_use
+from .deprecated_arguments import replace_deprecated
+from .gradients.buckets import Exchange
 from .gradients.in_place import nonfinite_names
-from .norm.measure import GradStats, Measure
+from .norm.measure import CheckReplicas, Commit, GradStats, Reduction
 from .norm.param_table import ParamTable, SteppedTensor
 from .norm.plan import ReductionPlan, check_unused
 from .states.chain import Placement, StepObserver, TransformChain, match_names, named_params_of
@@ -32,7 +34,7 @@ from .states.gradient_completion import GradientCompletion
 from .states.optimizer_state import Coordinates, PicklableOptimizer, Saved, check_caller
 from .step.call_guard import guard_calls, own_calls
 from .step.combined_optimizer import OPTIMIZER_INDEX, asks_other_ranks, parts_of, unchanged
-from .step.data_parallel import GradSyncController, Reduce
+from .step.data_parallel import GradSyncController
 from .step.first_window_checks import check_window_is_used
 from .step.skips import DISAGREED, PARTED, OnNonfinite, SkipMonitor
 from .step.step_agreement import StepAgreement
@@ -80,16 +82,39 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         max_norm: Clip the global norm to this; in unscaled gradient units, finite, > 0. Or another rule (`Clip`), or by
             name (`ByName`). None: measure only. A param group with its own ``"max_norm"`` is clipped by that (``math.inf``:
             not at all), the others by theirs together; ranks agree on these here, and change them if all have all groups.
+        norm_type: The p of the norms, >= 1 or ``math.inf``. A clip rule with its own ``norm_type`` uses that.
+        reduction: How norms are summed over ranks: ``"packed"`` in one all-reduce of all ranks, ``"per_group"`` in one
+            all-reduce per process group. See `GlobalNorm`.
+        per_parameter_norms: Report the norm of every logical parameter in ``GradStats.parameter_norms``.
         precision: The mode's name or object (`meshstep.amp`). ``precision.prepare(model)`` makes the model run in it;
             here it says whether there are master weights and a loss scale.
         accumulation_steps: K: manage windows of K micro-batches, each a `backward`; `step` and `zero_grad` do nothing
             before the K-th, and the gradient is the mean over the window. None: gradients add up until you call `step`.
         data_parallel: The `DistributedDataParallel` (torch's, Megatron's) or `fully_shard` module that averages gradients,
             in the last micro-batch of a window; a list where a rank has several pipeline stages. None: `step` averages,
-            in a few collectives, also what `fully_shard` left. `Reduce` says how, or that others do.
+            in a few collectives. `step` also averages the parameters that `fully_shard` left out.
+        average_data: False: other code averages gradients over the data axes. Sums over other axes (partial gradients, tied
+            parameters) are made in either case. True: the optimizer or ``data_parallel`` averages them.
+        overlap: Reduce each gradient bucket over the data axes as soon as backward has filled it, in the last micro-batch
+            of a window. Call the others under `no_sync` if you decide when to step. Gradients of DTensors, owned
+            parameters, uneven shards and axes that the model itself uses are reduced after backward. If a data axis may
+            shard the model (experts), all gradients are, since ranks could wait for each other. False: reduce in `step`.
+        compression: How the optimizer reduces gradient buckets, such as `Bf16Wire`. None: in the gradients' own dtype.
+            `Sharded` has a ``compression`` of its own; a ``data_parallel`` module does not use it.
+        bucket_bytes: Size of a gradient bucket. None: 32 MiB, or 16 MiB with ``overlap``. Smaller buckets cost more.
         states: Where optimizer states and masters are kept: `Sharded`, `Offloaded`, both, or a `Placement` of your own.
             The param groups then hold what is stepped; see `pieces`.
-        measure: What ranks find out together in each step, and who may refuse it; see `Measure`.
+        check_replicas: Compare replicas of parameters and of their reduced gradients bit by bit. Where they differ, every
+            rank raises `ReplicaMismatchError` before anything is stepped. ``"first"``: in the first step, and in the first
+            after parameters were added. It finds different seeds on replicas, a forgotten all-reduce, a sharded weight
+            declared ``P()``, different batches on tensor-parallel ranks, and a replica declared sharded (ValueError).
+            True: before every step, for debugging; reads everything once more and costs one host read. False: never, for
+            replicas that may differ by rounding (see `align_copies`). `Fingerprints`: as "first", and every so many steps,
+            optimizer states too, without a host read.
+        commit: A function without arguments that each rank calls once before each update, when gradients are complete. It
+            returns a bool, or a 0-dim bool tensor that the host does not read. If it is False on any rank, all ranks skip
+            the step, which the loss scale does not count as an overflow. An exception in it counts as False on the other
+            ranks, and is raised on its own rank after the step. None: not asked.
         on_nonfinite: ``"skip"`` the step on every rank (`Skip` says how many in a row are an error), or ``"raise"``
             FloatingPointError on every rank with the parameters' names (one host read a step).
 
@@ -152,13 +177,21 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         registry: ProcessGroupRegistry,
         *,
         max_norm: ClipSpec = None,
+        norm_type: float = 2.0,
+        reduction: Reduction = "packed",
+        per_parameter_norms: bool = False,
         precision: Mode | Precision = "fp32",
         accumulation_steps: int | None = None,
-        data_parallel: nn.Module | Sequence[nn.Module] | Reduce | None = None,
+        data_parallel: nn.Module | Sequence[nn.Module] | None = None,
+        average_data: bool = True,
+        overlap: bool = False,
+        compression: Exchange | None = None,
+        bucket_bytes: int | None = None,
         states: Placement | Sequence[Placement] = (),
-        measure: Measure = Measure(),  # noqa: B008 (frozen)
+        check_replicas: CheckReplicas = "first",
+        commit: Commit | None = None,
         on_nonfinite: OnNonfinite = "skip",
-        **removed: object,
+        **other: object,
     ) -> None:
         # The wrapped optimizer has the parameters and the state: torch's own __init__ is not called.
         self.optimizer = optimizer = as_one(optimizer, registry)
@@ -168,8 +201,26 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         _leave_uncompiled(type(self))
         self._engine = UpdateEngine(optimizer)
         self.registry, self.on_nonfinite = registry, on_nonfinite
-        given = (registry, max_norm, precision, accumulation_steps, data_parallel, states, measure, on_nonfinite)
-        self._setup = Setup(optimizer, *given, wrong_arguments(removed, optimizer, ParallelOptimizer))
+        options: dict[str, Any] = {
+            "max_norm": max_norm,
+            "norm_type": norm_type,
+            "reduction": reduction,
+            "per_parameter_norms": per_parameter_norms,
+            "precision": precision,
+            "accumulation_steps": accumulation_steps,
+            "data_parallel": data_parallel,
+            "average_data": average_data,
+            "overlap": overlap,
+            "compression": compression,
+            "bucket_bytes": bucket_bytes,
+            "states": states,
+            "check_replicas": check_replicas,
+            "commit": commit,
+            "on_nonfinite": on_nonfinite,
+        }
+        wrong = replace_deprecated(options, other, "ParallelOptimizer")
+        wrong = wrong or wrong_arguments(other, optimizer, ParallelOptimizer)
+        self._setup = Setup(optimizer, registry, **options, wrong_call=wrong)
         self._groups = [named_params_of([group]) for group in self.param_groups]
         with unchanged(optimizer):
             self._plan, thresholds, self._agreement = self._setup.agreed_plan(self._groups)
@@ -246,7 +297,8 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             RuntimeError: Other code cleared gradients in the middle of a window or, in managed accumulation, called
                 ``loss.backward()`` there; the gradients have been clipped already; an earlier backward of the window raised
                 (`zero_grad` then gives the window up); the loss is what `scale_loss` returned; it is within `window`.
-        Collectives: those of the model's and data_parallel's backward, of `Sharded` and `Reduce`. Host reads: none.
+        Collectives: those of the model's and data_parallel's backward, of `Sharded` and of ``overlap=True``. Host reads:
+        none.
         """
         if loss is not None:
             check_loss(loss, "backward")
@@ -310,7 +362,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         Returns: GradStats, device tensors; None in the middle of a managed window, where nothing is done.
         Raises:
             FloatingPointError: On every rank: with ``on_nonfinite="raise"``; or too many steps in a row were skipped.
-            ReplicaMismatchError: On every rank, with ``Measure(check_replicas=True)``, or `Fingerprints` (16 steps late).
+            ReplicaMismatchError: On every rank, with ``check_replicas=True``, or `Fingerprints` (16 steps late).
             TypeError: A gradient is complex or sparse; later than in the first step only on the rank that has it.
             ValueError: A closure is given.
             RuntimeError: torch's own GradScaler calls it; `fully_shard` has not reduced the window's gradients (see
@@ -508,7 +560,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             self._switch.expect(self._window)
         self._micro_batch = partial(self._window.micro_batch, params=self._model_params, around=around)
         if registry.device.type == "cuda":  # or NCCL connects ranks in the first step, when memory is nearly full
-            registry.meet(*self._clipping.plan.groups(self._setup.measure.reduction))
+            registry.meet(*self._clipping.plan.groups(self._setup.reduction))
 
     @public_call
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -788,7 +840,5 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         )
 
     def __repr__(self) -> str:
-        how = (
-            f"max_norm={self.max_norm}, norm_type={self._clipping.measure.norm_type}, precision={self.precision.name!r}"
-        )
+        how = f"max_norm={self.max_norm}, norm_type={self._setup.norm_type}, precision={self.precision.name!r}"
         return f"ParallelOptimizer({how}, {self.registry.topology!r}, {self.optimizer!r})"

@@ -25,7 +25,7 @@ from ..gradients.in_place import keep_complete_marks, scale_each, widen_gradient
 from ..kernels.device_constants import Constants
 from ..norm.global_norm import GlobalNorm
 from ..norm.groupings import Named, UnitDim, Units
-from ..norm.measure import Commit, Fingerprints, GradStats, Level, Measure, Norms
+from ..norm.measure import CheckReplicas, Commit, Fingerprints, GradStats, Level, Norms, Reduction
 from ..norm.packed_sum import PackedSum
 from ..norm.plan import ReductionPlan
 from ..norm.replicas import EqualShards, FingerprintMonitor, ReplicaCheck, ReplicaMismatchError
@@ -294,12 +294,16 @@ class GradientClipper:
         regions: For each of them which part of the logical tensor it is; None where pieces are of unequal sizes.
         plan: Agreed by all ranks.
         registry: The groups.
-        measure: What is measured besides what a rule needs.
         thresholds: Those of single param groups.
         optimizer: Its param groups may have them.
         checks: Of copies, in the first measurement or in all; the first one of what is measured, gradients too.
         vote: What else ranks say there.
         shards: The comparison of shards in the first measurement, with the first of ``checks``; None: not compared.
+        norm_type: The p of the norms, unless a rule has its own.
+        reduction: As in `GlobalNorm`.
+        per_parameter_norms: Report the norm of every logical parameter.
+        check_replicas: As in `ParallelOptimizer`. True: make ``checks`` in every measurement, not only until one has
+            compared.
 
     Attributes:
         checks: Those that are still to be made.
@@ -311,14 +315,20 @@ class GradientClipper:
         regions: Sequence[Region | None],
         plan: ReductionPlan,
         registry: ProcessGroupRegistry,
-        measure: Measure,
         thresholds: AgreedThresholds,
         optimizer: torch.optim.Optimizer,
         checks: Sequence[ReplicaCheck] = (),
         vote: SkipVote | None = None,
         shards: EqualShards | None = None,
+        *,
+        norm_type: float = 2.0,
+        reduction: Reduction = "packed",
+        per_parameter_norms: bool = False,
+        check_replicas: CheckReplicas = False,
     ) -> None:
-        self.params, self.plan, self.registry, self.measure = list(params), plan, registry, measure
+        self.params, self.plan, self.registry = list(params), plan, registry
+        self.norm_type, self._reduction = norm_type, reduction
+        self._per_parameter_norms, self._check_replicas = per_parameter_norms, check_replicas
         self.thresholds, self.optimizer = thresholds, optimizer
         self._regions, self.checks, self.vote = list(regions), list(checks), vote
         self._shards = shards if self.checks else None
@@ -336,11 +346,11 @@ class GradientClipper:
     def not_captured(self) -> Iterator[str]:
         """Yield the reasons why a step can't be captured in a CUDA graph with what it measures."""
         if self.vote is not None and self.vote.commit is not None:
-            yield "Measure(commit=...) is asked in Python: leave it out, and decide before a replay"
-        if isinstance(self.measure.check_replicas, Fingerprints):
-            yield "Measure(check_replicas=Fingerprints(...)) counts steps in Python: leave it out"
-        elif self.measure.check_replicas is True:
-            yield "Measure(check_replicas=True) reads what it compared: leave it out, copies are compared in the first step"
+            yield "commit= is asked in Python: leave it out, and decide before a replay"
+        if isinstance(self._check_replicas, Fingerprints):
+            yield "check_replicas=Fingerprints(...) counts steps in Python: leave it out"
+        elif self._check_replicas is True:
+            yield "check_replicas=True reads what it compared: leave it out, copies are compared in the first step"
         elif self.checks:
             yield "copies have not been compared yet, in a step that was not skipped: make some steps more without a graph"
 
@@ -373,7 +383,7 @@ class GradientClipper:
         Collectives: one. Host reads: none, unless copies are compared.
         """
         given = None if clip is None else clip.rule
-        norm_type = self.measure.norm_type if given is None or given.norm_type is None else given.norm_type
+        norm_type = self.norm_type if given is None or given.norm_type is None else given.norm_type
         vote = self.vote if earlier is None else None
         rule = self._with_thresholds(given, norm_type, scale_info.pack, vote)
         needs = MeasurementSpec.of(rule, norm_type)
@@ -408,7 +418,7 @@ class GradientClipper:
             factor = None
         if rule is not None and rule.in_place:
             rule.finish_(self.params)
-        spiked, names = clip_result.spiked(finite), self.plan.parameter_names if self.measure.per_parameter else ()
+        spiked, names = clip_result.spiked(finite), self.plan.parameter_names if self._per_parameter_norms else ()
         stats = GradStats(
             total_norm=norms.total,
             clip_coef=coef,
@@ -495,23 +505,23 @@ class GradientClipper:
         # One read of all of it.
         total, *totals = torch.cat([total.view(1), *sums]).cpu().split([1, *map(len, sums)])
         # A step that is skipped says nothing of copies yet: an overflow may be in one of them alone.
-        first = self.measure.check_replicas is not True
-        if not first or bool(total.isfinite()):
+        always = self._check_replicas is True
+        if always or bool(total.isfinite()):
             found = (check.mismatches(of_check) for check, of_check in zip(self.checks, totals, strict=False))
             if mismatches := [mismatch for of_check in found for mismatch in of_check]:
                 raise ReplicaMismatchError(mismatches)
             if self._shards is not None:
                 self._shards.check(totals[-1])
                 self._shards = None
-            self.checks = [] if first else self.checks
+            self.checks = self.checks if always else []
 
     def _measurer(self, needs: MeasurementSpec) -> GlobalNorm:
         return GlobalNorm(
             self.plan,
             self.registry,
             needs.norm_type,
-            self.measure.reduction,
-            self.measure.per_parameter or needs.level in ("parameters", "named"),
+            self._reduction,
+            self._per_parameter_norms or needs.level in ("parameters", "named"),
             Units.of(self.plan, self._regions, needs.unit_dim) if needs.level == "units" else None,
             None if not needs.weights else "parameters" if needs.level == "named" else needs.level,
         )

@@ -23,7 +23,7 @@ from ...parallel.mesh.registry import ProcessGroupRegistry, check_registry
 from ..gradients.buckets import sync_axes
 from ..gradients.in_place import clamp_each, is_complete, keep_complete_marks, scale_each
 from ..norm.global_norm import GlobalNorm
-from ..norm.measure import GradStats, Measure, Norms, Reduction, checked_norm_type, checked_reduction
+from ..norm.measure import GradStats, Norms, Reduction, checked_norm_type, checked_reduction
 from ..norm.packed_sum import PackedSum
 from ..norm.plan import ReductionPlan, check_dense_real, check_unused, entries_of
 from ..norm.plan_agreement import agreed
@@ -141,9 +141,15 @@ class StatefulClipper:
         self.registry, self.key = registry, _key(listed)
         self._annotations = listed.annotations  # their ids are in the key
         no_groups: Any = SimpleNamespace(param_groups=[])
-        measure = Measure(norm_type, reduction, check_replicas=False)
         self.clipping = GradientClipper(
-            listed.params, _regions(plan), plan, registry, measure, AgreedThresholds((), True), no_groups
+            listed.params,
+            _regions(plan),
+            plan,
+            registry,
+            AgreedThresholds((), True),
+            no_groups,
+            norm_type=norm_type,
+            reduction=reduction,
         )
 
     def __call__(self, clip: ClipState, params: list[Tensor], listed: OneShotParams) -> GradStats:

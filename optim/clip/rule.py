@@ -87,7 +87,7 @@ class Clip(ABC):  # noqa: B024 (one of two methods is to be written)
     in_place: bool = False
     """Whether `finish_` changes gradients: they are then unscaled and multiplied before it, in a pass of their own."""
     norm_type: float | None = None
-    """The p of the norms; None: what `Measure` says."""
+    """The p of the norms; None: that of the optimizer."""
     unit_dim: UnitDim = 0
     """At level "units" the dim along which they lie."""
 
@@ -129,7 +129,7 @@ class ByNorm(Clip):
     Args:
         max_norm: In units of the unscaled gradient; finite, > 0. Or a function of the number of steps that were not
             skipped: `WarmUp`, or your own.
-        norm_type: p >= 1, or inf; None: what `Measure` says.
+        norm_type: p >= 1, or inf; None: that of the optimizer.
     """
 
     max_norm: Threshold

@@ -68,7 +68,7 @@ class ByGroup(Clip):
     Args:
         thresholds: For each param group; None: it is one of the others. Infinite: it is not clipped, and none of them.
         others: Theirs; None: they are not clipped.
-        norm_type: p >= 1, or inf; None: what `Measure` says. The others' norm is made of their groups' norms.
+        norm_type: p >= 1, or inf; None: that of the optimizer. The others' norm is made of their groups' norms.
         clip_value: Clamp every element afterwards, as `ByValue`.
     """
 
@@ -124,7 +124,7 @@ class PerParameter(Clip):
 
     Args:
         max_norm: In units of the unscaled gradient; finite, > 0.
-        norm_type: p >= 1, or inf; None: what `Measure` says.
+        norm_type: p >= 1, or inf; None: that of the optimizer.
     """
 
     level = "parameters"
@@ -193,7 +193,7 @@ class ByName(Clip):
         groups: By glob over names, as `torch.nn.Module.named_parameters` has them: thresholds, or rules of the level
             "total", which take the group's norm for the total, and remember what they remember of each group apart.
         others: The same for the parameters that no pattern matches, all together.
-        norm_type: p >= 1, or inf; None: what `Measure` says.
+        norm_type: p >= 1, or inf; None: that of the optimizer.
     """
 
     level = "named"
@@ -305,7 +305,7 @@ def planned_for(clip: Clip | None, plan: ReductionPlan, registry: ProcessGroupRe
 def check_packed(clip: Clip | None, reduction: str) -> None:
     """Raise ValueError where a rule needs more than the other reduction measures."""
     if clip is not None and reduction != "packed" and (clip.weights or clip.level == "units"):
-        raise ValueError(f"max_norm={clip!r} needs measure=Measure(reduction='packed'), in which everything travels")
+        raise ValueError(f"max_norm={clip!r} needs reduction='packed', in which everything travels")
 
 
 # AdaGC ----------------------------------------------------------------------------------------------------------------
@@ -370,7 +370,7 @@ class ByPreviousNorm(Clip):
 
     Args:
         max_norm: As for `ByNorm`.
-        norm_type: p >= 1, or inf; None: what `Measure` says.
+        norm_type: p >= 1, or inf; None: that of the optimizer.
     """
 
     max_norm: Threshold

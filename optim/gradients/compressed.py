@@ -15,8 +15,8 @@ from .buckets import Exact, Exchange, Finish, Memory
 class Bf16Wire(Exchange):
     """Float32 gradients travel, and are summed, as bfloat16: half the bytes, 8 significant bits.
 
-        ParallelOptimizer(..., data_parallel=Reduce(overlap=True, exchange=Bf16Wire()))
-        ParallelOptimizer(..., states=Sharded("data", exchange=Bf16Wire()))
+        ParallelOptimizer(..., overlap=True, compression=Bf16Wire())
+        ParallelOptimizer(..., states=Sharded("data", compression=Bf16Wire()))
 
     What rounding a rank's own gradients loses is kept and added to the next ones, so that small gradients arrive late
     instead of never. What the sum itself rounds on its way is nobody's own, and is lost. Gradients of other dtypes travel

@@ -116,7 +116,7 @@ class BackwardReducer:
             raise RuntimeError(
                 f"{self._name_of(param)} got a second gradient in one backward, after the first had been reduced "
                 "(re-entrant activation checkpointing does that): use checkpoint(..., use_reentrant=False), or reduce "
-                "after backward, without Sharded(gradients=True) and Reduce(overlap=True)"
+                "after backward, without Sharded(gradients=True) and overlap=True"
             )
         self._waiting[index].discard(param)
         while self._next < len(self._eager) and not self._waiting[self._next]:
@@ -132,7 +132,7 @@ class BackwardReducer:
         if self.stray is not None:
             raise RuntimeError(
                 f"{self._name_of(self.stray)} got a gradient outside of optimizer.backward after those of the window had "
-                "been reduced: with Reduce(overlap=True) call optimizer.backward for the last micro-batch of a window"
+                "been reduced: with overlap=True call optimizer.backward for the last micro-batch of a window"
             )
 
     def keep_in_place(self) -> None:

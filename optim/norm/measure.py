@@ -1,4 +1,4 @@
-"""What is measured, and asked, in the one collective of a step, as the caller says it."""
+"""Options, norms and statistics of the measurement of gradients in a step's one collective."""
 
 from __future__ import annotations
 
@@ -110,44 +110,21 @@ class Fingerprints:
         check_every(self.every, f"Fingerprints(every={self.every!r})")
 
 
-@dataclass(frozen=True)
-class Measure:
-    """What ranks find out together in every step, in one collective: norms of the gradients, and what else is asked.
+CheckReplicas = bool | Literal["first"] | Fingerprints
 
-    Args:
-        norm_type: p >= 1, or inf.
-        reduction: ``"packed"`` or ``"per_group"``; see `GlobalNorm`.
-        per_parameter: Put the norm of every logical parameter into GradStats.
-        check_replicas: Compare the bits of all copies, of parameters and of their completed gradients, and raise
-            `ReplicaMismatchError` on every rank, before anything is stepped, where they differ. ``"first"``: in the first
-            step, and in the first after parameters were added; it finds other seeds on replicas, a forgotten all-reduce,
-            a split weight declared ``P()``, other batches on tensor peers, and a replica declared sharded (ValueError).
-            True: before every step, for debugging; it reads everything once more and costs one host read. False: never,
-            where copies may differ by rounding (which `align_copies` undoes from time to time). `Fingerprints`: as
-            "first", and every so many steps from there on, optimizer states too, without a host read.
-        commit: Asked on each rank, once before each update, when gradients are complete: "did all come through?" It returns
-            a bool, or a 0-dim bool tensor that the host does not read. Where any rank says False all skip, which is no
-            overflow to the loss scale. What it raises is a False to the others, and is raised on its rank after the step.
-    """
 
-    norm_type: float = 2.0
-    reduction: Reduction = "packed"
-    per_parameter: bool = False
-    check_replicas: bool | Literal["first"] | Fingerprints = "first"
-    commit: Commit | None = None
-
-    def check(self) -> None:
-        """Raise ValueError for arguments that are out of range, TypeError for a ``commit`` that can't be called."""
-        checked_norm_type(self.norm_type)
-        checked_reduction(self.reduction)
-        if isinstance(self.check_replicas, Fingerprints):
-            self.check_replicas.check()
-        elif self.check_replicas not in (True, False, "first"):
-            raise ValueError(
-                f"check_replicas={self.check_replicas!r}: give 'first', True, False or Fingerprints(every=100)"
-            )
-        if self.commit is not None and not callable(self.commit):
-            raise TypeError(f"commit={self.commit!r}: give a function without arguments that returns True or False")
+def check_measurement(
+    norm_type: float, reduction: Reduction, check_replicas: CheckReplicas, commit: Commit | None
+) -> None:
+    """Raise ValueError for arguments that are out of range, TypeError for a ``commit`` that can't be called."""
+    checked_norm_type(norm_type)
+    checked_reduction(reduction)
+    if isinstance(check_replicas, Fingerprints):
+        check_replicas.check()
+    elif check_replicas not in (True, False, "first"):
+        raise ValueError(f"check_replicas={check_replicas!r}: give 'first', True, False or Fingerprints(every=100)")
+    if commit is not None and not callable(commit):
+        raise TypeError(f"commit={commit!r}: give a function without arguments that returns True or False")
 
 
 # The report of a step -------------------------------------------------------------------------------------------------

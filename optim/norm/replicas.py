@@ -28,7 +28,7 @@ ADVICE = (
     "A parameter that differs was initialised or stepped differently (the same seed on all replicas, or "
     "share_weights(model, registry)), or is split and declared as if it were not; a gradient that differs lacks a "
     "reduction over that axis (a layer that should all-reduce in backward, or P(partial=...) that was not said), or comes "
-    "of another batch than its copies' (Measure(check_replicas=False) where copies may differ), or was changed on each "
+    "of another batch than its copies' (check_replicas=False where copies may differ), or was changed on each "
     "rank after backward (torch.nn.utils.clip_grad_norm_, which max_norm= replaces)"
 )
 
@@ -405,7 +405,7 @@ class EqualShards:
                 f"weights and gradients, as those of a replica are; the norm would count it {size} times. Nothing was "
                 f"stepped. If it is a replica, declare it without {axis!r}: P(). If each rank drew its shard from the same "
                 "seed, draw the full tensor and cut it with shard(), or take another seed on each rank. If the shards are "
-                "equal on purpose, turn the comparison off: Measure(check_replicas=False)"
+                "equal on purpose, turn the comparison off: check_replicas=False"
             )
 
 

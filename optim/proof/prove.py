@@ -38,7 +38,7 @@ def prove(
     can't see is a model that computes, and differentiates rightly, another function than the one it is meant to be.
 
     Call it on every rank, in a test, at the start of training or between two steps; not between a backward that reduces
-    (`Reduce(overlap=True)`) and its step, which would refuse the gradients. Dropout sees the same random numbers at every
+    (``overlap=True``) and its step, which would refuse the gradients. Dropout sees the same random numbers at every
     forward; gradients, buffers, parameters and random states are afterwards what they were.
 
     Args:

@@ -52,8 +52,9 @@ from ...parallel.mesh.agreement import gather_objects, on_all_ranks
 from ...parallel.mesh.random_state import cpu_random_state_kept
 from ...parallel.mesh.registry import ProcessGroupRegistry, check_registry
 from ...parallel.mesh.topology import Topology
-from ..build import ELSEWHERE, Stats_co, StepOptions, as_one, renamed, what_instead
+from ..build import ELSEWHERE, Stats_co, StepOptions, as_one, what_instead
 from ..clip.rules import ClipSpec, clip_of
+from ..deprecated_arguments import replace_deprecated
 from ..norm.measure import GradStats
 from ..norm.plan import entries_of
 from ..parallel_optimizer import ParallelOptimizer
@@ -80,21 +81,17 @@ def check_options(options: dict[str, Any]) -> None:
     """Raise TypeError for what is no argument of `ParallelOptimizer`, or follows from one of Booster's."""
     here = {
         "precision": "mixed_precision",
-        "shard_states": "data_parallel='zero1'",
-        "shard_gradients": "data_parallel='zero2'",
         "average_data": "data_parallel",
         "plugin": "data_parallel=",
     }
     signature = inspect.signature(ParallelOptimizer.__init__)
-    known = set(signature.parameters) - {"self", "optimizer", "removed"} - here.keys()
+    known = set(signature.parameters) - {"self", "optimizer", "other"} - here.keys()
     for name in options:
         if name in here:
             raise TypeError(f"{name}= is ParallelOptimizer's; here it is {here[name]}")
         if name not in known:
             instead = what_instead(name, sorted(known), {**ELSEWHERE, "dtype": "mixed_precision=..."})
-            raise renamed(name) or TypeError(
-                f"{name}= is no argument of Booster, and none of ParallelOptimizer: {instead}"
-            )
+            raise TypeError(f"{name}= is no argument of Booster, and none of ParallelOptimizer: {instead}")
 
 
 def name_parameters(model: nn.Module, topology: Topology) -> None:
@@ -329,7 +326,8 @@ class Booster(Saving, Generic[Stats_co]):
         max_norm: Clip the global norm in every step, or another rule; see also the optimizer's ``clip_grad_by_norm``.
         accumulation_steps: K: windows of K micro-batches; `ParallelOptimizer` says what `step` and the tail of an epoch do
             then. 1: gradients add up until you call `step`, which may be after several micro-batches (see `no_sync`).
-        **options: Other arguments of `ParallelOptimizer`, such as ``measure``, ``states`` or ``on_nonfinite``.
+        **options: Other arguments of `ParallelOptimizer`, such as ``check_replicas``, ``overlap`` or ``states``.
+            With "zero1" and "zero2", ``compression`` is also that of the sharded gradients.
     Raises:
         ValueError: No such mode; the mesh has no data axis for ``data_parallel``; an argument is out of range.
         TypeError: An option is none of `ParallelOptimizer`'s, or is decided here.
@@ -369,7 +367,14 @@ class Booster(Saving, Generic[Stats_co]):
         self.registry = registry_of_replicas() if registry is None else registry
         check_registry(self.registry)
         check_data_parallel(data_parallel, self.registry)
+        if wrong := replace_deprecated(options, options, "Booster"):
+            raise wrong
         check_options(options)
+        if options.get("overlap") and data_parallel is not None:
+            raise ValueError(
+                f"overlap=True with data_parallel={data_parallel!r}: overlap is for data_parallel=None, where the "
+                "optimizer itself averages gradients; leave one out"
+            )
         clip_of(max_norm)
         self.data_parallel = data_parallel
         # In managed windows of one a second backward before `step` is an error; here it is the caller's own window.

@@ -200,7 +200,7 @@ def optimizer_options(
         axis = data_alias(registry.topology) or last
         given = options.get("states", ())
         placements = [given] if isinstance(given, Placement) else given
-        return {"states": (Sharded(axis, gradients=mode == "zero2"), *placements)}
+        return {"states": (Sharded(axis, mode == "zero2", options.get("compression")), *placements)}
     if mode == "fsdp" or any(isinstance(part, DistributedDataParallel) for part in parts):
         return {"data_parallel": list(parts) if len(parts) > 1 else parts[0]}
     return {}

@@ -90,8 +90,8 @@ class Pipeline:
         Raises:
             ValueError: A tensor can't be cut into equal micro-batches; a weight is given for losses that are means. Else as
                 `ParallelOptimizer.window`.
-        Collectives: the schedule's; those of the model's and data_parallel's backward, of `Sharded` and `Reduce`. Host
-            reads: none.
+        Collectives: those of the schedule, of the model's and data_parallel's backward, of `Sharded` and ``overlap=True``.
+            Host reads: none.
         """
         self._check_even([*args, *kwargs.values(), target])
         if weight is not None and self._loss.is_mean:

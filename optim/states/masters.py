@@ -263,7 +263,7 @@ def check_main_grads(binding: Binding, accumulation_steps: int | None) -> None:
     if binding.precision.main_grads or not binding.precision.masters:
         return
     adds = [f"{type(placement).__name__}, which reduces shards over ranks" for placement in binding.placements]
-    adds += ["Reduce(overlap=True), which reduces over ranks"] if binding.overlap else []
+    adds += ["overlap=True, which reduces over ranks"] if binding.overlap else []
     adds += [f"accumulation_steps={accumulation_steps}"] if accumulation_steps not in (None, 1) else []
     if adds:
         raise ValueError(

@@ -471,7 +471,7 @@ class PicklableOptimizer:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a copy over copied parameters, without hooks and gradients. Raises, collectives: as the constructor."""
-        commit = self._setup.measure.commit
+        commit = self._setup.commit
         memo[id(commit)] = commit  # a callback that may reference objects outside the optimizer
         return rebuilt(type(self), copy.deepcopy(self._recipe(), memo))
 

@@ -12,7 +12,7 @@ from ...parallel.interop.local_parameters import has_dtensors, local_parameter
 from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
-from ..norm.measure import Fingerprints, Measure
+from ..norm.measure import CheckReplicas, Fingerprints
 from ..norm.param_table import ParamTable
 from ..norm.plan import ReductionPlan
 from ..norm.replicas import EqualShards, FingerprintMonitor, ReplicaCheck
@@ -21,7 +21,7 @@ from .offloaded import Offloaded
 
 
 def check_stepped_alike(
-    plan: ReductionPlan, placements: Iterable[Placement], measure: Measure, registry: ProcessGroupRegistry
+    plan: ReductionPlan, placements: Iterable[Placement], check_replicas: CheckReplicas, registry: ProcessGroupRegistry
 ) -> None:
     """Raise ValueError, on every rank, if `Offloaded` may step replicas that `Fingerprints` compare on different devices.
 
@@ -30,7 +30,7 @@ def check_stepped_alike(
     Collectives: an object all-gather if both `Fingerprints` and a partial `Offloaded` are used, else none.
     """
     fraction = next((one.fraction for one in placements if isinstance(one, Offloaded)), 0.0)
-    if not isinstance(measure.check_replicas, Fingerprints) or fraction in (0, 1):
+    if not isinstance(check_replicas, Fingerprints) or fraction in (0, 1):
         return
     trained = [entry for entry in plan.entries if entry.trained]
     copies = []
@@ -52,7 +52,7 @@ def check_stepped_alike(
 
 
 def checks_of(
-    table: ParamTable, given: Sequence[GivenParam], measure: Measure, device: torch.device
+    table: ParamTable, given: Sequence[GivenParam], check_replicas: CheckReplicas, device: torch.device
 ) -> list[ReplicaCheck]:
     """Return the replica comparisons for the first or for all measurements; the first comparison includes gradients.
 
@@ -63,7 +63,7 @@ def checks_of(
         device: The device of the values that a step reduces.
     """
     topology = table.plan.topology
-    if not measure.check_replicas or topology.world_size == 1:
+    if not check_replicas or topology.world_size == 1:
         return []
     checks = [ReplicaCheck(table.plan, [row.replica_tensor for row in table], device)]
     if table.plan.cut_over is not None:  # equal shards do not imply equal replicas of the full parameters
@@ -76,14 +76,14 @@ def _local_tensors(given: Sequence[GivenParam], topology: Topology) -> list[Tens
 
 
 def equal_shards_of(
-    table: ParamTable, given: Sequence[GivenParam], measure: Measure, device: torch.device
+    table: ParamTable, given: Sequence[GivenParam], check_replicas: CheckReplicas, device: torch.device
 ) -> EqualShards | None:
     """Return the comparison of shards in the first measurement; None: replicas are not compared.
 
     Args: as for `checks_of`.
     """
     topology = table.plan.topology
-    if not measure.check_replicas or topology.world_size == 1:
+    if not check_replicas or topology.world_size == 1:
         return None
     axes: list[tuple[str, ...]] = []
     for row in table:
@@ -94,7 +94,12 @@ def equal_shards_of(
 
 
 def watch_of(
-    table: ParamTable, chain: TransformChain, measure: Measure, device: torch.device, masters: bool, placed: bool
+    table: ParamTable,
+    chain: TransformChain,
+    check_replicas: CheckReplicas,
+    device: torch.device,
+    masters: bool,
+    placed: bool,
 ) -> FingerprintMonitor | None:
     """Return the comparison of replicas during the whole run; None: `Fingerprints` is not used.
 
@@ -106,7 +111,7 @@ def watch_of(
         placed: True if there are state placements.
     """
     topology = table.plan.topology
-    if not isinstance(measure.check_replicas, Fingerprints) or topology.world_size == 1:
+    if not isinstance(check_replicas, Fingerprints) or topology.world_size == 1:
         return None
     what = "master" if masters else "stepped weight" if placed else "parameter"
     checks = [ReplicaCheck(table.plan, table.tensors, device, chain.states, exact=True, what=what)]
@@ -120,4 +125,4 @@ def watch_of(
             f"no tensor of this rank has a replica on {topology!r}: Fingerprints compare nothing on this rank",
             stacklevel=2,
         )
-    return FingerprintMonitor(checks, measure.check_replicas.every, chain.registry)
+    return FingerprintMonitor(checks, check_replicas.every, chain.registry)

@@ -12,9 +12,10 @@ Reference: Rajbhandari et al. 2019, "ZeRO", arXiv:1910.02054.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -30,6 +31,7 @@ from ...parallel.mesh.agreement import gather_objects
 from ...parallel.mesh.process_group_collectives import ALL_GATHER
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
+from ..deprecated_arguments import level_of_caller
 from ..gradients.buckets import (
     BUCKET_BYTES,
     Exact,
@@ -382,7 +384,9 @@ class Sharded(Placement):
         gradients: True: every backward reduces gradients into this rank's slice, so all ranks must call `backward` for
             every micro-batch. Buckets are reduced while backward runs, with the exceptions below. Default False: gradients
             are reduced at the end of a window.
-        exchange: The communication hook that reduces gradients over the axis. Default None: without compression.
+        compression: The communication hook that reduces gradients over the axis, such as `Bf16Wire`. Default None: without
+            compression.
+        exchange: Deprecated; write ``compression=``.
 
     With ``gradients=True`` some buckets are reduced at the end of backward: owned parameters, parameters whose bucket
     layout differs between ranks, and all parameters if the model itself may use a data axis. It may if a spec names the
@@ -397,7 +401,23 @@ class Sharded(Placement):
     position: ClassVar[Position] = Position.CUT
     axis: str = "data"
     gradients: bool = False
-    exchange: Exchange | None = None
+    compression: Exchange | None = None
+    exchange: InitVar[Exchange | None] = None
+
+    def __post_init__(self, exchange: Exchange | None) -> None:
+        if exchange is None:
+            return
+        if self.compression is not None:
+            raise TypeError(
+                f"compression is given twice, as compression={self.compression!r} and as exchange={exchange!r}: leave "
+                "exchange out, which is deprecated"
+            )
+        warnings.warn(
+            f"Sharded(exchange={exchange!r}) is deprecated: write compression={exchange!r} instead",
+            DeprecationWarning,
+            stacklevel=level_of_caller(),
+        )
+        object.__setattr__(self, "compression", exchange)
 
     def check(self, binding: Binding) -> None:
         topology, switch = binding.registry.topology, binding.data_parallel
@@ -411,11 +431,12 @@ class Sharded(Placement):
         if self.gradients and role == "data" and not binding.averages_data:
             raise ValueError(
                 "Sharded(gradients=True) needs the optimizer itself to average over the data axes: leave data_parallel "
-                "out, or shard only the states"
+                "and average_data out, or shard only the states"
             )
         if binding.overlap:
             raise ValueError(
-                "Reduce(overlap=True) and Sharded(gradients=True) both reduce gradients during backward: leave one out"
+                "overlap=True is for states that are not sharded, and Sharded(gradients=True) reduces gradients during "
+                "backward too: leave one out"
             )
         check_elementwise(binding.optimizer, "Sharded gives the optimizer 1-dim shards of parameters")
 
@@ -513,7 +534,7 @@ class Shards(Link):
         for param in params:
             if self._main_grads and is_half(param):
                 use_main_grad_(param)
-        dtype, exchange = self._grad_dtype(params[0]), self.how.exchange or Exact()
+        dtype, exchange = self._grad_dtype(params[0]), self.how.compression or Exact()
         bucket = ZeroBucket(
             params, layout, self.registry, decision.axes, decision.summed, dtype, exchange, self.how.gradients
         )

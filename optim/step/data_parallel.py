@@ -6,7 +6,6 @@ import gc
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -23,34 +22,34 @@ from ..norm.plan import ParameterEntry
 from .window import Window
 
 
-@dataclass(frozen=True)
-class Reduce:
-    """How the optimizer itself reduces gradients; given as ``data_parallel=``, in the place of a module that does.
+def check_gradient_reduction(
+    modules: Sequence[nn.Module],
+    average_data: bool,
+    overlap: bool,
+    compression: Exchange | None,
+    bucket_bytes: int | None,
+) -> None:
+    """Check the arguments that say how the optimizer itself reduces gradients.
 
     Args:
-        overlap: Reduce each bucket of gradients over the data axes as soon as backward has filled it, in the last
-            micro-batch of a window (call the others under ``no_sync``, where you decide when to step). Over axes that the
-            model itself uses, and for DTensors, owned parameters and those with uneven pieces, only when it has ended; all
-            of them then, where the model may meet over a data axis (experts), or ranks could wait for each other in a
-            circle. False: all of it in `step`.
-        average_data: False where something else averages gradients over the data axes; pending sums are made all the same.
-        exchange: What goes over the wire; None: the gradients as they are.
-        bucket_bytes: Of a flat bucket; None: 32 MiB, and half of it with ``overlap``: smaller ones cost more.
+        modules: Those of ``data_parallel=``.
+    Raises:
+        ValueError: One is out of range, or two exclude each other.
+        TypeError: ``compression`` is no `Exchange`.
     """
-
-    overlap: bool = False
-    average_data: bool = True
-    exchange: Exchange | None = None
-    bucket_bytes: int | None = None
-
-    def check(self) -> None:
-        """Raise ValueError for arguments that are out of range, or don't go together."""
-        if self.overlap and not self.average_data:
-            raise ValueError(
-                "Reduce(overlap=True, average_data=False): there is nothing to reduce while backward runs; leave one out"
-            )
-        if self.bucket_bytes is not None and not is_whole(self.bucket_bytes, 1):
-            raise ValueError(f"bucket_bytes={self.bucket_bytes!r}: give a whole number of bytes >= 1")
+    if overlap and modules:
+        raise ValueError(
+            f"overlap=True with data_parallel={type(modules[0]).__name__}: the module reduces gradients during backward "
+            "itself; leave one out"
+        )
+    if overlap and not average_data:
+        raise ValueError(
+            "overlap=True with average_data=False: there is nothing to reduce while backward runs; leave one out"
+        )
+    if compression is not None and not isinstance(compression, Exchange):
+        raise TypeError(f"compression={compression!r}: give an instance of an Exchange, such as Bf16Wire()")
+    if bucket_bytes is not None and not is_whole(bucket_bytes, 1):
+        raise ValueError(f"bucket_bytes={bucket_bytes!r}: give a whole number of bytes >= 1")
 
 
 class GradSyncController(ABC):
@@ -127,8 +126,8 @@ class OverlappedReduce(GradSyncController):
         """Raises RuntimeError where a backward of the window has reduced already: what it summed would be summed again."""
         if self.on and window.reduced:
             raise RuntimeError(
-                "an earlier backward of this window has reduced the gradients already, as Reduce(overlap=True) does in the "
-                "last micro-batch: call the others within optimizer.no_sync(), or give accumulation_steps"
+                "an earlier backward of this window has reduced the gradients already, as overlap=True does in the last "
+                "micro-batch: call the others within optimizer.no_sync(), or give accumulation_steps"
             )
         reduces = self.on
         if reduces and is_captured():
@@ -170,8 +169,8 @@ class TorchGradSync(GradSyncController):
             if not isinstance(module, DistributedDataParallel) and not hasattr(module, "set_requires_gradient_sync"):
                 raise TypeError(
                     f"data_parallel={type(given).__name__}: give the DistributedDataParallel module, or the root module "
-                    "that fully_shard was applied to (a list of them where a rank has several stages of a pipeline), or "
-                    "Reduce(...)"
+                    "that fully_shard was applied to (a list of them where a rank has several stages of a pipeline); "
+                    "leave it out if the optimizer itself averages"
                 )
         if len(by_ddp) > 1:
             raise TypeError(
@@ -196,7 +195,7 @@ class TorchGradSync(GradSyncController):
                 raise ValueError(
                     f"{entry.name} is declared {entry.spec}, of different pieces along a data axis, over which "
                     "DistributedDataParallel would average it, or leave it undivided where it ignores it: leave "
-                    "data_parallel out, or give Reduce(...) or states=Sharded(...), which go by the specs"
+                    "data_parallel out, so that the optimizer reduces gradients by the specs"
                 )
 
     def check_groups(self, registry: ProcessGroupRegistry) -> None:
@@ -283,9 +282,9 @@ def find_misplaced_ddp(
     return None
 
 
-def modules_in(data_parallel: nn.Module | Sequence[nn.Module] | Reduce | None) -> list[nn.Module]:
+def modules_in(data_parallel: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]:
     """Those that ``data_parallel=`` names; none where the optimizer averages."""
-    if data_parallel is None or isinstance(data_parallel, Reduce):
+    if data_parallel is None:
         return []
     if isinstance(data_parallel, (list, tuple, nn.ModuleList)):
         return list(data_parallel)

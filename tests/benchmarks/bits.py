@@ -30,11 +30,9 @@ from meshstep.optim import (
     ByNorm,
     ByValue,
     HalfStates,
-    Measure,
     Offloaded,
     ParallelOptimizer,
     PerParameter,
-    Reduce,
     Sharded,
     SkipSpikes,
     WarmUp,
@@ -122,13 +120,13 @@ RULES: dict[str, Any] = {
     "SkipSpikes": SkipSpikes(1.5, then=1.0),
 }
 MORE: dict[str, Run] = {
-    "overlap": Run(adamw, {"max_norm": 0.7, "data_parallel": Reduce(overlap=True)}),
+    "overlap": Run(adamw, {"max_norm": 0.7, "overlap": True}),
     "half states": Run(adamw, {"max_norm": 0.7, "states": HalfStates()}),
     "window of 3": Run(adamw, {"max_norm": 0.7, "accumulation_steps": 3}),
     "window of 3, bf16, weighted": Run(adamw, {"max_norm": 0.7, "accumulation_steps": 3}, "bf16", weight=2.5),
-    "per group": Run(adamw, {"max_norm": 0.7, "measure": Measure(reduction="per_group")}),
-    "per parameter": Run(adamw, {"max_norm": 0.7, "measure": Measure(per_parameter=True)}),
-    "commit": Run(adamw, {"max_norm": 0.7, "measure": Measure(commit=lambda: True)}),
+    "per group": Run(adamw, {"max_norm": 0.7, "reduction": "per_group"}),
+    "per parameter": Run(adamw, {"max_norm": 0.7, "per_parameter_norms": True}),
+    "commit": Run(adamw, {"max_norm": 0.7, "commit": lambda: True}),
     "strided, bf16": Run(adamw, {"max_norm": 0.7}, "bf16", strided=True),
 }
 

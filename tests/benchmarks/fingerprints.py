@@ -26,7 +26,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
 
 from flips import LAYOUTS, Run
-from meshstep.optim import Fingerprints, Measure, ParallelOptimizer, Replayable, ReplicaMismatchError
+from meshstep.optim import Fingerprints, ParallelOptimizer, Replayable, ReplicaMismatchError
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from world import World
 
@@ -37,10 +37,10 @@ def contenders(registry: ProcessGroupRegistry, width: int) -> dict[str, Callable
     """Name -> one step, each of its own parameters and gradients."""
     sizes = [(3072, width), (512, width), *[(width,), (3 * width, width), (width, width), (4 * width, width)] * 9]
     ways: dict[str, dict[str, Any]] = {
-        "no watch": {"measure": Measure()},
-        "a step that compares": {"measure": Measure(check_replicas=Fingerprints(every=1))},
-        "a step between": {"measure": Measure(check_replicas=Fingerprints(every=10**6))},
-        "commit=": {"measure": Measure(commit=lambda: True)},
+        "no watch": {},
+        "a step that compares": {"check_replicas": Fingerprints(every=1)},
+        "a step between": {"check_replicas": Fingerprints(every=10**6)},
+        "commit=": {"commit": lambda: True},
         "Replayable": {"states": Replayable()},
     }
     steps: dict[str, Callable[[], object]] = {}

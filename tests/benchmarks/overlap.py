@@ -1,4 +1,4 @@
-"""Time whole training steps of replicas: torch's DistributedDataParallel against `Reduce`, with and without overlap.
+"""Time training steps of replicas: torch's DistributedDataParallel and `ParallelOptimizer`, with and without overlap.
 
     python tests/benchmarks/overlap.py [--ranks 2 4] [--seconds 60] [--norm]
 
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
 
 import torch
 import torch.distributed as dist
-from meshstep.optim import ParallelOptimizer, Reduce
+from meshstep.optim import ParallelOptimizer
 from meshstep.optim.step.call_guard import own_calls
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from timed_transformer import VOCAB, Transformer
@@ -36,7 +36,7 @@ from world import World, printed_by
 
 MAX_NORM = 0.7
 Step = Callable[[Tensor], "Spent | None"]
-WITH, WITHOUT = "Reduce(overlap=True)", "Reduce(overlap=True), bare AdamW"
+WITH, WITHOUT = "ParallelOptimizer(overlap=True)", "ParallelOptimizer(overlap=True), bare AdamW"
 BACKWARD = "forward and backward of it"
 
 
@@ -77,13 +77,15 @@ def torch_recipe(make: Callable[[], Transformer], registry: ProcessGroupRegistry
 
 
 def meshstep(
-    make: Callable[[], Transformer], registry: ProcessGroupRegistry, how: Reduce | None, ddp: bool = False
+    make: Callable[[], Transformer], registry: ProcessGroupRegistry, ddp: bool = False, **options: Any
 ) -> Step:
     """`ParallelOptimizer`, which reduces itself unless DDP does."""
     model: nn.Module = make()
     if ddp:
         model = DistributedDataParallel(model, process_group=registry.group("data"))
-    optimizer = ParallelOptimizer(adamw(model), registry, max_norm=MAX_NORM, data_parallel=model if ddp else how)
+    optimizer = ParallelOptimizer(
+        adamw(model), registry, max_norm=MAX_NORM, data_parallel=model if ddp else None, **options
+    )
 
     def step(ids: Tensor) -> None:
         optimizer.zero_grad()
@@ -97,8 +99,7 @@ def without_norm(make: Callable[[], Transformer], registry: ProcessGroupRegistry
     """Gradients reduced during backward, then the bare optimizer: what measuring and clipping add is what this lacks."""
     model = make()
     adamw_ = adamw(model)
-    how = Reduce(overlap=True, bucket_bytes=bucket_bytes)
-    optimizer = ParallelOptimizer(adamw_, registry, data_parallel=how)
+    optimizer = ParallelOptimizer(adamw_, registry, overlap=True, bucket_bytes=bucket_bytes)
 
     def step(ids: Tensor) -> Spent:
         optimizer.zero_grad()
@@ -117,7 +118,7 @@ def contenders(
 ) -> dict[str, Step]:
     """Name -> one step, each of its own model. ``norm``: only those that show what the norm costs."""
     pair = {
-        WITH: meshstep(make, registry, Reduce(overlap=True, bucket_bytes=bucket_bytes)),
+        WITH: meshstep(make, registry, overlap=True, bucket_bytes=bucket_bytes),
         WITHOUT: without_norm(make, registry, bucket_bytes),
     }
     if norm:
@@ -125,8 +126,8 @@ def contenders(
     return {
         "DDP, clip_grad_norm_, AdamW": torch_recipe(make, registry),
         "DDP (gradient_as_bucket_view), the same": torch_recipe(make, registry, gradient_as_bucket_view=True),
-        "DDP, ParallelOptimizer": meshstep(make, registry, None, ddp=True),
-        "Reduce()": meshstep(make, registry, Reduce()),
+        "DDP, ParallelOptimizer": meshstep(make, registry, ddp=True),
+        "ParallelOptimizer": meshstep(make, registry),
         **pair,
     }
 
@@ -227,7 +228,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--rows", type=int, default=4, help="of 64 tokens, on each rank")
     parser.add_argument("--norm", action="store_true", help="only what the norm adds")
-    parser.add_argument("--bucket-bytes", type=int, default=None, help="of Reduce(overlap=True)")
+    parser.add_argument("--bucket-bytes", type=int, default=None, help="with overlap=True")
     arguments = parser.parse_args()
     print(f"torch {torch.__version__}, {platform.machine()} CPU, gloo, one thread a rank")
     world = World()

@@ -36,7 +36,7 @@ from deepspeed_on_cpu import deepspeed_on_cpu
 from megatron_on_cpu import megatron
 from meshstep.amp import Bf16, NaiveFp16
 from meshstep.amp.precision import Precision
-from meshstep.optim import Measure, ParallelOptimizer, use_kernels
+from meshstep.optim import ParallelOptimizer, use_kernels
 from meshstep.optim.kernels.choice import Kernels
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from meshstep.parallel.interop.deepspeed import ModelParallelUnit
@@ -202,9 +202,7 @@ class Run:
             self.registry,
             max_norm=MAX_NORM,
             precision=precision,  # type: ignore[arg-type]
-            measure=Measure(
-                check_replicas=False
-            ),  # all ranks have the same numbers, and other packages compare nothing
+            check_replicas=False,  # all ranks have the same numbers, and other packages compare nothing
         )
         wide = isinstance(precision, Precision) and precision.main_grads
         given = self.contender(model, optimizer.step, torch.float32 if wide else None)

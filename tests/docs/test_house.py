@@ -43,7 +43,7 @@ FLOORS: Mapping[str, tuple[frozenset[str], ...]] = {
         frozenset({"kernels", "lion"}),
         frozenset({"norm"}),
         frozenset({"gradients"}),
-        frozenset({"clip"}),
+        frozenset({"clip", "deprecated_arguments"}),
         frozenset({"step"}),
         frozenset({"states"}),
         frozenset({"whole"}),

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from dense import COUNTED
 from gathered_objects import objects_gathered_by, said_by_all
-from meshstep.optim import HalfStates, Measure, ParallelOptimizer, Reduce, Sharded
+from meshstep.optim import HalfStates, ParallelOptimizer, Sharded
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.testing import fake_world
 from snippets import blocks, printed_by
@@ -84,7 +84,7 @@ def sent_by(case: Case) -> tuple[list[Sent], int]:
             param.data = param.data.bfloat16() if case.bf16 else param.data
         parts = [params[index :: case.groups] for index in range(case.groups)]
         adamw = torch.optim.AdamW([{"params": part} for part in parts], fused=True)
-        options: dict[str, Any] = {"data_parallel": Reduce(bucket_bytes=BUCKET)}
+        options: dict[str, Any] = {"bucket_bytes": BUCKET}
         if case.sharded:
             options = {"states": Sharded("data")}
         optimizer = ParallelOptimizer(
@@ -92,7 +92,7 @@ def sent_by(case: Case) -> tuple[list[Sent], int]:
             registry,
             max_norm=1.0,
             precision="bf16" if case.bf16 else "fp32",
-            measure=Measure(check_replicas=False),
+            check_replicas=False,
             **options,
         )
         for _ in range(3):

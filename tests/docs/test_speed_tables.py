@@ -44,8 +44,8 @@ SMALL: dict[str, list[tuple[str, list[str]]]] = {
             [
                 "DDP, clip_grad_norm_, AdamW",
                 "DDP, ParallelOptimizer",
-                "Reduce()",
-                "Reduce(overlap=True)",
+                "ParallelOptimizer(overlap=True)",
+                "ParallelOptimizer(overlap=True), bare AdamW",
                 "norm and clip add",
             ],
         )

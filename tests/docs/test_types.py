@@ -16,7 +16,7 @@ import meshstep
 import torch
 from meshstep import Booster, CosineAnnealingLR, GradStats, P, ParallelOptimizer, ProcessGroupRegistry, Topology, declare
 from meshstep.amp import ApexFp16, precision_of
-from meshstep.optim import Reduce, Sharded
+from meshstep.optim import Bf16Wire, Sharded
 from meshstep.parallel import ShardedDataLoader, prepare_dataloader
 from torch import Tensor, nn
 from typing_extensions import assert_type
@@ -46,7 +46,7 @@ adam = torch.optim.AdamW(net.parameters())
 plain = ParallelOptimizer(adam, registry, max_norm=1.0, precision="bf16", states=Sharded("data"))
 assert_type(plain.step(), GradStats)
 assert_type(plain.clip_grad_by_norm(1.0), GradStats)
-told = ParallelOptimizer(adam, registry, accumulation_steps=None, data_parallel=Reduce(overlap=True))
+told = ParallelOptimizer(adam, registry, accumulation_steps=None, overlap=True, compression=Bf16Wire())
 assert_type(told.step().total_norm, Tensor)
 windows = ParallelOptimizer(adam, registry, accumulation_steps=4, precision=ApexFp16("O1"))
 assert_type(windows.step(), GradStats | None)
@@ -64,7 +64,7 @@ schedule = CosineAnnealingLR(adam, total_steps=3)
 data = torch.utils.data.TensorDataset(torch.ones(2, 4), torch.ones(2, 2))
 loader_of_tensors = prepare_dataloader(data, registry, 1)
 assert_type(loader_of_tensors, ShardedDataLoader[tuple[Tensor, ...]])
-booster = Booster("bf16", registry, "zero1", max_norm=1.0, states=())
+booster = Booster("bf16", registry, "zero1", max_norm=1.0, states=(), check_replicas=False)
 model, optimizer, criterion, batches, rates = booster.boost(net, adam, mean_square, loader_of_tensors, schedule)
 assert_type(model, Net)
 assert_type(model.layer, nn.Linear)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from meshstep.optim import ByValue, Link, Measure, Offloaded, ParallelOptimizer, Placement, Reduce, Sharded, Skip
+from meshstep.optim import ByValue, Link, Offloaded, ParallelOptimizer, Placement, Sharded, Skip
 
 AnyLink = TypeVar("AnyLink", bound=Link)
 
@@ -12,13 +12,9 @@ AnyLink = TypeVar("AnyLink", bound=Link)
 def arguments(**options: Any) -> dict[str, Any]:
     """The arguments of `ParallelOptimizer` (or `Booster`) for options as tables have them, each a word.
 
-    ``norm_type reduction per_parameter_norms check_replicas commit`` are `Measure`'s, ``shard_states shard_gradients``
-    `Sharded`'s, ``offload`` is `Offloaded`'s fraction, ``clip_value`` `ByValue`, ``average_data`` `Reduce`'s,
+    ``shard_states shard_gradients`` are `Sharded`'s, ``offload`` is `Offloaded`'s fraction, ``clip_value`` `ByValue`'s,
     ``max_skips_in_a_row`` `Skip`'s; all else is what it is.
     """
-    measured = {"norm_type": "norm_type", "reduction": "reduction", "check_replicas": "check_replicas"}
-    measured |= {"per_parameter_norms": "per_parameter", "commit": "commit"}
-    measure = {new: options.pop(old) for old, new in measured.items() if old in options}
     states: list[Placement] = []
     axis, gradients = options.pop("shard_states", None), options.pop("shard_gradients", False)
     if axis is not None:
@@ -28,14 +24,10 @@ def arguments(**options: Any) -> dict[str, Any]:
         states.append(Offloaded(fraction))
     if states:
         options["states"] = tuple(states)
-    if measure:
-        options["measure"] = Measure(**measure)
     value = options.pop("clip_value", None)
     if value is not None:
         assert options.get("max_norm") is None, "one rule at a time"
         options["max_norm"] = ByValue(value)
-    if not options.pop("average_data", True):
-        options["data_parallel"] = Reduce(average_data=False)
     most = options.pop("max_skips_in_a_row", None)
     if most is not None:
         options["on_nonfinite"] = Skip(most)

@@ -32,7 +32,7 @@ from configurations import (
 from dense_steps import hyper_parameters, inner_optimizer
 from dtensors import local
 from meshstep.amp import NaiveFp16
-from meshstep.optim import ParallelOptimizer, Reduce, ReplicaMismatchError, load_checkpoint, save_checkpoint
+from meshstep.optim import ParallelOptimizer, ReplicaMismatchError, load_checkpoint, save_checkpoint
 from meshstep.optim.gradients import buckets as gradient_sync
 from meshstep.parallel import P, ProcessGroupRegistry, annotate
 from meshstep.parallel.interop.local_parameters import has_dtensors, local_parameter
@@ -124,7 +124,7 @@ class Rank:
         if setting.axis is not None:
             options |= {"shard_states": setting.axis, "shard_gradients": setting.states == "zero2"}
         elif setting.states == "overlap":
-            options["data_parallel"] = Reduce(overlap=True, bucket_bytes=setting.bucket)
+            options |= {"overlap": True, "bucket_bytes": setting.bucket}
         return options
 
     def optimizer(self) -> ParallelOptimizer[Any]:

@@ -13,11 +13,9 @@ from meshstep.amp import Mode, NaiveFp16, Precision, precision_of
 from meshstep.optim import (
     ByGroup,
     Fingerprints,
-    Measure,
     Offloaded,
     ParallelOptimizer,
     Placement,
-    Reduce,
     Sharded,
 )
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
@@ -38,7 +36,6 @@ class Layout:
     precision: Mode | Precision = "fp32"
     options: dict[str, Any] = field(default_factory=dict)
     roles: dict[str, Any] = field(default_factory=dict)
-    measure: dict[str, Any] = field(default_factory=dict)
     dtensors: Literal["", "split", "fully sharded"] = ""
     bit_of: str = "bias"  # the parameter that has most copies
 
@@ -88,12 +85,10 @@ LAYOUTS = {
     "tied": Layout((("data", 2), ("pipe", 2)), {"matrix": P(tied={"pipe": (0, -1)}), "bias": P()}, bit_of="matrix"),
     "DTensor": Layout(GRID, SPLIT, dtensors="split"),
     "HSDP": Layout((("replica", 3), ("data", 2)), COPIED, dtensors="fully sharded"),
-    "overlap": Layout(GRID, SPLIT, options={"data_parallel": Reduce(overlap=True)}),
+    "overlap": Layout(GRID, SPLIT, options={"overlap": True}),
     "by group": Layout(GRID, SPLIT, options={"max_norm": ByGroup((0.2, None), others=0.3)}),
-    "largest element": Layout(
-        (("data", 3), ("tensor", 2)), SPLIT, options={"max_norm": 0.05}, measure={"norm_type": inf}
-    ),
-    "a collective a group": Layout((("data", 3), ("tensor", 2)), SPLIT, measure={"reduction": "per_group"}),
+    "largest element": Layout((("data", 3), ("tensor", 2)), SPLIT, options={"max_norm": 0.05, "norm_type": inf}),
+    "a collective a group": Layout((("data", 3), ("tensor", 2)), SPLIT, options={"reduction": "per_group"}),
 }
 
 
@@ -139,8 +134,8 @@ class Run:
         mode.prepare(self.model)
         make = make or (lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4, fused=True))
         compared: Any = "first" if every is None else Fingerprints(every=every)
-        measure = Measure(check_replicas=compared, commit=commit, **layout.measure)
-        options = {"max_norm": 0.5, "precision": mode, "measure": measure, **layout.options, **options}
+        always = {"precision": mode, "check_replicas": compared, "commit": commit}
+        options = {"max_norm": 0.5, **always, **layout.options, **options}
         if layout.dtensors == "fully sharded":
             options["data_parallel"] = fully_shard(self.model, mesh=registry.device_mesh("replica", "data"))
         groups: Any = self.model.named_parameters()

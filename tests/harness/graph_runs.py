@@ -21,10 +21,8 @@ from meshstep.optim import (
     ByValue,
     GradStats,
     Lion,
-    Measure,
     ParallelOptimizer,
     PerParameter,
-    Reduce,
     Sharded,
     SkipSpikes,
     WarmUp,
@@ -114,14 +112,14 @@ SETTINGS: dict[str, Setting] = {
     "by name": Setting(_NAIVE, {"max_norm": ByName({"*bias": ZClip(warm_up=2)}, others=ByNorm(WarmUp(0.5, 0.1, 9)))}),
     "spikes": Setting(options={"max_norm": SkipSpikes(50.0, AdaGC(0.3, warm_up=4), window=6, warm_up=3)}),
     "largest": Setting(options={"max_norm": ByNorm(0.1, norm_type=float("inf"))}),
-    "p = 3": Setting(options={"measure": Measure(norm_type=3.0, per_parameter=True), "max_norm": 0.3}),
-    "one by one": Setting(options={"measure": Measure(reduction="per_group"), "max_norm": 0.3}),
+    "p = 3": Setting(options={"norm_type": 3.0, "per_parameter_norms": True, "max_norm": 0.3}),
+    "one by one": Setting(options={"reduction": "per_group", "max_norm": 0.3}),
 }
 PLACED: dict[str, dict[str, Any]] = {
     "replicated": {},
     "ZeRO-1": {"states": Sharded("data")},
     "ZeRO-2": {"states": Sharded("data", gradients=True)},
-    "overlap": {"data_parallel": Reduce(overlap=True)},
+    "overlap": {"overlap": True},
 }
 
 

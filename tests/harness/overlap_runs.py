@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 from meshstep.amp import NaiveFp16
-from meshstep.optim import Offloaded, ParallelOptimizer, Reduce
+from meshstep.optim import Offloaded, ParallelOptimizer
 from meshstep.optim.gradients.buckets import GradientBucket, Reducible
 from meshstep.optim.gradients.reduce_in_backward import BackwardReducer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
@@ -73,13 +73,13 @@ class Trained(dict[str, Tensor]):
     in_backward = 0
 
 
-def train_replicas(ranks: int, mode: str, how: str, overlap: bool, exchange: Any = None) -> Trained:
+def train_replicas(ranks: int, mode: str, how: str, overlap: bool, compression: Any = None) -> Trained:
     """A few steps of `Replica` on this rank of data=``ranks``, in one of the ways of `Windows`."""
     dtype = torch.float32 if mode == "fp32" else torch.float16 if mode.startswith("fp16") else torch.bfloat16
     with ProcessGroupRegistry(Topology(data=ranks)) as registry, watched() as watch:
         model = Replica(dtype)
-        reduce = Reduce(overlap=overlap, bucket_bytes=SMALL, exchange=exchange)
-        optimizer = make_optimizer(model, registry, reduce, mode, how)
+        reduction = {"overlap": overlap, "bucket_bytes": SMALL, "compression": compression}
+        optimizer = make_optimizer(model, registry, mode, how, **reduction)
         norms = Windows(model, optimizer, registry, how).run()
         found = {name: param.detach().clone() for name, param in model.named_parameters()}
         trained = Trained({**found, "norms": torch.stack(norms)})
@@ -88,7 +88,7 @@ def train_replicas(ranks: int, mode: str, how: str, overlap: bool, exchange: Any
 
 
 def make_optimizer(
-    model: nn.Module, registry: ProcessGroupRegistry, reduce: Reduce, mode: str, how: str
+    model: nn.Module, registry: ProcessGroupRegistry, mode: str, how: str, **options: Any
 ) -> ParallelOptimizer:
     """In the precision ``mode``, used as ``how`` says; ``added``: the head's parameters are left for later."""
     params = [param for name, param in model.named_parameters() if how != "added" or not name.startswith("head")]
@@ -97,9 +97,9 @@ def make_optimizer(
         registry,
         max_norm=0.5,
         precision=NaiveFp16(init_scale=2.0**10) if mode == "fp16_naive" else MODES[mode],
-        data_parallel=reduce,
         accumulation_steps=3 if how in ("managed", "short", "announced") else None,
         states=Offloaded(0.5) if how == "offloaded" else (),
+        **options,
     )
 
 

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 from hypothesis import strategies as st
-from meshstep.optim import Bf16Wire, ByGroup, ByNorm, Measure, ParallelOptimizer, Reduce, Sharded, save_checkpoint
+from meshstep.optim import Bf16Wire, ByGroup, ByNorm, ParallelOptimizer, Sharded, save_checkpoint
 from meshstep.optim.gradients import buckets as gradient_sync
 from meshstep.optim.norm.replicas import ReplicaCheck
 from meshstep.parallel import (
@@ -245,21 +245,19 @@ def options_of(drawn: Drawn) -> dict[str, Any]:
     norm_type = rng.choice([1.0, 2.0, 2.0, inf])
     options: dict[str, Any] = {
         "max_norm": rng.choice([None, ByNorm(0.5), ByGroup((0.5,))]),
-        "measure": Measure(
-            norm_type=norm_type,
-            reduction=rng.choice(["packed", "per_group"]),
-            per_parameter=rng.random() < 0.3,
-            check_replicas=rng.choice([True, False]),
-        ),
+        "norm_type": norm_type,
+        "reduction": rng.choice(["packed", "per_group"]),
+        "per_parameter_norms": rng.random() < 0.3,
+        "check_replicas": rng.choice([True, False]),
     }
-    exchange = rng.choice([None, Bf16Wire()])
+    compression = rng.choice([None, Bf16Wire()])
     states = rng.choice(["whole", "overlap", "overlap", "zero1", "zero2", "zero2"])
     sharded_over = [axis for axis in topology.axes if axis not in topology.pipe_axes]
     if states == "overlap":
-        options["data_parallel"] = Reduce(overlap=True, exchange=exchange)
+        options |= {"overlap": True, "compression": compression}
     elif states != "whole" and sharded_over:
         axis = rng.choice(sharded_over)
-        options["states"] = Sharded(axis, gradients=states == "zero2", exchange=exchange)
+        options["states"] = Sharded(axis, gradients=states == "zero2", compression=compression)
     return options
 
 
@@ -279,7 +277,7 @@ def run(drawn: Drawn, directory: str) -> None:
     micro_batches = drawn.rng("micro").randint(1, 2)
     optimizer = ParallelOptimizer(adamw, registry, accumulation_steps=micro_batches, **options_of(drawn))
     if drawn.meets:
-        registry.meet(*optimizer._clipping.plan.groups(optimizer._setup.measure.reduction))
+        registry.meet(*optimizer._clipping.plan.groups(optimizer._setup.reduction))
     for step in range(2):
         for micro in range(micro_batches):
             optimizer.backward(_loss(drawn, model, registry, step, micro))

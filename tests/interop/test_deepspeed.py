@@ -16,7 +16,7 @@ if find_spec("deepspeed") is None:
 
 from deepspeed_on_cpu import deepspeed_on_cpu
 from meshstep.amp import Bf16
-from meshstep.optim import ParallelOptimizer, Reduce, Sharded, share_weights
+from meshstep.optim import ParallelOptimizer, Sharded, share_weights
 from meshstep.parallel import (
     ColumnParallelLinear,
     Linear2D,
@@ -201,8 +201,7 @@ def under_its_engine(setting: Setting) -> Run:
             share_weights(model, registry)
             Bf16().prepare(model, registry)
             options = {"precision": "bf16"}
-        averaged = Reduce(average_data=False)
-        optimizer = ParallelOptimizer(adamw(model), registry, max_norm=MAX_NORM, data_parallel=averaged, **options)
+        optimizer = ParallelOptimizer(adamw(model), registry, max_norm=MAX_NORM, average_data=False, **options)
         config = {**setting.config, "bf16": {"enabled": False}, "gradient_clipping": 0.0}
         engine = engine_for(package, model, optimizer, config, ModelParallelUnit(registry))
         check_engine(engine, registry)

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("megatron.core", reason="needs megatron-core, of the extra `interop`")
 
 from megatron_on_cpu import BATCH, LENGTH, gpt, loss_of, megatron, tokens_of
-from meshstep.optim import Measure, ParallelOptimizer
+from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import P, ProcessGroupRegistry, annotate, shard, unshard
 from meshstep.parallel.interop.audit import Audit, audit
 from meshstep.parallel.interop.local_parameters import spec_of
@@ -427,9 +427,7 @@ def by_flags_alone() -> tuple[float, float, list[str]]:
                 for name, param in model.named_parameters():
                     if "q_layernorm" in name or "k_layernorm" in name:
                         annotate(param, P(), name)
-            optimizer = ParallelOptimizer(
-                torch.optim.SGD(model.parameters(), lr=1.0), registry, measure=Measure(check_replicas=False)
-            )
+            optimizer = ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), registry, check_replicas=False)
             optimizer.backward(loss_of(model, registry.rank("data")))
             if not rules:
                 found = [d.name for d in audit(model, registry).disagreements]

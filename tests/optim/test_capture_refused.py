@@ -18,7 +18,6 @@ from meshstep.optim import (
     Fingerprints,
     GradStats,
     HalfStates,
-    Measure,
     Monitor,
     Norms,
     Offloaded,
@@ -79,16 +78,16 @@ def with_telemetry() -> Run:
 REFUSED: dict[str, tuple[Callable[[], Run], str]] = {
     "the first step": (lambda: run_of(0), "no step was made before, and the first one looks at what came"),
     "copies": (
-        lambda: run_of(measure=Measure(check_replicas=True)),
-        r"Measure\(check_replicas=True\) reads what it compared",
+        lambda: run_of(check_replicas=True),
+        "check_replicas=True reads what it compared",
     ),
     "fingerprints": (
-        lambda: run_of(measure=Measure(check_replicas=Fingerprints())),
-        r"Measure\(check_replicas=Fingerprints\(\.\.\.\)\) counts steps in Python",
+        lambda: run_of(check_replicas=Fingerprints()),
+        r"check_replicas=Fingerprints\(\.\.\.\) counts steps in Python",
     ),
     "veto": (
-        lambda: run_of(measure=Measure(commit=lambda: True)),
-        r"Measure\(commit=\.\.\.\) is asked in Python: leave it out",
+        lambda: run_of(commit=lambda: True),
+        "commit= is asked in Python: leave it out",
     ),
     "replay": (lambda: run_of(states=Replayable()), "Replayable reads on the host whether an update is skipped"),
     "telemetry": (with_telemetry, r"Telemetry counts steps and measures some of them, in Python: close\(\) it"),
@@ -201,7 +200,7 @@ def test_weights_are_tensors_that_were_given_before_too(warmed_up: bool) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"measure": Measure(reduction="per_group")}, "other parameters have gradients in the step that is captured"),
+        ({"reduction": "per_group"}, "other parameters have gradients in the step that is captured"),
         ({"max_norm": 1.0}, r"a parameter of shape \(3,\) has its first gradient in a step that is captured"),
     ],
     ids=["constants", "states"],

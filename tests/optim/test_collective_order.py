@@ -16,7 +16,7 @@ import pytest
 import torch
 from deadlocks import eager, lazy, of_kind, serial, stuck
 from hypothesis import given, settings
-from meshstep.optim import Measure, ParallelOptimizer, Reduce, Sharded
+from meshstep.optim import ParallelOptimizer, Sharded
 from meshstep.optim.gradients import reduce_in_backward as early
 from meshstep.optim.gradients.buckets import reduce_all
 from meshstep.optim.gradients.reduce_in_backward import Sizes, uneven_kinds
@@ -43,7 +43,7 @@ def test_no_order_can_deadlock(drawn: Drawn) -> None:
 
 def step_with_gaps(gaps: str, states: str) -> list[float]:
     """In backward the gradients come before two ranks meet in the model; in the second step some lack these, some those."""
-    options: dict[str, Any] = {"data_parallel": Reduce(overlap=True, bucket_bytes=16)}
+    options: dict[str, Any] = {"overlap": True, "bucket_bytes": 16}
     if states == "sharded":
         options = {"states": Sharded("data", gradients=True)}
     axis, roles = ("expert", {"expert": "data"}) if gaps == "experts" else ("tensor", {})
@@ -93,7 +93,7 @@ def started_in_backward(states: str) -> set[int]:
     """The numbers of elements of the first parameters of buckets that hooks started."""
     with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry, small_buckets(16), watched() as watch:
         model = Uneven(registry)
-        options: dict[str, Any] = {"data_parallel": Reduce(overlap=True, bucket_bytes=16)}
+        options: dict[str, Any] = {"overlap": True, "bucket_bytes": 16}
         if states == "sharded":
             options = {"states": Sharded("data", gradients=True)}
         optimizer = ParallelOptimizer(torch.optim.SGD(model.named_parameters()), registry, **options)
@@ -150,7 +150,7 @@ def test_kinds_wait_whose_buckets_differ_within_a_stage(others: Sizes, expected:
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [({}, (("tensor",),)), ({"measure": Measure(reduction="per_group")}, (("data", "tensor"), ("tensor",)))],
+    [({}, (("tensor",),)), ({"reduction": "per_group"}, (("data", "tensor"), ("tensor",)))],
 )
 def test_groups_of_an_optimizer_meet_when_it_is_made_over_nccl(
     world: World, options: dict[str, Any], expected: tuple[object, ...]

@@ -29,13 +29,11 @@ from meshstep.optim import (
     ByNorm,
     ByValue,
     HalfStates,
-    Measure,
     Monitor,
     Offloaded,
     ParallelOptimizer,
     ParameterEntry,
     PerParameter,
-    Reduce,
     ReductionPlan,
     Sharded,
     SkipSpikes,
@@ -69,7 +67,7 @@ PLACED: dict[str, dict[str, Any]] = {
     "replicated": {},
     "ZeRO-1": {"states": Sharded("data")},
     "ZeRO-2": {"states": Sharded("data", gradients=True)},
-    "overlap": {"data_parallel": Reduce(overlap=True)},
+    "overlap": {"overlap": True},
     "half states": {"states": HalfStates()},
     "offloaded": {"states": Offloaded(0.5)},
     "ZeRO-1, offloaded": {"states": (Sharded("data"), Offloaded(1.0))},
@@ -82,8 +80,8 @@ RULES: dict[str, dict[str, Any]] = {
     "parameters": {"max_norm": PerParameter(1.0)},
     "units": {"max_norm": Adaptive()},
     "largest": {"max_norm": ByNorm(1.0, norm_type=inf)},
-    "p = 3": {"measure": Measure(norm_type=3.0, per_parameter=True, check_replicas=False), "max_norm": 0.5},
-    "one by one": {"measure": Measure(reduction="per_group", check_replicas=False), "max_norm": 0.5},
+    "p = 3": {"norm_type": 3.0, "per_parameter_norms": True, "check_replicas": False, "max_norm": 0.5},
+    "one by one": {"reduction": "per_group", "check_replicas": False, "max_norm": 0.5},
     "names, z": {"max_norm": {"split*": ZClip(warm_up=2), "*": ByNorm(WarmUp(2.0, 1.0, 9))}},
     "spikes, means": {"max_norm": SkipSpikes(3.0, AdaGC(warm_up=1), window=4, warm_up=1)},
     "two micro-batches": {"max_norm": 0.5, "accumulation_steps": 2},
@@ -155,7 +153,7 @@ def steps(
     """What each of so many steps does, and of one more in a CUDA graph if asked for. (To compare copies reads the host in
     the first step.)"""
     precision, dtype = MODES[mode]
-    options = {"measure": Measure(check_replicas=False), **options}
+    options = {"check_replicas": False, **options}
     with ExitStack() as stack:
         stack.enter_context(world(topology))
         logging = stack.enter_context(fake_cuda(collectives_on=collectives_on))
@@ -382,7 +380,7 @@ def test_copies_are_aligned_in_packs(states: Any, collectives_on: torch.device, 
             torch.optim.AdamW(params, fused=True),
             ProcessGroupRegistry(topology),
             states=states,
-            measure=Measure(check_replicas=False),
+            check_replicas=False,
         )
         with optimizer.window():
             for param in params:
@@ -472,7 +470,7 @@ def test_comparing_copies_in_every_step_is_one_wait_for_all(monkeypatch: pytest.
         return SimpleNamespace(tolist=list[Any])  # there are no elements
 
     monkeypatch.setattr(torch.Tensor, "nonzero", nonzero)
-    options = {"measure": Measure(check_replicas=True), "max_norm": 0.5, "states": Sharded("data")}
+    options = {"check_replicas": True, "max_norm": 0.5, "states": Sharded("data")}
     for _, _, log in [steps(Topology(data=2, tensor=2), "bf16", options, count=count) for count in (1, 20)]:
         assert len(log.waits) == 1
         assert "optim/clip/clipper.py" in log.waits[0]
@@ -506,7 +504,8 @@ def test_gradients_that_come_and_go_and_have_several_dtypes_wait_for_nothing(mon
         optimizer = ParallelOptimizer(
             torch.optim.AdamW(groups, fused=True),
             ProcessGroupRegistry(Topology()),
-            measure=Measure(check_replicas=False, per_parameter=True),
+            check_replicas=False,
+            per_parameter_norms=True,
         )
         for step in range(1, 70):
             with optimizer.window():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from arguments import arguments
-from meshstep.optim import ParallelOptimizer, Reduce, load_checkpoint, save_checkpoint
+from meshstep.optim import ParallelOptimizer, load_checkpoint, save_checkpoint
 from meshstep.parallel import (
     P,
     ProcessGroupRegistry,
@@ -110,7 +110,7 @@ def resume(folding: str, options: dict[str, Any], path: Path) -> tuple[list[floa
 OPTIONS: dict[str, dict[str, Any]] = {
     "whole": {},
     "per group": {"reduction": "per_group"},
-    "overlap": {"data_parallel": Reduce(overlap=True)},
+    "overlap": {"overlap": True},
     "zero1": {"shard_states": "data"},
     "zero2": {"shard_states": "data", "shard_gradients": True},
     "zero1 over half": {"shard_states": "mid"},

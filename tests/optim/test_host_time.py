@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from loops import using
-from meshstep.optim import Measure, ParallelOptimizer
+from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from torch import nn
 
@@ -76,9 +76,7 @@ def ours(count: int, precision: Any = "fp32", topology: Topology = Topology(tens
     params = weights(count, torch.float32 if precision == "fp32" else torch.bfloat16)
     adamw = torch.optim.AdamW(params, fused=True)
     with ProcessGroupRegistry(topology) as registry:
-        optimizer = ParallelOptimizer(
-            adamw, registry, max_norm=1.0, precision=precision, measure=Measure(check_replicas=False)
-        )
+        optimizer = ParallelOptimizer(adamw, registry, max_norm=1.0, precision=precision, check_replicas=False)
 
         def step() -> None:
             optimizer.step()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fake_cuda import Log, fake_cuda
 from meshstep.amp import Bf16, NaiveFp16
-from meshstep.optim import ByNorm, ByValue, HalfStates, Measure, ParallelOptimizer, PerParameter
+from meshstep.optim import ByNorm, ByValue, HalfStates, ParallelOptimizer, PerParameter
 from meshstep.parallel import ProcessGroupRegistry, Topology
 from torch import nn
 
@@ -41,7 +41,7 @@ def ours(count: int, precision: Any = "fp32", dtype: torch.dtype = torch.float32
             torch.optim.AdamW(params, fused=True),
             ProcessGroupRegistry(Topology()),
             precision=precision,
-            **{"max_norm": 1.0, "measure": Measure(check_replicas=False), **options},
+            **{"max_norm": 1.0, "check_replicas": False, **options},
         )
         for _ in range(3):
             with optimizer.window():
@@ -74,7 +74,7 @@ def test_a_step_of_a_thousand_parameters_launches_no_more_kernels_than_torch() -
     "options",
     [
         {"max_norm": ByNorm(1.0, norm_type=inf)},
-        {"measure": Measure(check_replicas=False, per_parameter=True)},
+        {"check_replicas": False, "per_parameter_norms": True},
         {"max_norm": ByValue(0.5)},
     ],
     ids=["p = inf", "per parameter", "by value"],

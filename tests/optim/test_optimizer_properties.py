@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from meshstep.amp import GradScaler
-from meshstep.optim import ParallelOptimizer, Reduce, Sharded, StepObserver
+from meshstep.optim import ParallelOptimizer, Sharded, StepObserver
 from meshstep.optim.step.window import Window
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn
@@ -69,8 +69,10 @@ def test_micro_batches_count_since_the_last_step() -> None:
 
 def test_not_local_names_each_argument() -> None:
     assert optimizer_of(model_of()).not_local() == []
-    (overlap, *_) = optimizer_of(model_of(), data_parallel=Reduce(average_data=False)).not_local()
-    assert overlap.startswith("data_parallel= averages them")
+    (overlap,) = optimizer_of(model_of(), overlap=True).not_local()
+    assert overlap.startswith("overlap=True averages them")
+    (other,) = optimizer_of(model_of(), average_data=False).not_local()
+    assert other.startswith("other code averages them (average_data=False)")
     names = " ".join(optimizer_of(model_of(), states=Sharded("data", gradients=True)).not_local())
     assert "Sharded(gradients=True) averages them while backward runs" in names
 

@@ -22,7 +22,6 @@ from meshstep.optim import (
     Clip,
     ClipState,
     Decision,
-    Measure,
     Norms,
     OfEachParameter,
     ParallelOptimizer,
@@ -87,7 +86,7 @@ def values(optimizer: ParallelOptimizer) -> dict[str, Any]:
 def test_steps_that_are_skipped_by_others_leave_it(label: str) -> None:
     """A norm that is not finite; a veto."""
     answers = iter([True, True, True, True, False, True])
-    model, optimizer = alone(STATEFUL[label], measure=Measure(commit=lambda: next(answers)))
+    model, optimizer = alone(STATEFUL[label], commit=lambda: next(answers))
     for _ in range(3):
         step(model, optimizer)
     before = values(optimizer)
@@ -315,7 +314,7 @@ def clipped_alone(name: str) -> dict[str, list[Any]]:
                 torch.optim.SGD(other.parameters(), lr=0.0),
                 registry,
                 max_norm=rule,
-                measure=Measure(check_replicas=False),
+                check_replicas=False,
             )
             for index, size in enumerate((1.0, 0.25, 30.0, 1.0, 2.0)):
                 model.zero_grad()

@@ -25,7 +25,6 @@ from meshstep.optim import (
     ByPreviousNorm,
     ByValue,
     Clip,
-    Measure,
     Norms,
     Offloaded,
     ParallelOptimizer,
@@ -507,10 +506,10 @@ def test_thresholds_of_param_groups_do_not_go_with_a_rule_for_all_groups(rule: C
 
 def test_rules_that_need_more_than_norms_of_gradients_need_the_packed_collective() -> None:
     with ProcessGroupRegistry(Topology()) as registry:
-        model, per_group = Planted(LAYOUTS["alone"], 0), Measure(reduction="per_group")
+        model = Planted(LAYOUTS["alone"], 0)
         with pytest.raises(ValueError, match="reduction='packed'"):
-            ParallelOptimizer(sgd(model), registry, max_norm=Adaptive(), measure=per_group)
-        optimizer = ParallelOptimizer(sgd(model), registry, measure=per_group)
+            ParallelOptimizer(sgd(model), registry, max_norm=Adaptive(), reduction="per_group")
+        optimizer = ParallelOptimizer(sgd(model), registry, reduction="per_group")
         with pytest.raises(ValueError, match="reduction='packed'"):
             optimizer.max_norm = Adaptive()
         assert optimizer.max_norm is None
@@ -555,7 +554,7 @@ def groups_with_thresholds(config: Config, first: Clip | float, norm_type: float
     with ProcessGroupRegistry(layout.topology) as registry:
         model = Planted(layout, registry.global_rank)
         inner = sgd(model, group1={"max_norm": 2.0})
-        optimizer = ParallelOptimizer(inner, registry, max_norm=first, measure=Measure(norm_type), **config.options)
+        optimizer = ParallelOptimizer(inner, registry, max_norm=first, norm_type=norm_type, **config.options)
         found = []
         for step, own in enumerate((2.0, 4.0)):
             optimizer.param_groups[1]["max_norm"] = own
@@ -587,7 +586,7 @@ def test_thresholds_of_param_groups_go_with_a_norm_and_with_a_value(
 
 
 def test_a_rule_by_group_without_norm_type_takes_the_measured_one(world: World) -> None:
-    config = Config("tensor", {"measure": Measure(norm_type=3.0)})
+    config = Config("tensor", {"norm_type": 3.0})
     rule, same = ByGroup((None, None), 2.5), ByGroup((None, None), 2.5, 3.0)
     by_rank = world.run(2, trained, config, [rule, same])
     assert_as_dense([told[0] for told in by_rank], same, config, "no norm_type")

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from meshstep.amp import NaiveFp16
-from meshstep.optim import Bf16Wire, ParallelOptimizer, Reduce, Sharded
+from meshstep.optim import Bf16Wire, Booster, ParallelOptimizer, Sharded
 from meshstep.optim.gradients.compressed import reference_bf16_wire
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from meshstep.parallel.mesh.process_group_collectives import REDUCE_SCATTER, all_gather_flat
@@ -22,6 +22,7 @@ from optimizers import adamw
 from overlap_runs import train_replicas
 from precision_modes import MODES
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from world import World
 from zero_models import wide_model
 
@@ -34,11 +35,11 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def arguments(way: str, exchange: Any, bucket_bytes: int | None = None) -> dict[str, Any]:
+def arguments(way: str, compression: Any, bucket_bytes: int | None = None) -> dict[str, Any]:
     options = WAYS[way]
     if way.startswith("ZeRO"):
-        return {"states": Sharded("data", exchange=exchange, **options)}
-    return {"data_parallel": Reduce(exchange=exchange, bucket_bytes=bucket_bytes, **options)}
+        return {"states": Sharded("data", compression=compression, **options)}
+    return {"compression": compression, "bucket_bytes": bucket_bytes, **options}
 
 
 # One sum --------------------------------------------------------------------------------------------------------------
@@ -143,14 +144,14 @@ def test_overlap_changes_no_bit(world: World, mode: str, how: str) -> None:
         assert all(torch.equal(one[name], expected[0][name]) for name in other)
 
 
-def losses(way: str, exchange: Any, steps: int = 120) -> tuple[float, Tensor]:
+def losses(way: str, compression: Any, steps: int = 120) -> tuple[float, Tensor]:
     """The loss of a small classifier after so many steps on two ranks, and its weights."""
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         torch.manual_seed(7)
         teacher, model = nn.Linear(16, 8), nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 8))
         declare(model, {"*": P()})
         inner = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, fused=True)
-        optimizer = ParallelOptimizer(inner, registry, max_norm=1.0, **arguments(way, exchange, bucket_bytes=1024))
+        optimizer = ParallelOptimizer(inner, registry, max_norm=1.0, **arguments(way, compression, bucket_bytes=1024))
         x = torch.randn(256, 16)
         targets = teacher(x).argmax(1)
         for step in range(steps):
@@ -215,3 +216,36 @@ def overflown(way: str) -> list[bool]:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_skipped_step_leaves_nothing_behind(world: World, way: str) -> None:
     assert world.run(2, overflown, way) == [[True, False, True]] * 2
+
+
+def step_beside_ddp(compression: Bf16Wire | None) -> float:
+    with ProcessGroupRegistry(Topology(data=2, tensor=2)) as registry:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        declare(model, {"*": P(partial="tensor")})
+        ddp = DistributedDataParallel(model, process_group=registry.group("data"))
+        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = ParallelOptimizer(sgd, registry, data_parallel=ddp, compression=compression, bucket_bytes=64)
+        optimizer.backward(ddp(torch.tensor([[1 + 2.0**-10]])).sum())
+        optimizer.step()
+        return -float(model.weight)
+
+
+def test_partial_gradients_beside_ddp_are_compressed(world: World) -> None:
+    assert world.run(4, step_beside_ddp, None) == [2 + 2.0**-9] * 4
+    assert world.run(4, step_beside_ddp, Bf16Wire()) == [2.0] * 4
+
+
+def placements_of_booster(mode: Any) -> list[Any]:
+    with ProcessGroupRegistry(Topology(data=2)) as registry:
+        model = wide_model()
+        booster = Booster("fp32", registry, mode, compression=Bf16Wire())
+        _, optimizer, *_ = booster.boost(model, adamw(model.parameters()))
+        assert optimizer._setup.compression == Bf16Wire()
+        placements: list[Any] = optimizer._setup.placements
+        return placements
+
+
+def test_booster_compresses_sharded_gradients_too(world: World) -> None:
+    assert world.run(2, placements_of_booster, "zero1") == [[Sharded("data", compression=Bf16Wire())]] * 2
+    assert world.run(2, placements_of_booster, None) == [[]] * 2

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from meshstep.optim import Measure, Offloaded, ParallelOptimizer, Reduce, Sharded
+from meshstep.optim import Offloaded, ParallelOptimizer, Sharded
 from meshstep.optim.gradients import buckets as sync
 from meshstep.optim.gradients import reduce_in_backward as early_kinds
 from meshstep.optim.gradients.buckets import GradientBucket
@@ -20,6 +20,7 @@ from overlap_runs import SMALL, Replica, Trained, train_dense, train_replicas, w
 from probes import collectives, no_host_reads
 from scenarios import Run, train
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from world import World
 from zero_models import difference, wide_model
@@ -93,7 +94,7 @@ LAYOUTS = ["data x tensor", "data x sequence parallel", "data x pipe, tied", "a 
 def test_layouts_get_the_same_bits_as_without_overlap(world: World, name: str) -> None:
     runs: list[list[Run]] = []
     for overlap in (False, True):
-        options = {"max_norm": 0.4, "data_parallel": Reduce(overlap=overlap, bucket_bytes=SMALL)}
+        options = {"max_norm": 0.4, "overlap": overlap, "bucket_bytes": SMALL}
         runs.append(world.run(4, train, name, torch.float32, adamw, 4, options))
     for one, other in zip(*runs, strict=True):
         assert one.bits == other.bits
@@ -119,8 +120,9 @@ def train_experts(overlap: bool) -> tuple[dict[str, Tensor], int]:
     roles: dict[str, Any] = {"expert": "data"}
     with ProcessGroupRegistry(Topology(roles=roles, data=2, expert=2)) as registry, watched() as watch:
         model = Experts(registry)
-        reduce = Reduce(overlap=overlap, bucket_bytes=SMALL)
-        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, max_norm=0.1, data_parallel=reduce)
+        optimizer = ParallelOptimizer(
+            adamw(model.parameters()), registry, max_norm=0.1, overlap=overlap, bucket_bytes=SMALL
+        )
         for step in range(4):
             optimizer.zero_grad()
             x = torch.randn(5, 16, generator=torch.Generator().manual_seed(10 * step + registry.global_rank))
@@ -160,8 +162,8 @@ def train_rows(overlap: bool, mixed: bool) -> Tensor:
             stack.enter_context(mock.patch.object(room, "layout_kind", return_value=Bucket()))
         model = Rows(registry)
         inner = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, fused=True)
-        measure = Measure(check_replicas=False)  # which would end it in the first step
-        optimizer = ParallelOptimizer(inner, registry, data_parallel=Reduce(overlap=overlap), measure=measure)
+        # A comparison of replicas would end it in the first step.
+        optimizer = ParallelOptimizer(inner, registry, overlap=overlap, check_replicas=False)
         for step in range(5):
             optimizer.zero_grad()
             generator = torch.Generator().manual_seed(10 * step + registry.coordinate["data"])
@@ -191,8 +193,9 @@ def backward_order(uses_all: bool) -> tuple[list[int], int, dict[str, int], dict
     """The order of buckets; how many before backward came to its end; collectives of backward and step."""
     with ProcessGroupRegistry(Topology(data=2)) as registry, watched() as watch:
         model = wide_model()
-        reduce = Reduce(overlap=True, bucket_bytes=64 * 128 * 4)
-        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, max_norm=1.0, data_parallel=reduce)
+        optimizer = ParallelOptimizer(
+            adamw(model.parameters()), registry, max_norm=1.0, overlap=True, bucket_bytes=64 * 128 * 4
+        )
         in_backward: list[int] = []
         for step in range(2):
             x = torch.randn(8, 64, requires_grad=True)
@@ -227,8 +230,7 @@ def order_of_kinds() -> list[tuple[int, ...]]:
         params = [nn.Parameter(torch.randn(64)) for _ in range(8)]
         model = nn.ParameterList(params)
         declare(model, {"[0246]": P(), "[1357]": P("tensor")})
-        reduce = Reduce(overlap=True, bucket_bytes=2 * 64 * 4)
-        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, data_parallel=reduce)
+        optimizer = ParallelOptimizer(adamw(model.parameters()), registry, overlap=True, bucket_bytes=2 * 64 * 4)
         early = optimizer._completion.early
         return [bucket.layout.indices for bucket in early or () if isinstance(bucket, GradientBucket)]
 
@@ -246,8 +248,7 @@ def errors_of(kind: str) -> tuple[str, bool]:
         results, said = [], ""
         for goes_wrong in (True, False):
             model = wide_model()
-            reduce = Reduce(overlap=True, bucket_bytes=64 * 128 * 4)
-            optimizer = ParallelOptimizer(adamw(model.parameters()), registry, data_parallel=reduce)
+            optimizer = ParallelOptimizer(adamw(model.parameters()), registry, overlap=True, bucket_bytes=64 * 128 * 4)
             said = go_wrong(kind, model, optimizer, registry) if goes_wrong else said
             for step in range(2):
                 optimizer.zero_grad()
@@ -315,21 +316,32 @@ def test_what_goes_wrong_is_said_on_all_ranks_and_zero_grad_gives_the_window_up(
 
 def refused(kind: str) -> str:
     with ProcessGroupRegistry(Topology(data=2)) as registry:
-        options: dict[str, Any] = {"data_parallel": Reduce(overlap=True)}
+        model = wide_model()
+        options: dict[str, Any] = {"overlap": True}
         if kind == "sharded":
             options["states"] = (Sharded("data"), Offloaded(0.5))
         elif kind == "nothing to reduce":
-            options["data_parallel"] = Reduce(overlap=True, average_data=False)
+            options["average_data"] = False
+        elif kind == "module":
+            options["data_parallel"] = DistributedDataParallel(model)
         else:
-            options["data_parallel"] = Reduce(overlap=True, bucket_bytes=0)
-        with pytest.raises(ValueError, match=r"Reduce|bucket_bytes") as caught:
-            ParallelOptimizer(adamw(wide_model().parameters()), registry, **options)
+            options["bucket_bytes"] = 0
+        with pytest.raises(ValueError, match=r"overlap=True|bucket_bytes") as caught:
+            ParallelOptimizer(adamw(model.parameters()), registry, **options)
         return str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("kind", "says"),
-    [("sharded", "for states that are whole"), ("nothing to reduce", "nothing to reduce"), ("bytes", ">= 1")],
+    [
+        ("sharded", "for states that are not sharded"),
+        ("nothing to reduce", "nothing to reduce"),
+        (
+            "module",
+            "overlap=True with data_parallel=DistributedDataParallel: the module reduces gradients during backward",
+        ),
+        ("bytes", ">= 1"),
+    ],
 )
 def test_what_cannot_work_is_refused(world: World, kind: str, says: str) -> None:
     for said in world.run(2, refused, kind):

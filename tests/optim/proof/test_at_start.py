@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from arguments import arguments
-from meshstep.optim import ParallelOptimizer, Reduce, Sharded
+from meshstep.optim import ParallelOptimizer, Sharded
 from meshstep.optim.proof.findings import Proof
 from meshstep.optim.proof.prove import prove
 from meshstep.parallel import (
@@ -130,7 +130,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     "float32": ({}, torch.float32),
     "float64": ({}, torch.float64),
     "masters": ({"precision": "bf16"}, torch.bfloat16),
-    "overlapped": ({"data_parallel": Reduce(overlap=True)}, torch.float32),
+    "overlapped": ({"overlap": True}, torch.float32),
     "sharded": ({"states": Sharded("data")}, torch.float32),
     "sharded gradients": ({"states": Sharded("data", gradients=True)}, torch.float32),
 }
@@ -159,9 +159,7 @@ def test_a_proof_leaves_a_training_run_as_it_was(world: World, name: str, micro:
 def before_its_step() -> str:
     with ProcessGroupRegistry(TOPOLOGY) as registry:
         model = Model(registry)
-        optimizer = ParallelOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), registry, data_parallel=Reduce(overlap=True)
-        )
+        optimizer = ParallelOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), registry, overlap=True)
         optimizer.backward(loss_on(0, registry)(model))
         prove(model, loss_on(1, registry), registry)
         before = everything(model)

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from meshstep.amp import Bf16
-from meshstep.optim import HalfStates, Measure, Offloaded, ParallelOptimizer, Placement, Sharded, align_copies
+from meshstep.optim import HalfStates, Offloaded, ParallelOptimizer, Placement, Sharded, align_copies
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.parallel.mesh.agreement import gather_objects
 from optimizers import adamw
@@ -76,7 +76,7 @@ def apart(axes: dict[str, int], mode: str, states: str, align: bool) -> str:
             registry,
             precision=MODES[mode],
             states=STATES[states],
-            measure=Measure(check_replicas=True),
+            check_replicas=True,
         )
         step(optimizer, params)
         generator = torch.Generator().manual_seed(registry.global_rank)

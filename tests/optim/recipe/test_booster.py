@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from meshstep.amp import ApexFp16, Mode
-from meshstep.optim import Booster, LinearWarmupLR, Measure
+from meshstep.optim import Booster, LinearWarmupLR
 from meshstep.parallel import (
     ColumnParallelLinear,
     P,
@@ -289,7 +289,7 @@ def vetoed(mode: Any) -> tuple[list[bool], int, int]:
             return registry.global_rank == 0 or asked[-1] != 1
 
         model = make_model(registry)
-        booster = Booster("bf16", registry, mode, max_norm=0.5, accumulation_steps=2, measure=Measure(commit=commit))
+        booster = Booster("bf16", registry, mode, max_norm=0.5, accumulation_steps=2, commit=commit)
         sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         model, optimizer, criterion, _, _ = booster.boost(model, sgd, nn.CrossEntropyLoss())
         moved = []
@@ -318,9 +318,7 @@ def test_a_veto_that_can_not_be_asked_for_is_refused_on_every_rank(world: World)
 def boosted_with(commit: Any) -> None:
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         model = make_model(registry)
-        Booster("fp32", registry, measure=Measure(commit=commit)).boost(
-            model, torch.optim.SGD(model.parameters(), lr=0.05)
-        )
+        Booster("fp32", registry, commit=commit).boost(model, torch.optim.SGD(model.parameters(), lr=0.05))
 
 
 # Several optimizers ------------------------------------------------------------------------------------------------------

@@ -55,13 +55,14 @@ def other_schedule() -> Any:
         (ValueError, lambda: {"max_norm": -1.0}, "max_norm"),
         (ValueError, lambda: {"accumulation_steps": 0}, "accumulation_steps=0: give a whole number"),
         (TypeError, lambda: {"precision": "fp16"}, "precision= is ParallelOptimizer's; here it is mixed_precision"),
-        (TypeError, lambda: {"shard_states": "data"}, "here it is data_parallel='zero1'"),
+        (TypeError, lambda: {"average_data": False}, "average_data= is ParallelOptimizer's; here it is data_parallel"),
         (
             TypeError,
             lambda: {"clip": 1.0},
             "clip= is no argument of Booster, and none of ParallelOptimizer: there are accum",
         ),
-        (TypeError, lambda: {"commit": bool}, r"none of ParallelOptimizer: write measure=Measure\(commit=\.\.\.\)"),
+        (TypeError, lambda: {"comm_hook": bool}, "none of ParallelOptimizer: write compression="),
+        (ValueError, lambda: {"overlap": True, "data_parallel": "zero1"}, "overlap is for data_parallel=None"),
         (TypeError, lambda: {"dtype": "bf16"}, "none of ParallelOptimizer: write mixed_precision="),
         (TypeError, lambda: {"optimizer": boosted_optimizer()}, "optimizer is a ParallelOptimizer; give a plain torch"),
         (

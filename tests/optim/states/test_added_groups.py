@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from meshstep.amp import Bf16
-from meshstep.optim import Offloaded, ParallelOptimizer, Placement, Reduce, Sharded
+from meshstep.optim import Offloaded, ParallelOptimizer, Placement, Sharded
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn
 from world import World
@@ -15,7 +15,7 @@ from world import World
 ZERO1, ZERO2 = Sharded("data"), Sharded("data", gradients=True)
 OPTIONS: dict[str, dict[str, Any]] = {
     "whole": {},
-    "overlap": {"data_parallel": Reduce(overlap=True)},
+    "overlap": {"overlap": True},
     "ZeRO-1": {"states": ZERO1},
     "ZeRO-2": {"states": ZERO2},
     "offload": {"states": Offloaded(1.0)},

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from meshstep.amp import Bf16
-from meshstep.optim import Offloaded, ParallelOptimizer, Reduce, Sharded
+from meshstep.optim import Offloaded, ParallelOptimizer, Sharded
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import nn
 from world import World
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "whole": {},
-    "overlap": {"data_parallel": Reduce(overlap=True)},
+    "overlap": {"overlap": True},
     "ZeRO-1": {"states": Sharded("data")},
     "ZeRO-2": {"states": Sharded("data", gradients=True)},
     "offload": {"states": Offloaded(1.0)},

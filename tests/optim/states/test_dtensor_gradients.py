@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from arguments import arguments
 from dtensors import Axes, randn, registry_of
-from meshstep.optim import Measure, ParallelOptimizer, ReplicaMismatchError
+from meshstep.optim import ParallelOptimizer, ReplicaMismatchError
 from meshstep.parallel import P
 from sequence_parallel import GRID, assert_trained, train_block
 from torch import Tensor, nn
@@ -200,9 +200,9 @@ def refused(kind: str) -> str:
         plain = nn.Parameter(torch.ones(4) if kind != "values" else torch.ones(4) + registry.rank("tensor"))
         if kind == "mesh lacks an axis":
             split = nn.Parameter(distribute_tensor(torch.zeros(4, 4), registry.device_mesh("data"), [Shard(0)]))
-        measure = Measure(check_replicas=kind != "not compared")
+        check: Any = kind != "not compared"
         try:
-            optimizer = ParallelOptimizer(torch.optim.SGD([split, plain], lr=1.0), registry, measure=measure)
+            optimizer = ParallelOptimizer(torch.optim.SGD([split, plain], lr=1.0), registry, check_replicas=check)
             for step in range(2):
                 optimizer.backward(None)
                 split.grad = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])

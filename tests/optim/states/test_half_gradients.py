@@ -9,7 +9,7 @@ import torch
 from loops import using
 from meshstep.amp import Bf16, NaiveFp16
 from meshstep.amp.precision import Precision
-from meshstep.optim import ByGroup, ByNorm, ByValue, Offloaded, ParallelOptimizer, PerParameter, Reduce, Sharded
+from meshstep.optim import ByGroup, ByNorm, ByValue, Offloaded, ParallelOptimizer, PerParameter, Sharded
 from meshstep.optim.kernels.choice import Kernels
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn
@@ -94,9 +94,9 @@ def test_a_step_from_half_precision_gradients_is_the_same_to_the_bit(
     ("options", "said"),
     [
         ({"accumulation_steps": 2}, "accumulation_steps=2"),
-        ({"states": Sharded("data")}, "Sharded, which sums"),
-        ({"states": Offloaded(1.0)}, "Offloaded, which sums"),
-        ({"data_parallel": Reduce(overlap=True)}, "Reduce"),
+        ({"states": Sharded("data")}, "Sharded, which reduces"),
+        ({"states": Offloaded(1.0)}, "Offloaded, which reduces"),
+        ({"overlap": True}, "overlap=True, which reduces"),
     ],
 )
 def test_where_half_precision_gradients_would_add_up_is_an_error(options: dict[str, Any], said: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from meshstep.amp import Bf16, NaiveFp16
 from meshstep.amp.casting import has_equal_values
-from meshstep.optim import Fingerprints, Measure, Offloaded, ParallelOptimizer, Sharded
+from meshstep.optim import Fingerprints, Offloaded, ParallelOptimizer, Sharded
 from meshstep.optim.states import gradient_completion as completion
 from meshstep.optim.step.first_window_checks import check_not_overwritten
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, declare, gather_objects
@@ -185,7 +185,7 @@ def test_rank_without_copies_raises_too(world: World) -> None:
 
 
 def flipped_with_fingerprints(ranks: tuple[int, ...]) -> str:
-    with training("bf16", measure=Measure(check_replicas=Fingerprints(every=100))) as run:
+    with training("bf16", check_replicas=Fingerprints(every=100)) as run:
         run.step()
         if run.rank in ranks:
             run.write()

@@ -21,13 +21,11 @@ from meshstep.amp.split_masters import join, split
 from meshstep.optim import (
     Fingerprints,
     HalfStates,
-    Measure,
     Muon,
     Offloaded,
     ParallelOptimizer,
     PerParameter,
     Placement,
-    Reduce,
     Replayable,
     ReplicaMismatchError,
     Sharded,
@@ -246,9 +244,9 @@ def test_the_loops_step_it_in_one_call() -> None:
 RUNS: dict[str, tuple[str, tuple[Placement, ...], dict[str, Any]]] = {
     "grid": ("grid", (), {}),
     "tied": ("pipe, tied", (), {}),
-    "replicas": ("data", (), {"measure": Measure(check_replicas=True)}),
-    "overlap": ("data x tensor", (), {"data_parallel": Reduce(overlap=True)}),
-    "ZeRO-1": ("data x tensor", (ZERO1,), {"measure": Measure(check_replicas=Fingerprints(every=2))}),
+    "replicas": ("data", (), {"check_replicas": True}),
+    "overlap": ("data x tensor", (), {"overlap": True}),
+    "ZeRO-1": ("data x tensor", (ZERO1,), {"check_replicas": Fingerprints(every=2)}),
     "ZeRO-2, windows": ("data x tensor", (ZERO2,), {"accumulation_steps": 2}),
     "ZeRO-1, half states": ("data", (ZERO1, HalfStates()), {}),
     "offload": ("tensor", (Offloaded(0.5),), {}),
@@ -331,9 +329,9 @@ def turned(what: str) -> str:
         declare(model, {"*": P()})
         for param in model.parameters():
             nn.init.ones_(param)
-        measure = Measure(check_replicas=Fingerprints(every=1))
+        fingerprints = Fingerprints(every=1)
         adamw = torch.optim.AdamW(model.named_parameters(), lr=0.1, fused=True)
-        optimizer = ParallelOptimizer(adamw, registry, precision=SPLIT, measure=measure)
+        optimizer = ParallelOptimizer(adamw, registry, precision=SPLIT, check_replicas=fingerprints)
         for step in range(2):
             if step and registry.global_rank:
                 kept = optimizer._states.states()[0]

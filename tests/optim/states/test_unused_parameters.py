@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from meshstep.optim import Offloaded, ParallelOptimizer, Reduce, Sharded
+from meshstep.optim import Offloaded, ParallelOptimizer, Sharded
 from meshstep.optim.step.first_window_checks import WINDOWS
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, declare
 from torch import nn
@@ -17,7 +17,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "ZeRO-1": {"states": Sharded("data")},
     "ZeRO-2": {"states": Sharded("data", gradients=True)},
-    "overlap": {"data_parallel": Reduce(overlap=True)},
+    "overlap": {"overlap": True},
     "offloaded": {"states": Offloaded(1.0)},
     "bf16": {"precision": "bf16"},
     "accumulated": {"accumulation_steps": 2},

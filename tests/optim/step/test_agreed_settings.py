@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from meshstep.optim import ByNorm, Measure, Offloaded, ParallelOptimizer, Reduce, ReplicaMismatchError, Sharded, Skip
+from meshstep.optim import Bf16Wire, ByNorm, Offloaded, ParallelOptimizer, ReplicaMismatchError, Sharded, Skip
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, copy_to, declare, reduce_from
 from meshstep.parallel.mesh.agreement import check_all_say_the_same
 from small_models import parameter
@@ -21,10 +21,15 @@ DIFFERENT: dict[str, tuple[Any, Any, str]] = {
     "norm_type": (3.0, 2.0, "norm_type is 3 on rank 0 and 2 on rank 1"),
     "reduction": ("packed", "per_group", "reduction is 'packed' on rank 0 and 'per_group' on rank 1"),
     "check_replicas": (True, "first", "check_replicas is True on rank 0 and 'first' on rank 1"),
+    "per_parameter_norms": (False, True, "per_parameter_norms is False on rank 0 and True on rank 1"),
+    "commit": (None, bool, "commit is None on rank 0 and 'given' on rank 1"),
     "precision": ("fp32", "fp16", "precision is Fp32() on rank 0 and TorchFp16("),
     "masters": ("fp32", "bf16", "precision is Fp32() on rank 0 and Bf16("),
     "accumulation_steps": (2, None, "accumulation_steps is 2 on rank 0 and None on rank 1"),
-    "data_parallel": (None, Reduce(average_data=False), "average_data is True on rank 0 and False on rank 1"),
+    "average_data": (True, False, "average_data is True on rank 0 and False on rank 1"),
+    "overlap": (True, False, "overlap is True on rank 0 and False on rank 1"),
+    "compression": (None, Bf16Wire(), "compression is None on rank 0 and Bf16Wire(error_feedback=True) on rank 1"),
+    "bucket_bytes": (64, 128, "bucket_bytes is 64 on rank 0 and 128 on rank 1"),
     "states": (Offloaded(0.5), Offloaded(0.25), "Offloaded(fraction=0.5)) on rank 0 and (Offloaded(fraction=0.25)"),
     "on_nonfinite": ("skip", Skip(3), "on_nonfinite is 'skip' on rank 0 and Skip(most_in_a_row=3) on rank 1"),
     "lr": (0.1, 0.2, "lr of param group 0 is 0.1 on rank 0 and 0.2 on rank 1"),
@@ -41,9 +46,7 @@ def told(setting: str, values: tuple[Any, Any]) -> str:
         if setting == "momentum":
             inner.param_groups[0]["momentum"] = value
         options: dict[str, Any] = {}
-        if setting in ("norm_type", "reduction", "check_replicas"):
-            options["measure"] = Measure(**{setting: value})
-        elif setting not in ("lr", "momentum", "kind"):
+        if setting not in ("lr", "momentum", "kind"):
             options[{"rule": "max_norm", "masters": "precision"}.get(setting, setting)] = value
         try:
             ParallelOptimizer(inner, registry, **options)
@@ -103,7 +106,7 @@ def other_seeds(states: str, check: Any) -> tuple[str, bool]:
         model = nn.Linear(6, 5)
         declare(model, {"*": P()})
         inner = torch.optim.SGD(model.named_parameters(), lr=0.1)
-        options = {"states": STATES[states], "measure": Measure(check_replicas=check)}
+        options = {"states": STATES[states], "check_replicas": check}
         optimizer = ParallelOptimizer(inner, registry, max_norm=0.5, **options)
         before = model.weight.detach().clone()
         text = "no error"
@@ -220,7 +223,7 @@ def test_parameters_that_are_added_are_compared_in_their_first_step(world: World
 def test_copies_of_one_rank_have_nothing_to_be_compared_with() -> None:
     with ProcessGroupRegistry(Topology(data=1)) as registry:
         a = parameter("a", value=1.0)
-        optimizer = ParallelOptimizer(torch.optim.SGD([a], lr=0.1), registry, measure=Measure(check_replicas=True))
+        optimizer = ParallelOptimizer(torch.optim.SGD([a], lr=0.1), registry, check_replicas=True)
         optimizer.backward(a.square().sum())
         stats = optimizer.step()
         assert stats is not None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from meshstep.optim import Measure, ParallelOptimizer, Reduce, Sharded
+from meshstep.optim import ParallelOptimizer, Sharded
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from meshstep.parallel.interop.dtensor import keep_specs
 from torch import nn
@@ -86,11 +86,11 @@ def stepped_by_unnamed_ddp(topology: Topology, axes: tuple[str, ...], options: d
         return "no error"
 
 
-UNCOMPARED: dict[str, Any] = {"measure": Measure(check_replicas=False)}  # sums over "tensor" are missing in the model
+UNCOMPARED: dict[str, Any] = {"check_replicas": False}  # sums over "tensor" are missing in the model
 
 
 @pytest.mark.parametrize(
-    "options", [UNCOMPARED, {**UNCOMPARED, "states": Sharded("data")}, {**UNCOMPARED, "data_parallel": Reduce()}]
+    "options", [UNCOMPARED, {**UNCOMPARED, "states": Sharded("data")}, {**UNCOMPARED, "bucket_bytes": 64}]
 )
 def test_unnamed_ddp_over_shards_is_an_error(world: World, options: dict[str, Any]) -> None:
     topology = Topology(data=2, tensor=2)

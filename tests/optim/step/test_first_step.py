@@ -8,7 +8,7 @@ import pytest
 import torch
 from arguments import arguments
 from meshstep.amp import GradScaler, Mode, precision_of
-from meshstep.optim import ParallelOptimizer, Reduce
+from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from small_models import parameter
 from torch import nn
@@ -107,7 +107,7 @@ def bypassed_later(mode: Mode, options: dict[str, Any], by_optimizer: bool) -> l
     [
         ("fp16", {}, 16, True),
         ("fp16", {}, 16, False),
-        ("fp16", {"data_parallel": Reduce(overlap=True)}, 16, True),
+        ("fp16", {"overlap": True}, 16, True),
         ("fp16", {"reduction": "per_group"}, 16, True),
         ("fp16", {"on_nonfinite": "raise"}, 0, True),
         ("fp16_naive", ZERO1, 16, True),
@@ -239,7 +239,7 @@ def without_gradients(cause: str, options: dict[str, Any]) -> str:
 
 
 WHOLE: list[dict[str, Any]] = [{}, ZERO1, {"offload": 1.0}, {"accumulation_steps": 1}]
-OVERLAP: dict[str, Any] = {"data_parallel": Reduce(overlap=True)}
+OVERLAP: dict[str, Any] = {"overlap": True}
 
 
 @pytest.mark.parametrize(
@@ -376,7 +376,7 @@ def step_without_gradients(options: dict[str, Any]) -> str:
         return "no error"
 
 
-@pytest.mark.parametrize("options", [{}, {"max_norm": 0.5}, ZERO1, ZERO2, {"data_parallel": Reduce(overlap=True)}])
+@pytest.mark.parametrize("options", [{}, {"max_norm": 0.5}, ZERO1, ZERO2, {"overlap": True}])
 def test_first_step_without_gradients_is_an_error(world: World, options: dict[str, Any]) -> None:
     for text in world.run(2, step_without_gradients, options):
         assert text.startswith(

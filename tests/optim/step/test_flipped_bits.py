@@ -11,7 +11,7 @@ import pytest
 import torch
 from flips import EVERY, LAYOUTS, Run, What, bits_of, flip
 from hypothesis import strategies as st
-from meshstep.optim import Fingerprints, Measure, Offloaded, ParallelOptimizer, ReplicaMismatchError
+from meshstep.optim import Fingerprints, Offloaded, ParallelOptimizer, ReplicaMismatchError
 from meshstep.optim.step import skips
 from meshstep.optim.step.skips import LAG
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
@@ -169,7 +169,7 @@ def uncopied() -> list[str]:
         model = nn.ParameterList([torch.ones(3)])
         declare(model, {"*": P("tensor")})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        ParallelOptimizer(optimizer, registry, measure=Measure(check_replicas=Fingerprints()))
+        ParallelOptimizer(optimizer, registry, check_replicas=Fingerprints())
         return [str(w.message)[:7] for w in caught if "Fingerprints" in str(w.message)]
 
 
@@ -194,7 +194,7 @@ def test_a_comparison_takes_no_collective_more_and_no_host_read(world: World) ->
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])
 def test_a_number_of_steps_that_is_none_is_refused(every: Any) -> None:
     with pytest.raises(ValueError, match=r"Fingerprints\(every=.*\): give a whole number of steps >= 1"):
-        Measure(check_replicas=Fingerprints(every=every)).check()
+        Fingerprints(every=every).check()
 
 
 def healed() -> tuple[list[tuple[int, ...]], int]:
@@ -264,9 +264,9 @@ def a_stage_without_weights() -> str:
         declare(model, {"*": P()})
         if registry.coordinate["pipe"] == 0:
             groups = [{"params": [*model.named_parameters()]}]
-        measure = Measure(check_replicas=Fingerprints(every=1))
+        fingerprints = Fingerprints(every=1)
         adamw = torch.optim.AdamW(groups, lr=0.1, fused=True)
-        optimizer = ParallelOptimizer(adamw, registry, precision="bf16", measure=measure)
+        optimizer = ParallelOptimizer(adamw, registry, precision="bf16", check_replicas=fingerprints)
         for step in range(3):
             optimizer.zero_grad()
             here = registry.coordinate["pipe"] == 0
@@ -293,7 +293,7 @@ def tied_beside_others(fraction: float) -> str:
         model = nn.ParameterDict({"table": torch.ones(4, 3), "own": torch.ones(2 if first else 20)})
         declare(model, {"table": P(tied={"pipe": (0, -1)}), "own": P()})
         adamw = torch.optim.AdamW(model.named_parameters(), lr=0.1, fused=True)
-        options: Any = {"measure": Measure(check_replicas=Fingerprints(every=1)), "max_norm": 0.5}
+        options: Any = {"check_replicas": Fingerprints(every=1), "max_norm": 0.5}
         try:
             optimizer = ParallelOptimizer(adamw, registry, states=Offloaded(fraction), **options)
         except ValueError as error:

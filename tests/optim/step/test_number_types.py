@@ -12,11 +12,9 @@ from meshstep.optim import (
     ByName,
     ByNorm,
     ByValue,
-    Measure,
     Offloaded,
     ParallelOptimizer,
     PerParameter,
-    Reduce,
     Skip,
     WarmUp,
     clip_grad_norm_,
@@ -40,8 +38,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "others": ({"max_norm": ByName({"*": 1.0}, others=True)}, TypeError, f"of the others: max_norm=True: {NUMBER}bool"),
     "warm-up": ({"max_norm": WarmUp(True, 1.0, 5)}, TypeError, "WarmUp start=True"),
     "decay": ({"max_norm": AdaGC(decay="0.9")}, TypeError, "decay='0.9': give a number, not a str"),  # type: ignore[arg-type]
-    "norm_type": ({"measure": Measure(norm_type="2")}, TypeError, "norm_type='2': give a number >= 1"),  # type: ignore[arg-type]
-    "norm_type bool": ({"measure": Measure(norm_type=True)}, TypeError, "norm_type=True: give a number >= 1"),
+    "norm_type": ({"norm_type": "2"}, TypeError, "norm_type='2': give a number >= 1"),
+    "norm_type bool": ({"norm_type": True}, TypeError, "norm_type=True: give a number >= 1"),
     "p of a rule": ({"max_norm": ByNorm(1.0, True)}, TypeError, "norm_type=True: give a number >= 1"),
     "window": ({"accumulation_steps": True}, ValueError, "accumulation_steps=True: give a whole number >= 1"),
     "skips": ({"on_nonfinite": Skip(True)}, ValueError, "most_in_a_row=True: give a whole number >= 1"),
@@ -49,11 +47,11 @@ OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "offloaded": ({"states": Offloaded(True)}, TypeError, "fraction=True: give the fraction of the elements"),
     "offloaded text": ({"states": Offloaded("1")}, TypeError, "fraction='1': give the fraction"),  # type: ignore[arg-type]
     "bucket": (
-        {"data_parallel": Reduce(bucket_bytes=True)},
+        {"bucket_bytes": True},
         ValueError,
         "bucket_bytes=True: give a whole number of bytes",
     ),
-    "bucket part": ({"data_parallel": Reduce(bucket_bytes=1.5)}, ValueError, "bucket_bytes=1.5"),  # type: ignore[arg-type]
+    "bucket part": ({"bucket_bytes": 1.5}, ValueError, "bucket_bytes=1.5"),
 }
 
 

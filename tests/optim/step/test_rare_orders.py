@@ -8,7 +8,7 @@ import pytest
 import torch
 from arguments import arguments
 from meshstep.amp import TorchFp16
-from meshstep.optim import ParallelOptimizer, PolynomialLR, Reduce
+from meshstep.optim import ParallelOptimizer, PolynomialLR
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from small_models import parameter
 from torch import Tensor, nn
@@ -126,9 +126,7 @@ def train_two_windows(options: dict[str, Any], fails: bool) -> list[list[float]]
         return [param.flatten().tolist() for param in model.parameters()]
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"precision": TorchFp16(init_scale=64.0)}, ZERO1, ZERO2, {"data_parallel": Reduce(overlap=True)}]
-)
+@pytest.mark.parametrize("options", [{}, {"precision": TorchFp16(init_scale=64.0)}, ZERO1, ZERO2, {"overlap": True}])
 def test_an_error_between_two_micro_batches_gives_the_window_up(world: World, options: dict[str, Any]) -> None:
     assert world.run(2, train_two_windows, options, True) == world.run(2, train_two_windows, options, False)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from meshstep.amp import Bf16
-from meshstep.optim import ByNorm, Offloaded, ParallelOptimizer, Reduce, Sharded, global_norm, sync_gradients
+from meshstep.optim import ByNorm, Offloaded, ParallelOptimizer, Sharded, global_norm, sync_gradients
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -120,8 +120,8 @@ def added_within_no_sync(overlap: bool) -> list[float]:
         nn.init.zeros_(model.weight)
         annotate(model.weight, P(), "w")
         wrapped = model if overlap else DistributedDataParallel(model)
-        how = Reduce(overlap=True) if overlap else wrapped
-        optimizer = ParallelOptimizer(sgd(model.parameters()), registry, data_parallel=how)
+        ddp = None if overlap else wrapped
+        optimizer = ParallelOptimizer(sgd(model.parameters()), registry, data_parallel=ddp, overlap=overlap)
         with optimizer.no_sync():
             optimizer.add_param_group({"params": [weight("later")]})
             optimizer.backward(wrapped(torch.full((1, 4), 1.0 + registry.global_rank)).sum())
@@ -156,7 +156,7 @@ def cleared_by_the_inner_optimizer() -> str:
     with ProcessGroupRegistry(Topology(data=2)) as registry:
         a = weight("a", dtype=torch.bfloat16)
         inner = sgd([a])
-        optimizer = ParallelOptimizer(inner, registry, precision="bf16", data_parallel=Reduce(overlap=True))
+        optimizer = ParallelOptimizer(inner, registry, precision="bf16", overlap=True)
         optimizer.backward((a.float() * 3).sum())
         optimizer.step()
         type(inner).zero_grad(inner)  # of the masters alone

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from arguments import arguments
 from meshstep.amp import ApexFp16
-from meshstep.optim import Measure, ParallelOptimizer, Reduce
+from meshstep.optim import ParallelOptimizer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from small_models import parameter
 from torch import Tensor, nn
@@ -211,7 +211,7 @@ def test_gradients_wait_for_a_model_that_uses_the_axis(world: World, axis: str) 
     """With "expert" by its role, with "data" by a spec, with "cp" by its name."""
     plain = world.run(2, experts, axis, {})
     assert world.run(2, experts, axis, ZERO2) == plain
-    assert world.run(2, experts, axis, {"data_parallel": Reduce(overlap=True, bucket_bytes=64)}) == plain
+    assert world.run(2, experts, axis, {"overlap": True, "bucket_bytes": 64}) == plain
 
 
 def mean_of_gradients(name: str) -> float:
@@ -219,7 +219,7 @@ def mean_of_gradients(name: str) -> float:
     with ProcessGroupRegistry(Topology(roles=None, **{name: 2})) as registry:
         w = parameter("w", 4)
         # Along a model axis copies have the same gradients, and the first step would find that they don't.
-        optimizer = ParallelOptimizer(sgd([w]), registry, measure=Measure(check_replicas=False))
+        optimizer = ParallelOptimizer(sgd([w]), registry, check_replicas=False)
         optimizer.backward((w * (1.0 + registry.rank(name))).sum())
         optimizer.step()
         return float(w[0])

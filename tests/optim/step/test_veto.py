@@ -1,4 +1,4 @@
-"""``Measure(commit=...)``: one rank's refusal skips the step on all of them, and is no overflow."""
+"""``commit=``: one rank's refusal skips the step on all of them, and is no overflow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from flips import Run, bits_of
 from meshstep.optim import (
     GradStats,
     HoldOnSkip,
-    Measure,
     MultiStepLR,
     ParallelOptimizer,
     TorchStates,
@@ -227,7 +226,7 @@ def step_of(optimizer: ParallelOptimizer[GradStats]) -> GradStats:
 
 def test_a_schedule_that_holds_on_skips_holds_on_a_veto() -> None:
     say = iter([True, False, False, True])
-    optimizer = alone(measure=Measure(commit=lambda: next(say)))
+    optimizer = alone(commit=lambda: next(say))
     schedule = HoldOnSkip(MultiStepLR(optimizer, [1, 2, 3], gamma=0.1))
     rates = []
     for _ in range(4):
@@ -238,7 +237,7 @@ def test_a_schedule_that_holds_on_skips_holds_on_a_veto() -> None:
 
 
 def test_stats_say_why_a_step_was_skipped() -> None:
-    assert str(step_of(alone(measure=Measure(commit=lambda: False)))).endswith("skipped (a rank's veto)")
+    assert str(step_of(alone(commit=lambda: False))).endswith("skipped (a rank's veto)")
 
 
 class Manager:
@@ -253,10 +252,10 @@ class Manager:
 
 def test_a_copy_of_the_optimizer_asks_the_same() -> None:
     manager = Manager()
-    optimizer = copy.deepcopy(alone(measure=Measure(commit=manager.should_commit)))
-    assert optimizer._setup.measure.commit == manager.should_commit
+    optimizer = copy.deepcopy(alone(commit=manager.should_commit))
+    assert optimizer._setup.commit == manager.should_commit
 
 
 def test_what_can_not_be_called_is_refused() -> None:
     with pytest.raises(TypeError, match="commit=True: give a function without arguments that returns True or False"):
-        alone(measure=Measure(commit=cast(Any, True)))
+        alone(commit=cast(Any, True))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from arguments import arguments
 from meshstep.amp import GradScaler, precision_of
-from meshstep.optim import Fingerprints, Measure, ParallelOptimizer, Reduce
+from meshstep.optim import Fingerprints, ParallelOptimizer
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, declare
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -100,7 +100,7 @@ def test_clipping_by_torch_is_named_in_every_mode(world: World, options: dict[st
         (nothing, ZERO1),
         (clip_some, {}),
         (clip, {"data_parallel": "ddp"}),
-        (clip, {"data_parallel": Reduce(overlap=True)}),
+        (clip, {"overlap": True}),
     ],
     ids=["no change", "no change, zero1", "some", "ddp", "overlap"],
 )
@@ -170,7 +170,7 @@ def silenced() -> None:
         warnings.filterwarnings("ignore", message=".*were written to between backward and step")
         model = small()
         optimizer = ParallelOptimizer(
-            torch.optim.SGD(model.named_parameters(), lr=0.1), registry, measure=Measure(check_replicas=Fingerprints())
+            torch.optim.SGD(model.named_parameters(), lr=0.1), registry, check_replicas=Fingerprints()
         )
         optimizer.backward(model(torch.ones(2, 4)).sum())
         clip(model.parameters())
@@ -187,7 +187,7 @@ MODES: dict[str, dict[str, Any]] = {
     "plain": {},
     "zero1": ZERO1,
     "zero2": ZERO2,
-    "overlap": {"data_parallel": Reduce(overlap=True)},
+    "overlap": {"overlap": True},
     "ddp": {"data_parallel": "ddp"},
     "fsdp": {"data_parallel": "fsdp"},
 }

@@ -18,7 +18,6 @@ from meshstep.optim import (
     Monitor,
     NoiseScale,
     ParallelOptimizer,
-    Reduce,
     Report,
     Sharded,
     SpectralNorms,
@@ -283,8 +282,8 @@ def refused(options: dict[str, Any], every: int) -> str:
 def test_where_backward_averages_there_is_no_local_gradient_and_ranks_must_say_the_same(world: World) -> None:
     cases: list[tuple[dict[str, Any], int, str]] = [
         ({"states": Sharded("data", gradients=True)}, 1, "shard the states alone"),
-        ({"data_parallel": Reduce(overlap=True)}, 1, "leave overlap out"),
-        ({"data_parallel": Reduce(average_data=False)}, 1, "leave it out, and the step averages them"),
+        ({"overlap": True}, 1, "leave overlap out"),
+        ({"average_data": False}, 1, "leave it out, and the step averages them"),
         ({}, 0, "every= of Telemetry"),
     ]
     found = world.run_each(refused, [(2, (options, every)) for options, every, _ in cases])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from fake_cuda import Log, fake_cuda
 from gathered_objects import objects_gathered_by, said_by_all
-from meshstep.optim import Measure, NoiseScale, ParallelOptimizer, Sharded, SpectralNorms, Telemetry
+from meshstep.optim import NoiseScale, ParallelOptimizer, Sharded, SpectralNorms, Telemetry
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.testing import fake_world
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ def logs_of(telemetry: dict[str, Any], dtypes: dict[str, torch.dtype], **options
         for name, param in model.items():
             annotate(param, P(), name)
         adamw = torch.optim.AdamW(model.parameters(), fused=True)
-        optimizer = ParallelOptimizer(adamw, registry, measure=Measure(check_replicas=False), max_norm=1.0, **options)
+        optimizer = ParallelOptimizer(adamw, registry, check_replicas=False, max_norm=1.0, **options)
         measured = Telemetry(optimizer, every=1, **telemetry)
         for step in range(6):
             with logging() as log:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from fake_cuda import Log, fake_cuda
 from gathered_objects import objects_gathered_by, said_by_all
-from meshstep.optim import CAME, LAMB, LARS, Adafactor, Measure, Muon, ParallelOptimizer, Sharded, StableAdamW
+from meshstep.optim import CAME, LAMB, LARS, Adafactor, Muon, ParallelOptimizer, Sharded, StableAdamW
 from meshstep.optim.whole import tensors as of_tensors
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate
 from meshstep.parallel.layout.regions import Region
@@ -78,7 +78,7 @@ def steps(make: Callable[[Any], torch.optim.Optimizer], options: dict[str, Any],
         for name, param in model.items():
             annotate(param, SPECS[name], name)
         optimizer = ParallelOptimizer(
-            make(model.named_parameters()), registry, measure=Measure(check_replicas=False), max_norm=1.0, **options
+            make(model.named_parameters()), registry, check_replicas=False, max_norm=1.0, **options
         )
         for _ in range(3):
             with logging() as log:

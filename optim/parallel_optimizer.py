@@ -55,85 +55,95 @@ def _leave_uncompiled(kind: Any) -> None:
 
 
 class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats_co]):
-    """Steps a torch optimizer by the exact global gradient norm of a model that is split over a mesh.
+    """A torch optimizer wrapper that steps by the exact global gradient norm of a model that is split over a mesh.
 
         optimizer = ParallelOptimizer(torch.optim.AdamW(model.parameters(), fused=True), registry, max_norm=1.0)
         optimizer.backward(loss)
         stats = optimizer.step()
         optimizer.zero_grad()
 
-    `step` completes the gradients (data axes averaged, pending sums made, tied copies combined), measures them, clips,
-    and steps the wrapped optimizer, on every rank or on none: a norm that is not finite skips the step everywhere. Every
-    rank must construct it at the same point with its own part of the model (a rank that has none gives
-    ``[{"params": []}]``), and call the same methods in the same order.
+    `step` reduces the gradients: it averages over data axes and sums partial gradients and those of tied parameters. Then
+    it measures the global norm, clips, and steps the wrapped optimizer, on every rank or on none. A non-finite norm skips
+    the step on every rank.
 
-    A parameter that is frozen when the optimizer is made has no part in any collective, and to unfreeze it later is an
-    error; one that is frozen later, on all ranks, is left out of the steps from then on.
+    Every rank must construct it at the same point with its own part of the model, and call the same methods in the same
+    order. A rank without parameters passes ``[{"params": []}]`` to the torch optimizer.
+
+    A parameter that is frozen when the optimizer is made takes part in no collective; unfreezing it later is an error. A
+    parameter that is frozen later, on all ranks, is not stepped from then on.
 
     Args:
-        optimizer: A torch optimizer over declared parameters. `Lion`, and with ``fused=True`` Adam, AdamW, SGD and Adagrad,
-            take the factor and skip on the device; any other costs one pass over the gradients and one host read a step.
-            In modes with master weights its param groups then hold the masters, and in the place of DTensor parameters
-            (`fully_shard`, `parallelize_module`; see `meshstep.parallel.interop.dtensor`) their local tensors. Or a list of
-            optimizers, with no parameter in two: one norm, one verdict, one state; ``"optimizer"`` in a group says whose.
-            While the `ParallelOptimizer` lives, ``optimizer.step()`` is a RuntimeError; ``zero_grad``, ``load_state_dict``,
-            ``add_param_group``, ``train`` and ``eval`` of ``optimizer`` call the method of the `ParallelOptimizer`.
-        registry: The groups of the mesh that the specs name.
-        max_norm: Clip the global norm to this; in unscaled gradient units, finite, > 0. Or another rule (`Clip`), or by
-            name (`ByName`). None: measure only. A param group with its own ``"max_norm"`` is clipped by that (``math.inf``:
-            not at all), the others by theirs together; ranks agree on these here, and change them if all have all groups.
+        optimizer: A torch optimizer over declared parameters, or a list of optimizers without common parameters. `Lion`
+            and, with ``fused=True``, Adam, AdamW, SGD and Adagrad read the clip coefficient and the skip flag on the
+            device. Other optimizers cost one more pass over the gradients and one host synchronization per step.
+            A list is stepped with one norm, one decision and one state; ``"optimizer"`` in a param group is the index.
+            In modes with master weights the param groups hold the master weights afterwards. For DTensor parameters
+            (`fully_shard`, `parallelize_module`) they hold the local tensors; see `meshstep.parallel.interop.dtensor`.
+            While the `ParallelOptimizer` lives, ``optimizer.step()`` raises RuntimeError. Its ``zero_grad``,
+            ``load_state_dict``, ``add_param_group``, ``train`` and ``eval`` call the methods of the `ParallelOptimizer`.
+        registry: The process groups of the mesh axes that the specs name.
+        max_norm: The threshold of the global norm, in units of unscaled gradients; finite, > 0. Or another clipping rule
+            (`Clip`), or a dict of rules by name pattern (`ByName`). None: the norm is measured and nothing is clipped.
+            A param group with its own ``"max_norm"`` is clipped by its own norm (``math.inf``: not clipped). The other
+            groups are clipped by their common norm. Ranks compare these thresholds here. They may be changed later if all
+            ranks have all groups.
         norm_type: The p of the norms, >= 1 or ``math.inf``. A clip rule with its own ``norm_type`` uses that.
         reduction: How norms are summed over ranks: ``"packed"`` in one all-reduce of all ranks, ``"per_group"`` in one
             all-reduce per process group. See `GlobalNorm`.
         per_parameter_norms: Report the norm of every logical parameter in ``GradStats.parameter_norms``.
-        precision: The mode's name or object (`meshstep.amp`). ``precision.prepare(model)`` makes the model run in it;
-            here it says whether there are master weights and a loss scale.
-        accumulation_steps: K: manage windows of K micro-batches, each a `backward`; `step` and `zero_grad` do nothing
-            before the K-th, and the gradient is the mean over the window. None: gradients add up until you call `step`.
-        data_parallel: The `DistributedDataParallel` (torch's, Megatron's) or `fully_shard` module that averages gradients,
-            in the last micro-batch of a window; a list where a rank has several pipeline stages. None: `step` averages,
-            in a few collectives. `step` also averages the parameters that `fully_shard` left out.
-        average_data: False: other code averages gradients over the data axes. Sums over other axes (partial gradients, tied
-            parameters) are made in either case. True: the optimizer or ``data_parallel`` averages them.
-        overlap: Reduce each gradient bucket over the data axes as soon as backward has filled it, in the last micro-batch
-            of a window. Call the others under `no_sync` if you decide when to step. Gradients of DTensors, owned
-            parameters, uneven shards and axes that the model itself uses are reduced after backward. If a data axis may
-            shard the model (experts), all gradients are, since ranks could wait for each other. False: reduce in `step`.
+        precision: Name or object of a precision mode (`meshstep.amp`). It decides whether there are master weights and a
+            loss scale; ``precision.prepare(model)`` makes the model run in the mode.
+        accumulation_steps: Number K of micro-batches per accumulation window, each one call of `backward`. `step` and
+            `zero_grad` do nothing before the K-th, and the gradient is the mean over the window. None: gradients add up
+            until you call `step`.
+        data_parallel: The `DistributedDataParallel` (torch's or Megatron's) or `fully_shard` module that averages gradients
+            in the last micro-batch of a window. A list of modules on a rank with several pipeline stages. None: `step`
+            averages the gradients. `step` also averages the gradients of parameters that `fully_shard` left out.
+        average_data: True: the optimizer or ``data_parallel`` averages gradients over the data axes. False: other code
+            does. The optimizer sums partial gradients and those of tied parameters in either case.
+        overlap: True: reduce each gradient bucket over the data axes as soon as backward has filled it, in the last
+            micro-batch of a window. Run the other micro-batches under `no_sync` if you decide when to step. Gradients of
+            DTensors, owned parameters, uneven shards, and axes that the model's own collectives use are reduced after
+            backward. If a data axis may shard the model (experts), all gradients are, because ranks could wait for each
+            other. False: reduce in `step`.
         compression: How the optimizer reduces gradient buckets, such as `Bf16Wire`. None: in the gradients' own dtype.
             `Sharded` has a ``compression`` of its own; a ``data_parallel`` module does not use it.
         bucket_bytes: Size of a gradient bucket. None: 32 MiB, or 16 MiB with ``overlap``. Smaller buckets cost more.
-        states: Where optimizer states and masters are kept: `Sharded`, `Offloaded`, both, or a `Placement` of your own.
-            The param groups then hold what is stepped; see `pieces`.
-        check_replicas: Compare replicas of parameters and of their reduced gradients bit by bit. Where they differ, every
-            rank raises `ReplicaMismatchError` before anything is stepped. ``"first"``: in the first step, and in the first
-            after parameters were added. It finds different seeds on replicas, a forgotten all-reduce, a sharded weight
-            declared ``P()``, different batches on tensor-parallel ranks, and a replica declared sharded (ValueError).
-            True: before every step, for debugging; reads everything once more and costs one host read. False: never, for
-            replicas that may differ by rounding (see `align_copies`). `Fingerprints`: as "first", and every so many steps,
-            optimizer states too, without a host read.
-        commit: A function without arguments that each rank calls once before each update, when gradients are complete. It
-            returns a bool, or a 0-dim bool tensor that the host does not read. If it is False on any rank, all ranks skip
-            the step, which the loss scale does not count as an overflow. An exception in it counts as False on the other
-            ranks, and is raised on its own rank after the step. None: not asked.
-        on_nonfinite: ``"skip"`` the step on every rank (`Skip` says how many in a row are an error), or ``"raise"``
-            FloatingPointError on every rank with the parameters' names (one host read a step).
+        states: State placements: where optimizer states and master weights are kept (`Sharded`, `Offloaded`, both, or a
+            `Placement` of your own). The param groups then hold the stepped tensors; see `pieces`.
+        check_replicas: When to compare replicas of parameters and of their reduced gradients bit by bit. If they differ,
+            every rank raises `ReplicaMismatchError` before anything is stepped.
+            ``"first"``: in the first step, and in the first step after parameters were added. This finds different seeds on
+            replicas, a missing all-reduce, a sharded weight declared ``P()``, different batches on tensor-parallel ranks,
+            and a replica declared sharded (ValueError).
+            True: before every step, for debugging; it reads all of them once more and costs one host synchronization.
+            False: never, for replicas that may differ by rounding (see `align_copies`).
+            `Fingerprints`: as ``"first"``, and then every so many steps, including optimizer states, without host
+            synchronization.
+        commit: A function without arguments that each rank calls once before each update, after the gradients are reduced.
+            It returns a bool, or a 0-dim bool tensor that the host does not read. If it returns False on any rank, all
+            ranks skip the step; the loss scale does not count this as an overflow. An exception counts as False on the
+            other ranks and is raised on its own rank after the step. None: no vote.
+        on_nonfinite: ``"skip"`` the step on every rank (`Skip` sets how many consecutive skips are an error), or
+            ``"raise"`` FloatingPointError with the parameters' names on every rank (one host synchronization per step).
 
     Raises:
-        ValueError, TypeError: On every rank, when an argument is out of range or when, on any rank, a parameter is
-            undeclared, complex, sparse or laid out in a way that does not fit; when ranks declare different things.
-            The optimizer is left as it was.
-    Collectives: here, object all-gathers. A step: one all-reduce a bucket of gradients, and one to measure. Host reads:
-    none in a step but where said above, and on the first one, which checks on all ranks that gradients are dense and real.
+        ValueError, TypeError: On every rank, if on any rank an argument is out of range, or a parameter is undeclared,
+            complex, sparse or laid out in a way that does not fit; or if ranks declare different layouts. The torch
+            optimizer is unchanged then.
+    Collectives: the constructor makes object all-gathers. A step makes one all-reduce per gradient bucket, and one for the
+    norm. Host synchronization: none in a step, except as stated above. The first step checks on all ranks that gradients
+    are dense and real.
     """
 
-    steps_windows = True  # `step` may come within a window, where the weights stay unchanged
+    steps_windows = True  # `step` may be called within a window, where the weights stay unchanged
     _step_supports_amp_scaling = True  # a GradScaler then calls `step` on every rank, overflow or not
     last_stats: GradStats | None
 
     _setup: Setup
     _device: torch.device
-    _clip: ClipState | None  # the rule of ``max_norm`` and what it remembers
-    # Remade by `_bind` when param groups are added:
+    _clip: ClipState | None  # the rule of ``max_norm`` and its state
+    # `_bind` makes these again when param groups are added:
     _plan: ReductionPlan
     _table: ParamTable
     _states: TransformChain
@@ -142,7 +152,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     _agreement: StepAgreement | None  # None on one rank
     _switch: GradSyncController | None  # what reduces gradients in backward
     _micro_batch: Callable[..., AbstractContextManager[None]]
-    _model_params: Sequence[Tensor]  # where backward leaves gradients
+    _model_params: Sequence[Tensor]  # the parameters whose gradients backward writes
 
     def __init_subclass__(cls) -> None:
         """Report the construction of a subclass, and the public methods that it overrides, as calls of this class."""
@@ -193,7 +203,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         on_nonfinite: OnNonfinite = "skip",
         **other: object,
     ) -> None:
-        # The wrapped optimizer has the parameters and the state: torch's own __init__ is not called.
+        # torch's own __init__ is not called, because the wrapped optimizer has the parameters and the state.
         self.optimizer = optimizer = as_one(optimizer, registry)
         self._optimizer_step_pre_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
@@ -238,8 +248,13 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @classmethod
     def for_model(cls, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> ParallelOptimizer[Any]:
-        """Of a Transformers model that `from_pretrained` has split: on its `meshstep.parallel.registry_of`, which says the
-        rest, and ``data_parallel=model`` where it is fully sharded."""
+        """Wrap the optimizer of a Transformers model that `from_pretrained` has split.
+
+        The registry is `meshstep.parallel.registry_of(model)`. A fully sharded model is passed as ``data_parallel``.
+
+        Args:
+            options: As in the constructor.
+        """
         sharded = {"data_parallel": model} if hasattr(model, "set_requires_gradient_sync") else {}
         return cls(optimizer, registry_of(model), **sharded | options)
 
@@ -247,28 +262,29 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's param groups."""
+        """Return the wrapped optimizer's param groups."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's state."""
+        """Return the wrapped optimizer's state."""
         return self.optimizer.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The wrapped optimizer's defaults."""
+        """Return the wrapped optimizer's defaults."""
         return self.optimizer.defaults
 
     # The window ------------------------------------------------------------------------------------------------------
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale, for code that calls backward itself (a pipeline's last stage), within `window`.
+        """Return the loss times the loss scale, for code within `window` that calls backward itself.
 
         Args:
-            loss: 0-dim; float32 or float64 in modes with a loss scale, or it is cast: scaled half types overflow. Returned
-                as it is in modes without.
-        Raises TypeError where it is no tensor.
+            loss: 0-dim. In modes with a loss scale a half-precision loss is cast to float32, because a scaled
+                half-precision loss overflows. In other modes the loss is returned unchanged.
+        Raises:
+            TypeError: ``loss`` is no tensor.
         """
         check_loss(loss, "scale_loss")
         self._window.calls += 1
@@ -279,26 +295,28 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         return scaled
 
     def backward(self, loss: Tensor | None, *, weight: float | Tensor | None = None, **kwargs: Any) -> None:
-        """Scale the loss and call backward, with ``kwargs``: one micro-batch. Gradients add up.
+        """Scale the loss and call ``loss.backward(**kwargs)``: one micro-batch. Gradients add up.
+
+        Every rank of a pipeline stage must make the same number of calls before `step`. With weights, only the ranks of one
+        data coordinate must. A difference skips the step; see `step`.
 
         Args:
-            loss: 0-dim; None on a rank that has nothing to compute in this micro-batch. None is a loss of 0: it counts as
-                a micro-batch, so without weights the mean is over all data ranks and micro-batches, this one among them.
-                For the mean over the other data ranks give weights everywhere, and 0 with None.
-            weight: What the window's summed losses are divided by, all together and over all data ranks: give a loss
-                that is a sum, and e.g. its number of tokens. A number or a 0-dim tensor (which is not read by the host);
-                the same on ranks that share a data coordinate. None: the loss is a mean, see ``accumulation_steps``.
-        Every rank of a pipeline stage makes equally many calls before `step`; with weights, only ranks of one data
-        coordinate must. A difference skips the step, see `step`.
+            loss: 0-dim; None on a rank without a batch in this micro-batch. None is a loss of 0 and counts as a
+                micro-batch: without weights the mean is over all data ranks and micro-batches, including this one. For the
+                mean over the other data ranks pass weights on all ranks, and 0 with None.
+            weight: The number of items whose losses the loss sums, such as tokens. The gradient is divided by the sum of
+                the weights over the window and all data ranks. A number, or a 0-dim tensor that the host does not read;
+                equal on ranks with one data coordinate. None: the loss is a mean; see ``accumulation_steps``.
 
         Raises:
             TypeError: The loss is no tensor, or the weight no number.
-            ValueError: Only some micro-batches of a window have a weight, or it is negative.
-            RuntimeError: Other code cleared gradients in the middle of a window or, in managed accumulation, called
-                ``loss.backward()`` there; the gradients have been clipped already; an earlier backward of the window raised
-                (`zero_grad` then gives the window up); the loss is what `scale_loss` returned; it is within `window`.
-        Collectives: those of the model's and data_parallel's backward, of `Sharded` and of ``overlap=True``. Host reads:
-        none.
+            ValueError: Some micro-batches of a window have a weight and others not, or a weight is negative.
+            RuntimeError: Other code cleared gradients within a window or, in managed accumulation, called
+                ``loss.backward()`` there. The gradients of the window are clipped already. An earlier backward of the
+                window raised (`zero_grad` then abandons the window). The loss is a result of `scale_loss`. The call is
+                within `window`.
+        Collectives: those of the model's and data_parallel's backward, of `Sharded` and of ``overlap=True``. Host
+        synchronization: none.
         """
         if loss is not None:
             check_loss(loss, "backward")
@@ -314,32 +332,40 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @contextmanager
     def window(self, *, weight: float | Tensor | None = None) -> Iterator[None]:
-        """Around backward calls that others make; all of them are one micro-batch. `Pipeline` is it for a schedule.
+        """Treat the backward calls of other code as one micro-batch. `Pipeline` does this for a pipeline schedule.
 
             with optimizer.window():
                 engine.train_batch(inputs)  # its loss function ends with optimizer.scale_loss(loss)
             optimizer.step()
 
-        Args, raises, collectives, host reads: as `backward`. On every rank, whatever it computes.
+        Every rank must enter it, with or without a batch. Args, raises, collectives, host synchronization: as `backward`.
         """
         with track_call("window", self.registry), self._micro_batch(weight, several=True):
             yield
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Nothing is reduced in backward: for all micro-batches but the last, where you decide when to step. Forward and
-        backward both belong inside."""
+        """Reduce no gradients in backward, for all micro-batches of a window except the last.
+
+        Only needed without ``accumulation_steps``. Run forward and backward within the context.
+        """
         return nullcontext() if self._switch is None else self._switch.off()
 
     def window_ends(self) -> None:
-        """Say before a forward that its micro-batch is the last of the window, though it is not the K-th. Without it
-        ``step(last=True)`` is right too, but for `fully_shard`, which can't reduce its gradients later."""
+        """Mark the next micro-batch as the last of its window, although it is not the K-th. Call it before the forward.
+
+        ``step(last=True)`` alone is right as well, except with `fully_shard`, which cannot reduce its gradients later.
+        """
         if self._switch is not None:
             self._switch.set(True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, of the model's parameters too where there are masters. Nothing happens in the middle of a
-        window of managed accumulation, unless a backward of it raised, or within ``except``, where an error has come since
-        its last micro-batch: that gives it up. RuntimeError where `fully_shard` has some unreduced.
+        """Clear the gradients, including those of the model parameters where there are master weights.
+
+        Within a window of managed accumulation nothing is cleared, with two exceptions that abandon the window: a backward
+        of the window raised, or the call is within ``except`` and the error came after the window's last micro-batch.
+
+        Raises:
+            RuntimeError: `fully_shard` has gradients that it has not reduced.
         """
         if self._window.may_clear():
             if self._switch is not None:
@@ -354,25 +380,26 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @torch.no_grad()
     def step(self, closure: Callable[[], object] | None = None, *, last: bool = False) -> Stats_co:  # type: ignore[override]
-        """Complete, measure and clip the gradients, and step; or skip on every rank. Then update the loss scale.
+        """Reduce, measure and clip the gradients, and step; or skip on every rank. Then update the loss scale.
 
         Args:
-            last: Step now though fewer than ``accumulation_steps`` micro-batches have come: the tail of an epoch. Its
-                gradient is the mean over those that have.
-        Returns: GradStats, device tensors; None in the middle of a managed window, where nothing is done.
+            last: True: step now, although fewer than ``accumulation_steps`` micro-batches were run, as at the end of an
+                epoch. The gradient is the mean over these micro-batches.
+        Returns:
+            GradStats, with tensors on the device; None within a managed window, where nothing is done.
         Raises:
-            FloatingPointError: On every rank: with ``on_nonfinite="raise"``; or too many steps in a row were skipped.
+            FloatingPointError: On every rank: with ``on_nonfinite="raise"``, or if too many consecutive steps were skipped.
             ReplicaMismatchError: On every rank, with ``check_replicas=True``, or `Fingerprints` (16 steps late).
-            TypeError: A gradient is complex or sparse; later than in the first step only on the rank that has it.
+            TypeError: A gradient is complex or sparse. After the first step only the rank with the gradient raises.
             ValueError: A closure is given.
             RuntimeError: torch's own GradScaler calls it; `fully_shard` has not reduced the window's gradients (see
                 `window_ends`); a backward of the window raised; a parameter was unfrozen that was frozen when the optimizer
-                was made. On every rank: there are no gradients in the first step, or they did not come through `backward`
-                or `window` (with a loss scale, from the second step on, 16 steps late; those with them were skipped).
-                Ranks made different numbers of micro-batches, some gave weights, or they differ in weights, clipping,
-                hyper-parameters or frozen parameters: such a step is skipped, and the error follows 16 steps late, in the
-                first step and with ``on_nonfinite="raise"`` at once.
-        Collectives, host reads: as the class says.
+                was made. On every rank: there are no gradients in the first step, or `backward` and `window` did not make
+                them (with a loss scale, after the first step, 16 steps late; the steps with such gradients were skipped).
+                Ranks ran different numbers of micro-batches, only some passed weights, or they differ in weights, clipping,
+                hyper-parameters or frozen parameters: such a step is skipped, and the error follows 16 steps late, or at
+                once in the first step and with ``on_nonfinite="raise"``.
+        Collectives, host synchronization: as in the class docstring.
         """
         if closure is not None:
             raise ValueError("step takes no closure: a skipped step can't be evaluated again; call backward, then step")
@@ -425,8 +452,11 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             self._switch.expect(self._window)
 
     def _ended(self, reason: str) -> FloatingPointError | RuntimeError:
-        """Return the error that ends training, with the names of parameters whose gradients are not finite, of replicas
-        that differ, or of settings that differ. Every rank must call it. Collectives, host synchronization: some."""
+        """Return the error that ends training. Every rank must call it.
+
+        The error names the parameters with non-finite gradients, the replicas that differ, or the settings that differ.
+        Collectives, host synchronization: some.
+        """
         if reason == DISAGREED and self._agreement is not None:
             return self._agreement.error(self._skips.facts)
         vote = self._clipping.vote
@@ -442,7 +472,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         """Return the scale of a `GradScaler` that calls `step` and has not unscaled the gradients.
 
         Raises:
-            RuntimeError: It is torch's own, or it can't see the gradients that are stepped with.
+            RuntimeError: The scaler is torch's own, or it cannot access the stepped gradients.
         """
         self._window.forget_gradients()  # which the scaler may have unscaled
         if not hasattr(self, "overflow_is_agreed"):
@@ -459,7 +489,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         return scale
 
     def _scale_info(self) -> GradScaleInfo:
-        """Return what the window's gradients are divided by, with this rank's part of the slot of facts."""
+        """Return the divisors of the window's gradients, with this rank's value of the agreement field."""
         window, agreement = self._window, self._agreement
         if agreement is None:
             return window.scale_info(self.registry, window.scale, self._device)
@@ -471,12 +501,13 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     @public_call
     @torch.no_grad()
     def clip_grads(self) -> Stats_co:
-        """Complete, measure, unscale and clip the gradients now, in place, by the rule of ``max_norm=``.
+        """Reduce, measure, unscale and clip the gradients now, in place, by the rule of ``max_norm=``.
 
-        `step` does none of it again. Use it to read the norm, or the clipped gradients, before the step. In the middle of a
-        window of managed accumulation nothing is done, and `step` clips at its end.
+        `step` does not repeat this. Use it to read the norm, or the clipped gradients, before the step. Within a window of
+        managed accumulation nothing is done, and `step` clips at the end of the window.
 
-        Returns: GradStats with the norm before clipping; None in the middle of a window.
+        Returns:
+            GradStats with the norm before clipping; None within a window.
         Collectives: those of a step. Host synchronization: none.
         """
         return self._clip_or_ask("clip_grads", self.clip)  # type: ignore[return-value]
@@ -484,24 +515,34 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     @public_call
     @torch.no_grad()
     def clip_grad_by_norm(self, max_norm: float, norm_type: float | None = None) -> Stats_co:
-        """Complete, measure, unscale and clip the gradients now, in place, by this rule in the place of the constructor's;
-        `step` then does none of it again. In the middle of a window of managed accumulation `step` does it at its end.
+        """Reduce, measure, unscale and clip the gradients now, in place, by this threshold.
 
-        Args: as for `ByNorm`. Returns: GradStats with the norm before clipping; None in the middle of a window.
-        Raises ValueError, nothing changed, where one is out of range. Collectives: those of a step. Host reads: none.
+        The threshold replaces the constructor's rule, and `step` does not clip again. Within a window of managed
+        accumulation, `step` clips by it at the end of the window.
+
+        Args:
+            max_norm, norm_type: As in `ByNorm`.
+        Returns:
+            GradStats with the norm before clipping; None within a window.
+        Raises:
+            ValueError: An argument is out of range. Nothing is changed.
+        Collectives: those of a step. Host synchronization: none.
         """
         return self._clip_or_ask("clip_grad_by_norm", ByNorm(max_norm, norm_type))  # type: ignore[return-value]
 
     @public_call
     @torch.no_grad()
     def clip_grad_by_value(self, clip_value: float) -> Stats_co:
-        """The same with `ByValue`: clamp every element to [-clip_value, clip_value], after measuring."""
+        """Reduce, measure and unscale the gradients now, and clamp each element to [-clip_value, clip_value] in place.
+
+        Otherwise as `clip_grad_by_norm`; the rule is `ByValue`.
+        """
         return self._clip_or_ask("clip_grad_by_value", ByValue(clip_value))  # type: ignore[return-value]
 
     def _clip_or_ask(self, call: str, clip: Clip | None) -> GradStats | None:
-        """Clip now if the window is full; else let the `step` at its end do it, and return None.
+        """Clip now if the window is full; otherwise let the `step` at its end clip, and return None.
 
-        Then raise what is wrong with the gradients of this rank alone. Other ranks see an overflow.
+        An error in the gradients of this rank alone is raised after clipping. The other ranks see an overflow.
         """
         window = self._window
         window.captured = check_captured(call, self.not_captured)
@@ -516,10 +557,10 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         return decision.stats
 
     def _clip_now(self, clip: Clip | None) -> tuple[StepDecision, Exception | None]:
-        """Complete, measure, unscale and clip the gradients in place. Collectives: those of a step.
+        """Reduce, measure, unscale and clip the gradients in place. Collectives: those of a step.
 
         Returns:
-            The decision, and what is wrong with the gradients of this rank alone. `step` raises it at its end, after it has
+            The decision, and an error in the gradients of this rank alone. `step` raises the error at its end, after it has
             taken part in all collectives of the other ranks.
         """
         window = self._window
@@ -540,8 +581,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
     # Binding ---------------------------------------------------------------------------------------------------------
 
     def _bind(self, thresholds: AgreedThresholds) -> None:
-        """What belongs to the plan as it is now."""
-        # Where backward leaves gradients.
+        """Make the objects that depend on the plan: the table of stepped tensors, gradient reduction and clipping."""
         self._model_params = [param for group in self._groups for _, param in group]
         self._table = self._states.table(self._plan)
         full: list[Any] = [part for part in parts_of(self.optimizer) if asks_other_ranks(part)]
@@ -559,14 +599,14 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             around.append(self._switch.micro_batch)
             self._switch.expect(self._window)
         self._micro_batch = partial(self._window.micro_batch, params=self._model_params, around=around)
-        if registry.device.type == "cuda":  # or NCCL connects ranks in the first step, when memory is nearly full
+        if registry.device.type == "cuda":  # NCCL would connect ranks in the first step, when memory is nearly full
             registry.meet(*self._clipping.plan.groups(self._setup.reduction))
 
     @public_call
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group and plan anew; every rank must, at the same point. Nothing changes where it raises.
+        """Add a param group and agree on a new plan. Every rank must call it at the same point.
 
-        Raises, collectives: as the constructor.
+        Raises, collectives: as the constructor. Nothing is changed if it raises.
         """
         before, given = len(self.param_groups), param_group["params"]
         check_unused(given)
@@ -575,7 +615,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         match_names(group, [own for own in self.param_groups if own.get(OPTIMIZER_INDEX) == group.get(OPTIMIZER_INDEX)])
 
         def add_for_a_moment() -> None:
-            # First as it is, so that nothing but the list of groups has to be undone.
+            # Checked before any tensor is replaced, so that only the list of groups must be restored.
             with own_calls:
                 self.optimizer.add_param_group({**group, "params": group["params"][:]})
             known = {id(param) for params in self._groups for _, param in params}
@@ -594,7 +634,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @property
     def observers(self) -> tuple[StepObserver, ...]:
-        """The observers of the steps, in the order in which they are called."""
+        """Return the observers of the steps, in the order in which they are called."""
         return tuple(self._states.observers)
 
     def add_observer(self, observer: StepObserver) -> None:
@@ -617,12 +657,12 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @torch.no_grad()
     def reload_from_model(self) -> None:
-        """Start the next step from the model's weights as they are now: call it after you wrote them.
+        """Copy the model's weights into master weights and other copies. Call it after you wrote weights.
 
-        Sets master weights, pieces of sharded states and offloaded copies to the weights, and drops the remainders of split
-        masters. Needed with these after writes through ``.data``, which the optimizer cannot see and would undo, and after
-        any write where a step asks for it. Moments and step counts stay. Call it on every rank that wrote weights, between
-        two windows; replicas must have the same weights.
+        Sets master weights, shards of ZeRO and offloaded copies to the model's weights, and drops the remainders of split
+        master weights. Needed with these after writes through ``.data``, which the optimizer cannot detect in every step
+        and would undo, and after any write for which a step asks. Moments and step counts stay. Call it between two
+        windows on every rank that wrote weights; replicas must have equal weights.
 
             with torch.no_grad():
                 for param in critic.parameters():
@@ -638,16 +678,18 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @public_call
     def train(self) -> None:
-        """Tell an optimizer that has modes (a schedule-free one), and bring the weights that it sets, which may be those of
-        masters and pieces, into the model. Nothing happens to others. Every rank must call it.
+        """Switch a wrapped optimizer with modes (such as a schedule-free one) to training.
 
-        Collectives: those that bring weights into the model, see `Sharded`.
+        The weights that the wrapped optimizer sets, also in master weights and shards, are written into the model. Other
+        optimizers are unchanged. Every rank must call it.
+
+        Collectives: those that write weights into the model, see `Sharded`.
         """
         self._change_mode("train")
 
     @public_call
     def eval(self) -> None:
-        """As `train`, before an evaluation or a checkpoint of the weights that are evaluated."""
+        """Switch a wrapped optimizer with modes to evaluation, before an evaluation or a checkpoint; see `train`."""
         self._change_mode("eval")
 
     def _change_mode(self, name: str) -> None:
@@ -661,9 +703,11 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @property
     def max_norm(self) -> float | Clip | None:
-        """The threshold of `ByNorm`, or another rule; may be set between steps, on all ranks together. One that does not
-        equal that before begins with nothing remembered. Raises: as the constructor; nothing is changed then. Collectives:
-        an object all-gather, the first time that a rule speaks of parameters.
+        """Return the threshold of `ByNorm`, or another clipping rule.
+
+        It may be set between steps, on all ranks together. A rule that differs from the former rule starts with empty
+        state. Setting raises as the constructor, and changes nothing then. Collectives: an object all-gather, the first
+        time that a rule needs parameter names.
         """
         clip = self.clip
         plain = isinstance(clip, ByNorm) and clip.norm_type is None and not callable(clip.max_norm)
@@ -686,83 +730,96 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @property
     def clip(self) -> Clip | None:
-        """The rule that ``max_norm`` stands for."""
+        """Return the clipping rule of ``max_norm``; None if there is none."""
         return None if self._clip is None else self._clip.rule
 
     @property
     def clip_state(self) -> Mapping[str, Tensor]:
-        """What the rule remembers, by name: device tensors, the same bits on every rank; of parameters in the order of
-        ``plan.parameter_names``. None are there before the first step. Host reads: none."""
+        """Return the state of the clipping rule by name; empty before the first step.
+
+        Device tensors, bitwise identical on all ranks. Values per parameter are in the order of ``plan.parameter_names``.
+        Host synchronization: none.
+        """
         return {} if self._clip is None else dict(self._clip.tensors)
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """The global norm that the last step measured, unscaled, before clipping; None before the first step."""
+        """Return the global norm of the last step, unscaled, before clipping; None before the first step."""
         return None if self.last_stats is None else self.last_stats.total_norm
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped so far, whatever the reason. Host reads: one."""
+        """Return the number of skipped steps, for whatever reason. Host synchronization: one."""
         return self._skips.total()
 
     @property
     def vetoed_steps(self) -> int:
-        """Those of them that ``commit=`` of any rank refused. Host reads: one."""
+        """Return the number of steps that ``commit=`` of any rank rejected. Host synchronization: one."""
         return self._skips.vetoed()
 
     @public_call
     def poll(self) -> None:
-        """Raise what `step` would have raised by now, for steps that a CUDA graph replays, of which nobody hears here.
-        Every rank calls it, at the same replay, every few dozen of them.
+        """Raise the errors of steps that a CUDA graph replays. Every rank must call it after the same replay.
 
-        Raises: FloatingPointError, RuntimeError: On every rank, as `step`: too many steps in a row were skipped; gradients
-            came past `backward`; ranks disagreed. ReplicaMismatchError: copies have parted. Collectives: where it raises.
-            Host reads: one.
+        A replay runs no Python code, so `step` cannot raise there. Call it every few dozen replays.
+
+        Raises:
+            FloatingPointError, RuntimeError: On every rank, as `step`: too many consecutive steps were skipped, gradients
+                bypassed `backward`, or ranks disagreed.
+            ReplicaMismatchError: Replicas differ.
+        Collectives: only if it raises. Host synchronization: one.
         """
         if reason := self._skips.poll(self.on_nonfinite):
             raise self._ended(reason)
 
     @property
     def device(self) -> torch.device:
-        """The device of the parameters; on a rank without any, that of its collectives."""
+        """Return the device of the parameters; on a rank without parameters, the device of its collectives."""
         return self._device
 
     @property
     def accumulation_steps(self) -> int | None:
-        """The number of micro-batches per step in managed accumulation; None: gradients add up until you call `step`."""
+        """Return the number of micro-batches per step; None: gradients add up until you call `step`."""
         return self._window.steps
 
     @property
     def micro_batches(self) -> int:
-        """The number of micro-batches since the last step."""
+        """Return the number of micro-batches since the last step."""
         return self._window.micro_batches
 
     @property
     def model_param_groups(self) -> list[list[Tensor]]:
-        """The parameters that each param group was given, where backward leaves gradients. `param_groups` has what is
-        stepped for them: masters, shards, copies."""
+        """Return the model parameters by param group, for which backward makes gradients.
+
+        `param_groups` holds the tensors that are stepped for them, such as master weights and shards.
+        """
         return [[param for _, param in group] for group in self._groups]
 
     @property
     def plan(self) -> ReductionPlan:
-        """What the norm sums over which ranks, agreed by all ranks; print it."""
+        """Return the plan of the norm's reduction, agreed by all ranks. Print it to read it."""
         return self._clipping.plan
 
     @property
     def model_plan(self) -> ReductionPlan:
-        """The plan of the parameters of `model_param_groups`, in their order; a new one after `add_param_group`."""
+        """Return the plan of the parameters in `model_param_groups`, in their order; a new one after `add_param_group`."""
         return self._plan
 
     @property
     def transforms(self) -> TransformChain:
-        """The links between the model's parameters and the tensors that are stepped; a `Placement` finds its own here:
-        ``next(link for link in optimizer.transforms.links if isinstance(link, MyLink))``."""
+        """Return the chain between model parameters and stepped tensors.
+
+        A `Placement` finds its own link here:
+        ``next(link for link in optimizer.transforms.links if isinstance(link, MyLink))``.
+        """
         return self._states
 
     @property
     def grad_sync(self) -> GradSyncController | None:
-        """What reduces gradients while backward runs: torch's or Megatron's data parallelism, or overlap; None: `step`
-        reduces them."""
+        """Return the object that reduces gradients in backward: torch's or Megatron's data parallelism, or overlap.
+
+        None: `step` reduces them.
+        """
         return self._switch
 
     def not_captured(self) -> list[str]:
@@ -802,8 +859,11 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
         return list(self._table)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state of this rank's pieces, and under ``"meshstep"`` all else a new process needs:
-        mode, loss scale, master weights, what a clip rule remembers, counts of steps, coordinates. Host reads: a few."""
+        """Return the wrapped optimizer's state for this rank's stepped tensors, and the rest under ``"meshstep"``.
+
+        The rest is all that a new process needs: precision mode, loss scale, master weights, the state of a clipping rule,
+        step counts, coordinates. Host synchronization: a few.
+        """
         saved = self._saved()
         given = (param for group in self._groups for _, param in group)
         makes_states = bool(self.state) or self._setup.accumulation_steps is None
@@ -812,15 +872,15 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
 
     @public_call
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue, bit for bit, from what `state_dict` gave; every rank must call it, with the state of its own pieces.
+        """Continue bitwise identically from a `state_dict`. Every rank must call it, with the state of its own tensors.
 
-        In a mode without master weights and loss scale a plain dict of the wrapped optimizer loads too. A clip rule of
-        which it has nothing begins anew, with a warning.
+        In a mode without master weights and loss scale a plain state dict of the wrapped optimizer loads as well. A
+        clipping rule that has no state in it starts with empty state, with a warning.
 
         Raises:
-            ValueError: On every rank, when on any rank it comes from another precision mode or does not fit; nothing is
-                changed then.
-        Collectives: two object all-gathers. Host reads: a few.
+            ValueError: On every rank, if on any rank the state has another precision mode or does not fit. Nothing is
+                changed.
+        Collectives: two object all-gathers. Host synchronization: a few.
         """
         self._skips.load_state_dict(self._saved().load(state_dict))
         self._clipping.start_over()
@@ -829,7 +889,7 @@ class ParallelOptimizer(PicklableOptimizer, torch.optim.Optimizer, Generic[Stats
             self._switch.expect(self._window)
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise ValueError where `load_state_dict` would on this rank. Nothing is changed. Collectives: none."""
+        """Raise ValueError if `load_state_dict` would raise it on this rank. Nothing is changed. Collectives: none."""
         self._saved().check(state_dict)
 
     def _saved(self) -> Saved:

@@ -1,4 +1,4 @@
-"""From the constructor's arguments to the parts of a step, checked and agreed by all ranks before anything is changed."""
+"""The constructor of `ParallelOptimizer`: check arguments, agree on them with all ranks, and make the parts of a step."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ NamedGroups = Sequence[Sequence[tuple[str | None, Tensor]]]
 
 
 class _Declared(NamedTuple):
-    """What a rank tells the others, in one gather."""
+    """The declarations of one rank, which all ranks gather."""
 
     settings: dict[str, str]
     dtypes: set[torch.dtype]
     summary: Summary
-    thresholds: list[Any]  # of each param group its ``max_norm``
-    groups: frozenset[int]  # the indices of those that have parameters
+    thresholds: list[Any]  # ``max_norm`` of each param group
+    groups: frozenset[int]  # the indices of param groups with parameters
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The arguments of `ParallelOptimizer`, as they were given."""
+    """The arguments of one `ParallelOptimizer`, and the methods that check them and make the parts of a step."""
 
     optimizer: torch.optim.Optimizer
     registry: ProcessGroupRegistry
@@ -80,7 +80,7 @@ class Setup:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keyword arguments, by name."""
+        """Return the keyword arguments by name."""
         apart = {"optimizer", "registry", "wrong_call"}
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in apart}
 
@@ -145,7 +145,7 @@ class Setup:
             )
 
     def _settings(self) -> dict[str, object]:
-        """What all ranks must say alike; of the optimizer and its groups, those of one pipeline stage."""
+        """Return the settings that must be equal on all ranks; those of the optimizer, within a pipeline stage."""
         topology = self.registry.topology
         said: dict[str, object] = {
             "max_norm": clip_of(self.max_norm),
@@ -169,17 +169,17 @@ class Setup:
         for name in ("average_data", "overlap", "compression", "bucket_bytes"):
             said[f"{name}{where}"] = getattr(self, name)
         for index, group in enumerate(self.optimizer.param_groups):
-            # In which group a parameter is, plans compare; a rank may have none of a group's.
+            # The plans compare which param group has a parameter. A rank may have no parameter of a group.
             for key in group.keys() - {"params", "param_names", "max_norm"} if group["params"] else ():
                 said[f"{key} of param group {index}{where}"] = group[key]
         return said
 
     def plan_for_clip(self, plan: ReductionPlan) -> ReductionPlan:
-        """``plan``, with what the rule needs to know of it; raises, collectives: as `planned_for`."""
+        """Return the plan with the parameter names that the clipping rule needs. Raises, collectives: as `planned_for`."""
         return planned_for(self._check_clip(), plan, self.registry)
 
     def _check_clip(self) -> Clip | None:
-        """The rule; ValueError where it is out of range, or does not go with the rest."""
+        """Return the clipping rule. Raise ValueError if it is out of range or does not fit the other arguments."""
         clip = clip_of(self.max_norm)
         check_thresholds(clip, self.optimizer.param_groups)
         check_packed(clip, self.reduction)
@@ -209,10 +209,10 @@ class Setup:
             raise ValueError(f"states={self.states!r}: give each kind of placement once")
 
     def device_of(self, groups: NamedGroups) -> torch.device:
-        """Where the parameters are, and so all that a step keeps; on a rank without any, where its collectives are.
+        """Return the device of the parameters; on a rank without parameters, the device of its collectives.
 
         Raises:
-            ValueError: They are on several devices.
+            ValueError: The parameters are on several devices.
         """
         devices = {param.device for group in groups for _, param in group}
         if len(devices) > 1:
@@ -226,14 +226,14 @@ class Setup:
 
     @property
     def placements(self) -> list[Placement]:
-        """In the order of the chain."""
+        """Return the state placements in the order of the chain."""
         given = [self.states] if isinstance(self.states, Placement) else list(self.states)
         return sorted(given, key=lambda placement: getattr(placement, "position", 0))
 
     @property
     def averages_data(self) -> bool:
-        """Whether the optimizer itself averages gradients over the data axes."""
-        # fully_shard averages its DTensors; parameters left out of it are averaged here.
+        """Return True if the optimizer itself averages gradients over the data axes."""
+        # fully_shard averages the gradients of its DTensors; the optimizer averages those of other parameters.
         switch = switch_of(modules_in(self.data_parallel))
         return self.average_data and (switch is None or not switch.is_ddp)
 
@@ -253,14 +253,14 @@ class Setup:
         return reasons
 
     def binding(self, precision: Precision) -> Binding:
-        """What placements are to fit."""
+        """Return the objects that state placements must fit."""
         switch = switch_of(modules_in(self.data_parallel))
         return Binding(
             self.optimizer, precision, self.registry, self.averages_data, switch, self.overlap, self.placements
         )
 
     def chain(self, precision: Precision) -> TransformChain:
-        """What stands in for the optimizer's parameters, installed. Collectives: those of the links."""
+        """Return the installed chain of parameter transforms. Collectives: those of the transforms."""
         binding = self.binding(precision)
         precision_at = sum(placement.position < Position.DTYPE for placement in self.placements)
         links = [placement.link(binding) for placement in self.placements]
@@ -291,19 +291,20 @@ class Setup:
     def completion(
         self, table: ParamTable, chain: TransformChain, agreement: StepAgreement | None = None
     ) -> GradientCompletion:
-        """What completes the gradients of what the chain steps, some of them while backward runs (`switch`).
+        """Return the object that reduces the gradients of the stepped tensors, some of them in backward (see `switch`).
 
         Collectives: with ``overlap``, an object all-gather.
         """
         plan, measured = table.model_plan, table.grad_tensors
         leaves = {id(row.leaf) for row in table}
-        # A master's gradient is its parameter's too, a local tensor's its DTensor's: nobody may put another in its place.
+        # A master weight shares its gradient with the parameter, a local tensor with its DTensor: a bucket must not
+        # replace it.
         adopt = all(id(tensor) in leaves for tensor in measured)
         common: dict[str, Any] = {"average_data": self.averages_data, "exchange": self.compression}
         early = only = None
         if self.overlap:
             can_be_early, bucket_bytes = Early.of(plan, self.registry), self.bucket_bytes or BUCKET_BYTES // 2
-            # Masters know by a gradient's identity whether it has been cleared.
+            # Master weights detect cleared gradients by the identity of the gradient tensor.
             whole = not precision_of(self.precision).masters
             options = {**common, "adopt": whole, "only": can_be_early, "bucket_bytes": bucket_bytes}
             early = gradient_buckets([row.param for row in table], plan, self.registry, **options)
@@ -316,10 +317,10 @@ class Setup:
         return GradientCompletion(chain, table, buckets, early, agreement, unused, fingerprints)
 
     def switch(self, completion: GradientCompletion, before: GradSyncController | None) -> GradSyncController | None:
-        """Who reduces gradients in backward; None: nobody.
+        """Return the object that reduces gradients in backward; None: `step` reduces all of them.
 
         Args:
-            before: Who did before param groups were added, and may have been turned off meanwhile.
+            before: That object from before param groups were added, which may be turned off.
         """
         if completion.early is None:
             for module in modules_in(self.data_parallel) if before is None else ():
@@ -335,9 +336,9 @@ class Setup:
 
 # Options --------------------------------------------------------------------------------------------------------------
 
-# The arguments of `ParallelOptimizer`: their types, for those that pass them on, and errors that say what to write.
+# The types of `ParallelOptimizer`'s arguments, for functions that pass them on.
 
-# What `step` returns: GradStats; with managed accumulation None as well, in the middle of a window.
+# The return type of `step`: GradStats, and with managed accumulation also None within a window.
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as TypeVarWithDefault
 
@@ -347,7 +348,7 @@ else:
 
 
 class StepOptions(TypedDict, total=False):
-    """The arguments of `ParallelOptimizer` that a `Booster` passes on as they are."""
+    """The arguments of `ParallelOptimizer` that a `Booster` passes on unchanged."""
 
     norm_type: float
     reduction: Reduction
@@ -362,7 +363,7 @@ class StepOptions(TypedDict, total=False):
 
 
 class AllOptions(StepOptions, total=False):
-    """All but ``accumulation_steps``, by which the type of `step` is told."""
+    """All keyword arguments except ``accumulation_steps``, which decides the return type of `step`."""
 
     data_parallel: nn.Module | Sequence[nn.Module] | None
     average_data: bool
@@ -372,7 +373,7 @@ class AllOptions(StepOptions, total=False):
 
 # Errors ---------------------------------------------------------------------------------------------------------------
 
-# What the same thing is called in other libraries, and where to write what stands in an argument.
+# Names of arguments in other libraries, or of options within an argument, with the argument to write instead.
 ELSEWHERE = {
     "measure": "the arguments of Measure as arguments of their own, norm_type=..., check_replicas=... and so on",
     "exchange": "compression=...",
@@ -393,8 +394,7 @@ ELSEWHERE = {
 
 
 def wrong_arguments(given: Iterable[str], optimizer: torch.optim.Optimizer, kind: type) -> TypeError | None:
-    """The error for arguments that there are not, with what to write, or for an optimizer of the ``kind`` to be made; None
-    where there is neither."""
+    """Return the error for an unknown argument, or for an ``optimizer`` that is of ``kind`` already; None: neither."""
     if isinstance(optimizer, kind):
         return TypeError(f"the optimizer is a {kind.__name__} already; wrap a plain torch optimizer")
     for name in given:
@@ -404,7 +404,7 @@ def wrong_arguments(given: Iterable[str], optimizer: torch.optim.Optimizer, kind
 
 
 def what_instead(name: str, known: Sequence[str], elsewhere: Mapping[str, str] = ELSEWHERE) -> str:
-    """What to write in the place of an argument that there is not, of those that there are."""
+    """Return the advice for an unknown argument: the argument to write instead, or all known arguments."""
     if name in elsewhere:
         return f"write {elsewhere[name]}"
     if near := get_close_matches(name, known, n=1):
@@ -415,13 +415,13 @@ def what_instead(name: str, known: Sequence[str], elsewhere: Mapping[str, str] =
 def as_one(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], registry: ProcessGroupRegistry
 ) -> torch.optim.Optimizer:
-    """The torch optimizer, or several as one.
+    """Return the torch optimizer, or a list of optimizers as one.
 
     Raises:
-        TypeError, ValueError: It is none, or a list that can't be one; on every rank if it is right on some: they are in
-            the constructor's first agreement then. TypeError: The registry is a process group or a mesh of torch.
+        TypeError, ValueError: It is no torch optimizer, or a list that cannot be combined. Raised on every rank, even if it
+            is right on other ranks, because these are in the first collective of the constructor.
+        TypeError: The registry is a process group or a mesh of torch.
     """
-
     check_registry(registry)
 
     def made() -> torch.optim.Optimizer:
@@ -442,7 +442,7 @@ def as_one(
 
 
 def check_loss(loss: object, call: str) -> None:
-    """Raise TypeError for what is no tensor in place of a loss."""
+    """Raise TypeError if ``loss`` is not a tensor."""
     if not isinstance(loss, torch.Tensor):
         raise TypeError(
             f"{call}(loss) was given a {type(loss).__name__}: give the loss itself, a 0-dim tensor that backward can start "

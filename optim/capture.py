@@ -1,8 +1,8 @@
-"""A step in a CUDA graph: what its replays would not do is refused by name, before anything is changed.
+"""Checks for capturing a step in a CUDA graph: reasons against a capture are errors, raised before anything is changed.
 
-A replay runs the kernels of the captured step again, with the numbers that Python gave them, on the memory that they had.
-What Python does, such as to count, to look or to choose, it does once, when the graph is made. So all of it must have been
-settled in the steps before, and what a step reads must be a tensor.
+A replay runs the kernels of the captured step again, with the same Python numbers and the same memory. Python code of the
+step (counting, checking, choosing) runs only once, during the capture. So it must have finished in earlier steps, and each
+value that a step reads must be a tensor.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .step.update import steps_on_device
 
 
 def check_captured(call: str, not_captured: Callable[[], Sequence[str]]) -> bool:
-    """Return True if a CUDA graph is made of the call.
+    """Return True if the call is captured in a CUDA graph.
 
     Args:
-        call: The method's name.
-        not_captured: Returns the reasons why it can't be captured; called only where a graph is made.
+        call: The name of the method.
+        not_captured: Returns the reasons against a capture. Called only during a capture.
     Raises:
-        RuntimeError: There is a reason. The text has all of them.
+        RuntimeError: There is a reason. The text lists all of them.
     """
     if not is_captured():
         return False

@@ -1,4 +1,4 @@
-"""Process layout: topology, groups, parameter specs and parallel layers."""
+"""Parallel layout of a model: mesh topology, process groups, parameter layouts and parallel layers."""
 
 from .data import ShardedDataLoader, prepare_dataloader
 from .interop.deepspeed import ModelParallelUnit, mark_model_parallel

@@ -1,5 +1,7 @@
-"""``python -m meshstep.parallel pipe=2 data=2 row=2 col=2 [--rank 5] [--svg FILE]``: the rank grid and the groups, as text;
-and who holds what, as a picture."""
+"""Command line ``python -m meshstep.parallel pipe=2 data=2 row=2 col=2 [--rank 5] [--svg FILE]``.
+
+It prints the grid of ranks and the groups of a topology, and can draw a picture of the shards on each rank.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,21 @@ from .mesh.topology import Topology
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a topology as a table. Bad input ends with exit code 2 and a message on stderr."""
+    """Print a topology as a table, and draw it with ``--svg``. Wrong input ends with exit code 2 and a message on stderr.
+
+    Args:
+        arguments: Command line arguments. None: those of the process.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m meshstep.parallel",
-        description="Print where each rank is on named process axes, and which ranks form a group.",
+        description="Print the coordinate of each rank on named mesh axes, and the groups of ranks along each axis.",
         epilog="example: python -m meshstep.parallel pipe=2 data=2 row=2 col=2 --rank 5",
     )
     parser.add_argument("axes", nargs="+", metavar="axis=size", help="an axis and its size, slowest axis first")
-    parser.add_argument("--rank", type=int, help="mark this rank and show its own groups only")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw who holds what there too, up to 64 ranks")
+    parser.add_argument("--rank", type=int, help="mark this rank and show only its groups")
+    parser.add_argument(
+        "--svg", type=Path, metavar="FILE", help="draw the shards of each rank into FILE, up to 64 ranks"
+    )
     options = parser.parse_args(arguments)
     try:
         topology = Topology.parse(" ".join(options.axes))

@@ -1,12 +1,13 @@
-"""A DataLoader that shares a dataset out over the data axes and gives all who work on the same samples the same batch.
+"""A DataLoader that distributes a dataset over the data-parallel axes; model-parallel and pipeline ranks get equal batches.
 
     loader = prepare_dataloader(dataset, registry, batch_size=32, shuffle=True)
     for epoch in range(epochs):
-        for images, labels in loader:  # another order in every epoch; there is no set_epoch to forget
+        for images, labels in loader:  # a new order in every epoch, without set_epoch
             loss_sum = cross_entropy(model(images), labels, reduction="sum")
             optimizer.backward(loss_sum, weight=len(labels))
 
-The sum and its weight make the last step of an epoch exact, where batches are smaller and differ by one between ranks.
+In the last step of an epoch batches are smaller, and their sizes may differ by one between ranks. The sum of the loss and
+its weight make that step exact too.
 """
 
 from __future__ import annotations
@@ -26,15 +27,21 @@ from ..mesh.random_state import cpu_random_state_kept, seed_cpu_generators
 from ..mesh.registry import ProcessGroupRegistry
 from ..mesh.value_checks import wrong
 
-# Which samples each data coordinate takes in each step of each epoch. Pure arithmetic; no process ---------------------
+# The samples of each data coordinate in each step of each epoch (arithmetic only) --------------------------------------
 
-# In each step the D coordinates take the next ``batch_size * D`` samples of the epoch's order, the first coordinate the
-# first ``batch_size`` of them and so on: a step's samples are the same for every D as long as the product is. The last
-# step has what is left, in D parts whose sizes differ by at most one. Nothing is padded and no sample comes twice.
+# In each step the D coordinates take the next ``batch_size * D`` samples of the epoch's order: coordinate 0 the first
+# ``batch_size``, coordinate 1 the next, and so on. The samples of a step depend only on the product. The last step has the
+# remaining samples, in D parts whose sizes differ by at most one. There is no padding, and each sample is used once.
 
 
 class Batch(list[int]):
-    """Indices of samples, with what seeds the random draws in loading them; picklable, for workers."""
+    """Indices of the samples of a batch, with the seed and the epoch that determine random draws; picklable.
+
+    Args:
+        indices: Indices into the dataset.
+        seed: Seed of the loader.
+        epoch: Number of the epoch.
+    """
 
     def __init__(self, indices: Sequence[int], seed: int, epoch: int) -> None:
         super().__init__(indices)
@@ -42,22 +49,23 @@ class Batch(list[int]):
 
 
 class ShardedBatchSampler(Sampler[Batch]):
-    """The batches of one data coordinate, the same number on all coordinates, none of them empty.
+    """Batch sampler of one data coordinate. All coordinates have the same number of batches, and no batch is empty.
 
     Args:
         samples: Number of samples N.
-        batch_size: B, on each coordinate.
+        batch_size: Number of samples B per batch of a coordinate.
         rank: This coordinate, 0..ranks-1.
         ranks: Number of data coordinates D.
-        shuffle: Another order in every epoch.
-        drop_last: Leave out a last step of less than B * D samples.
-        seed: Of the orders.
+        shuffle: Use a new random order in every epoch. False: the order of the dataset.
+        drop_last: Skip a last step of fewer than B * D samples. False: make a smaller step.
+        seed: Seed of the random orders.
     Raises:
-        ValueError: batch_size or seed is out of range; or a batch would be empty: N < D, or B = 1 and D does not divide
-            N; with drop_last, N < B * D.
+        ValueError: ``batch_size`` or ``seed`` is out of range; or a batch would be empty: N < D, or B = 1 and N is not a
+            multiple of D, or with ``drop_last`` N < B * D.
 
     Attributes:
-        epoch, position: Where the next iteration begins: in which epoch, after how many samples of its order.
+        epoch: Epoch of the next iteration.
+        position: Number of samples of that epoch's order, over all coordinates, to skip in the next iteration.
     """
 
     def __init__(
@@ -81,9 +89,13 @@ class ShardedBatchSampler(Sampler[Batch]):
             yield Batch(order[start:stop].tensor_split(self.ranks)[self.rank].tolist(), self.seed, epoch)
 
     def bounds_from(self, position: int) -> list[int]:
-        """[steps + 1]: where in an epoch's order the steps begin and the last one ends, of what is left after ``position``
-        samples. Of ``bounds`` it is a part where the position is one of them.
+        """Return the bounds of the steps for the samples after ``position``, as positions in the epoch's order.
 
+        Args:
+            position: Number of samples to skip, over all coordinates.
+        Returns:
+            One more number than steps: the start of each step and the end of the last. If ``position`` is in ``bounds``,
+            the result is the end of ``bounds``.
         Raises:
             ValueError: A batch would be empty.
         """
@@ -91,17 +103,22 @@ class ShardedBatchSampler(Sampler[Batch]):
         return [position + bound for bound in left]
 
     def order(self, epoch: int) -> Tensor:
-        """[N] int64: the samples in the order of an epoch, the same on every rank."""
+        """Return the order of an epoch: [N] int64 indices of samples, the same on every rank."""
         if not self.shuffle:
             return torch.arange(self.samples)
         return torch.randperm(self.samples, generator=torch.Generator().manual_seed(mixed(self.seed, epoch)))
 
 
 def step_bounds(samples: int, batch_size: int, ranks: int, drop_last: bool) -> list[int]:
-    """[steps + 1]: where in an epoch's order each step begins, and where the last one ends.
+    """Return the bounds of the steps of an epoch: the start of each step, and the end of the last.
 
-    A last step of fewer samples than ranks gets as many as it lacks from the step before.
+    If the last step has fewer samples than ranks, it takes the missing samples from the previous step.
 
+    Args:
+        samples: Number of samples of the epoch.
+        batch_size: Number of samples per batch of a coordinate.
+        ranks: Number of data coordinates.
+        drop_last: Skip an incomplete last step.
     Raises:
         ValueError: A batch would be empty.
     """
@@ -116,16 +133,16 @@ def step_bounds(samples: int, batch_size: int, ranks: int, drop_last: bool) -> l
     given = f"{samples} samples in batches of {batch_size} on {ranks} data coordinates"
     if not last:
         raise ValueError(
-            f"{given}{', drop_last=True' * drop_last}: that is no step; give more samples or smaller batches"
+            f"{given}{', drop_last=True' * drop_last}: an epoch would have no step; give more samples or smaller batches"
         )
     raise ValueError(
-        f"{given}: the last step has only {last} samples, and a coordinate's batch would be empty; give drop_last=True, "
-        "a larger batch_size or more samples"
+        f"{given}: the last step has only {last} samples, so the batch of a coordinate would be empty; give "
+        "drop_last=True, a larger batch_size or more samples"
     )
 
 
 def mixed(*numbers: int) -> int:
-    """A 32-bit seed that depends on all the numbers, and on nothing else: the same in every process."""
+    """Return a 32-bit seed that is a hash of the numbers, the same in every process."""
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest(), "little")
 
 
@@ -145,73 +162,93 @@ def prepare_dataloader(
     seed_samples: bool = True,
     **loader_kwargs: Any,
 ) -> ShardedDataLoader[T]:
-    """A torch DataLoader over this data coordinate's share of the dataset; its tensor and pipeline peers have the same.
+    """Return a torch DataLoader over this data coordinate's share of the dataset.
 
-    Each sample comes once in an epoch, on one data coordinate; all ranks have the same number of batches, none of them
-    empty (see `batch_sampler` for who gets which). What is random in loading (a crop, a flip; by the CPU generators of
-    torch, Python and numpy) depends on the seed, the epoch and the sample's index alone: it is the same on all peers, on
-    every topology, with any number of workers and after a resume, and leaves the generators as they were. Draws of a
-    ``collate_fn``, or of a dataset that loads whole batches (``__getitems__``), depend on the batch's indices instead.
+    Ranks with the same data coordinate (model-parallel and pipeline ranks) get the same batches. Each sample is used once
+    per epoch, on one data coordinate. All ranks have the same number of batches, and no batch is empty.
+
+        loader = prepare_dataloader(dataset, registry, batch_size=32, shuffle=True)
+
+    Random draws in loading, for example a random crop, use the CPU generators of torch, Python and NumPy. They depend only
+    on the seed, the epoch and the index of the sample. They are therefore the same on all ranks that get the sample, on
+    every topology, with any number of workers and after a resume. The generators are restored afterwards. Draws of a
+    ``collate_fn``, or of a dataset that loads complete batches (``__getitems__``), depend on all indices of the batch.
+
+    Every rank of the world must call this function.
 
     Args:
-        dataset: Map-style, with a length; the same on every rank.
-        registry: Its data axes share the samples, but for ``cp``, along which a sample is split; without any, every rank
-            gets all.
-        batch_size: Samples in a batch of one data coordinate; the global batch is D times as large.
-        shuffle: Another order in every epoch.
-        drop_last: Leave out an epoch's last step where it has less than a global batch.
-        seed: Of the orders and random draws; the same on every rank.
-        seed_samples: Seed the generators for every sample, as said above, which takes 16 us; a dataset that loads whole
-            batches costs that once a batch. False: what is random in loading draws from the generators as they are, or from
-            those of torch's workers, which differ between data coordinates; give it where nothing is random in loading.
-        **loader_kwargs: For torch's DataLoader: ``num_workers``, ``pin_memory``, ``collate_fn``, ...
+        dataset: A map-style dataset with a length, the same on every rank.
+        registry: The samples are distributed over its data-parallel axes, except ``cp`` and ``context``, over which each
+            sample is sharded. Without such axes every rank gets all samples.
+        batch_size: Number of samples per batch of one data coordinate. The global batch is this times the number of data
+            coordinates.
+        shuffle: Use a new random order in every epoch. False: the order of the dataset.
+        drop_last: Skip the last step of an epoch if it has less than a global batch. False: make a smaller step.
+        seed: Seed of the orders and random draws, the same on every rank.
+        seed_samples: Seed the generators per sample, as described above; this takes 16 us per sample, or per batch for a
+            dataset that loads complete batches. False: draws use the current generators, or the generators of torch's
+            workers, which differ between data coordinates. Pass False if loading draws no random numbers.
+        **loader_kwargs: Arguments of torch's DataLoader: ``num_workers``, ``pin_memory``, ``collate_fn``, ...
+    Returns:
+        The loader; one iteration over it is one epoch.
     Raises:
-        TypeError: The dataset has no length.
-        ValueError: A batch would be empty: fewer samples than data coordinates, or batches of 1 that do not come out
-            even; an argument is out of range; ranks disagree. On every rank.
-    Collectives: here, object all-gathers over the world, so every rank must call it; none in iterating. Host reads: none.
+        TypeError: On every rank: the dataset has no length.
+        ValueError: On every rank: a batch would be empty (fewer samples than data coordinates, or ``batch_size=1`` and a
+            number of samples that is not a multiple of the data coordinates); an argument is out of range; or arguments
+            differ between ranks.
+    Collectives: object all-gathers over the world in this call; none in iteration.
+    Host synchronization: yes, in this call; none in iteration.
     """
 
     def share() -> ShardedBatchSampler:
-        samples = _checked_length(dataset)
+        samples = _length_of(dataset)
         if chosen := sorted({"sampler", "batch_sampler"} & loader_kwargs.keys()):
-            raise ValueError(f"{chosen[0]} is given, but prepare_dataloader chooses the samples; leave it out")
+            raise ValueError(f"{chosen[0]}= is given, but prepare_dataloader makes its own; leave the argument out")
         axes = registry.topology.sample_axes
         rank, ranks = (registry.rank(*axes), registry.size(*axes)) if axes else (0, 1)
         return ShardedBatchSampler(samples, batch_size, rank, ranks, shuffle=shuffle, drop_last=drop_last, seed=seed)
 
     with in_call(registry, "prepare_dataloader"):
         arguments = f"{batch_size=}, {shuffle=}, {drop_last=}, {seed=}, {seed_samples=}"
-        sampler = _agreed(share, arguments, registry)
+        sampler = _make_sampler(share, arguments, registry)
     return ShardedDataLoader(dataset, sampler, seed_samples, **loader_kwargs)
 
 
-def _agreed(
+def _make_sampler(
     share: Callable[[], ShardedBatchSampler], arguments: str, registry: ProcessGroupRegistry
 ) -> ShardedBatchSampler:
     sampler = on_all_ranks(share, registry)
-    here = f"{sampler.samples} samples, {arguments}"
-    for rank, there in enumerate(gather_objects(here, registry)):
-        if there != here:
+    local = f"{sampler.samples} samples, {arguments}"
+    for rank, remote in enumerate(gather_objects(local, registry)):
+        if remote != local:
             raise ValueError(
-                f"rank {registry.global_rank} shares out {here}; rank {rank} shares out {there}: give every rank the same "
-                "dataset and arguments"
+                f"rank {registry.global_rank} has {local}, but rank {rank} has {remote}; give the same dataset and "
+                "arguments on all ranks"
             )
     return sampler
 
 
 class ShardedDataLoader(DataLoader[T]):
-    """torch's DataLoader, of which each ``for`` is one epoch, and which knows where it is; see `prepare_dataloader`.
+    """torch DataLoader with one epoch per iteration and a resumable position; `prepare_dataloader` returns it.
 
-    An epoch that is left early is over: the next ``for`` is the next one. Only after `load_state_dict` the first ``for``
-    has just the batches that were left of the saved epoch. ``len`` is the number of batches of a whole epoch.
-    ``dataset`` passes attributes on to the dataset given.
+        for images, labels in loader:       # one epoch; after `load_state_dict` the rest of the saved epoch
+            ...
+            state = loader.state_dict()
+
+    Leaving a ``for`` loop early ends the epoch: the next loop is the next epoch. ``len(loader)`` is the number of batches
+    of a full epoch. ``loader.dataset`` gives access to the attributes of the original dataset.
+
+    Args:
+        dataset: A map-style dataset.
+        sampler: The batches of this data coordinate.
+        seed_samples: As in `prepare_dataloader`.
+        **loader_kwargs: Arguments of torch's DataLoader.
     """
 
     def __init__(
         self, dataset: Dataset[T], sampler: ShardedBatchSampler, seed_samples: bool = True, **loader_kwargs: Any
     ) -> None:
-        # Or torch would draw a seed for its workers from the global generator, which is the model's, in every epoch.
+        # Otherwise torch would draw a seed for its workers from the global generator, which the model uses, in every epoch.
         workers_seed = mixed(sampler.seed, sampler.rank)
         loader_kwargs.setdefault("generator", torch.Generator().manual_seed(workers_seed))
         if seed_samples:
@@ -220,7 +257,8 @@ class ShardedDataLoader(DataLoader[T]):
                 loader_kwargs["collate_fn"] = SeededCollate(loader_kwargs["collate_fn"])
         super().__init__(dataset, batch_sampler=sampler, **loader_kwargs)
         self._sampler = sampler
-        self._now = self._next = (0, 0)  # epoch and samples: handed out so far, and where the next `for` begins
+        # (epoch, number of samples): current position, and start of the next iteration.
+        self._now = self._next = (0, 0)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         epoch, position = self._now = self._next
@@ -232,20 +270,29 @@ class ShardedDataLoader(DataLoader[T]):
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """Where it is: the epoch, and how many samples of its order all data coordinates have been handed out together
-        (not: prefetched); and what decides that order."""
+        """Return the position and the arguments that determine the order of samples.
+
+        Returns:
+            ``"epoch"``; ``"position"``, the number of samples of the epoch that all data coordinates together have returned
+            (prefetched batches do not count); and ``"samples"``, ``"shuffle"`` and ``"seed"``.
+        """
         return {"epoch": self._now[0], "position": self._now[1], **self._order()}
 
     def state_after(self, epoch: int, batches: int) -> dict[str, int]:
-        """What `state_dict` is after so many batches of an epoch, for a loop that counts steps by itself.
+        """Return the `state_dict` after a number of batches, for loops that count batches themselves.
 
+        Args:
+            epoch: Number of the epoch, from 0.
+            batches: Number of batches of the epoch that are done, less than ``len(loader)``. The end of an epoch is
+                ``(epoch + 1, 0)``.
         Raises:
-            ValueError: The epoch has fewer batches.
+            ValueError: ``batches`` is out of range.
         """
         _, *stops = self._sampler.bounds_from(0)
         if not 0 <= batches < max(len(stops), 1):
             raise ValueError(
-                f"batches={batches}: an epoch has {len(stops)}; give less; the end of an epoch is the next one at 0"
+                f"batches={batches} is out of range, because an epoch has {len(stops)} batches; give a number from 0 to "
+                f"{max(len(stops), 1) - 1}; for the end of an epoch give the next epoch and batches=0"
             )
         return {"epoch": epoch, "position": stops[batches - 1] if batches else 0, **self._order()}
 
@@ -254,19 +301,23 @@ class ShardedDataLoader(DataLoader[T]):
         return {"samples": sampler.samples, "shuffle": sampler.shuffle, "seed": sampler.seed}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Continue with the next ``for``, whose batches are of the samples that are left of the saved epoch, each once.
+        """Continue from a saved position: the next iteration has the remaining samples of the saved epoch, each once.
 
-        As long as ``batch_size`` times the number of data coordinates is the same these are the batches that were to come;
-        else, or with another ``drop_last``, what is left is shared out anew. Between two epochs everything may change.
+        If ``batch_size`` times the number of data coordinates is unchanged, the remaining steps have the same samples as in
+        the saved run. Otherwise, or with another ``drop_last``, the remaining samples are distributed again. If the state
+        is from the end of an epoch, all arguments may differ.
 
+        Args:
+            state_dict: A result of `state_dict`.
         Raises:
-            ValueError: In the middle of an epoch, whose order this loader does not have: another number of samples,
-                ``shuffle`` or ``seed``; or a batch of what is left would be empty. Nothing is changed then.
+            ValueError: Keys are missing, or values are out of range; the state is from the middle of an epoch with another
+                number of samples, ``shuffle`` or ``seed``; or a batch of the remaining samples would be empty. The loader
+                is unchanged in these cases.
         """
         if missing := sorted({"epoch", "position", *self._order()} - state_dict.keys()):
             raise ValueError(
-                f"{dict(state_dict)} is no state of this loader: it has no {', '.join(missing)}; give what its "
-                "state_dict() returned"
+                f"{dict(state_dict)} is not a state of this loader, because {', '.join(missing)} is missing; give the "
+                "result of its state_dict()"
             )
         epoch, position = state_dict["epoch"], state_dict["position"]
         for name in ("epoch", "position"):
@@ -277,26 +328,26 @@ class ShardedDataLoader(DataLoader[T]):
             if changed:
                 name = changed[0]
                 raise ValueError(
-                    f"the state is of epoch {epoch} after {position} samples in an order of {name}={state_dict[name]}, but "
-                    f"here {name}={self._order()[name]}: samples would be skipped or come twice. Build the loader with the "
-                    f"{name} it was saved with, or begin the next epoch: load_state_dict({{**state, "
+                    f"the state was saved in epoch {epoch} after {position} samples with {name}={state_dict[name]}, but "
+                    f"this loader has {name}={self._order()[name]}, so samples would be skipped or repeated. Build the "
+                    f"loader with {name}={state_dict[name]}, or begin the next epoch: load_state_dict({{**state, "
                     f"'epoch': {epoch + 1}, 'position': 0}})"
                 )
             if epoch < 0 or not 0 < position < self._sampler.samples:
                 samples = self._sampler.samples
                 raise ValueError(
-                    f"epoch {epoch}, position {position} is not within an epoch of {samples} samples; give the state of a "
-                    "loader over this dataset"
+                    f"epoch {epoch}, position {position} is out of range for an epoch of {samples} samples; give the state "
+                    "of a loader over this dataset"
                 )
             sampler = self._sampler
             if sampler.drop_last and sampler.samples - position < sampler.batch_size * sampler.ranks:
-                epoch, position = epoch + 1, 0  # what is left is left out
+                epoch, position = epoch + 1, 0  # drop_last skips the remaining samples
             sampler.bounds_from(position)
         self._now = self._next = (epoch, position)
 
 
 class Fetched(list[Any]):
-    """The samples of a batch, and the seed of what is drawn in collating them."""
+    """The samples of a batch, and the seed of random draws in ``collate_fn``."""
 
     def __init__(self, samples: Sequence[Any], seed: int) -> None:
         super().__init__(samples)
@@ -304,7 +355,7 @@ class Fetched(list[Any]):
 
 
 class SeededDataset(Dataset[T]):
-    """A dataset whose random draws in loading a `Batch` follow from it; attributes are those of the dataset wrapped."""
+    """Wrapper of a dataset that seeds the CPU generators per sample; other attributes are those of the wrapped dataset."""
 
     def __init__(self, wrapped: Dataset[T]) -> None:
         self.wrapped = wrapped
@@ -328,13 +379,13 @@ class SeededDataset(Dataset[T]):
         return Fetched(samples, whole_seed)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "wrapped":  # pickle asks before there is anything to pass on to
+        if name.startswith("__") or name == "wrapped":  # pickle looks up attributes before `wrapped` is set
             raise AttributeError(name)
         return getattr(self.wrapped, name)
 
 
 class SeededCollate:
-    """A collate function whose random draws follow from the batch."""
+    """Wrapper of a collate function that seeds the CPU generators with the seed of the batch."""
 
     def __init__(self, wrapped: Callable[[list[Any]], Any]) -> None:
         self.wrapped = wrapped
@@ -345,16 +396,17 @@ class SeededCollate:
             return self.wrapped(list(fetched))
 
 
-def _checked_length(dataset: object) -> int:
+def _length_of(dataset: object) -> int:
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
         raise TypeError(
-            f"{type(dataset).__name__} has no length to share out; give a map-style dataset, or let an iterable one choose "
-            "its samples by registry.rank(*registry.topology.sample_axes) and put it into torch's DataLoader"
+            f"{type(dataset).__name__} has no length, which prepare_dataloader needs; give a map-style dataset, or use an "
+            "iterable dataset with torch's DataLoader and choose its samples by "
+            "registry.rank(*registry.topology.sample_axes)"
         )
     return len(dataset)
 
 
 def _loads_whole_batches(dataset: object) -> bool:
-    while isinstance(dataset, Subset):  # has __getitems__ always, and passes it on to what has it
+    while isinstance(dataset, Subset):  # always has __getitems__, which uses that of its dataset if there is one
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))

@@ -1,4 +1,4 @@
-"""Join the ranks, whoever started them."""
+"""Initialise `torch.distributed` under any launcher."""
 
 from .start import Launch as Launch
 from .start import get_dist_logger as get_dist_logger

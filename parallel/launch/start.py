@@ -1,8 +1,8 @@
-"""Start `torch.distributed` from whatever started this process: torchrun, Open MPI, Slurm, or nothing at all.
+"""Initialise `torch.distributed` under any launcher: torchrun, Open MPI, MPICH, MVAPICH, Slurm, or none.
 
 launch = init_distributed()
 model.to(launch.device)
-logger = get_dist_logger()          # speaks on rank 0
+logger = get_dist_logger()          # writes on rank 0
 """
 
 from __future__ import annotations
@@ -23,25 +23,27 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-# What a launcher left in the environment: this process's rank, and where the ranks meet -------------------------------
+# Environment variables of launchers: the rank of this process, and the address of rank 0 ------------------------------
 
 #     torchrun    RANK  WORLD_SIZE  LOCAL_RANK  MASTER_ADDR  MASTER_PORT
 #     openmpi     OMPI_COMM_WORLD_RANK  OMPI_COMM_WORLD_SIZE  OMPI_COMM_WORLD_LOCAL_RANK  OMPI_COMM_WORLD_LOCAL_SIZE
-#     mpich       PMI_RANK  PMI_SIZE  MPI_LOCALRANKID  MPI_LOCALNRANKS: MPICH and Intel MPI
+#     mpich       PMI_RANK  PMI_SIZE  MPI_LOCALRANKID  MPI_LOCALNRANKS    (MPICH and Intel MPI)
 #     mvapich     MV2_COMM_WORLD_RANK  MV2_COMM_WORLD_SIZE  MV2_COMM_WORLD_LOCAL_RANK  MV2_COMM_WORLD_LOCAL_SIZE
 #     slurm       SLURM_PROCID  SLURM_NTASKS  SLURM_LOCALID  SLURM_STEP_ID
 #
-# MPI's ranks find the address in MASTER_ADDR; or it is this machine, when the local size says that all of them are on it;
-# or the first host of SLURM_JOB_NODELIST, in a Slurm job. Slurm's find it in MASTER_ADDR, SLURM_STEP_NODELIST,
-# SLURM_JOB_NODELIST (rank 0 runs on their first host) or SLURM_LAUNCH_NODE_IPADDR. The port is MASTER_PORT, or comes from
-# the job's id, so that two jobs on a machine don't meet.
+# Sources of the address of rank 0, in this order:
 #
-# The order of the list is the order of preference: torchrun may run inside a Slurm job. What mpirun starts there inherits
-# Slurm's variables, which speak of mpirun itself and not of its ranks, so that they count only where no MPI's are there.
+#     MPI         MASTER_ADDR; 127.0.0.1 if the local size equals the world size; the first host of SLURM_JOB_NODELIST
+#     Slurm       MASTER_ADDR; the first host of SLURM_STEP_NODELIST or SLURM_JOB_NODELIST; SLURM_LAUNCH_NODE_IPADDR
+#
+# The port is MASTER_PORT, or a hash of the job's id, so that two jobs on a machine use different ports.
+#
+# Launchers are in order of preference, because torchrun may run in a Slurm job. Processes that mpirun starts in a Slurm job
+# inherit Slurm's variables, which describe mpirun itself. Slurm's variables are therefore ignored if MPI's variables exist.
 
 Launcher = Literal["torchrun", "openmpi", "mpich", "mvapich", "slurm", "none"]
 
-# Rank, world size and local rank; one of them there is a sign of the launcher.
+# Variables of rank, world size and local rank. A launcher is detected if one of them is set.
 _NUMBERS: Mapping[Launcher, tuple[str, str, str]] = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -54,13 +56,22 @@ _LOCAL_SIZE: Mapping[Launcher, str] = {
     "mpich": "MPI_LOCALNRANKS",
     "mvapich": "MV2_COMM_WORLD_LOCAL_SIZE",
 }
-# Signs of launchers whose variables don't say all.
+# Variables of launchers that do not set everything needed here.
 _UNKNOWN = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK")
 
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """This process's place; ``address`` is "" for one process, IPv6 addresses are without brackets."""
+    """The rank of this process and the address of rank 0, as a launcher set them.
+
+    Args:
+        launcher: Name of the launcher.
+        rank: Rank of this process. Default: the only rank.
+        world_size: Number of processes. Default: one process.
+        local_rank: Rank among the processes on this machine.
+        address: Host of rank 0; an IPv6 address has no brackets. Empty: not needed for one process.
+        port: Port on the host of rank 0. 0: not needed for one process.
+    """
 
     launcher: Launcher
     rank: int = 0
@@ -71,17 +82,21 @@ class LaunchEnvironment:
 
     @property
     def url(self) -> str:
-        """``tcp://host:port``, for `torch.distributed.init_process_group`."""
+        """Return ``tcp://host:port``, for `torch.distributed.init_process_group`."""
         host = f"[{self.address}]" if ":" in self.address else self.address
         return f"tcp://{host}:{self.port}"
 
 
 def read_environment(environ: Mapping[str, str], launcher: Launcher | None = None) -> LaunchEnvironment:
-    """The place that ``environ`` describes; of the first launcher whose variables are all there, if none is given.
+    """Return rank, world size and address from environment variables.
 
+    Args:
+        environ: The environment variables.
+        launcher: Read the variables of this launcher only; ``"none"`` ignores all variables. None: the first launcher whose
+            variables are complete.
     Raises:
-        ValueError: No such launcher.
-        RuntimeError: A launcher's variables are there in part, or don't make sense; the message names them.
+        ValueError: ``launcher`` is unknown.
+        RuntimeError: Variables of a launcher are missing or have wrong values; the message names them.
     """
     if launcher is not None and launcher not in get_args(Launcher):
         raise ValueError(f"launcher {launcher!r} is unknown; write one of {', '.join(map(repr, get_args(Launcher)))}")
@@ -97,30 +112,30 @@ def read_environment(environ: Mapping[str, str], launcher: Launcher | None = Non
         if not unknown:
             return LaunchEnvironment("none")
         raise RuntimeError(
-            f"{unknown[0]}={environ[unknown[0]]} says that this is one of several processes, of a launcher that is not "
-            f"known here. Set {', '.join(_NUMBERS['torchrun'])}, MASTER_ADDR and MASTER_PORT for each, or pass "
-            "launcher='none' to run as one process"
+            f"{unknown[0]}={environ[unknown[0]]} is set by a launcher that is not supported. Set "
+            f"{', '.join(_NUMBERS['torchrun'])}, MASTER_ADDR and MASTER_PORT for each process, or pass launcher='none' to "
+            "run as one process"
         )
     if "slurm" in launchers and not _has_step(environ):
         raise RuntimeError(
             f"this is a Slurm job (SLURM_NTASKS={environ.get('SLURM_NTASKS', '')}), but srun did not start this process: "
-            "SLURM_STEP_ID is not set. Write 'srun python ...' in the batch script, which starts one process a task; or "
-            "torchrun; or pass launcher='none' to run as one process"
+            "SLURM_STEP_ID is not set. Write 'srun python ...' in the batch script, which starts one process per task; or "
+            "use torchrun; or pass launcher='none' to run as one process"
         )
     problems = "; ".join(f"{name} needs {', '.join(variables)}" for name, variables in missing.items())
     raise RuntimeError(
-        f"the environment has only a part of a launcher's variables: {problems}. Set them, start the program with "
-        "torchrun, mpirun or srun, or pass launcher='none' to run as one process"
+        f"the environment variables of a launcher are incomplete: {problems}. Set them, start the program with torchrun, "
+        "mpirun or srun, or pass launcher='none' to run as one process"
     )
 
 
 def _signs(environ: Mapping[str, str]) -> list[Launcher]:
-    """The launchers of which some variable is there, but for those whose variables were inherited."""
+    """Return the launchers with a variable in ``environ``, except launchers whose variables are only inherited."""
     found = [name for name, numbers in _NUMBERS.items() if any(map(environ.get, numbers))]
     if "slurm" in found and "mpich" in found and not environ.get("MPI_LOCALRANKID"):
         pairs = zip(_NUMBERS["mpich"][:2], _NUMBERS["slurm"][:2], strict=True)
         if all(environ.get(one) == environ.get(other) for one, other in pairs):
-            found.remove("mpich")  # srun speaks PMI as well
+            found.remove("mpich")  # srun sets the PMI variables too
     only_task = (
         not environ.get("SLURM_NTASKS") and environ.get("SLURM_TASKS_PER_NODE") == "1" and not _has_step(environ)
     )
@@ -151,7 +166,9 @@ def _place(environ: Mapping[str, str], launcher: Launcher) -> LaunchEnvironment:
     rank, world_size, local_rank = (_number(environ, name) for name in _NUMBERS[launcher])
     if not rank < world_size:
         names = _NUMBERS[launcher]
-        raise RuntimeError(f"{names[0]}={rank} isn't below {names[1]}={world_size}; ranks go from 0 to world size - 1")
+        raise RuntimeError(
+            f"{names[0]}={rank} isn't below {names[1]}={world_size}; set a rank from 0 to {names[1]} - 1 for each process"
+        )
     return LaunchEnvironment(
         launcher, rank, world_size, local_rank, _address(environ, launcher), _port(environ, launcher)
     )
@@ -164,14 +181,14 @@ def _address(environ: Mapping[str, str], launcher: Launcher) -> str:
     if launcher in _LOCAL_SIZE:
         if environ.get(_LOCAL_SIZE[launcher]) == environ[_NUMBERS[launcher][1]]:
             return "127.0.0.1"
-        # Not the step's list: on the other nodes that is of the step in which mpirun started its daemons.
+        # Not SLURM_STEP_NODELIST: on other nodes that is the node list of the step that runs mpirun's daemons.
         return first_host(environ.get("SLURM_JOB_NODELIST", ""))
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
     return first_host(nodes) or environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a Slurm node list: ``tux[03-05,07],gpu1`` begins with ``tux03``; "" of an empty one."""
+    """Return the first host of a Slurm node list: ``tux03`` for ``tux[03-05,07],gpu1``, and "" for an empty list."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first.group()) if first else ""
 
@@ -180,13 +197,13 @@ def _port(environ: Mapping[str, str], launcher: Launcher) -> int:
     if environ.get("MASTER_PORT"):
         port = _number(environ, "MASTER_PORT")
         if not 0 < port < 2**16:
-            raise RuntimeError(f"MASTER_PORT={port} is no port; write a number from 1 to 65535")
+            raise RuntimeError(f"MASTER_PORT={port} is not a port; write a number from 1 to 65535")
         return port
     names = (
         ("SLURM_JOB_ID", "SLURM_STEP_ID") if launcher == "slurm" else ("PMIX_NAMESPACE", "SLURM_JOB_ID", "PBS_JOBID")
     )
     job = ".".join(environ.get(name, "") for name in names)
-    # Below the range (from 32768) from which the system hands out ports.
+    # Below 32768, where the range of ports starts that the system assigns automatically.
     return 20_000 + crc32(job.encode()) % 10_000
 
 
@@ -196,7 +213,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     return int(environ[name])
 
 
-# A standard logger that knows its rank --------------------------------------------------------------------------------
+# A standard logger that writes the rank -------------------------------------------------------------------------------
 
 
 def get_dist_logger(
@@ -205,19 +222,24 @@ def get_dist_logger(
     file: str | os.PathLike[str] | None = None,
     level: int = logging.INFO,
 ) -> logging.Logger:
-    """The logger ``name``, which writes to stderr on the given ranks only, with the rank before each line.
+    """Return the logger ``name``, configured to write to stderr on some ranks, with the rank in each line.
 
-    The rank is looked up at each message, so the logger may be made before `init_distributed`. Loggers below it
-    (``meshstep.optim``) speak through it. Asking again with other arguments replaces the former ones.
+        logger = get_dist_logger()
+        logger.info("step %d", step)        # [12:00:00 rank 0 INFO] step 1
+
+    The rank is determined per message, so the function may be called before `init_distributed`. Child loggers, for example
+    ``meshstep.optim``, use the same handlers. A second call with the same name replaces the configuration.
 
     Args:
-        ranks: Who speaks; None for everybody.
-        file: Append to this file too. ``{rank}`` in it becomes the rank, as several ranks can't share a file well.
-        level: Messages below it are dropped.
+        name: Name of the logger. Default: the logger of this library.
+        ranks: Ranks that write. Default: rank 0. None: all ranks.
+        file: Path of a file to append to, in addition to stderr. ``{rank}`` in it is replaced by the rank, because several
+            ranks must not share a file. None: stderr only.
+        level: Lowest level of messages to write. Default: INFO.
     """
     logger = logging.getLogger(name)
     logger.setLevel(level)
-    logger.propagate = False  # the root's handlers would write each line again, on every rank
+    logger.propagate = False  # handlers of the root logger would write each line again, on every rank
     for handler in [handler for handler in logger.handlers if any(isinstance(f, _OnRanks) for f in handler.filters)]:
         logger.removeHandler(handler)
         handler.close()
@@ -225,7 +247,9 @@ def get_dist_logger(
     if file is not None:
         path = Path(str(file).replace("{rank}", str(_rank())))
         path.parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(path, delay=True, encoding="utf-8"))  # silent ranks leave no file
+        handlers.append(
+            logging.FileHandler(path, delay=True, encoding="utf-8")
+        )  # ranks without messages create no file
     for handler in handlers:
         handler.addFilter(_OnRanks(ranks))
         handler.setFormatter(logging.Formatter("[%(asctime)s rank %(rank)d %(levelname)s] %(message)s", "%H:%M:%S"))
@@ -240,7 +264,7 @@ class _OnRanks(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         rank = _rank()
-        vars(record)["rank"] = rank  # for the formatter
+        vars(record)["rank"] = rank  # read by the formatter
         return self._ranks is None or rank in self._ranks
 
 
@@ -249,7 +273,7 @@ def _rank() -> int:
         return dist.get_rank()
     try:
         return read_environment(os.environ).rank
-    except RuntimeError:  # half an environment is for init_distributed to complain about, not for a log line
+    except RuntimeError:  # an incomplete environment is an error in init_distributed, not in a log message
         return 0
 
 
@@ -258,16 +282,16 @@ def _rank() -> int:
 
 @dataclass(frozen=True)
 class Launch:
-    """What `init_distributed` found and did.
+    """Result of `init_distributed`: rank, device and launcher of this process.
 
     Attributes:
-        rank: This process among all, 0..world_size-1.
+        rank: Rank of this process, 0..world_size-1.
         world_size: Number of processes.
-        local_rank: This process among those on its machine.
-        device: Where its tensors belong: its CUDA device under NCCL, else the CPU. NCCL's groups are bound to it.
-        backend: Of the default process group.
-        launcher: ``torchrun``, ``openmpi``, ``mpich``, ``mvapich``, ``slurm``, ``none``, or ``other`` when somebody else
-            had initialised.
+        local_rank: Rank among the processes on this machine.
+        device: Device for tensors of this process: its CUDA device with NCCL, else the CPU. NCCL groups are bound to it.
+        backend: Backend of the default process group.
+        launcher: ``torchrun``, ``openmpi``, ``mpich``, ``mvapich``, ``slurm`` or ``none``; ``other`` if the default process
+            group existed already and does not match the environment.
     """
 
     rank: int
@@ -281,47 +305,51 @@ class Launch:
 def init_distributed(
     backend: str | None = None, timeout: timedelta | None = None, *, launcher: Launcher | None = None
 ) -> Launch:
-    """Initialise the default process group, and choose this process's device.
+    """Initialise the default process group from the launcher's environment variables, and set this process's device.
 
-    Variables are read as `read_environment` lists them. Without any of them this is a world of one process, which
-    opens no port. If the default process group is there already, it is described and nothing is changed. When torchrun has
-    restarted the ranks of a node (``--max-restarts``), they meet anew; load the newest checkpoint then, as at any start.
+        launch = init_distributed()         # under torchrun, mpirun or srun, or in one process
+        model.to(launch.device)
+
+    Without variables of a launcher, the world is this process, and no port is opened. If the default process group exists
+    already, the function describes it and changes nothing. It also works after torchrun restarts the ranks of a node
+    (``--max-restarts``); load the newest checkpoint in that case.
 
     Args:
-        backend: As in `torch.distributed.init_process_group`; by default NCCL where there is CUDA, else gloo.
-        timeout: How long a rank waits for the others: to meet here, in every collective of the default group, and in those
-            of all registries that are given no other. Where a rank is stopped or gone, its peers fail after this time. By
-            default torch's: 30 minutes, 10 with NCCL. It should be longer than the longest work that a rank does alone.
-        launcher: Read this launcher's variables only; ``"none"`` is one process whatever the environment says.
+        backend: As in `torch.distributed.init_process_group`. None: NCCL if CUDA is available, else gloo.
+        timeout: Timeout of this call, of collectives of the default group, and of registries without a timeout. If a rank
+            stops, the other ranks fail after this time, so it must exceed the longest time that one rank works alone. None:
+            torch's default, 30 minutes, or 10 with NCCL.
+        launcher: Read the variables of this launcher only; ``"none"`` ignores all variables and runs one process. None: the
+            first launcher whose variables are complete.
 
     Raises:
-        RuntimeError: Variables are missing or make no sense (the message names them), the ranks don't meet in time, or
-            there are fewer CUDA devices than processes on this machine.
-        ValueError: No such launcher.
+        RuntimeError: Variables are missing or have wrong values (the message names them); the ranks do not connect within
+            the timeout; or there are fewer CUDA devices than processes on this machine.
+        ValueError: ``launcher`` is unknown.
 
-    Collectives: the default group's own rendezvous.
+    Collectives: the rendezvous of the default group.
     """
     if dist.is_initialized():
-        return _described()
+        return _describe_existing()
     place = read_environment(os.environ, launcher)
     backend = backend or ("nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo")
     device = _device(backend, place.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # Collectives of several groups then begin on the GPU in the order in which they were started, which is one order on
-        # all ranks; on streams of their own they might begin in different ones, and wait for each other in a circle.
+        # Collectives of several groups then run on the GPU in launch order, which is the same on all ranks. Otherwise they
+        # could run in different orders on separate streams, and deadlock.
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     _join(backend, place, timeout, device if device.type == "cuda" else None)
     return Launch(place.rank, place.world_size, place.local_rank, device, backend, place.launcher)
 
 
 def _join(backend: str, place: LaunchEnvironment, timeout: timedelta | None, device: torch.device | None) -> None:
-    # Without device_id torch takes LOCAL_RANK, or the rank modulo the number of devices: under Slurm another process's.
-    # It also makes the communicator here, where all ranks are. (Groups of a registry are no splits of it: `local_group`.)
+    # Without device_id torch uses LOCAL_RANK, or the rank modulo the number of devices, which under Slurm may be the device
+    # of another process. With device_id torch also creates the NCCL communicator here, where all ranks take part.
     if place.world_size == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device)
         return
-    # Under torchrun the agent may hold the store already; only torch's own env:// knows how to join that one.
+    # Under torchrun the agent may serve the store already; only torch's env:// method can connect to it.
     agent = place.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     url = "env://" if agent else place.url
     ranks: dict[str, Any] = {
@@ -340,17 +368,17 @@ def _join(backend: str, place: LaunchEnvironment, timeout: timedelta | None, dev
             dist.init_process_group(backend, init_method=url, **ranks)
     except dist.DistError as error:
         raise RuntimeError(
-            f"rank {place.rank} of {place.world_size} (started by {place.launcher}) didn't meet the others at "
-            f"{place.url}; start all {place.world_size} ranks, and set MASTER_ADDR and MASTER_PORT to a host of rank 0 "
-            f"and a free port that every rank reaches. torch says: {error}"
+            f"rank {place.rank} of {place.world_size} (started by {place.launcher}) didn't connect to the other ranks at "
+            f"{place.url}; start all {place.world_size} ranks, and set MASTER_ADDR to the host of rank 0 and MASTER_PORT "
+            f"to a free port that every rank can reach. torch reports: {error}"
         ) from error
 
 
 def _attempt() -> str:
-    """What the keys of this start begin with, "" at the first one. torchrun's agent keeps its store when it restarts the
-    ranks, and gloo would connect to the addresses that those before left there.
+    """Return the prefix of store keys after a restart by torchrun, and "" before the first restart.
 
-    Each node's agent has its own count, which is the same for all ranks on one node only.
+    torchrun's agent keeps its store when it restarts ranks. Without a prefix gloo would connect to addresses of the
+    previous ranks. With several nodes the prefix is always "", because each agent counts restarts separately.
     """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     alone = os.environ.get("GROUP_WORLD_SIZE") == "1"
@@ -361,18 +389,18 @@ def _device(backend: str, local_rank: int) -> torch.device:
     if "nccl" not in backend:
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if count == 1:  # as launchers do that show each process its own device only
+    if count == 1:  # some launchers make only one device visible per process
         return torch.device("cuda", 0)
     if local_rank >= count:
         raise RuntimeError(
-            f"local rank {local_rank} has no device of its own: this machine has {count} CUDA devices; start at most "
-            f"{count} processes on it, or use backend='gloo'"
+            f"local rank {local_rank} has no device, because this machine has {count} CUDA devices; start at most {count} "
+            "processes on it, or use backend='gloo'"
         )
     return torch.device("cuda", local_rank)
 
 
-def _described() -> Launch:
-    # Each device type's backend: `get_backend` says "undefined" of a group that was made without naming one.
+def _describe_existing() -> Launch:
+    # `get_backend` returns "undefined" for a group that was created without a backend; the config has one per device type.
     config = dist.get_backend_config()
     backend = config if dist.get_backend() == "undefined" else dist.get_backend()
     world = dist.group.WORLD

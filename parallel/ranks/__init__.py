@@ -1,1 +1,1 @@
-"""Functions on ranks: in processes of a pool, in those that a launcher started, or on one rank of a fake world."""
+"""Run functions on ranks: in a pool of processes, in the processes of a launcher, or on one rank of a fake world."""

@@ -1,4 +1,4 @@
-"""What a test calls: a function on several ranks, wherever these come from."""
+"""The interface to run a function on several ranks, and the transfer of calls to other processes."""
 
 from __future__ import annotations
 
@@ -18,45 +18,62 @@ from ..mesh.text import named_ranks
 T = TypeVar("T")
 Own = TypeVar("Own", bound="Ranks")
 
-TIMEOUT = 180.0  # seconds, of a call
-CASES_A_CALL = 25  # of `run_each`: a call comes to an end well within its timeout
+TIMEOUT = 180.0  # seconds per call
+CASES_A_CALL = 25  # cases per call of `run_each`, so that a call takes much less than its timeout
 
 
 class Ranks(ABC):
-    """``run(function, n, *args)`` calls ``function(*args)`` on ranks 0..n-1: in a `RankPool`, or in launched processes.
+    """Ranks on which functions can be called: a `RankPool`, or the processes of a launcher.
 
-    On each rank the default process group is initialised, and the global seed is 0. Process groups that the function makes
-    are its own to end (a registry is closed). The function is found by its name: define it at the top of a module or script
-    (see `encoded`).
+        def test_norm(ranks):                                   # the pytest fixture
+            assert ranks.run(norm_of_my_model, 4) == [dense_norm] * 4
+
+    On each rank the default process group is initialised, and torch's global seed is 0. The function must destroy the
+    process groups that it creates, for example by closing its registry. Define the function at the top level of a module or
+    script, because other processes find it by name.
+
+    Attributes:
+        timeout: Seconds that a call may take.
     """
 
     timeout: float
 
     @abstractmethod
     def run(self, function: Callable[..., T], world_size: int, *args: Any, timeout: float | None = None) -> list[T]:
-        """Results of ``function(*args)`` by rank.
+        """Call ``function(*args)`` on ranks 0..world_size-1 and return the results by rank.
 
         Args:
-            function: Found by its name in the workers; ``functools.partial`` of one brings keyword arguments.
+            function: A function at the top level of a module or script. Use ``functools.partial`` for keyword arguments.
             world_size: Number of ranks.
-            args: Pickled, once for all ranks. So are the results.
-            timeout: Seconds, instead of ``self.timeout``. A third of it is that of the default group's collectives.
+            args: Arguments of the function, the same on all ranks. Arguments and results must be picklable.
+            timeout: Seconds that the call may take. None: ``self.timeout``. The timeout of the default group's collectives
+                is a third of it.
+        Returns:
+            One result per rank.
         Raises:
-            RanksError: A rank raised, died, or did not come to an end in time: the message has the traceback of each rank
-                that failed, and where each other one stood.
+            RanksError: A rank raised an error, died, or exceeded the timeout. The message has the traceback of each failed
+                rank, and the current stack of each rank that did not finish.
             TypeError: The function can't be found by its name, or an argument can't be pickled.
-            ValueError: The world size is no positive number.
+            ValueError: ``world_size`` is not a positive integer.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End what is kept from call to call; the next call makes it anew. A second call does nothing."""
+        """Stop processes and groups that are kept between calls; the next `run` starts new ones."""
 
     def run_each(self, function: Callable[..., T], cases: Sequence[tuple[int, tuple[Any, ...]]]) -> list[list[T]]:
-        """For each ``(world_size, args)`` what ``run(function, world_size, *args)`` returns, in the order of the cases.
+        """Run a function for several cases and return the results in the order of the cases.
 
-        Those of one world size run together, a few dozen a call: another size costs a new default group, and each call a
-        round trip to all workers. The traceback of a rank that raises names the case.
+        This is faster than one `run` per case. Cases with the same world size share calls, because each world size needs a
+        new default group, and each call a round trip to all processes. The traceback of a failed rank names the case.
+
+        Args:
+            function: As in `run`.
+            cases: (world_size, args) per case.
+        Returns:
+            Per case, the results by rank.
+        Raises:
+            RanksError, TypeError, ValueError: As in `run`.
         """
         results: dict[int, list[T]] = {}
         for size in sorted({size for size, _ in cases}):
@@ -77,7 +94,7 @@ class Ranks(ABC):
 
 
 def each(function: Callable[..., T], cases: Sequence[tuple[Any, ...]]) -> list[T]:
-    """On one rank: the function of each case, as if it were called alone."""
+    """Call ``function`` for each case on this rank, with torch's global seed 0, and return the results."""
     results = []
     for args in cases:
         torch.manual_seed(0)
@@ -89,21 +106,29 @@ def each(function: Callable[..., T], cases: Sequence[tuple[Any, ...]]) -> list[T
 
 
 def check_size(world_size: int) -> None:
-    """Raise ValueError unless it is a number of ranks."""
+    """Raise ValueError unless ``world_size`` is a positive integer."""
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(f"{world_size!r} is no number of ranks; give 1 or more: run(function, 4, *arguments)")
+        raise ValueError(f"{world_size!r} is not a number of ranks; give an integer >= 1: run(function, 4, *arguments)")
 
 
-# What a call on several ranks raises: the tracebacks of all ranks together, each text once ----------------------------
+# The error of a call on several ranks: the tracebacks of all ranks, equal texts once ----------------------------------
 
 
 class RanksError(AssertionError):
-    """At least one rank raised, died or did not come to an end.
+    """Error of a call on ranks: at least one rank raised an error, died or exceeded the timeout.
+
+        try:
+            run_ranks(check, 4)
+        except RanksError as error:
+            print(error.failures[0])        # the traceback of rank 0
 
     Args:
-        function: What the ranks called, by name.
-        world_size: How many were to call it.
-        failures: By rank, what was wrong there: a traceback, or where the rank stood.
+        function: Name of the function that was called.
+        world_size: Number of ranks of the call.
+        failures: Description per failed rank: a traceback, or the stack of a rank that did not finish.
+
+    Attributes:
+        failures: As passed, sorted by rank.
     """
 
     def __init__(self, function: str, world_size: int, failures: Mapping[int, str]) -> None:
@@ -111,54 +136,53 @@ class RanksError(AssertionError):
         ranks_of: dict[str, list[int]] = {}
         for rank, text in self.failures.items():
             ranks_of.setdefault(text.strip(), []).append(rank)
-        # First those that raised: where others stood is what followed from it.
+        # Errors first, because unfinished ranks are usually their consequence.
         causes_first = sorted(ranks_of.items(), key=lambda item: not item[0].startswith("Traceback"))
-        told = (f"{named_ranks(ranks)}: {text}" for text, ranks in causes_first)
+        paragraphs = (f"{named_ranks(ranks)}: {text}" for text, ranks in causes_first)
         count = f"{len(failures)} of {world_size} ranks" if world_size > 1 else "the only rank"
-        super().__init__("\n\n".join([f"{count} failed in {function}", *told]))
+        super().__init__("\n\n".join([f"{count} failed in {function}", *paragraphs]))
         self._arguments = function, world_size, self.failures
 
     def __reduce__(self) -> tuple[type[RanksError], tuple[str, int, dict[int, str]]]:
-        """Processes that share tests (pytest-xdist) send errors to each other."""
+        """Pickle the arguments, because pytest-xdist sends errors between processes."""
         return type(self), self._arguments
 
 
-# A call on its way to another process: the function by its name, its arguments by value -------------------------------
+# Serialization of a call for another process: the function by name, its arguments by value ----------------------------
 
-# A process that gets it imports the function's module, from the caller's `sys.path`, or from the module's file where that
-# is not the one on the path: pytest's test files, and those that are imported under a name of their own. Functions of the
-# script itself (``__main__``) are found too: `multiprocessing` imports the script in each worker, hence the usual ``if
-# __name__ == "__main__":``.
+# The receiving process imports the function's module by the caller's `sys.path`. If the path has another file of that name,
+# it imports the module's file; this is common for test files of pytest. Functions of the script itself (``__main__``) work
+# too, because `multiprocessing` imports the script in each worker. Scripts therefore need ``if __name__ == "__main__":``.
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What errors call a function: ``test_layers.check_norm``."""
-    whole: Any = _unwrapped(function)
-    name = getattr(whole, "__qualname__", type(whole).__qualname__)
-    return f"{_module_of(whole)}.{name}"
+    """Return the name of a function in errors, for example ``test_layers.check_norm``."""
+    inner: Any = _unwrap_partial(function)
+    name = getattr(inner, "__qualname__", type(inner).__qualname__)
+    return f"{_module_of(inner)}.{name}"
 
 
 def encoded(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """The call, for `decoded` in another process.
+    """Serialize a call; `decoded` reads it in another process.
 
     Raises:
-        TypeError: The function can't be found by its name there, or an argument can't be pickled.
+        TypeError: Other processes can't find the function by its name, or an argument can't be pickled.
     """
     _check_importable(function)
-    module = sys.modules.get(_module_of(_unwrapped(function)))
+    module = sys.modules.get(_module_of(_unwrap_partial(function)))
     home = (module.__name__, getattr(module, "__file__", None)) if module is not None else ("", None)
     try:
         call = pickle.dumps((function, args))
-    except Exception as error:  # what an argument's own pickling raises
+    except Exception as error:  # any type, because arguments may define their own pickling
         raise TypeError(
-            f"the arguments of {name_of(function)} can't be sent to other processes ({error}): pass what pickle takes, "
-            "tensors, numbers, strings, dataclasses, and make models and registries in the function"
+            f"the arguments of {name_of(function)} can't be sent to other processes ({error}): pass picklable objects, as "
+            "tensors, numbers, strings and dataclasses, and make models and registries in the function"
         ) from error
     return pickle.dumps((sys.path, home, call))
 
 
 def decoded(message: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The function and its arguments, in the process that runs it."""
+    """Return the function and the arguments of a call that `encoded` serialized."""
     path, (module, file), call = pickle.loads(message)
     sys.path[:] = path
     if file is not None and module != "__main__":
@@ -168,38 +192,38 @@ def decoded(message: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def result_of(value: object, function: Callable[..., Any]) -> bytes:
-    """What a rank returned, to be read with `pickle`.
+    """Pickle the result of a rank.
 
     Raises:
-        TypeError: It can't be pickled.
+        TypeError: The result can't be pickled.
     """
     try:
         return pickle.dumps(value)
     except Exception as error:
         raise TypeError(
-            f"{name_of(function)} returned {type(value).__name__}, which can't be sent back ({error}): return what pickle "
-            "takes, tensors, numbers, strings, dataclasses"
+            f"{name_of(function)} returned {type(value).__name__}, which can't be sent back ({error}): return picklable "
+            "objects, as tensors, numbers, strings and dataclasses"
         ) from error
 
 
 def _check_importable(function: Callable[..., Any]) -> None:
-    whole: Any = _unwrapped(function)
-    name, module = getattr(whole, "__qualname__", ""), _module_of(whole)
+    inner: Any = _unwrap_partial(function)
+    name, module = getattr(inner, "__qualname__", ""), _module_of(inner)
     if "<" in name:
-        what = "a lambda" if name.endswith("<lambda>") else f"defined within {name.partition('.<locals>')[0]}"
+        kind = "a lambda" if name.endswith("<lambda>") else f"defined within {name.partition('.<locals>')[0]}"
         raise TypeError(
-            f"{module}.{name} is {what}: other processes find functions by their names. Define it with def at the top of "
-            "its module, and pass what it uses as arguments"
+            f"{module}.{name} is {kind}, but other processes find functions by their names. Define it with def at the top "
+            "level of its module, and pass the objects that it uses as arguments"
         )
     main: Any = sys.modules.get("__main__")
     if module == "__main__" and getattr(main, "__file__", None) is None and getattr(main, "__spec__", None) is None:
         raise TypeError(
             f"{name} is defined in an interactive session, a notebook or by python -c, which other processes can't import: "
-            "write it into a file and import it from there"
+            "write the function into a file and import it from there"
         )
 
 
-def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+def _unwrap_partial(function: Callable[..., Any]) -> Callable[..., Any]:
     while isinstance(function, partial):
         function = function.func
     return function
@@ -210,15 +234,15 @@ def _module_of(function: object) -> str:
 
 
 def _import(name: str, file: str) -> None:
-    """Make sure that ``name`` is the module of this file."""
+    """Import the module ``name`` from ``file``, unless ``sys.modules`` or the path has it."""
     if name in sys.modules:
         return
     try:
         spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):  # of a package that isn't on the path
+    except (ImportError, ValueError):  # raised for a package that is not on the path
         spec = None
     if spec is not None and spec.origin == file:
-        return  # pickle imports it
+        return  # unpickling imports it
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         return

@@ -1,8 +1,8 @@
-"""The same calls where a launcher has started the ranks: ``torchrun --nproc-per-node 4 -m pytest``.
+"""Ranks in the processes of a launcher: ``torchrun --nproc-per-node 4 -m pytest``.
 
-Every process runs the whole program, so each comes to the same calls in the same order. In a call of n ranks the first n
-processes compute and the others wait; all get all results, or all the same error. What they tell each other goes through
-the launcher's store, not through collectives, because those are what may fail.
+Every process runs the complete program, and must make the same calls in the same order. In a call of n ranks the first n
+processes run the function and other processes wait. Then all processes have all results, or raise the same error. Processes
+exchange results through the launcher's store instead of collectives, because collectives may fail in a test.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from ..mesh.call_tracker import format_thread_stack
 from ..mesh.text import named_ranks
 from .interface import TIMEOUT, Ranks, RanksError, check_size, decoded, encoded, name_of, result_of
 
-# Put aside ------------------------------------------------------------------------------------------------------------
+# Process group swap ---------------------------------------------------------------------------------------------------
 
-# Another default process group for a while: what torch knows of process groups is put aside, and comes back untouched.
+# Temporarily replaces the default process group: torch's tables of process groups are saved, and restored unchanged.
 
-# Tables by group or by tag; an older torch lacks some.
+# Names of torch's tables; older versions of torch do not have all of them.
 _TABLES = (
     *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg", "pg_coalesce_state"),
     *("pg_flight_recorder_hooks", "comms"),
@@ -44,11 +44,11 @@ _TABLES = (
 
 
 class ProcessGroups:
-    """A default group and all that were made beside it, which are either torch's now, or kept here.
+    """A default process group and the groups created under it, which are stored here while they are not active in torch.
 
     Args:
-        first_name: torch calls default groups by numbers, which must be the same on all members and nobody else's in this
-            process: the first number to take.
+        first_name: torch names default groups by consecutive numbers. This is the first number for the groups of this
+            object: the same on all members, and not used by other groups of this process.
     """
 
     def __init__(self, first_name: int) -> None:
@@ -57,12 +57,12 @@ class ProcessGroups:
         self._default: dist.ProcessGroup | None = None
 
     @contextmanager
-    def in_force(self) -> Iterator[None]:
-        """Within it, `torch.distributed` has these groups, and those that it had before are out of its reach."""
+    def activate(self) -> Iterator[None]:
+        """Install these groups in `torch.distributed` for the ``with`` block, and suspend the groups that it had before."""
         before = ProcessGroups(0)
         before._take()
         self._give()
-        hook = sys.excepthook  # of which each default group puts one on top
+        hook = sys.excepthook  # saved, because each default group replaces it
         try:
             yield
         finally:
@@ -71,8 +71,8 @@ class ProcessGroups:
             before._give()
 
     def end(self) -> None:
-        """Destroy them, without a wait for others' collectives."""
-        with self.in_force():
+        """Destroy the groups, without waiting for pending collectives."""
+        with self.activate():
             if dist.is_initialized() and "nccl" in dist.get_backend_config():
                 distributed_c10d._abort_process_group()
             elif dist.is_initialized():
@@ -102,28 +102,28 @@ class ProcessGroups:
         distributed_c10d._update_default_pg(self._default)
 
 
-# Launched -------------------------------------------------------------------------------------------------------------
+# Ranks of a launcher --------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
-LOOKS_EVERY = 0.01  # seconds
-_PIECE = 4 << 20  # bytes: the store takes 8 MB at once
+POLL_INTERVAL = 0.01  # seconds
+_PIECE = 4 << 20  # bytes per value of the store, whose limit is 8 MB
 _NAMES_OF_A_GROUP = 10**6
 
 
 def was_launched() -> bool:
-    """Whether a launcher has started this process as one of several."""
+    """Return True if a launcher has started this process as one of several."""
     try:
         return read_environment(os.environ).world_size > 1
-    except RuntimeError:  # in a shell of a batch system, say, whose variables name no rank
+    except RuntimeError:  # incomplete variables, for example in a shell of a batch system
         return False
 
 
 class LaunchedRanks(Ranks):
-    """The launched processes as `Ranks`. Over NCCL where each has a CUDA device (see `registry.device`), else over gloo.
+    """The processes of a launcher as `Ranks`, over NCCL if there is a CUDA device per process, else over gloo.
 
     Args:
-        timeout: As in `Ranks`.
+        timeout: Seconds that a call may take. Default: 180.
     """
 
     def __init__(self, *, timeout: float = TIMEOUT) -> None:
@@ -136,26 +136,29 @@ class LaunchedRanks(Ranks):
         self._calls = self._stages = 0
         self._groups: ProcessGroups | None = None
         self._of: tuple[int, float] | None = (
-            None  # world size and timeout of the groups, also where this rank is in none
+            None  # world size and timeout of the current groups, also on ranks outside these groups
         )
 
     def run(self, function: Callable[..., T], world_size: int, *args: Any, timeout: float | None = None) -> list[T]:
-        """As `Ranks.run`, by all launched processes together.
+        """Call ``function(*args)`` on ranks 0..world_size-1 and return the results by rank, as `Ranks.run` describes.
+
+        All launched processes must make this call, also processes that are not among the ranks.
 
         Raises:
             unittest.SkipTest: There are fewer processes than ranks.
-            RanksError, TypeError: As there; and where a process has left the test.
-            ValueError: Processes call different functions, or with different arguments.
+            RanksError: As in `Ranks.run`, or a process has left the test.
+            TypeError: As in `Ranks.run`.
+            ValueError: ``world_size`` is not a positive integer, or functions or arguments differ between processes.
         """
         check_size(world_size)
         call = encoded(function, args)
-        there = self._launch.world_size
-        if world_size > there:
-            raise SkipTest(f"{name_of(function)} needs {world_size} ranks, and {there} processes were launched")
+        processes = self._launch.world_size
+        if world_size > processes:
+            raise SkipTest(f"{name_of(function)} needs {world_size} ranks, and {processes} processes were launched")
         timeout = self.timeout if timeout is None else timeout
         self._calls += 1
         self._check_same((name_of(function), world_size, args), timeout)
-        self._forget(f"reply/{self._calls - 1}")  # all have read it, or they would not be here
+        self._forget(f"reply/{self._calls - 1}")  # all processes have read it, because all have made this call
         if self._of != (world_size, timeout):
             self.close()
             self._of = world_size, timeout
@@ -168,30 +171,35 @@ class LaunchedRanks(Ranks):
             raise RanksError(name_of(function), world_size, failures)
         return [pickle.loads(replies[rank][1]) for rank in range(world_size)]
 
-    def agreed(self, outcome: str) -> dict[int, str]:
-        """What each process says of the test that it has come to the end of, by rank; "" where all is well. A process
-        that waits for this one in `run` learns of it."""
+    def gather_outcomes(self, outcome: str) -> dict[int, str]:
+        """Exchange the outcomes of a finished test between all processes, and return them by rank.
+
+        A process that still waits in `run` raises RanksError instead of waiting for the timeout.
+
+        Args:
+            outcome: Failure text of this process; empty if the test passed.
+        """
         key = f"end/{self._stages}"
         self._post(key, (outcome, self._calls))
         self._stages += 1
         try:
-            said = self._gather(key, range(self._launch.world_size), self.timeout + 20.0)
+            by_rank = self._gather(key, range(self._launch.world_size), self.timeout + 20.0)
         except RanksError as error:
             return error.failures
-        outcomes, calls = zip(*said.values(), strict=True)
+        outcomes, calls = zip(*by_rank.values(), strict=True)
         if any(outcomes) or len({*calls}) > 1:
             self.close()
             self._calls = max(calls)
-        return dict(zip(said, outcomes, strict=True))
+        return dict(zip(by_rank, outcomes, strict=True))
 
     def close(self) -> None:
-        """End the process groups of calls; the next call makes new ones."""
+        """Destroy the process groups of calls; the next `run` creates new ones."""
         if self._groups is not None:
             self._groups.end()
         self._groups = self._of = None
 
     def leave(self) -> None:
-        """At the end of all: end what was made here. The process that has the store stays until the others are done."""
+        """Destroy everything created here, at the end of all tests. Rank 0, which serves the store, waits for all ranks."""
         self.close()
         self._post("leave", None)
         if self._launch.rank == 0:
@@ -201,7 +209,7 @@ class LaunchedRanks(Ranks):
             dist.destroy_process_group()
 
     def _reply(self, function: Callable[..., Any], call: bytes) -> None:
-        """Call it, and tell all what came of it: once, either when it ends or when its time is over."""
+        """Call the function and post its result once: when it finishes, or when the timeout is over."""
         assert self._of is not None
         key, timeout, once = f"reply/{self._calls}", self._of[1], threading.Lock()
         main = threading.get_ident()
@@ -210,25 +218,25 @@ class LaunchedRanks(Ranks):
             if once.acquire(blocking=False):
                 self._post(key, (succeeded, content))
 
-        late = threading.Timer(timeout, lambda: reply(False, _standing(main, timeout)))
-        late.daemon = True
-        late.start()
+        timer = threading.Timer(timeout, lambda: reply(False, _describe_stack(main, timeout)))
+        timer.daemon = True
+        timer.start()
         try:
-            reply(True, self._called(function, call))
+            reply(True, self._call(function, call))
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:  # those of pytest.fail as well
+        except BaseException:  # also the errors of pytest.fail
             text = traceback.format_exc()
-            self.close()  # before anything else: who waits for this rank in a collective gets an error
+            self.close()  # first, so that ranks that wait for this rank in a collective get an error
             reply(False, text)
         finally:
-            late.cancel()
+            timer.cancel()
 
-    def _called(self, function: Callable[..., Any], call: bytes) -> bytes:
+    def _call(self, function: Callable[..., Any], call: bytes) -> bytes:
         assert self._of is not None
         if self._groups is None:
             self._groups = ProcessGroups(_NAMES_OF_A_GROUP * self._calls)
-        with self._groups.in_force():
+        with self._groups.activate():
             if not dist.is_initialized():
                 self._join(*self._of)
             copy, args = decoded(call)
@@ -248,18 +256,18 @@ class LaunchedRanks(Ranks):
 
     def _check_same(self, what: tuple[Any, ...], timeout: float) -> None:
         self._post(f"call/{self._calls}", describe(what))
-        said = self._gather(f"call/{self._calls}", range(self._launch.world_size), timeout)
+        calls = self._gather(f"call/{self._calls}", range(self._launch.world_size), timeout)
         ranks_of: dict[str, list[int]] = {}
-        for rank in sorted(said):
-            ranks_of.setdefault(said[rank], []).append(rank)
+        for rank in sorted(calls):
+            ranks_of.setdefault(calls[rank], []).append(rank)
         if len(ranks_of) > 1:
-            told = "; ".join(f"{named_ranks(ranks)}: {text}" for text, ranks in ranks_of.items())
+            mismatches = "; ".join(f"{named_ranks(ranks)}: {text}" for text, ranks in ranks_of.items())
             raise ValueError(
-                f"the launched processes call different things ({told}): each runs the whole test, and must come to the "
-                "same calls with the same arguments. Seed what is random"
+                f"the launched processes make different calls ({mismatches}): each process runs the complete test, and "
+                "must make the same calls with the same arguments. Seed all random arguments"
             )
 
-    # What is told through the store -----------------------------------------------------------------------------------
+    # Exchange through the store ---------------------------------------------------------------------------------------
 
     def _post(self, key: str, value: object) -> None:
         data = pickle.dumps(value)
@@ -281,14 +289,14 @@ class LaunchedRanks(Ranks):
             self._store.delete_key(own)
 
     def _gather(self, key: str, ranks: Sequence[int], timeout: float) -> dict[int, Any]:
-        """What these ranks have posted, by rank.
+        """Wait for the values that ``ranks`` post under ``key``, and return them by rank.
 
         Raises:
-            RanksError: One has left the test, or does not come in time.
+            RanksError: A rank has left the test, or did not post a value within the timeout.
         """
         deadline, end = time.monotonic() + timeout, f"end/{self._stages}"
         while True:
-            # In this order: what a rank posted before it left is there when it is seen to have left.
+            # `gone` is read first, because a rank posts its values before it leaves.
             gone = [rank for rank in ranks if self._store.check([f"{end}/{rank}"])]
             waiting = [rank for rank in ranks if not self._store.check([f"{key}/{rank}"])]
             if not waiting:
@@ -296,13 +304,13 @@ class LaunchedRanks(Ranks):
             left = [rank for rank in waiting if rank in gone]
             failures = {rank: f"left the test: {self._read(end, rank)[0] or 'it passed there'}" for rank in left}
             if time.monotonic() > deadline:
-                failures |= dict.fromkeys(waiting, f"did not come within {timeout:g} seconds")
+                failures |= dict.fromkeys(waiting, f"did not respond within {timeout:g} seconds")
             if failures:
                 self.close()
                 raise RanksError("the test", self._launch.world_size, failures)
-            time.sleep(LOOKS_EVERY)
+            time.sleep(POLL_INTERVAL)
         return {rank: self._read(key, rank) for rank in ranks}
 
 
-def _standing(thread: int | None, timeout: float) -> str:
-    return f"did not come to an end within {timeout:g} seconds; it stood at\n{format_thread_stack(thread)}"
+def _describe_stack(thread: int | None, timeout: float) -> str:
+    return f"did not finish within {timeout:g} seconds; its stack was\n{format_thread_stack(thread)}"

@@ -1,4 +1,4 @@
-"""A pool of worker processes that are ranks: they talk over gloo and stay warm between calls.
+"""A pool of worker processes that are ranks: they communicate over gloo and stay alive between calls.
 
     def norm_of_sum(scale: float) -> float:
         value = torch.tensor(scale * dist.get_rank())
@@ -9,10 +9,10 @@
         with RankPool() as ranks:
             print(ranks.run(norm_of_sum, 4, 2.0))      # [12.0, 12.0, 12.0, 12.0]
 
-To start a process that imports torch takes seconds, a call of the pool milliseconds. On Linux workers are forked from a
-server that has torch loaded (``forkserver``), elsewhere each is started on its own (``spawn``). They meet in a store of the
-pool, whose port the system chooses; nothing is written to disk. After any failure the workers are replaced: a rank that is
-stuck in a collective can't be trusted with the next call.
+Starting a process that imports torch takes seconds, and a call of the pool takes milliseconds. On Linux, workers are forked
+from a server process that has loaded torch (``forkserver``); on other systems each worker is started separately
+(``spawn``). Workers connect through a store of the pool, on a port that the system chooses. After any failure all workers
+are replaced, because a rank may hang in a collective.
 """
 
 from __future__ import annotations
@@ -46,19 +46,21 @@ from .interface import TIMEOUT, Ranks, RanksError, check_size, decoded, encoded,
 
 # Worker ---------------------------------------------------------------------------------------------------------------
 
-# What a worker process of a pool does: join the ranks that it is told to, call a function, send back what it returns.
+# A worker process receives tasks: it joins a process group, calls a function and sends back the result.
 #
-# A worker ends with the process that started it, however that one ends, also in the middle of a call.
+# A worker exits when its parent process exits for any reason, also during a call.
 
 
 class Task(NamedTuple):
-    """A call, for one worker.
+    """A call for one worker.
 
     Args:
-        group: Name of the default process group; workers stay in it while the name is the same.
-        port: Of the store on this machine in which its members meet.
-        group_timeout: Of its collectives, in seconds.
-        call: As `encoded` makes it.
+        rank: Rank of the worker in this call.
+        world_size: Number of ranks.
+        group: Name of the default process group. Workers keep the group while rank and name are unchanged.
+        port: Port of the pool's store on this machine.
+        group_timeout: Timeout of the group's collectives, in seconds.
+        call: The serialized call, a result of `encoded`.
     """
 
     rank: int
@@ -70,26 +72,31 @@ class Task(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """Of one rank: what it returned, pickled, or why it failed."""
+    """The reply of one rank.
+
+    Args:
+        succeeded: True if the function returned.
+        content: The pickled result, or the text of the failure.
+    """
 
     succeeded: bool
     content: Any
 
 
 def serve(tasks: Connection, stack: Connection, initializer: Callable[[], object] | None, folder: str | None) -> None:
-    """Do tasks until there is nobody to give one.
+    """Process tasks until the connection is closed.
 
     Args:
-        tasks: Brings each `Task`, pickled, and takes its `Reply`.
-        stack: Takes where the process stands, whenever it gets the signal ``SIGUSR1``, also while nothing of Python runs.
-        initializer: Called once, before the first task.
-        folder: Where the parent has temporary files, which it can't remove if it is killed.
+        tasks: Receives each `Task` and sends its `Reply`, pickled.
+        stack: Receives the current stack of the process at each signal ``SIGUSR1``, also while C++ code runs.
+        initializer: Called once, before the first task. None: no call.
+        folder: Folder with temporary files of the parent, which is removed if the parent exits. None: no folder.
     """
     _end_with_parent(folder)
     faulthandler.register(signal.SIGUSR1, file=stack.fileno(), all_threads=True)
     torch.set_num_threads(1)
     _stay_on_this_machine()
-    gc.freeze()  # what was loaded before the fork lives as long as the worker; to look through it would copy its pages
+    gc.freeze()  # excludes objects from before the fork; scanning them would copy their memory pages
     membership = _Membership()
     while True:
         try:
@@ -108,14 +115,14 @@ def serve(tasks: Connection, stack: Connection, initializer: Callable[[], object
 
 
 def _called(call: bytes) -> bytes:
-    """Named as where a rank stands is told from it: what is above it is the pool's own."""
+    # `_main_thread` finds the frames of this function by its name, to hide the pool's own frames.
     function, args = decoded(call)
     torch.manual_seed(0)
     return result_of(function(*args), function)
 
 
 class _Membership:
-    """The default process group that this worker is in."""
+    """The current default process group of this worker."""
 
     def __init__(self) -> None:
         self._joined: tuple[int, str] | None = None
@@ -149,7 +156,7 @@ def _end_with_parent(folder: str | None) -> None:
 
 
 def _stay_on_this_machine() -> None:
-    """gloo would look up the host's name, which leads nowhere on some laptops and in some containers."""
+    """Make gloo use the loopback interface. By default it resolves the host name, which fails on some machines."""
     with suppress(OSError):
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         if loopback in (name for _, name in socket.if_nameindex()):
@@ -160,13 +167,13 @@ def _stay_on_this_machine() -> None:
 
 T = TypeVar("T")
 
-GRACE = 5.0  # seconds for the others after one has failed: they may wait for it until their group's timeout
+GRACE = 5.0  # seconds for other ranks after one has failed; without a limit they could wait until their group's timeout
 
-# What each worker would else import for itself, some of it only when an optimizer is made.
+# Modules to load once before workers are forked. Otherwise each worker would import them separately.
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "meshstep.parallel.ranks.pool", "meshstep.optim")
 
-# A group that is left alive keeps three threads, which wake up a hundred times a second: torch caches those of device
-# meshes for good. A few hundred of them in each worker would take most of the machine.
+# A process group has three threads, which wake up a hundred times per second. torch never frees the groups of device
+# meshes. A few hundred groups in each worker would take most of the machine's time, so the pool replaces such workers.
 MOST_THREADS = 200
 
 
@@ -177,15 +184,19 @@ class _Worker(NamedTuple):
 
 
 class RankPool(Ranks):
-    """Ranks in worker processes, over gloo on this machine's CPU; torch computes with one thread on each.
+    """Ranks in worker processes on this machine, over gloo on the CPU, with one torch thread per worker.
 
-    Workers are started when they are first needed, with the environment and the folder of that moment. The default group
-    stays while world size and timeout do.
+        with RankPool() as ranks:
+            norms = ranks.run(norm_of_my_model, 4)
+
+    Workers are started at the first call that needs them, with the environment variables and the working directory of that
+    moment. The default group is kept while the world size and the timeout are unchanged.
 
     Args:
-        timeout: Seconds that a call may take. A third of it is the timeout of the default group's collectives.
-        preload: Modules that are worth loading once, before workers are forked.
-        initializer: Called once in each worker, before its first call.
+        timeout: Seconds that a call may take. The timeout of the default group's collectives is a third of it. Default:
+            180.
+        preload: Names of modules to load once, before workers are forked. Default: torch and this library only.
+        initializer: Function without arguments that each worker calls once, before its first task. None: no call.
     """
 
     def __init__(
@@ -209,13 +220,16 @@ class RankPool(Ranks):
         self._store: TCPStore | None = None
 
     def run(self, function: Callable[..., T], world_size: int, *args: Any, timeout: float | None = None) -> list[T]:
-        """As `Ranks.run`. After an error the workers are replaced."""
+        """Call ``function(*args)`` on ranks 0..world_size-1 and return the results by rank, as `Ranks.run` describes.
+
+        After an error all workers are replaced.
+        """
         check_size(world_size)
         call = encoded(function, args)
         timeout = self.timeout if timeout is None else timeout
         try:
             failures, replies = self._exchange(call, world_size, timeout)
-        except BaseException:  # Ctrl-C as well: nobody knows what the workers are doing
+        except BaseException:  # also KeyboardInterrupt, because the workers may still be in the call
             self.close()
             raise
         if failures:
@@ -226,7 +240,7 @@ class RankPool(Ranks):
         return [pickle.loads(replies[rank]) for rank in range(world_size)]
 
     def close(self) -> None:
-        """End the workers; the next call starts new ones. A second call does nothing."""
+        """Stop all workers; the next `run` starts new ones. A second call has no effect."""
         for worker in self._workers:
             worker.tasks.close()
             worker.process.kill()
@@ -238,10 +252,10 @@ class RankPool(Ranks):
         self._group = None
 
     def _exchange(self, call: bytes, world_size: int, timeout: float) -> tuple[dict[int, str], dict[int, bytes]]:
-        """Failures and results, by rank."""
+        """Send the call to all workers and return failures and results by rank."""
         if self._store is None:
-            # In this process. One in a file is looked at a hundred times a second: most of a group's cost is waiting.
-            # Of IPv4 alone: torch asks a name server who comes from ::ffff:127.0.0.1, while all others wait.
+            # A store in this process, because a file store polls a hundred times per second, which slows group creation.
+            # IPv4 only, because torch resolves ::ffff:127.0.0.1 with a name server while all ranks wait.
             with socket.create_server(("127.0.0.1", 0)) as listening:
                 port = listening.getsockname()[1]
                 self._store = TCPStore(
@@ -254,7 +268,7 @@ class RankPool(Ranks):
             self._groups += 1
         for rank in range(world_size):
             task = Task(rank, world_size, f"group {self._groups}", self._store.port, timeout / 3, call)
-            with suppress(OSError):  # it has died: found when it is asked for its reply
+            with suppress(OSError):  # a dead worker is detected when its reply is read
                 self._workers[rank].tasks.send_bytes(pickle.dumps(tuple(task)))
         return self._collect(world_size, timeout)
 
@@ -262,7 +276,7 @@ class RankPool(Ranks):
         pending: dict[Any, int] = {self._workers[rank].tasks: rank for rank in range(world_size)}
         failures: dict[int, str] = {}
         replies: dict[int, bytes] = {}
-        deadline, late = time.monotonic() + timeout, f"did not come to an end within {timeout:g} seconds"
+        deadline, late = time.monotonic() + timeout, f"did not finish within {timeout:g} seconds"
         while pending:
             ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -280,17 +294,17 @@ class RankPool(Ranks):
                     if time.monotonic() + GRACE < deadline:
                         deadline, late = (
                             time.monotonic() + GRACE,
-                            f"was not done {GRACE:g} seconds after another failed",
+                            f"did not finish within {GRACE:g} seconds after another rank failed",
                         )
         return failures, replies
 
     def _where(self, ranks: Any, what: str) -> dict[int, str]:
-        """By rank, where it stands."""
+        """Return ``what`` and the current stack of each rank in ``ranks``, by rank."""
         ranks = list(ranks)
         for rank in ranks:
             with suppress(OSError):
                 os.kill(self._workers[rank].process.pid, signal.SIGUSR1)
-        return {rank: f"{what}; it stood at\n{_main_thread(_read(self._workers[rank].stack))}" for rank in ranks}
+        return {rank: f"{what}; its stack was\n{_main_thread(_read(self._workers[rank].stack))}" for rank in ranks}
 
     def _death_of(self, rank: int) -> str:
         process = self._workers[rank].process
@@ -298,15 +312,15 @@ class RankPool(Ranks):
         code = process.exitcode
         how = f"by signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"with exit code {code}"
         return (
-            f"the process died {how}, and left no traceback. If each does so at its start: a script that uses ranks needs "
-            'if __name__ == "__main__":, because workers import it'
+            f"the process died {how}, without a traceback. If every process dies at its start: a script that uses ranks "
+            'needs if __name__ == "__main__":, because workers import the script'
         )
 
     def _start_worker(self) -> None:
         folder = None
         if isinstance(self._context, ForkServerContext):
             self._context.set_forkserver_preload(self._preload)
-            folder = get_temp_dir()  # with the server's socket
+            folder = get_temp_dir()  # contains the socket of the fork server
         tasks, of_worker = self._context.Pipe()
         stack, into_stack = self._context.Pipe(duplex=False)
         arguments = (of_worker, into_stack, self._initializer, folder)
@@ -318,7 +332,7 @@ class RankPool(Ranks):
 
 
 def _read(stack: Connection) -> str:
-    """What a worker writes of where it stands, until it writes no more."""
+    """Return the stacks that a worker writes, until it writes no more."""
     parts: list[bytes] = []
     while wait([stack], timeout=0.3 if parts else 3.0):
         parts.append(os.read(stack.fileno(), 1 << 16))
@@ -328,10 +342,10 @@ def _read(stack: Connection) -> str:
 
 
 def _main_thread(stacks: str) -> str:
-    """The part of the main thread that is not the pool's own, the most recent call first."""
+    """Return the frames of the main thread without the pool's own frames, most recent call first."""
     blocks = [block for block in stacks.split("\n\n") if "in serve\n" in f"{block}\n"]
     if not blocks:
-        return stacks.strip() or "(the process did not answer)"
+        return stacks.strip() or "(the process did not respond)"
     lines = blocks[0].splitlines()[1:]
     own = next((at for at, line in enumerate(lines) if re.search(r"in (_called|serve)$", line)), len(lines))
     return "\n".join(lines[:own] or lines)
@@ -341,4 +355,4 @@ def _threads(pid: int) -> int:
     try:
         return len(os.listdir(f"/proc/{pid}/task"))
     except OSError:
-        return 0  # no Linux: no count
+        return 0  # not on Linux

@@ -1,7 +1,7 @@
 """The exact optimizer step for hand-written parallel PyTorch models.
 
-All that `meshstep.parallel`, `meshstep.amp` and `meshstep.optim` offer is here too: ``from meshstep import P``. A name
-is looked up when it is first asked for, so that ``import meshstep`` alone loads nothing, not even torch.
+All public names of `meshstep.parallel`, `meshstep.amp` and `meshstep.optim` are available here: ``from meshstep import P``.
+Names are imported at first use, so ``import meshstep`` alone does not import torch.
 """
 
 from importlib import import_module
@@ -17,8 +17,7 @@ __version__ = "0.2.0"
 _PACKAGES = ("parallel", "amp", "optim")
 
 
-def _offered() -> dict[str, str]:
-    """Where each name is from."""
+def _package_by_name() -> dict[str, str]:
     return {name: package for package in _PACKAGES for name in import_module(f".{package}", __name__).__all__}
 
 
@@ -26,11 +25,11 @@ def __getattr__(name: str) -> object:
     if name in _PACKAGES:
         return import_module(f".{name}", __name__)
     if name == "__all__":
-        return sorted(_offered())
-    if name.startswith("_") or name not in (offered := _offered()):
+        return sorted(_package_by_name())
+    if name.startswith("_") or name not in (packages := _package_by_name()):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{offered[name]}", __name__), name)
+    return getattr(import_module(f".{packages[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_PACKAGES, *_offered()])
+    return sorted([*globals(), *_PACKAGES, *_package_by_name()])

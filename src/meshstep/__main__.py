@@ -1,4 +1,4 @@
-"""``python -m meshstep``: lists the commands of the packages, and runs them."""
+"""Command line ``python -m meshstep``: list the commands of the packages, and run them."""
 
 from __future__ import annotations
 
@@ -8,28 +8,32 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
-    "parallel": "print where each rank is on named axes: python -m meshstep.parallel data=2 tensor=4",
+    "parallel": "print the coordinate of each rank on named axes: python -m meshstep.parallel data=2 tensor=4",
     "optim": "draw the curves of a run as one page: python -m meshstep.optim report run.jsonl",
     "testing": "compare the gradients of a layout with its declarations: python -m meshstep.testing audit --help",
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run ``python -m meshstep.COMMAND`` with the other arguments, or print the commands."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    if given and given[0] in COMMANDS:
-        sys.argv = [f"meshstep.{given[0]}", *given[1:]]
+    """Run ``python -m meshstep.COMMAND`` with the other arguments, or print the commands.
+
+    Args:
+        arguments: Command line arguments. None: those of the process.
+    """
+    command = sys.argv[1:] if arguments is None else list(arguments)
+    if command and command[0] in COMMANDS:
+        sys.argv = [f"meshstep.{command[0]}", *command[1:]]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         return
     parser = argparse.ArgumentParser(
         prog="python -m meshstep",
         description="The exact optimizer step for hand-written parallel PyTorch models.",
-        epilog="python -m meshstep COMMAND --help tells more.",
+        epilog="python -m meshstep COMMAND --help describes a command.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, said in COMMANDS.items():
-        commands.add_parser(name, help=said)
-    parser.parse_args(given)
+    for name, description in COMMANDS.items():
+        commands.add_parser(name, help=description)
+    parser.parse_args(command)
 
 
 if __name__ == "__main__":

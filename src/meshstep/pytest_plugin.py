@@ -1,12 +1,13 @@
-"""A plugin of pytest: the fixture ``ranks``, a pool of processes that a test's functions run on.
+"""pytest plugin with the fixture ``ranks``: processes on which tests run functions.
 
     def test_norm(ranks):
         assert ranks.run(norm_of_my_model, 4) == [dense_norm] * 4
 
-The same under ``torchrun --nproc-per-node 4 -m pytest``: ranks are then those processes. What fails in one of them fails in
-all, calls of more ranks than there are processes are skipped, and in calls of fewer the others wait.
+By default the ranks are a pool of processes. Under ``torchrun --nproc-per-node 4 -m pytest`` they are the processes of
+torchrun. A test that fails in one process then fails in all. Tests that need more ranks than processes are skipped. If a
+call needs fewer ranks, other processes wait.
 
-Nothing is imported before a test asks for it.
+The plugin imports torch only when a test uses the fixture.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ import pytest
 if TYPE_CHECKING:
     from meshstep.testing import Ranks
 
-# Of launchers; one of them there is a reason to look closer, for which torch is imported.
+# Variables of launchers. If one of them is set, the plugin imports torch to read the environment.
 _SIGNS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
 _launched = pytest.StashKey[bool]()
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """A warm pool over gloo, or the processes that a launcher started; see `meshstep.testing.Ranks`."""
+    """Provide a pool of processes over gloo, or the processes of a launcher, as `meshstep.testing.Ranks`."""
     from meshstep.parallel.ranks.launched import LaunchedRanks
     from meshstep.parallel.ranks.run import ranks_of_this_process
 
@@ -38,18 +39,18 @@ def ranks() -> Iterator[Ranks]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where a launcher has started several processes, they must run the same tests with the same random cases."""
+    """Make all processes of a launcher run the same tests with the same random cases; no effect in one process."""
     config.stash[_launched] = any(map(os.environ.get, _SIGNS)) and _was_launched()
     if not config.stash[_launched]:
         return
     if getattr(config.option, "numprocesses", None):
         raise pytest.UsageError(
-            "launched processes are the ranks: give pytest -n 0, so that each runs the tests itself"
+            "pytest -n is given, but the launched processes must run the tests themselves; give -n 0"
         )
     if importlib.util.find_spec("hypothesis") is not None:
         from hypothesis import HealthCheck, settings
 
-        # Times differ between processes: none may fail a test, or stop drawing, by its own clock.
+        # Times differ between processes, so deadlines could fail a test or end its random cases in one process only.
         slow = [*settings().suppress_health_check, HealthCheck.too_slow]
         settings.register_profile(
             "meshstep-launched",
@@ -66,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A test that uses ranks fails in all launched processes if it does in one, and none goes on before the others."""
+    """Fail a test with ranks in all launched processes if it fails in one, and let all processes finish it together."""
     report = yield
     at_end = call.when == "call" or (call.when == "setup" and not report.passed)
     if not (at_end and item.config.stash[_launched] and "ranks" in getattr(item, "fixturenames", ())):
@@ -76,7 +77,7 @@ def pytest_runtest_makereport(
 
     found = ranks_of_this_process()
     assert isinstance(found, LaunchedRanks)
-    outcomes = found.agreed(report.longreprtext if report.failed else "")
+    outcomes = found.gather_outcomes(report.longreprtext if report.failed else "")
     failures = {rank: text for rank, text in outcomes.items() if text}
     if failures and not report.failed:
         report.outcome = "failed"

@@ -291,9 +291,9 @@ def test_a_rest_that_drop_last_leaves_out_is_over() -> None:
 @pytest.mark.parametrize(
     ("samples", "options", "message"),
     [
-        (21, {"shuffle": True}, "order of samples=20, but here samples=21"),
-        (20, {"shuffle": True, "seed": 1}, "order of seed=0, but here seed=1"),
-        (20, {}, "order of shuffle=True, but here shuffle=False"),
+        (21, {"shuffle": True}, "with samples=20, but this loader has samples=21"),
+        (20, {"shuffle": True, "seed": 1}, "with seed=0, but this loader has seed=1"),
+        (20, {}, "with shuffle=True, but this loader has shuffle=False"),
     ],
 )
 def test_a_resume_in_another_order_is_refused_within_an_epoch_and_fine_between_two(
@@ -371,9 +371,11 @@ def test_an_empty_batch_is_an_error() -> None:
         step_bounds(5, 1, 2, False)
     with pytest.raises(ValueError, match=r"3 samples in batches of 4 on 4 data coord.*only 3 samples"):
         step_bounds(3, 4, 4, False)
-    with pytest.raises(ValueError, match=r"7 samples in batches of 4 on 2 data coord.*drop_last=True: that is no step"):
+    with pytest.raises(
+        ValueError, match=r"7 samples in batches of 4 on 2 data coord.*drop_last=True: an epoch would have no step"
+    ):
         step_bounds(7, 4, 2, True)
-    with pytest.raises(ValueError, match="that is no step"):
+    with pytest.raises(ValueError, match="an epoch would have no step"):
         one_process(0)
 
 
@@ -387,13 +389,13 @@ def test_bad_arguments() -> None:
         one_process(batch_size=0)
     with pytest.raises(ValueError, match="seed=None: give a whole number, the same on every rank"):
         one_process(seed=None)
-    with pytest.raises(ValueError, match="sampler is given, but prepare_dataloader chooses"):
+    with pytest.raises(ValueError, match="sampler= is given, but prepare_dataloader makes its own"):
         one_process(sampler=[1, 2])
-    with pytest.raises(TypeError, match=r"Stream has no length to share out; .*registry\.rank"):
+    with pytest.raises(TypeError, match=r"Stream has no length, which prepare_dataloader needs; .*registry\.rank"):
         prepare_dataloader(Stream(), ProcessGroupRegistry(Topology()), 2)
-    with pytest.raises(ValueError, match="epoch 1, position 20 is not within an epoch of 20 samples"):
+    with pytest.raises(ValueError, match="epoch 1, position 20 is out of range for an epoch of 20 samples"):
         one_process().load_state_dict({**one_process().state_dict(), "epoch": 1, "position": 20})
-    with pytest.raises(ValueError, match="is no state of this loader: it has no samples, seed, shuffle"):
+    with pytest.raises(ValueError, match="is not a state of this loader, because samples, seed, shuffle is missing"):
         one_process().load_state_dict({"epoch": 1, "position": 7})
 
 
@@ -424,5 +426,5 @@ def test_a_state_after_so_many_batches_is_that_of_a_loop() -> None:
             states.append(loader.state_after(1, batches))
             assert loader.state_dict() == states[-1]
     assert len({state["position"] for state in states}) == len(loader)
-    with pytest.raises(ValueError, match="the end of an epoch is the next one at 0"):
+    with pytest.raises(ValueError, match="for the end of an epoch give the next epoch and batches=0"):
         loader.state_after(0, len(loader))

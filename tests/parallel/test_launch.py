@@ -264,7 +264,7 @@ def test_a_part_of_torchruns_variables(missing: str) -> None:
         ({**torchrun(0), "WORLD_SIZE": "two"}, "WORLD_SIZE='two' isn't a number"),
         ({**torchrun(0), "RANK": "-1"}, "RANK='-1' isn't a number"),
         ({**torchrun(0), "MASTER_PORT": "http"}, "MASTER_PORT='http'"),
-        ({**torchrun(0), "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is no port"),
+        ({**torchrun(0), "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
     ],
 )
 def test_bad_variables_are_named(
@@ -302,7 +302,9 @@ def test_first_host_of_a_slurm_node_list(nodes: str, first: str) -> None:
 
 def test_ranks_that_never_come(environment: Callable[[Mapping[str, str]], None]) -> None:
     environment({**torchrun(0), "MASTER_PORT": free_port()})
-    with pytest.raises(RuntimeError, match=r"rank 0 of 2 .*didn't meet .*tcp://localhost:\d+; start all 2 ranks"):
+    with pytest.raises(
+        RuntimeError, match=r"rank 0 of 2 .*didn't connect to the other ranks at tcp://localhost:\d+; start all 2 ranks"
+    ):
         init_distributed(backend="gloo", timeout=timedelta(seconds=1))
 
 

@@ -202,8 +202,8 @@ def test_launched_processes_come_to_the_same_outcomes(launched: list[Outcomes]) 
             ["rank 1: left the test: ", "left early", "rank 1: left the test: "],
         ),
         ("test_fails_where_one_process_fails_after", ["failed on rank 2:\n", "failed on rank 2:\n", "failed late"]),
-        ("test_fails_where_arguments_differ", ["the launched processes call different things (ranks 0-1: "] * 3),
-        ("test_fails_where_one_rank_is_late", ["did not come to an end within 3 seconds; it stood at"] * 3),
+        ("test_fails_where_arguments_differ", ["the launched processes make different calls (ranks 0-1: "] * 3),
+        ("test_fails_where_one_rank_is_late", ["did not finish within 3 seconds; its stack was"] * 3),
     ],
 )
 def test_each_of_them_says_why(launched: list[Outcomes], test: str, texts: list[str]) -> None:
@@ -222,4 +222,4 @@ def test_processes_of_xdist_are_no_ranks(tmp_path: Path) -> None:
     environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     command = ("-m", "pytest", "-p", "meshstep.pytest_plugin", "-n", "2")
     done = forked_python.run(*command, cwd=tmp_path, env={**os.environ, **environment})
-    assert "launched processes are the ranks: give pytest -n 0" in done.stderr
+    assert "pytest -n is given, but the launched processes must run the tests themselves; give -n 0" in done.stderr

@@ -138,8 +138,8 @@ def test_a_call_that_is_late_says_where_each_rank_stood() -> None:
         assert time.monotonic() - begin < PATIENCE
     assert [*late.value.failures] == [0, 2]
     for text in late.value.failures.values():
-        assert "did not come to an end within 3 seconds" in text
-        stood = text.partition("it stood at\n")[2].splitlines()
+        assert "did not finish within 3 seconds" in text
+        stood = text.partition("its stack was\n")[2].splitlines()
         assert "in doze" in stood[0]
         assert "in sleep_on" in stood[-1], "no lines of the pool's own"
 
@@ -192,15 +192,19 @@ def test_what_can_not_be_sent_is_refused_before_anybody_starts(pool: RankPool) -
 
     before = pool.run(own_process, 2)
     for function, args, told in (
-        (lambda: 0, (), r"is a lambda: other processes find functions by their names\. Define it with def at the top"),
-        (within, (), r"is defined within test_what_can_not_be_sent.*pass what it uses as arguments"),
+        (
+            lambda: 0,
+            (),
+            r"is a lambda, but other processes find functions by their names\. Define it with def at the top",
+        ),
+        (within, (), r"is defined within test_what_can_not_be_sent.*pass the objects that it uses as arguments"),
         (functools.partial(lambda x: x, 1), (), "is a lambda"),
         (scaled_sum, (lambda: 0,), r"the arguments of test_ranks\.scaled_sum can't be sent to other processes"),
     ):
         with pytest.raises(TypeError, match=told):
             pool.run(function, 2, *args)
     for size in (0, -1, True, 2.0):
-        with pytest.raises(ValueError, match=f"{size!r} is no number of ranks"):
+        with pytest.raises(ValueError, match=f"{size!r} is not a number of ranks"):
             pool.run(scaled_sum, size, 1.0)  # type: ignore[arg-type]
     assert pool.run(own_process, 2) == before, "the same processes"
     assert pool.run(Local.of_a_class, 2) == [2, 2]

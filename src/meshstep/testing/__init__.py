@@ -1,4 +1,4 @@
-"""Tests of parallel models: functions on ranks, proofs by the loss, exactness against a dense model, random layouts."""
+"""Tools to test parallel models: run functions on ranks, prove layouts, compare with a dense model, draw random layouts."""
 
 from ..optim.proof.exact import assert_exact
 from ..optim.proof.findings import Finding, Proof

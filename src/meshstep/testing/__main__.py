@@ -1,4 +1,4 @@
-"""``python -m meshstep.testing audit SCRIPT:BUILD --topology AXIS=SIZE,...``."""
+"""Command line ``python -m meshstep.testing audit SCRIPT:BUILD --topology AXIS=SIZE,...``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for process layouts and what lies on them. They need ``pip install hypothesis``.
+"""Hypothesis strategies for topologies and parameter layouts. They need ``pip install hypothesis``.
 
 @given(layout=layouts(most_ranks=4))
 def test_norm(ranks, layout):
@@ -18,14 +18,15 @@ from hypothesis import strategies as st
 from ..parallel.layout.spec import P
 from ..parallel.mesh.topology import Topology
 
-# How a parameter may lie along an axis. Owned by a fixed coordinate, or on a diagonal; copied is what no entry says.
+# Layouts of a parameter along one axis. "copied": replicated; "owned": one coordinate holds it; "diagonal": the ranks with
+# equal coordinates on this and another axis hold it.
 Kind = Literal["copied", "sharded", "partial", "owned", "diagonal", "tied"]
 AXES = ("col", "data", "expert", "pipe", "row", "tensor")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Layout(NamedTuple):
-    """A mesh, and a logical tensor on it."""
+    """A topology, and the shape and spec of a full tensor on it."""
 
     topology: Topology
     shape: tuple[int, ...]
@@ -36,29 +37,36 @@ class Layout(NamedTuple):
 def topologies(
     draw: st.DrawFn, most_ranks: int = 8, axes: Sequence[str] = AXES, most_axes: int = 4, largest: int = 4
 ) -> Topology:
-    """Some of the axes in any order, of any sizes with at most ``most_ranks`` ranks; roles as their names say.
+    """Draw topologies with some of the axes, in any order and of any size, with default roles.
 
     Args:
-        axes: Names to choose from.
-        most_axes: How many are chosen at most; at least one is.
-        largest: Size of an axis, at most.
+        most_ranks: Largest number of ranks.
+        axes: Names to choose from. Default: six usual names.
+        most_axes: Largest number of axes; there is at least one.
+        largest: Largest size of an axis.
     """
     names = draw(st.permutations(sorted(axes)))[: draw(st.integers(1, min(most_axes, len(axes))))]
     sizes: dict[str, int] = {}
     for name in names:
         room = min(most_ranks // prod(sizes.values()), largest)
-        # Two first: what hypothesis shrinks to, and the smallest size with which something can be wrong.
+        # 2 is first, because hypothesis shrinks to it, and it is the smallest size that can show an error.
         sizes[name] = draw(st.sampled_from([2, 1, *range(3, room + 1)] if room > 1 else [1]))
     return Topology(roles=None, **sizes)
 
 
 def shapes(most_dims: int = 3, largest: int = 9, smallest: int = 1) -> st.SearchStrategy[tuple[int, ...]]:
-    """Shapes of up to ``most_dims`` dims, each of ``smallest`` to ``largest`` elements."""
+    """Return a strategy of shapes.
+
+    Args:
+        most_dims: Largest number of dims; shapes may have none.
+        largest: Largest length of a dim.
+        smallest: Smallest length of a dim.
+    """
     return st.lists(st.integers(smallest, largest), max_size=most_dims).map(tuple)
 
 
 def dtypes(among: Sequence[torch.dtype] = DTYPES) -> st.SearchStrategy[torch.dtype]:
-    """Of gradients: float32 and the half-precision ones."""
+    """Return a strategy of gradient dtypes, by default float32, bfloat16 and float16."""
     return st.sampled_from(among)
 
 
@@ -71,19 +79,22 @@ def specs(
     *,
     uneven: bool = False,
 ) -> P:
-    """Specs of a tensor of ``shape``: along each axis it is copied, or of another one of ``kinds``.
+    """Draw specs of a tensor. Over each axis the tensor is replicated, or has another of the ``kinds``.
 
-    Data axes neither cut nor own a parameter here, and it is tied along axes with the role ``pipe`` only.
+    Data-parallel axes never shard or own the tensor, and only pipeline axes tie it.
 
     Args:
-        uneven: Dims may be cut that don't divide, as `torch.chunk` does.
+        topology: Provides the axes.
+        shape: Shape of the full tensor.
+        kinds: Layouts along an axis to choose from. Default: all. Replicated (``"copied"``) is always possible.
+        uneven: Also shard dims that are not a multiple of the axis size. False: shards are equal.
     """
     entries: list[list[str]] = [[] for _ in shape]
     partial: list[str] = []
     owned: dict[str, int | str] = {}
     tied: dict[str, tuple[int, ...]] = {}
     pipe, data = topology.pipe_axes, topology.data_axes
-    # Sharded twice: it is the kind that leads to the others.
+    # "sharded" is listed twice, because other kinds need a sharded axis.
     uses: list[Kind] = [kind for kind in ("copied", "sharded", *get_args(Kind)[1:]) if kind in {*kinds, "copied"}]
     for axis in draw(st.permutations(topology.axes)):
         use, size = draw(st.sampled_from(uses)), topology.size(axis)
@@ -111,7 +122,14 @@ def layouts(
     *,
     uneven: bool = False,
 ) -> Layout:
-    """A mesh, a shape, and a spec that fits to both. Arguments as of `topologies` and `specs`."""
+    """Draw a topology, a shape, and a spec that fits both.
+
+    Args:
+        most_ranks: Largest number of ranks.
+        axes: Names of axes to choose from. Default: six usual names.
+        kinds: Layouts along an axis to choose from. Default: all.
+        uneven: Also shard dims that are not a multiple of the axis size. False: shards are equal.
+    """
     topology = draw(topologies(most_ranks, axes))
     shape = draw(shapes(largest=8))
     return Layout(topology, shape, draw(specs(topology, shape, kinds, uneven=uneven)))

@@ -43,7 +43,7 @@ def step_by_bucket(
 def holding(optimizer: torch.optim.Optimizer, bucket: Bucket) -> Iterator[None]:
     """Restrict the optimizer's param groups to the parameters of ``bucket`` within the context."""
     groups = optimizer.param_groups
-    whole = [group["params"] for group in groups]
+    all_params = [group["params"] for group in groups]
     holders.append(optimizer)
     try:
         for group, params in zip(groups, bucket, strict=True):
@@ -51,5 +51,5 @@ def holding(optimizer: torch.optim.Optimizer, bucket: Bucket) -> Iterator[None]:
         yield
     finally:
         holders.pop()
-        for group, params in zip(groups, whole, strict=True):
+        for group, params in zip(groups, all_params, strict=True):
             group["params"] = params

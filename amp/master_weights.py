@@ -111,12 +111,12 @@ class MasterWeights:
             ValueError: A parameter is already in the optimizer; nothing is changed.
         """
         self.optimizer.add_param_group(param_group)
-        known = {id(param) for param, _ in self.pairs}
-        twice = next((param for param in self.optimizer.param_groups[-1]["params"] if id(param) in known), None)
-        if twice is not None:
+        ids = {id(param) for param, _ in self.pairs}
+        duplicate = next((param for param in self.optimizer.param_groups[-1]["params"] if id(param) in ids), None)
+        if duplicate is not None:
             del self.optimizer.param_groups[-1]
             raise ValueError(
-                f"{label_of(twice)} already has a master in this optimizer; leave it out of the new param group"
+                f"{label_of(duplicate)} already has a master in this optimizer; leave it out of the new param group"
             )
         self.refresh()
 
@@ -378,23 +378,23 @@ def _load_uncast(optimizer: torch.optim.Optimizer, wanted: Callable[[str, Tensor
 
     Half-precision values become float32.
     """
-    given: dict[int, dict[str, Tensor]] = {}
+    saved_states: dict[int, dict[str, Tensor]] = {}
 
-    def note(_: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-        given.clear()
+    def record(_: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+        saved_states.clear()
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for position, index in enumerate(saved):
             state = state_dict["state"].get(index, {})
-            given[position] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+            saved_states[position] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
 
-    def put_back(optimizer: torch.optim.Optimizer) -> None:
+    def restore(optimizer: torch.optim.Optimizer) -> None:
         for position, param in enumerate(chain.from_iterable(group["params"] for group in optimizer.param_groups)):
-            for key, value in given.get(position, {}).items():
+            for key, value in saved_states.get(position, {}).items():
                 loaded = optimizer.state[param][key]
                 if loaded.dtype != value.dtype and wanted(key, value, param):
                     to = torch.float32 if is_half(value) else value.dtype
                     optimizer.state[param][key] = value.to(loaded.device, to, copy=True)
-        given.clear()
+        saved_states.clear()
 
-    optimizer.register_load_state_dict_pre_hook(note)
-    optimizer.register_load_state_dict_post_hook(put_back)
+    optimizer.register_load_state_dict_pre_hook(record)
+    optimizer.register_load_state_dict_post_hook(restore)

@@ -145,6 +145,6 @@ def precision_of(precision: str | Precision) -> Precision:
         return precision
     if precision in MODES:
         return MODES[precision]()
-    known = [*get_args(Mode), *(name for name in MODES if name not in get_args(Mode))]
-    names = ", ".join(repr(name) for name in known if name in MODES)
+    ordered = [*get_args(Mode), *(name for name in MODES if name not in get_args(Mode))]
+    names = ", ".join(repr(name) for name in ordered if name in MODES)
     raise ValueError(f"precision={precision!r} is not a mode; choose from {names}, or give an object such as Bf16()")

@@ -115,12 +115,12 @@ def _split_runs(group: Sequence[Drawn], numel_at_once: int) -> Iterator[list[Dra
     run: list[Drawn] = []
     numel = 0
     for drawn in group:
-        more = drawn.pairs[0][0].numel()
-        if run and numel + more > numel_at_once:
+        size = drawn.pairs[0][0].numel()
+        if run and numel + size > numel_at_once:
             yield run
             run, numel = [], 0
         run.append(drawn)
-        numel += more
+        numel += size
     if run:
         yield run
 

@@ -234,17 +234,19 @@ class Fp8(Precision):
 
     def _log_fallbacks(self, model: nn.Module, registry: ProcessGroupRegistry | None) -> None:
         found = fp8_layers(model)
-        unfit = [f"{name} {tuple(_weight(model, name).shape)}" for name, how in found.items() if how == FELL_BACK]
-        if unfit and (registry is None or registry.global_rank == 0):
+        unaligned = [f"{name} {tuple(_weight(model, name).shape)}" for name, how in found.items() if how == FELL_BACK]
+        if unaligned and (registry is None or registry.global_rank == 0):
             _LOGGER.warning(
                 "%d of %d linear layers are computed in %s and not in 8 bits, because a dim of their weight is not a "
                 "multiple of 16: %s",
-                *(len(unfit), len(found), self.base, some(unfit, 10)),
+                *(len(unaligned), len(found), self.base, some(unaligned, 10)),
             )
-        others = [f"{name}: {how}" for name, how in found.items() if how == UNEVEN or how.startswith(_NO_PRODUCT)]
-        if others and (registry is None or registry.global_rank == 0):
-            more = f"; and {len(others) - 10} more" if len(others) > 10 else ""
-            _LOGGER.warning("these linear layers are computed in %s: %s%s", self.base, "; ".join(others[:10]), more)
+        unsupported = [f"{name}: {how}" for name, how in found.items() if how == UNEVEN or how.startswith(_NO_PRODUCT)]
+        if unsupported and (registry is None or registry.global_rank == 0):
+            more = f"; and {len(unsupported) - 10} more" if len(unsupported) > 10 else ""
+            _LOGGER.warning(
+                "these linear layers are computed in %s: %s%s", self.base, "; ".join(unsupported[:10]), more
+            )
 
     def _matmul_of(self, name: str, module: nn.Module, registry: ProcessGroupRegistry | None) -> Matmul | None:
         if isinstance(module, Linear2D):

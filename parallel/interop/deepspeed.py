@@ -223,8 +223,8 @@ def _check_engine(engine: Any, registry: ProcessGroupRegistry) -> None:
             f"{kind} measures gradients without the parameters' flags and counts only the gradients of rank 0; in half "
             'precision use "zero_optimization": {"stage": 1} or 2, or give ParallelOptimizer a float32 stage 0 engine'
         )
-    known = kind in _READ_FLAGS or inner is engine.basic_optimizer
-    if not known:
+    reads_flags = kind in _READ_FLAGS or inner is engine.basic_optimizer
+    if not reads_flags:
         raise ValueError(
             f"{kind} is not among the optimizers whose norms are known to read flags; use stage 0, 1 or 2, or step with "
             "meshstep.optim.ParallelOptimizer"

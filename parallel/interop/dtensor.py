@@ -237,19 +237,19 @@ def local_parameter(param: DTensor, topology: Topology | None = None) -> nn.Para
         ValueError: As in `annotation_for`; with a topology also as in `check_mesh`.
     """
     # to_local() would create a new view of a parameter in every call.
-    local, annotation, laid_out = param._local_tensor, annotation_of(param), param._spec
+    local, annotation, layout = param._local_tensor, annotation_of(param), param._spec
     memory = local.data_ptr()
     piece: nn.Parameter | None = param.__dict__.get(_LOCAL)
-    known = (None, None, None, None) if piece is None else piece.__dict__[_SOURCE]
-    if piece is None or known[0] is not local or known[3] != memory:
+    source = (None, None, None, None) if piece is None else piece.__dict__[_SOURCE]
+    if piece is None or source[0] is not local or source[3] != memory:
         piece = _follow_memory(param, piece)
-    matched = topology is None or (_last_match(param)[0] is topology and known[2] is laid_out)
+    matched = topology is None or (_last_match(param)[0] is topology and source[2] is layout)
     if topology is not None and not matched:
         setattr(param, _MATCHED, (topology, check_mesh(param, topology)))
-    if not matched or known[1] is not annotation or known[2] is not laid_out:
+    if not matched or source[1] is not annotation or source[2] is not layout:
         attach(piece, _add_partial(annotation_for(param), settled_sums(piece)))
-    if known[0] is not local or known[1] is not annotation or known[2] is not laid_out or known[3] != memory:
-        setattr(piece, _SOURCE, (local, annotation, laid_out, memory))
+    if source[0] is not local or source[1] is not annotation or source[2] is not layout or source[3] != memory:
+        setattr(piece, _SOURCE, (local, annotation, layout, memory))
     if piece.requires_grad != param.requires_grad:
         piece.requires_grad_(param.requires_grad)
     follow_version(param, piece)

@@ -138,14 +138,14 @@ def settle(params: Iterable[Tensor], seen: Sequence[Sums]) -> bool:
         params: As in `sums_seen`.
         seen: The result of `sums_seen` on each rank.
     """
-    more = False
+    changed = False
     for key, param in _keyed(params):
-        known = settled_sums(local_parameter(param))
-        axes = {axis for sums in seen for axis in sums.get(key, ())}.difference(known)
+        settled = settled_sums(local_parameter(param))
+        axes = {axis for sums in seen for axis in sums.get(key, ())}.difference(settled)
         if axes:
-            settle_sums(param, tuple(axis for axis in mesh_axes(param) if axis in {*known, *axes}))
-            more = True
-    return more
+            settle_sums(param, tuple(axis for axis in mesh_axes(param) if axis in {*settled, *axes}))
+            changed = True
+    return changed
 
 
 def _keyed(params: Iterable[Tensor]) -> Iterator[tuple[tuple[tuple[int, ...], int], DTensor]]:

@@ -15,7 +15,7 @@ from ..layout.shard import local_index, shard
 from ..layout.spec import P
 from ..mesh.collectives import Over, all_gather, copy_to, reduce_from, reduce_scatter_to
 from ..mesh.registry import ProcessGroupRegistry
-from .initialization import depth_axes, draw_embedding, draw_linear, kept_piece, sizes_of
+from .initialization import check_features, depth_axes, draw_embedding, draw_linear, kept_piece, sizes_of
 from .summa import Grid, autocast, summa_transposed
 
 
@@ -197,13 +197,7 @@ class Classifier2D(nn.Module):
         self.bias = None if full_bias is None else kept_piece(full_bias, P(col, partial=partial), registry)
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.shape[-1:] != self.weight.shape[1:]:
-            col = self._grid.col
-            raise ValueError(
-                f"the input of {type(self).__name__} has shape {tuple(input.shape)}, but its last dim must be "
-                f"{self.weight.size(1)} ({self.in_features} features over {col}={self.registry.size(col)}); shard a full "
-                f"input with scatter_to(input, registry, {col!r}, dim=-1)"
-            )
+        check_features(self, input, self.in_features, self.weight.size(1), self._grid.col, self.registry)
         rows = autocast(input).reshape(-1, input.size(-1))
         output = summa_transposed(rows, autocast(self.weight), self._grid, self.classes)
         if self.bias is not None:

@@ -1,4 +1,4 @@
-"""Initial weights as in torch's dense layers, and the shard that each rank keeps.
+"""Initial weights as in torch's dense layers, the shard that each rank keeps, and a check of inputs.
 
 Every rank draws the full tensor from the same seed and keeps its shard. The full weights, and the final state of the
 random generator, are therefore independent of topology and kind of parallelism. They equal those of the dense torch
@@ -64,7 +64,7 @@ def kept_piece(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> nn.Para
     Raises:
         ValueError: On every rank: a rank would get an empty shard, or blocks are not divisible.
     """
-    _check_pieces(full, spec, registry.topology)
+    _check_shards(full, spec, registry.topology)
     param = nn.Parameter(shard(full, spec, registry, uneven=True))
     annotate(param, spec, full_shape=tuple(full.shape))
     return param
@@ -74,7 +74,7 @@ def owned_piece(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> nn.Par
     """Return `kept_piece` on the ranks that hold the parameter according to the spec; None on all other ranks."""
     if spec.holds(registry.coordinate, registry.topology):
         return kept_piece(full, spec, registry)
-    _check_pieces(full, spec, registry.topology)
+    _check_shards(full, spec, registry.topology)
     return None
 
 
@@ -103,12 +103,39 @@ def depth_axes(depth: str | None, registry: ProcessGroupRegistry) -> tuple[str, 
     return () if depth is None else registry.topology.atoms(depth)
 
 
+def check_features(
+    layer: nn.Module,
+    input: Tensor,
+    features: int,
+    local_features: int,
+    axis: str,
+    registry: ProcessGroupRegistry,
+    advice: str = "",
+) -> None:
+    """Raise ValueError if the last dim of ``input`` is not this rank's shard of the features.
+
+    Args:
+        layer: The layer that the message names.
+        input: The input of the layer.
+        features, local_features: The number of features, in total and on this rank.
+        axis: The mesh axis that shards the features.
+        registry: The process groups.
+        advice: Appended to the message. Default: nothing.
+    """
+    if input.shape[-1:] != (local_features,):
+        raise ValueError(
+            f"the input of {type(layer).__name__} has shape {tuple(input.shape)}, but its last dim must be "
+            f"{local_features} ({features} features over {axis}={registry.size(axis)}); shard a full input with "
+            f"scatter_to(input, registry, {axis!r}, dim=-1){advice}"
+        )
+
+
 def sizes_of(registry: ProcessGroupRegistry, *axes: str) -> str:
     """Return the sizes of the axes for a layer's repr: ``row=2, col=2``."""
     return ", ".join(f"{axis}={registry.size(axis)}" for axis in axes)
 
 
-def _check_pieces(full: Tensor, spec: P, topology: Topology) -> None:
+def _check_shards(full: Tensor, spec: P, topology: Topology) -> None:
     last = {axis: topology.size(axis) - 1 for axis in topology.axes}  # the last rank has the smallest shard
     for dim, length in enumerate(local_shape(full.shape, spec, topology, last)):
         if not length:

@@ -20,7 +20,7 @@ from ..layout.spec import P
 from ..mesh.call_tracker import track_call
 from ..mesh.collectives import Over, all_gather, all_reduce
 from ..mesh.registry import ProcessGroupRegistry
-from .initialization import depth_axes, kept_piece
+from .initialization import check_features, depth_axes, kept_piece
 
 
 class SplitLayerNorm(nn.Module):
@@ -58,13 +58,8 @@ class SplitLayerNorm(nn.Module):
         self.bias = kept_piece(zeros, spec, registry) if bias else None
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.shape[-1:] != self.weight.shape:
-            raise ValueError(
-                f"the input of {type(self).__name__} has shape {tuple(input.shape)}, but its last dim must be "
-                f"{self.weight.numel()} ({self.features} features over {self._over_features.axes[0]}="
-                f"{self._over_features.size}); shard a full input with scatter_to(input, registry, "
-                f"{self._over_features.axes[0]!r}, dim=-1)"
-            )
+        (axis,) = self._over_features.axes
+        check_features(self, input, self.features, self.weight.numel(), axis, self.registry)
         output: Tensor = _SplitLayerNorm.apply(
             input, self.weight, self.bias, self.eps, self.features, self._over_features, self._over_batch
         )

@@ -41,7 +41,15 @@ from ..layout.spec import P
 from ..layout.spec import blocks as in_blocks
 from ..mesh.collectives import all_gather_to, broadcast_from, copy_to
 from ..mesh.registry import ProcessGroupRegistry
-from .initialization import depth_axes, draw_linear, held_or_placeholder, kept_piece, owned_piece, sizes_of
+from .initialization import (
+    check_features,
+    depth_axes,
+    draw_linear,
+    held_or_placeholder,
+    kept_piece,
+    owned_piece,
+    sizes_of,
+)
 from .summa import Grid, autocast, summa
 
 BiasLayout = Literal["column", "all", "row0"]
@@ -132,12 +140,7 @@ class Linear2D(nn.Module):
             self.bias = owned_piece(full_bias, bias_spec(bias, row, col, blocks).with_partial(partial), registry)
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.shape[-1:] != (self._local_in,):
-            raise ValueError(
-                f"the input of {type(self).__name__} has shape {tuple(input.shape)}, but its last dim must be "
-                f"{self._local_in} ({self.in_features} features over {self.col}={self.registry.size(self.col)}); shard a "
-                f"full input with scatter_to(input, registry, {self.col!r}, dim=-1)"
-            )
+        check_features(self, input, self.in_features, self._local_in, self.col, self.registry)
         rows = autocast(input).reshape(-1, input.size(-1))
         output = self.matmul(rows, autocast(self.weight), self._grid, self.in_features)
         bias = self._column_bias()

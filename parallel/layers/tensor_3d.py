@@ -35,7 +35,15 @@ from ..layout.shard import local_shape
 from ..layout.spec import P
 from ..mesh.collectives import all_gather_to, broadcast_from, copy_to, reduce_from, reduce_scatter_to
 from ..mesh.registry import ProcessGroupRegistry
-from .initialization import draw_embedding, draw_linear, held_or_placeholder, kept_piece, owned_piece, sizes_of
+from .initialization import (
+    check_features,
+    draw_embedding,
+    draw_linear,
+    held_or_placeholder,
+    kept_piece,
+    owned_piece,
+    sizes_of,
+)
 from .layer_norm import SplitLayerNorm
 from .summa import autocast
 
@@ -95,7 +103,7 @@ class Linear3D(nn.Module):
         self.bias = None if full_bias is None else kept_piece(full_bias, P(input), registry)
 
     def forward(self, input: Tensor) -> Tensor:
-        _check_features(self, input, self._local_features, self.output)
+        _check_input(self, input, self._local_features, self.output)
         gathered = all_gather_to(autocast(input), self.registry, self.input, dim=0)
         weight = all_gather_to(
             autocast(self.weight), self.registry, self.weight_axis, dim=0, length=self._local_features
@@ -285,7 +293,7 @@ class Classifier3D(DiagonalTable):
         self.bias = None if full_bias is None else kept_piece(full_bias, P(), registry)
 
     def forward(self, input: Tensor) -> Tensor:
-        _check_features(self, input, self._local_features, self.output)
+        _check_input(self, input, self._local_features, self.output)
         logits = reduce_from(autocast(input) @ autocast(self.table()).t(), self.registry, self.output)
         if self.bias is None:
             return logits
@@ -296,10 +304,11 @@ class Classifier3D(DiagonalTable):
         return f"{self.in_features}, {self.classes}, bias={self.bias is not None}, {sizes}"
 
 
-def _check_features(layer: Linear3D | Classifier3D, input: Tensor, local_in: int, axis: str) -> None:
-    if input.shape[-1:] != (local_in,) or input.dim() < 2:
+def _check_input(layer: Linear3D | Classifier3D, input: Tensor, local_in: int, axis: str) -> None:
+    if input.dim() < 2:
         raise ValueError(
-            f"the input of {type(layer).__name__} has shape {tuple(input.shape)}, but needs a batch as its first dim and a "
-            f"last dim of {local_in} ({layer.in_features} features over {axis}={layer.registry.size(axis)}); shard a full "
-            f"input with scatter_to(input, registry, {axis!r}, dim=-1), and its batch over the two other axes"
+            f"the input of {type(layer).__name__} has shape {tuple(input.shape)}, but needs a batch as its first dim; add "
+            "the missing dim"
         )
+    advice = ", and its batch over the two other axes"
+    check_features(layer, input, layer.in_features, local_in, axis, layer.registry, advice)

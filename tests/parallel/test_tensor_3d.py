@@ -209,7 +209,9 @@ def rejected() -> None:
             ValueError, match=r"the last rank would get no elements .* sharded over output=2 x weight=2 as"
         ):
             Linear3D(3, 4, registry)
-        with pytest.raises(ValueError, match=r"shape \(3, 8\), .* last dim of 4 \(8 features over output=2\)"):
+        with pytest.raises(
+            ValueError, match=r"shape \(3, 8\), but its last dim must be 4 \(8 features over output=2\)"
+        ):
             Linear3D(8, 4, registry)(torch.zeros(3, 8))
         with pytest.raises(ValueError, match=r"has shape \(4,\), but needs a batch as its first dim"):
             Linear3D(8, 4, registry)(torch.zeros(4))

@@ -146,7 +146,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-# Whole models ---------------------------------------------------------------------------------------------------------
+# Casts of full models ---------------------------------------------------------------------------------------------------
 
 
 def run_in_(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool = False) -> None:

@@ -193,7 +193,7 @@ class StochasticRounding:
         split masters          2        2        4      8             16
         stochastic rounding    2        -        2      4             8
 
-    During a step there are float32 copies of ``bucket_numel`` elements, or of a single larger parameter. A copy takes
+    During a step there are float32 copies of ``bucket_numel`` elements, or of a single larger parameter. With AdamW a copy takes
     16 bytes per element. The price is accuracy. Gradients accumulate in bfloat16, so long accumulation windows lose
     small gradients. Every step adds noise of up to a unit in the last place to the weights and moments that it changes.
     Prefer `MasterWeights` if they fit into memory.
@@ -299,15 +299,15 @@ class StochasticRounding:
         step_by_bucket(self.optimizer, buckets, lambda bucket: self._step_bucket(bucket, update))
         self.steps += 1
 
-    def _buckets(self, whole: list[list[Tensor]]) -> list[list[list[Tensor]]]:
+    def _buckets(self, group_params: list[list[Tensor]]) -> list[list[list[Tensor]]]:
         """Return the parameters per bucket and group, without bfloat16 parameters that have no gradient."""
-        buckets = [[[param for param in params if param not in self._keys] for params in whole]]
+        buckets = [[[param for param in params if param not in self._keys] for params in group_params]]
         numel = 0
-        for index, params in enumerate(whole):
+        for index, params in enumerate(group_params):
             for param in params:
                 if param in self._keys and param.grad is not None:
                     if numel and numel + param.numel() > self.bucket_numel:
-                        buckets.append([[] for _ in whole])
+                        buckets.append([[] for _ in group_params])
                         numel = 0
                     buckets[-1][index].append(param)
                     numel += param.numel()

@@ -23,8 +23,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ...parallel.mesh.registry import ProcessGroupRegistry
-from .tensor import E4M3, E5M2, Quantized, agreed_amax, check_dtypes, quantize
-from .weights import KeptWeight, kept, round_both
+from .tensor import E4M3, E5M2, Quantized, check_dtypes, global_amax, quantize
+from .weights import WeightCache, cache_of, round_both
 
 # Tensor cores require dims of 8-bit operands that are multiples of this number.
 MULTIPLE = 16
@@ -68,7 +68,7 @@ class Fp8Matmul:
             return F.linear(input, weight, bias)
         check_dtypes(input, weight)
         rows = input.reshape(-1, input.size(-1))
-        output: Tensor = _Fp8Linear.apply(rows, weight, self, kept(weight))
+        output: Tensor = _Fp8Linear.apply(rows, weight, self, cache_of(weight))
         output = output.reshape(*input.shape[:-1], weight.size(0))
         return output if bias is None else output + bias.to(output.dtype)
 
@@ -98,8 +98,8 @@ def fits(weight: Tensor) -> bool:
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, matmul: Fp8Matmul, weight_kept: KeptWeight | None) -> Tensor:
-        x, w = round_both(rows, E4M3, weight, weight_kept, matmul, matmul.registry, matmul.forward_axes)
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, matmul: Fp8Matmul, weight_cache: WeightCache | None) -> Tensor:
+        x, w = round_both(rows, E4M3, weight, weight_cache, matmul, matmul.registry, matmul.forward_axes)
         ctx.save_for_backward(*x, *w)
         ctx.matmul, ctx.dtype = matmul, rows.dtype
         return product(x, w, rows.dtype)
@@ -109,7 +109,7 @@ class _Fp8Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         saved = ctx.saved_tensors
         x, w = Quantized(*saved[:2]), Quantized(*saved[2:])
-        (amax,) = agreed_amax((grad,), ctx.matmul.registry, ctx.matmul.backward_axes)
+        (amax,) = global_amax((grad,), ctx.matmul.registry, ctx.matmul.backward_axes)
         g = quantize(grad, E5M2, amax)
         grad_rows = product(g, w.t(), ctx.dtype) if ctx.needs_input_grad[0] else None
         grad_weight = product(g.t(), x.t(), torch.float32) if ctx.needs_input_grad[1] else None
@@ -219,17 +219,19 @@ class Fp8RowMatmul:
             return F.linear(input, weight, bias)
         check_dtypes(input, weight)
         rows = input.reshape(-1, input.size(-1))
-        output: Tensor = _Fp8RowLinear.apply(rows, weight, self, kept(weight))
+        output: Tensor = _Fp8RowLinear.apply(rows, weight, self, cache_of(weight))
         output = output.reshape(*input.shape[:-1], weight.size(0))
         return output if bias is None else output + bias.to(output.dtype)
 
 
 class _Fp8RowLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, matmul: Fp8RowMatmul, weight_kept: KeptWeight | None) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, matmul: Fp8RowMatmul, weight_cache: WeightCache | None
+    ) -> Tensor:
         ctx.save_for_backward(rows, weight)
-        ctx.matmul, ctx.kept = matmul, weight_kept
-        return _product(rows, weight, E4M3, rows.dtype, matmul.registry, matmul.in_axes, weight_kept, "rows")
+        ctx.matmul, ctx.weight_cache = matmul, weight_cache
+        return _product(rows, weight, E4M3, rows.dtype, matmul.registry, matmul.in_axes, weight_cache, "rows")
 
     @staticmethod
     @once_differentiable
@@ -239,7 +241,9 @@ class _Fp8RowLinear(torch.autograd.Function):
         registry = matmul.registry
         grad_rows = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_rows = _product(grad, weight.t(), E5M2, rows.dtype, registry, matmul.out_axes, ctx.kept, "columns")
+            grad_rows = _product(
+                grad, weight.t(), E5M2, rows.dtype, registry, matmul.out_axes, ctx.weight_cache, "columns"
+            )
         if ctx.needs_input_grad[1]:
             grad_weight = _product(grad.t(), rows.t(), E5M2, torch.float32, registry, matmul.batch_axes)
         return grad_rows, grad_weight, None, None
@@ -252,7 +256,7 @@ def _product(
     dtype: torch.dtype,
     registry: ProcessGroupRegistry | None,
     axes: tuple[str, ...],
-    b_kept: KeptWeight | None = None,
+    b_cache: WeightCache | None = None,
     orientation: str = "",
 ) -> Tensor:
     """Return ``a @ b.T``, [m, k] x [n, k] -> [m, n], with both operands rounded to 8 bits.
@@ -262,8 +266,8 @@ def _product(
         b: Rounded to e4m3.
         dtype: The dtype of the result.
         registry, axes: The process groups, and the axes that shard k.
-        b_kept, orientation: The cache for the rounded ``b``, and ``"rows"`` or ``"columns"`` for the weight or its
+        b_cache, orientation: The cache for the rounded ``b``, and ``"rows"`` or ``"columns"`` for the weight or its
             transpose.
     """
     how = orientation, registry, axes
-    return product(*round_both(a, format, b, b_kept, how, registry, axes, by_row=True), dtype)
+    return product(*round_both(a, format, b, b_cache, how, registry, axes, by_row=True), dtype)

@@ -27,8 +27,8 @@ from ..loss_scale import LossScale
 from ..modes import Bf16, Fp32
 from ..precision import Criterion, Precision, register_mode
 from .linear import Fp8Linear, Fp8Matmul, Fp8RowMatmul, fits
-from .tensor import E4M3, E5M2, Quantized, agreed_amax, check_dtypes, quantize
-from .weights import keep_rounded, kept, round_both
+from .tensor import E4M3, E5M2, Quantized, check_dtypes, global_amax, quantize
+from .weights import cache_of, cache_rounded, round_both
 
 # SUMMA with 8-bit operands, the ``matmul`` of `Linear2D` under the mode `Fp8` ------------------------------------------
 
@@ -57,7 +57,7 @@ def fp8_summa(a: Tensor, b: Tensor, grid: Grid, inner: int | None = None, *, dat
     check_dtypes(a, b)
     scales = _Scales(grid.registry, (grid.row, grid.col, *data_axes))
     how = "summa", grid.registry, scales.axes
-    rounded = round_both(a, E4M3, b, kept(b), how, scales.registry, scales.axes)
+    rounded = round_both(a, E4M3, b, cache_of(b), how, scales.registry, scales.axes)
     x, w = (_Round.apply(each, rounded[which], scales, which) for which, each in enumerate((a, b)))
     result: Tensor = _Descale.apply(summa(x, w, grid, inner), scales)
     return result
@@ -101,7 +101,7 @@ class _Descale(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         scales: _Scales = ctx.scales
-        (amax,) = agreed_amax((grad,), scales.registry, scales.axes)
+        (amax,) = global_amax((grad,), scales.registry, scales.axes)
         values, scales.grad = quantize(grad, E5M2, amax)
         return values.to(grad.dtype), None
 
@@ -211,7 +211,7 @@ class Fp8(Precision):
             if type(module) is nn.Linear:
                 module.__class__ = Fp8Linear
             module.matmul = matmul
-            keep_rounded(_weight(module))
+            cache_rounded(_weight(module))
         self._log_fallbacks(model, registry)
 
     def _leaves_out(self, name: str) -> bool:

@@ -79,7 +79,7 @@ def check_dtypes(*tensors: Tensor) -> None:
         )
 
 
-def agreed_amax(
+def global_amax(
     tensors: Sequence[Tensor], registry: ProcessGroupRegistry | None = None, axes: tuple[str, ...] = ()
 ) -> tuple[Tensor, ...]:
     """Return the largest absolute value of each tensor over its shards along ``axes``; 0 for an empty tensor.
@@ -94,10 +94,10 @@ def agreed_amax(
         0-dim float32 tensors.
     Collectives: one all-reduce (MAX) of all maxima over ``axes``; none over a single rank. Host synchronization: none.
     """
-    return agreed([amax_of(tensor) for tensor in tensors], registry, axes)
+    return max_over_ranks([amax_of(tensor) for tensor in tensors], registry, axes)
 
 
-def agreed(
+def max_over_ranks(
     maxima: Sequence[Tensor], registry: ProcessGroupRegistry | None = None, axes: tuple[str, ...] = ()
 ) -> tuple[Tensor, ...]:
     """Return the elementwise maxima over all ranks along ``axes``: float32 tensors, with the shapes of ``maxima``.

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...parallel.interop.local_parameters import has_dtensors
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ..capture import is_captured
-from .tensor import E4M3, Quantized, agreed, amax_of, quantize
+from .tensor import E4M3, Quantized, amax_of, max_over_ranks, quantize
 
 
 class RoundedWeight(NamedTuple):
@@ -38,7 +38,7 @@ class RoundedWeight(NamedTuple):
     quantized: Quantized
 
 
-class KeptWeight:
+class WeightCache:
     """Cache entries of one weight since the last step, by the kind of rounding."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -47,48 +47,48 @@ class KeptWeight:
 
     def get(self, how: Hashable) -> RoundedWeight | None:
         """Return the entry of `put`, or None if it is no longer valid."""
-        identity, rounded = KEPT[self._weight].get(how, (None, None))
+        identity, rounded = CACHE[self._weight].get(how, (None, None))
         return rounded if identity == self._identity else None
 
     def put(self, how: Hashable, rounded: RoundedWeight) -> None:
         """Store an entry until the next step."""
-        KEPT[self._weight][how] = self._identity, rounded
+        CACHE[self._weight][how] = self._identity, rounded
 
 
-KEPT: Any = WeakTensorKeyDictionary()
+CACHE: Any = WeakTensorKeyDictionary()
 """The cache: for each registered weight, a dict from the kind of rounding to identity and rounded weight."""
 _hook_registered = False
 
 
-def keep_rounded(weight: Tensor) -> None:
+def cache_rounded(weight: Tensor) -> None:
     """Cache the 8-bit values of this weight from now on."""
     global _hook_registered
     if isinstance(weight, nn.Parameter) and not has_dtensors([weight]):  # FSDP may reuse a DTensor's memory
-        KEPT[weight] = {}
+        CACHE[weight] = {}
     if not _hook_registered:
         register_optimizer_step_post_hook(_clear_after_step)
         _hook_registered = True
 
 
-def kept(weight: Tensor) -> KeptWeight | None:
+def cache_of(weight: Tensor) -> WeightCache | None:
     """Return the cache for this weight; None if the weight must be rounded in every forward pass.
 
     The latter is the case if the weight is not registered or gradients are disabled. It is also the case if the code is
     compiled or captured, because it may run again with other weights.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or weight not in KEPT:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or weight not in CACHE:
         return None
     if is_captured():
-        del KEPT[weight]  # permanently: replays of the graph step the weight without running the hook
+        del CACHE[weight]  # permanently: replays of the graph step the weight without running the hook
         return None
-    return KeptWeight(weight)
+    return WeightCache(weight)
 
 
 def round_both(
     x: Tensor,
     format: torch.dtype,
     weight: Tensor,
-    kept_weight: KeptWeight | None,
+    weight_cache: WeightCache | None,
     how: Hashable,
     registry: ProcessGroupRegistry | None,
     axes: tuple[str, ...],
@@ -100,25 +100,25 @@ def round_both(
         x: The operand.
         format: `E4M3` or `E5M2`, the format of ``x``.
         weight: The weight, or its transpose.
-        kept_weight: The cache of the weight; None: no cache.
+        weight_cache: The cache of the weight; None: no cache.
         how: The key in this cache.
-        registry, axes: As in `agreed`.
+        registry, axes: As in `max_over_ranks`.
         by_row: If True, every row has its own scale. Default: False.
     Collectives: one all-reduce (MAX) of both maxima over ``axes``; none over a single rank. Host synchronization: none.
     """
-    cached = None if kept_weight is None else kept_weight.get(how)
+    cached = None if weight_cache is None else weight_cache.get(how)
     maxima = [amax_of(x, by_row), amax_of(weight, by_row) if cached is None else cached.amax]
-    amax_x, amax_weight = agreed(maxima, registry, axes)
+    amax_x, amax_weight = max_over_ranks(maxima, registry, axes)
     rounded = quantize(weight, E4M3, amax_weight) if cached is None else cached.quantized
-    if kept_weight is not None and cached is None:
-        kept_weight.put(how, RoundedWeight(amax_weight, rounded))
+    if weight_cache is not None and cached is None:
+        weight_cache.put(how, RoundedWeight(amax_weight, rounded))
     return quantize(x, format, amax_x), rounded
 
 
 def forget_rounded() -> None:
     """Clear the cache. Call it when weights have been or will be stepped."""
-    if KEPT:
-        for by_how in KEPT.values():
+    if CACHE:
+        for by_how in CACHE.values():
             by_how.clear()
 
 

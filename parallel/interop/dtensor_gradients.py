@@ -165,15 +165,22 @@ def _match_layout(param: DTensor, piece: nn.Parameter, grad: DTensor | None, to_
 
     The gradient stays partial over the axes that the spec declares partial.
     """
-    pending, settled, sum_axes = {*_partial_axes(piece)}, {*settled_sums(piece)}, _sharded_sum_axes(piece)
+    partial_axes, settled, sum_axes = {*_partial_axes(piece)}, {*settled_sums(piece)}, _sharded_sum_axes(piece)
     if grad is None:
         return _take_slice(_all_reduce(_zeros(param, sum_axes), param, sum_axes), param, sum_axes) if sum_axes else None
     given = local = waited(grad._local_tensor)
     follow_version(grad, local)
     coordinate = param.device_mesh.get_coordinate() or ()
-    stays_partial, cut = False, []
+    stays_partial, sliced_axes = False, []
     for index, (axis, has, wanted) in enumerate(_zip_placements(param, grad)):
-        _check(param, axis, has, wanted, pending | settled if to_sum else pending, pending - settled if to_sum else ())
+        _check(
+            param,
+            axis,
+            has,
+            wanted,
+            partial_axes | settled if to_sum else partial_axes,
+            partial_axes - settled if to_sum else (),
+        )
         if has.is_partial("avg"):
             local = local / param.device_mesh.size(index)
         elif to_sum and axis in settled and not _is_sum(has) and coordinate[index] > 0:
@@ -184,13 +191,13 @@ def _match_layout(param: DTensor, piece: nn.Parameter, grad: DTensor | None, to_
                 + ", although it was a partial gradient in the first step; make backward "
                 "return the same placements in every step"
             )
-        stays_partial |= _is_sum(has) and axis in pending and not to_sum
-        cut += [axis] if has != wanted and _is_shard(wanted) else []
-    _check_slice(param, cut)
+        stays_partial |= _is_sum(has) and axis in partial_axes and not to_sum
+        sliced_axes += [axis] if has != wanted and _is_shard(wanted) else []
+    _check_slice(param, sliced_axes)
     if to_sum and sum_axes:
         local = _all_reduce(local, param, sum_axes)
-    if cut:
-        local = _take_slice(local, param, cut)
+    if sliced_axes:
+        local = _take_slice(local, param, sliced_axes)
     if not stays_partial and (local is not given or grad.placements != param.placements):
         param.grad = _wrap_like(param, local)
     return local

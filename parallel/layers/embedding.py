@@ -15,7 +15,7 @@ from ..layout.shard import local_index, shard
 from ..layout.spec import P
 from ..mesh.collectives import Over, all_gather, copy_to, reduce_from, reduce_scatter_to
 from ..mesh.registry import ProcessGroupRegistry
-from .initialization import check_features, depth_axes, draw_embedding, draw_linear, kept_piece, sizes_of
+from .initialization import check_features, depth_axes, draw_embedding, draw_linear, keep_shard, sizes_of
 from .summa import Grid, autocast, summa_transposed
 
 
@@ -121,7 +121,7 @@ class Embedding2D(nn.Module):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.registry, self.row, self.col = registry, row, col
         table = draw_embedding(num_embeddings, embedding_dim, generator=generator, device=device, dtype=dtype)
-        self.weight = kept_piece(table, P(row, col, partial=depth_axes(depth, registry)), registry)
+        self.weight = keep_shard(table, P(row, col, partial=depth_axes(depth, registry)), registry)
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.registry.size(self.row) > 1:
@@ -193,8 +193,8 @@ class Classifier2D(nn.Module):
             in_features, classes, bias=bias, generator=generator, device=device, dtype=dtype
         )
         partial = depth_axes(depth, registry)
-        self.weight = kept_piece(weight, P(row, col, partial=partial), registry)
-        self.bias = None if full_bias is None else kept_piece(full_bias, P(col, partial=partial), registry)
+        self.weight = keep_shard(weight, P(row, col, partial=partial), registry)
+        self.bias = None if full_bias is None else keep_shard(full_bias, P(col, partial=partial), registry)
 
     def forward(self, input: Tensor) -> Tensor:
         check_features(self, input, self.in_features, self.weight.size(1), self._grid.col, self.registry)

@@ -52,7 +52,7 @@ def draw_embedding(
     return torch.empty(num_embeddings, embedding_dim, device=device, dtype=dtype).normal_(generator=generator)
 
 
-def kept_piece(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> nn.Parameter:
+def keep_shard(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> nn.Parameter:
     """Return this rank's shard of a full weight, as an annotated parameter.
 
     Sizes that are not divisible are sharded as `torch.chunk` does.
@@ -70,10 +70,10 @@ def kept_piece(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> nn.Para
     return param
 
 
-def owned_piece(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> nn.Parameter | None:
-    """Return `kept_piece` on the ranks that hold the parameter according to the spec; None on all other ranks."""
+def keep_owned_shard(full: Tensor, spec: P, registry: ProcessGroupRegistry) -> nn.Parameter | None:
+    """Return `keep_shard` on the ranks that hold the parameter according to the spec; None on all other ranks."""
     if spec.holds(registry.coordinate, registry.topology):
-        return kept_piece(full, spec, registry)
+        return keep_shard(full, spec, registry)
     _check_shards(full, spec, registry.topology)
     return None
 

@@ -20,7 +20,7 @@ from ..layout.spec import P
 from ..mesh.call_tracker import track_call
 from ..mesh.collectives import Over, all_gather, all_reduce
 from ..mesh.registry import ProcessGroupRegistry
-from .initialization import check_features, depth_axes, kept_piece
+from .initialization import check_features, depth_axes, keep_shard
 
 
 class SplitLayerNorm(nn.Module):
@@ -53,9 +53,9 @@ class SplitLayerNorm(nn.Module):
         self._over_features = Over(registry, (feature_axis,), call=name)
         self._over_batch = Over(registry, batch_axes, call=name)
         spec = P(feature_axis, partial=partial)
-        self.weight = kept_piece(torch.ones(features, device=device, dtype=dtype), spec, registry)
+        self.weight = keep_shard(torch.ones(features, device=device, dtype=dtype), spec, registry)
         zeros = torch.zeros(features, device=device, dtype=dtype)
-        self.bias = kept_piece(zeros, spec, registry) if bias else None
+        self.bias = keep_shard(zeros, spec, registry) if bias else None
 
     def forward(self, input: Tensor) -> Tensor:
         (axis,) = self._over_features.axes

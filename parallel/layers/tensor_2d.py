@@ -46,8 +46,8 @@ from .initialization import (
     depth_axes,
     draw_linear,
     held_or_placeholder,
-    kept_piece,
-    owned_piece,
+    keep_owned_shard,
+    keep_shard,
     sizes_of,
 )
 from .summa import Grid, autocast, summa
@@ -134,10 +134,10 @@ class Linear2D(nn.Module):
             in_features, out_features, bias=bias is not None, generator=generator, device=device, dtype=dtype
         )
         partial = depth_axes(depth, registry)
-        self.weight = kept_piece(weight.t(), P(row, in_blocks(col, blocks), partial=partial), registry)
+        self.weight = keep_shard(weight.t(), P(row, in_blocks(col, blocks), partial=partial), registry)
         self.bias: nn.Parameter | None = None
         if bias is not None and full_bias is not None:
-            self.bias = owned_piece(full_bias, bias_spec(bias, row, col, blocks).with_partial(partial), registry)
+            self.bias = keep_owned_shard(full_bias, bias_spec(bias, row, col, blocks).with_partial(partial), registry)
 
     def forward(self, input: Tensor) -> Tensor:
         check_features(self, input, self.in_features, self._local_in, self.col, self.registry)

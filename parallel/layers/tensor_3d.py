@@ -40,8 +40,8 @@ from .initialization import (
     draw_embedding,
     draw_linear,
     held_or_placeholder,
-    kept_piece,
-    owned_piece,
+    keep_owned_shard,
+    keep_shard,
     sizes_of,
 )
 from .layer_norm import SplitLayerNorm
@@ -99,8 +99,8 @@ class Linear3D(nn.Module):
         full, full_bias = draw_linear(
             in_features, out_features, bias=bias, generator=generator, device=device, dtype=dtype
         )
-        self.weight = kept_piece(full.t(), P((output, weight), input), registry)
-        self.bias = None if full_bias is None else kept_piece(full_bias, P(input), registry)
+        self.weight = keep_shard(full.t(), P((output, weight), input), registry)
+        self.bias = None if full_bias is None else keep_shard(full_bias, P(input), registry)
 
     def forward(self, input: Tensor) -> Tensor:
         _check_input(self, input, self._local_features, self.output)
@@ -181,7 +181,7 @@ class DiagonalTable(nn.Module):
         self.registry, self.input, self.weight_axis, self.output = registry, input, weight, output
         self.rows, self.features = full.shape
         (self._local_features,) = local_shape((self.features,), P(output), registry.topology, registry.coordinate)
-        self.weight = owned_piece(full, P(None, output, owned={input: output}), registry)
+        self.weight = keep_owned_shard(full, P(None, output, owned={input: output}), registry)
         self.register_buffer("_like", full.new_empty(0), persistent=False)  # follows casts and moves of the module
 
     def table(self) -> Tensor:
@@ -290,7 +290,7 @@ class Classifier3D(DiagonalTable):
         full, full_bias = draw_linear(in_features, classes, bias=bias, generator=generator, device=device, dtype=dtype)
         super().__init__(full, registry, input, weight, output)
         self.in_features, self.classes = in_features, classes
-        self.bias = None if full_bias is None else kept_piece(full_bias, P(), registry)
+        self.bias = None if full_bias is None else keep_shard(full_bias, P(), registry)
 
     def forward(self, input: Tensor) -> Tensor:
         _check_input(self, input, self._local_features, self.output)

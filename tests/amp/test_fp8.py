@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from meshstep.amp import Fp8, fp8_layers, precision_of
 from meshstep.amp.fp8.linear import Fp8Linear, Fp8Matmul, Fp8RowMatmul, product, scaled_mm
-from meshstep.amp.fp8.tensor import E4M3, E5M2, Quantized, agreed_amax, quantize
+from meshstep.amp.fp8.tensor import E4M3, E5M2, Quantized, global_amax, quantize
 from probes import no_host_reads
 from small_models import Base, small_model
 from torch import Tensor, nn
@@ -91,7 +91,7 @@ def test_rounding_of_every_value_and_tie(format: torch.dtype) -> None:
 @pytest.mark.parametrize("size", [1e-25, 3e-3, 1.0, 7e4, 1e30])
 def test_scaling_uses_the_whole_range(format: torch.dtype, size: float) -> None:
     x = torch.randn(200, generator=torch.Generator().manual_seed(1)) * size
-    (amax,) = agreed_amax((x,))
+    (amax,) = global_amax((x,))
     values, inverse = quantize(x, format, amax)
     assert values.float().abs().max().item() == FORMATS[format][2]
     assert_near(values.double() * inverse.double(), reference(x, format), torch.float32)
@@ -189,7 +189,7 @@ def test_the_hardware_path_is_the_emulation(rows: int, dtype: torch.dtype) -> No
     """torch._scaled_mm runs on the CPU too."""
     torch.manual_seed(4)
     x, weight, grad = torch.randn(rows, 48), torch.randn(32, 48), torch.randn(rows, 32)
-    amax = agreed_amax((x, weight, grad))
+    amax = global_amax((x, weight, grad))
     x8, weight8, grad8 = quantize(x, E4M3, amax[0]), quantize(weight, E4M3, amax[1]), quantize(grad, E5M2, amax[2])
     products: list[tuple[Quantized, Quantized]] = [(x8, weight8), (grad8, weight8.t()), (grad8.t(), x8.t())]
     for left, right in products:

@@ -12,7 +12,7 @@ import torch
 from fake_cuda import CUDA, Log, fake_cuda
 from meshstep.amp.fp8.linear import Fp8Matmul, Fp8RowMatmul, _Fp8Linear, _Fp8RowLinear
 from meshstep.amp.fp8.tensor import E4M3, amax_of, quantize
-from meshstep.amp.fp8.weights import keep_rounded, kept
+from meshstep.amp.fp8.weights import cache_of, cache_rounded
 from torch import Tensor, nn
 
 pytestmark = [
@@ -112,8 +112,8 @@ def test_what_a_cuda_graph_records_keeps_no_weight(monkeypatch: pytest.MonkeyPat
     """It would be replayed with the weight of the step in which it was recorded."""
     with fake_cuda():
         weight = nn.Parameter(torch.ones(32, 48, device=CUDA))
-        keep_rounded(weight)
-        assert kept(weight) is not None
+        cache_rounded(weight)
+        assert cache_of(weight) is not None
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert kept(weight) is None
+        assert cache_of(weight) is None

@@ -55,8 +55,8 @@ def counted() -> Iterator[Counts]:
 @contextmanager
 def rounded_every_time() -> Iterator[None]:
     with (
-        mock.patch.object(linear, "kept", return_value=None),
-        mock.patch.object(rowwise, "kept", return_value=None),
+        mock.patch.object(linear, "cache_of", return_value=None),
+        mock.patch.object(rowwise, "cache_of", return_value=None),
     ):
         yield
 

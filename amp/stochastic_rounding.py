@@ -193,10 +193,10 @@ class StochasticRounding:
         split masters          2        2        4      8             16
         stochastic rounding    2        -        2      4             8
 
-    During a step there are float32 copies of ``bucket_numel`` elements, or of a single larger parameter. With AdamW a copy takes
-    16 bytes per element. The price is accuracy. Gradients accumulate in bfloat16, so long accumulation windows lose
-    small gradients. Every step adds noise of up to a unit in the last place to the weights and moments that it changes.
-    Prefer `MasterWeights` if they fit into memory.
+    During a step there are float32 copies of ``bucket_numel`` elements, or of a single larger parameter. With AdamW a
+    copy takes 16 bytes per element. The price is accuracy. Gradients accumulate in bfloat16, so long accumulation
+    windows lose small gradients. Every step adds noise of up to a unit in the last place to the weights and moments
+    that it changes. Prefer `MasterWeights` if they fit into memory.
 
     Replicas draw identical noise: the seed depends on the step and the parameter's name, not on the rank. With a
     registry, the shards of a parameter draw different noise; without a registry, identical noise. The noise of a shard

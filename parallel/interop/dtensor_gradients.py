@@ -172,15 +172,9 @@ def _match_layout(param: DTensor, piece: nn.Parameter, grad: DTensor | None, to_
     follow_version(grad, local)
     coordinate = param.device_mesh.get_coordinate() or ()
     stays_partial, sliced_axes = False, []
+    summed, declared = (partial_axes | settled, partial_axes - settled) if to_sum else (partial_axes, set[str]())
     for index, (axis, has, wanted) in enumerate(_zip_placements(param, grad)):
-        _check(
-            param,
-            axis,
-            has,
-            wanted,
-            partial_axes | settled if to_sum else partial_axes,
-            partial_axes - settled if to_sum else (),
-        )
+        _check(param, axis, has, wanted, summed, declared)
         if has.is_partial("avg"):
             local = local / param.device_mesh.size(index)
         elif to_sum and axis in settled and not _is_sum(has) and coordinate[index] > 0:

@@ -1,1 +1,1 @@
-"""Proof that a parallel model computes what it should, with a dense model to compare with and without one."""
+"""Checks that a parallel model computes the right loss and gradients, with or without a dense model for comparison."""

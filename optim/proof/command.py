@@ -1,4 +1,6 @@
-"""``python -m meshstep.testing audit SCRIPT:BUILD --topology data=2,tensor=2``: is this model's layout right?"""
+"""The command ``python -m meshstep.testing audit SCRIPT:BUILD --topology data=2,tensor=2``, which checks a model's
+layout.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,13 @@ from ...parallel.ranks.run import run_ranks
 from .findings import Finding, Proof
 from .prove import Inferred, infer, prove
 
-# A proof as a table, for people ---------------------------------------------------------------------------------------
+# Table ----------------------------------------------------------------------------------------------------------------
 
-_HEADER = ("parameter", "declared", "it is", "what is wrong", "over", "factor")
+_HEADER = ("parameter", "declared", "correct", "mistake", "axes", "factor")
 
 
 def report(proof: Proof) -> str:
-    """A table of the findings in forward order, each of them in words, and what is right. With rich's lines where it is
-    installed."""
+    """Return the findings as a table in forward order, followed by the text of the proof. Uses rich if it is installed."""
     if proof.right:
         return str(proof)
     table = _with_rich if find_spec("rich") else _plain
@@ -72,18 +73,18 @@ def _with_rich(rows: list[tuple[str, ...]]) -> str:
 
 # Command --------------------------------------------------------------------------------------------------------------
 
-WRONG, UNTOLD = 1, 2  # exit codes: something is wrong; the arguments are, or the script, so that nothing is told
+WRONG, UNTOLD = 1, 2  # exit codes: there are findings; there is no result, because of a wrong argument or script
 
 
 class AuditRun(NamedTuple):
-    """What is to be done on each rank.
+    """Options that each rank needs.
 
     Args:
         build: ``SCRIPT:BUILD``.
-        topology: As on the command line.
-        rules: Whether `infer` is asked.
-        most: ``max_parameters`` of `prove`.
-        own_dtype: Whether the model is computed in its own dtype.
+        topology: The mesh, as on the command line.
+        rules: True: run `infer` instead of `prove`.
+        most: ``max_parameters`` of `prove`; None: all.
+        own_dtype: True: compute in the model's own dtype.
     """
 
     build: str
@@ -94,10 +95,10 @@ class AuditRun(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Audit, print, and return the exit code: 0 where all is right, `WRONG` or `UNTOLD`.
+    """Run the audit, print the result, and return the exit code: 0 if there are no findings, else `WRONG` or `UNTOLD`.
 
-    Where a launcher has started this process as one of several, these are the ranks: the first one prints, and only its
-    exit code is another than 0.
+    Under a launcher, the launched processes are the ranks. Only the first process prints and returns an exit code other
+    than 0.
     """
     parser = _parser()
     first = _launched()[0] == 0
@@ -108,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if first:
             print(f"{parser.prog} audit: error: {error}", file=sys.stderr)
         return UNTOLD if first else 0
-    except SystemExit as ended:  # of argparse, which has printed
+    except SystemExit as ended:  # argparse has already printed its message
         return int(ended.code or 0) if first else 0
     if not first:
         return 0
@@ -123,25 +124,27 @@ def _parser() -> argparse.ArgumentParser:
     )
     audit = parser.add_subparsers(required=True, metavar="audit").add_parser(
         "audit",
-        help="is a model's layout right?",
-        description="Build a parallel model on local processes, compare the gradient of every parameter with the loss "
-        "itself, and print what is wrong. Exit code 0: nothing is wrong; 1: something is; 2: it can't be told.",
+        help="check a model's layout",
+        description="Build a parallel model on local processes, compare the gradient of every parameter with the loss, "
+        "and print the mistakes. Exit code 0: no mistakes; 1: mistakes; 2: no result.",
         epilog="example: python -m meshstep.testing audit train.py:build --topology data=2,tensor=2",
         allow_abbrev=False,
     )
     add = audit.add_argument
     add("build", metavar="SCRIPT:BUILD", help="a file or module, and its function: registry -> (model, loss_fn)")
     add("--topology", required=True, metavar="AXIS=SIZE,...", help="process axes, slowest first")
-    add("--infer", action="store_true", help="print the rules for declare(), found without any that are declared")
+    add("--infer", action="store_true", help="print rules for declare(), found without the declared ones")
     add("--json", action="store_true", help="print JSON")
-    add("--max-parameters", type=int, metavar="N", help="look at so many parameters only, evenly over the model")
-    add("--own-dtype", action="store_true", help="compute in the model's own dtype, not in float64; DTensors need it")
-    add("--timeout", type=float, default=600.0, metavar="SECONDS", help="for all of it (default: %(default)s)")
+    add("--max-parameters", type=int, metavar="N", help="check only N parameters, spread evenly over the model")
+    add(
+        "--own-dtype", action="store_true", help="compute in the model's own dtype, not in float64; needed for DTensors"
+    )
+    add("--timeout", type=float, default=600.0, metavar="SECONDS", help="for the whole audit (default: %(default)s)")
     return parser
 
 
 def _launched() -> tuple[int, int]:
-    """This process's rank, and the number of processes; (0, 1) where no launcher has started it."""
+    """Return this process's rank and the number of processes; (0, 1) without a launcher."""
     try:
         place = read_environment(os.environ)
     except RuntimeError:
@@ -150,18 +153,18 @@ def _launched() -> tuple[int, int]:
 
 
 def _audited(options: argparse.Namespace) -> list[Proof | Inferred]:
-    """By rank.
+    """Run the audit and return the results by rank.
 
     Raises:
         ValueError: An argument is wrong.
-        RanksError: The script's function raised, or `prove`.
+        RanksError: The script's function raised, or `prove` did.
     """
     topology = Topology.parse(options.topology)
     processes = _launched()[1]
     if processes > 1 and processes != topology.world_size:
         raise ValueError(
-            f"--topology {options.topology} has {topology.world_size} ranks, and {processes} processes were launched: "
-            f"launch {topology.world_size}, or start without a launcher"
+            f"--topology {options.topology} has {topology.world_size} ranks, but the launcher started {processes} "
+            f"processes; launch {topology.world_size}, or start without a launcher"
         )
     loaded(options.build)
     audit = AuditRun(options.build, options.topology, options.infer, options.max_parameters, options.own_dtype)
@@ -169,14 +172,14 @@ def _audited(options: argparse.Namespace) -> list[Proof | Inferred]:
 
 
 def loaded(build: str) -> Callable[[ProcessGroupRegistry], Any]:
-    """The function that ``SCRIPT:BUILD`` names; the script is run as an import runs it.
+    """Return the function of ``SCRIPT:BUILD``; the script runs like an imported module.
 
     Raises:
         ValueError: There is no such script, or no such function in it.
     """
     script, colon, name = build.rpartition(":")
     if not colon or not script or not name:
-        raise ValueError(f"{build!r} is not SCRIPT:BUILD: name a file or module and its function, as in train.py:build")
+        raise ValueError(f"{build!r} is not SCRIPT:BUILD; give a file or module and a function, such as train.py:build")
     module = _of_file(Path(script)) if script.endswith(".py") else _of_name(script)
     function = getattr(module, name, None)
     if not callable(function):
@@ -195,7 +198,7 @@ def _of_file(path: Path) -> Any:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         if str(path.resolve().parent) not in sys.path:
-            sys.path.insert(0, str(path.resolve().parent))  # what is beside it, as for a script that is started
+            sys.path.insert(0, str(path.resolve().parent))  # as python does for a script that it runs
         sys.modules[name] = module
         try:
             spec.loader.exec_module(module)
@@ -208,10 +211,10 @@ def _of_file(path: Path) -> Any:
 def _of_name(name: str) -> Any:
     try:
         found = importlib.util.find_spec(name)
-    except ModuleNotFoundError:  # of its package
+    except ModuleNotFoundError:  # its parent package is missing
         found = None
     if found is None:
-        raise ValueError(f"there is no module {name}; a file's name ends in .py")
+        raise ValueError(f"there is no module {name}; the name of a file must end in .py")
     try:
         return importlib.import_module(name)
     except Exception as error:
@@ -223,13 +226,17 @@ def _not_imported(script: object, error: Exception) -> ValueError:
 
 
 def on_rank(audit: AuditRun) -> Proof | Inferred:
-    """Build, and prove. Raises TypeError: the function returned something else than it should."""
+    """Build the model on this rank and prove it, or infer its layout.
+
+    Raises:
+        TypeError: The script's function did not return a model and a loss function.
+    """
     with ProcessGroupRegistry(Topology.parse(audit.topology)) as registry:
         made = loaded(audit.build)(registry)
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
             raise TypeError(
                 f"{audit.build} returned {type(made).__name__}; return (model, loss_fn): an nn.Module, and a function "
-                "that is given the model and returns the loss"
+                "from the model to its loss"
             )
         model, loss_fn = made
         dtype = None if audit.own_dtype else torch.float64
@@ -257,7 +264,7 @@ def _texts(rules: Mapping[str, P]) -> dict[str, str]:
 
 
 def _by_rules(found: Sequence[Proof | Inferred]) -> list[tuple[list[int], Inferred]]:
-    """Ranks that have the same parameters together: stages of a pipeline have others."""
+    """Group the ranks with equal parameter rules; pipeline stages have different parameters."""
     groups: list[tuple[list[int], Inferred]] = []
     for rank, one in enumerate(found):
         assert isinstance(one, Inferred)

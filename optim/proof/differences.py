@@ -1,9 +1,12 @@
-"""Whether the loss changes by what the gradients say: central differences in few steps, for many parameters at once.
+"""Central differences of the loss, compared with the derivatives that the gradients predict, many parameters at a time.
 
-Parameters that are moved together, each along its own random direction, change the loss by the sum of what each does: if
-that is what their gradients promise, all of them are right, for errors don't cancel along random directions. If it isn't,
-halves are moved; where halves of halves are all wrong, one after another. So a right model costs two forwards for some
-dozens of parameters, one wrong parameter of them some dozens, and where most are wrong, four or five for each.
+A group of parameters is moved at once, each parameter along its own random direction. The loss then changes by the sum
+of the parameters' effects. If the sum equals the prediction of the gradients, all gradients in the group are right,
+because errors along random directions do not cancel. Otherwise the group is searched by halves, and one by one if both
+halves of both halves are wrong.
+
+A right model costs two forwards per group of `TOGETHER` parameters. One wrong parameter in a group costs a few dozen
+forwards. If most parameters are wrong, each costs four or five forwards.
 """
 
 from __future__ import annotations
@@ -17,46 +20,52 @@ import torch
 from torch import Tensor
 
 from .measured import KnownParameter, Measured
-from .objective import Losses, Objective, unequal_along, whole_loss
+from .objective import Losses, Objective, mean_loss, unequal_loss_axes
 
-TOGETHER = 64  # parameters that are moved at once: an error of one is seen if it is this many times the tolerance
-ALIKE = 1.5  # powers of ten within which their effects are
+# Parameters moved at once. An error in a single parameter is detected from this many times the tolerance upwards.
+TOGETHER = 64
+ALIKE = 1.5  # largest spread of effect sizes within a group, in powers of ten
 _STEPS = (1.0, 0.1, 0.01, 0.001, 10.0)
-_CHANGE = 1e-6  # of the loss, that a step is to make
-_TINY = 1e-13  # a step that shows nothing but rounding
-_FAR = 100  # times the tolerance, by which differences are off that need no smaller step to be wrong
-Kept = Literal["kept", "wrong", "untold"]
+_CHANGE = 1e-6  # relative change of the loss that the first step aims at
+_TINY = 1e-13  # a step so small that the loss changes by rounding only
+_FAR = 100  # an error this many times above the tolerance is wrong without a check at a smaller step
+Judgement = Literal["kept", "wrong", "untold"]
 
 
 @dataclass(frozen=True)
 class Digits:
-    """How exactly losses of a dtype tell a derivative."""
+    """Accuracy of derivatives that are computed from losses of one dtype."""
 
-    relative: float  # of a derivative, what differences may be off
-    noise: float  # of a loss: rounding, at least
-    smallest: float  # step, of the size of the elements
-    largest: float
+    relative: float  # allowed relative error of a derivative
+    noise: float  # least relative rounding error of a loss
+    smallest: float  # smallest step, relative to the size of the elements
+    largest: float  # largest step, relative to the size of the elements
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Digits:
-        """Raises TypeError: differences of losses of this dtype tell nothing."""
+        """Return the accuracy for losses of ``dtype``.
+
+        Raises:
+            TypeError: ``dtype`` is neither float32 nor float64; differences of such losses are mostly rounding.
+        """
         if dtype == torch.float64:
             return cls(1e-7, 5e-15, 1e-7, 1e-3)
         if dtype == torch.float32:
             return cls(5e-3, 1e-6, 1e-3, 1e-1)
         raise TypeError(
-            f"differences of losses in {dtype} have no digits to tell a derivative: prove the model in float64, which "
-            "leaves it as it is afterwards, or build it in float64 or float32"
+            f"differences of {dtype} losses are too inexact for a derivative; pass dtype=torch.float64, which restores the "
+            "model's own dtype afterwards, or build the model in float64 or float32"
         )
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A derivative of the loss along a direction, by a difference.
+    """A directional derivative of the loss, from one central difference.
 
     Args:
-        rounding: How much of it may be rounding.
-        unequal: The axes along which ranks that share a loss got different ones on the way.
+        value: The derivative.
+        rounding: Rounding error that the derivative may contain.
+        unequal: The axes along which ranks that must compute the same loss got different losses in this difference.
     """
 
     value: float
@@ -65,28 +74,41 @@ class Difference:
 
 
 class Differences:
-    """Derivatives of an objective in the parameters that were measured."""
+    """Directional derivatives of an objective with respect to the measured parameters.
+
+    Args:
+        objective: The loss function.
+        measured: The parameters and their gradients.
+        base: The losses by rank at the unmoved parameters.
+        digits: Accuracy of the losses' dtype.
+        noise: Least absolute rounding error of a loss. Default: the one in ``digits``, times the loss.
+    """
 
     def __init__(
         self, objective: Objective, measured: Measured, base: Losses, digits: Digits, noise: float = 0.0
     ) -> None:
         self.objective, self.measured, self.digits = objective, measured, digits
         self.topology = measured.topology
-        self.loss = abs(whole_loss(base, self.topology))
+        self.loss = abs(mean_loss(base, self.topology))
         self.noise = max(noise, digits.noise * self.loss)
 
     def measure_noise(self, promises: Sequence[Promise]) -> None:
-        """How much rounding is in a loss: it can be a small difference of large numbers. Collectives: of two forwards."""
+        """Measure the rounding error of a loss, which can be a small difference of large numbers.
+
+        Collectives: two forwards.
+        """
         promised = sum(promise.value for promise in promises)
         up, down = (self._moved([(p.known, p.direction) for p in promises], sign * _TINY) for sign in (1, -1))
-        change = whole_loss(up, self.topology) - whole_loss(down, self.topology)
+        change = mean_loss(up, self.topology) - mean_loss(down, self.topology)
         self.noise = max(self.noise, 10 * abs(change - 2 * _TINY * promised))
 
     def along(self, directions: Sequence[tuple[KnownParameter, Tensor | None]], size: float) -> Iterator[Difference]:
-        """With one step after another, each two forwards, as long as somebody asks.
+        """Yield the central difference along the directions for one step size after another. Each one costs two
+        forwards.
 
         Args:
-            size: About how much the loss changes along the directions.
+            directions: Each parameter with this rank's part of its direction.
+            size: Approximate derivative of the loss along the directions, for the choice of the first step.
         """
         digits = self.digits
         wanted = _CHANGE * self.loss / size if size else digits.largest
@@ -94,13 +116,15 @@ class Differences:
         for factor in _STEPS:
             step = first * factor
             pair = [self._moved(directions, sign * step) for sign in (1, -1)]
-            up, down = (whole_loss(losses, self.topology) for losses in pair)
+            up, down = (mean_loss(losses, self.topology) for losses in pair)
             rounding = self.noise / step
-            apart = {axis for losses in pair for axis in unequal_along(losses, self.topology, self._within(step, size))}
+            apart = {
+                axis for losses in pair for axis in unequal_loss_axes(losses, self.topology, self._within(step, size))
+            }
             yield Difference((up - down) / (2 * step), rounding, tuple(sorted(apart)))
 
     def _within(self, step: float, size: float) -> float:
-        """By how much equal losses may differ."""
+        """Return the largest difference between two losses that counts as rounding."""
         return 10 * self.noise + 1e-3 * step * size
 
     def _moved(self, directions: Sequence[tuple[KnownParameter, Tensor | None]], step: float) -> Losses:
@@ -110,12 +134,19 @@ class Differences:
         finally:
             self.measured.put_back(before)
 
-    def judge(self, found: Iterable[Difference], promised: float, size: float) -> Kept:
-        """Whether differences are what the gradients promise, of terms that add up to ``size`` without their signs.
+    def judge(self, found: Iterable[Difference], promised: float, size: float) -> Judgement:
+        """Compare differences with the derivative that the gradients predict.
 
-        A kink of the loss (ReLU, maximum, top-k) within a step makes a difference wrong, and smaller steps meet fewer: so
-        one that agrees is enough, if those before it were too far off to be the same error, seen less exactly. Two that
-        are far off by the same have met none.
+        A kink of the loss (ReLU, maximum, top-k) inside a step makes its difference wrong, and smaller steps contain
+        fewer kinks. So one difference that agrees is enough, unless earlier ones were off by about the same amount. Two
+        differences that are far off by the same amount contain no kink.
+
+        Args:
+            found: Differences, from larger to smaller steps; taken only until the result is clear.
+            promised: The derivative that the gradients predict.
+            size: Sum of the absolute values of the terms in ``promised``; the tolerance is relative to it.
+        Returns:
+            ``"kept"``: they agree. ``"wrong"``: they differ. ``"untold"``: all differences are lost in rounding.
         """
         before: list[tuple[float, float]] = []
         for difference in found:
@@ -132,21 +163,24 @@ class Differences:
         return "wrong" if before else "untold"
 
     def never_tells(self, size: float) -> bool:
-        """Whether effects of this size are lost in rounding at the largest step too."""
+        """Return True if effects of this size are lost in rounding even at the largest step."""
         return self.noise / self.digits.largest > 0.01 * size
 
     def tells(self, found: Difference, size: float) -> bool:
-        """Whether what it is to be compared with isn't lost in rounding."""
+        """Return True if the rounding error of ``found`` is small against ``size``."""
         return found.rounding <= 0.01 * size
 
 
 @dataclass(frozen=True)
 class Promise:
-    """What the gradients of one parameter say that the loss changes by along its direction.
+    """The derivative along one parameter's direction that its gradients predict.
 
     Args:
-        size: How large such a value is on average, over all directions: not of this one, or two that are wrong alike, and
-            have been made equally large, would cancel.
+        known: The parameter.
+        direction: This rank's part of the direction; None if the rank does not hold the parameter.
+        value: The predicted derivative.
+        size: Average absolute derivative over all directions. The size along this one direction would not do: two wrong
+            parameters scaled to equal size could cancel.
     """
 
     known: KnownParameter
@@ -155,15 +189,17 @@ class Promise:
     size: float
 
     def scaled(self, size: float) -> tuple[tuple[KnownParameter, Tensor | None], float]:
-        """With a direction along which it is about ``size`` large."""
+        """Return the parameter with its direction and prediction, both scaled so that the derivative has about
+        ``size``.
+        """
         factor = size / self.size if self.size else 1.0
         return (self.known, None if self.direction is None else self.direction * factor), self.value * factor
 
 
-def wrong_ones(
+def find_wrong(
     differences: Differences, promises: Sequence[Promise]
 ) -> tuple[list[KnownParameter], list[KnownParameter]]:
-    """Those whose promise is not kept, and those of which nothing can be told: what they do is lost in rounding."""
+    """Return the parameters whose gradients are wrong, and those that cannot be decided because of rounding."""
     wrong: list[KnownParameter] = []
     untold: list[KnownParameter] = []
     for group in _groups(promises):
@@ -173,7 +209,9 @@ def wrong_ones(
 
 
 def _groups(promises: Sequence[Promise]) -> Iterator[list[Promise]]:
-    """Of effects of about one size; those that promise none for themselves."""
+    """Yield groups of parameters with effects of similar size. Parameters without any predicted effect form their own
+    groups.
+    """
     by_size: dict[int | None, list[Promise]] = {}
     for promise in promises:
         size = None if not promise.size else int(log10(promise.size) // ALIKE)
@@ -183,20 +221,20 @@ def _groups(promises: Sequence[Promise]) -> Iterator[list[Promise]]:
             yield group[start : start + TOGETHER]
 
 
-def _search(differences: Differences, group: list[Promise]) -> Iterator[tuple[KnownParameter, Kept]]:
+def _search(differences: Differences, group: list[Promise]) -> Iterator[tuple[KnownParameter, Judgement]]:
     sort = _kept(differences, group)
     if sort != "kept":
         yield from _within(differences, group, sort, crowded=False)
 
 
 def _within(
-    differences: Differences, group: list[Promise], sort: Kept, crowded: bool
-) -> Iterator[tuple[KnownParameter, Kept]]:
-    """Those of a group that are not kept.
+    differences: Differences, group: list[Promise], sort: Judgement, crowded: bool
+) -> Iterator[tuple[KnownParameter, Judgement]]:
+    """Yield the parameters of a group that are wrong or undecided.
 
     Args:
-        sort: What the group is: not kept.
-        crowded: The other half of what it is a half of is not kept either.
+        sort: The result for the whole group, which is not "kept".
+        crowded: The other half of the enclosing group is not "kept" either.
     """
     if len(group) == 1:
         yield group[0].known, sort
@@ -204,7 +242,7 @@ def _within(
     middle = len(group) // 2
     parts = [group[:middle], group[middle:]]
     sorts = [_kept(differences, parts[0])]
-    # What is not in the first half is in the second; of a single one nothing is said that was not seen.
+    # If the first half is right, the second half must contain the error. A single parameter is always tested itself.
     sorts.append(sort if sorts == ["kept"] and len(parts[1]) > 1 else _kept(differences, parts[1]))
     all_wrong = "kept" not in sorts
     if all_wrong and crowded and len(group) > 2:
@@ -215,12 +253,12 @@ def _within(
             yield from _within(differences, part, of_part, all_wrong)
 
 
-def _kept(differences: Differences, group: Sequence[Promise]) -> Kept:
+def _kept(differences: Differences, group: Sequence[Promise]) -> Judgement:
     typical = sorted(promise.size for promise in group)[len(group) // 2]
     scaled = [promise.scaled(typical) for promise in group]
     promised, size = sum(value for _, value in scaled), sum(max(abs(value), typical) for _, value in scaled)
     found = differences.along([pair for pair, _ in scaled], size)
-    if not size:  # no gradient: the loss must not change at all
+    if not size:  # without gradients the loss must not change at all
         first = next(found)
         return "kept" if abs(first.value) <= 10 * first.rounding else "wrong"
     return differences.judge(found, promised, size)

@@ -1,12 +1,12 @@
-"""A parallel model against a dense one: the same norm, gradients and parameters, each piece where its spec says it lies.
+"""Comparison of a parallel model with a dense one: gradient norm, gradients and parameters, shard by shard.
 
     def check(topology):
         with ProcessGroupRegistry(topology) as registry:
             model, dense = ParallelMLP(registry).double(), DenseMLP().double()     # of the same weights
             assert_exact(lambda: backward(model), lambda: backward(dense), registry)
 
-Every rank computes the dense step itself. A piece is compared with that part of the dense tensor which its spec says it is,
-so that nothing is gathered but what is wrong.
+Every rank computes the dense step itself. Each shard is compared with the region of the dense tensor that its spec
+describes, so only the differences are gathered.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ..clip.functional import global_norm
 from ..gradients.buckets import sync_gradients
 from ..norm.measure import GradStats
 
-# What a step returns: the model, of which gradients are compared; or the model and the norm of a step that was taken.
+# A step returns the model, whose gradients are compared, or the model and the gradient norm of an update already made.
 Step = Callable[[], "nn.Module | tuple[nn.Module, GradStats | Tensor | float]"]
 Counterpart = str | tuple[str, Callable[[Tensor], Tensor]]
 Names = Mapping[str, Counterpart] | Callable[[str], Counterpart]
 
 MOST_LINES = 10
 _ORDER = ("the gradient of", "the norm of the gradients", "parameter")
-# Relative to the largest element of the dense tensor: some ten thousand roundings.
+# Relative to the largest element of the dense tensor: about ten thousand rounding errors.
 _RELATIVE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
@@ -49,34 +49,42 @@ def assert_exact(
     rtol: float | None = None,
     atol: float = 0.0,
 ) -> None:
-    """Compare what a step of a parallel model computes with what the same step of a dense one does, on every rank.
+    """Compare a step of a parallel model with the same step of a dense model, on every rank.
 
-    A step that returns its model has run backward: copies of its gradients are completed (by `sync_gradients`), their
-    global norm is measured, and norm, gradients and parameters are compared. A step that returns ``(model, norm)`` has
-    updated the model, and the norm (that of `GradStats`, if given these) and the new parameters are compared. Both steps
-    return the same. A missing gradient is zeros.
+    A step that returns its model has run backward only. Then the replicas' gradients are reduced with `sync_gradients`,
+    the global norm is measured, and norm, gradients and parameters are compared. A step that returns ``(model, norm)``
+    has updated the model as well. Then the norm (or the total norm of a `GradStats`) and the new parameters are
+    compared. Both steps must return the same form. A missing gradient counts as zeros.
 
     Args:
-        parallel_step: Every rank's; the model's parameters are declared.
-        dense_step: The same model on the whole batch, in float64 if the parallel one is.
-        names: From the parallel model's names to the dense one's, where they differ: a mapping of those that do, or a
-            function of all. A name may come with a function that makes the parallel model's full tensor of the dense one's,
-            of its gradient as well, where that is stored otherwise: ``{"up.weight": ("fc1.weight", torch.t)}``.
-        steps: How often both are called; they are compared after each.
-        rtol: Allowed error, times the largest element of the dense tensor. By default by the parallel parameter's dtype:
-            1e-10 in float64, 1e-4 in float32.
-        atol: Is added to it.
+        parallel_step: Called on every rank. The parameters of its model must be declared.
+        dense_step: The same step of the dense model on the full batch, in float64 if the parallel model is.
+        names: Maps the parallel model's parameter names to the dense model's: a mapping of the names that differ, or a
+            function of every name. The target may be a pair of a name and a function that converts the dense tensor,
+            and its gradient, to the parallel model's full tensor, such as ``{"up.weight": ("fc1.weight", torch.t)}``.
+            None: all names are equal.
+        steps: Number of calls of both steps, with a comparison after each one. Default: 1.
+        rtol: Allowed error relative to the largest element of the dense tensor. None: by the parallel parameter's
+            dtype, 1e-10 in float64 and 1e-4 in float32.
+        atol: Absolute error allowed in addition. Default: 0.
+
     Raises:
-        AssertionError: On every rank, the same text: each tensor that differs, on which ranks, where, by how much, and how
-            much was allowed; and, where it is so, that it is a multiple of the dense one.
-        ValueError: A name has no counterpart, a dense parameter none on any rank; an undeclared parameter.
-        TypeError: A step returns something else.
-    Collectives: those of the step, of `sync_gradients` and `global_norm`, and object all-gathers. Host reads: yes.
+        AssertionError: Some tensor differs. The text, the same on every rank, lists each tensor with its ranks, the
+            worst element, its error and the allowed error. It adds the factor if the tensor is a multiple of the dense
+            one.
+        ValueError: A parameter has no dense counterpart, a dense parameter has no counterpart on any rank, or a
+            parameter is not declared.
+        TypeError: A step returns neither a model nor a model and a norm.
+
+    Collectives: the step's own, one `sync_gradients`, one `global_norm` and a few object all-gathers.
+    Host synchronization: yes.
     """
     for number in range(1, steps + 1):
         (model, norm), (dense, dense_norm) = _outcome(parallel_step()), _outcome(dense_step())
         if (norm is None) is not (dense_norm is None):
-            raise TypeError("one step returns its model and the other one model and norm; let both return the same")
+            raise TypeError(
+                "one step returns its model and the other step a model and a norm; both must return the same form"
+            )
         allowed = _Allowed(rtol, atol)
         pairs = _pairs(model, dense, registry, names)
         if norm is not None and dense_norm is not None:
@@ -87,12 +95,12 @@ def assert_exact(
         found = [problem for of_rank in gather_objects(problems, registry) for problem in of_rank]
         if found:
             step = f" after step {number}" if steps > 1 else ""
-            raise AssertionError(_told(found, len({problem.what for problem in found}), step))
+            raise AssertionError(_summarize(found, len({problem.what for problem in found}), step))
 
 
 @dataclass(frozen=True)
 class _Pair:
-    """A parameter of this rank (of a DTensor the local one), and its dense counterpart."""
+    """A parameter of this rank (the local tensor of a DTensor) with its dense counterpart."""
 
     name: str
     param: Tensor
@@ -103,7 +111,7 @@ class _Pair:
 
 @dataclass(frozen=True)
 class _Problem:
-    """Something that differs on one rank; on all of them, if the rank is None."""
+    """A difference found on one rank, or on all ranks if ``rank`` is None."""
 
     kind: str
     name: str
@@ -132,11 +140,15 @@ def _outcome(returned: object) -> tuple[nn.Module, float | None]:
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], nn.Module):
         model, norm = returned
         return model, float(norm.total_norm if isinstance(norm, GradStats) else norm)
-    raise TypeError(f"a step returned {type(returned).__name__}; return the model, or the model and its step's norm")
+    raise TypeError(f"a step returned {type(returned).__name__}; return the model, or (model, gradient norm)")
 
 
 def _pairs(model: nn.Module, dense: nn.Module, registry: ProcessGroupRegistry, names: Names | None) -> list[_Pair]:
-    """Of each parameter of this rank. Raises ValueError, on every rank, unless each dense one has a counterpart."""
+    """Pair every parameter of this rank with its dense counterpart.
+
+    Raises:
+        ValueError: On every rank: a parameter of either model has no counterpart.
+    """
     there = dict(dense.named_parameters())
 
     def pair(name: str, param: Tensor) -> tuple[str, _Pair]:
@@ -144,8 +156,8 @@ def _pairs(model: nn.Module, dense: nn.Module, registry: ProcessGroupRegistry, n
         dense_name, made = (found, None) if isinstance(found, str) else found
         if dense_name not in there:
             raise ValueError(
-                f"{name} is {dense_name!r} in the dense model, whose parameters are {', '.join(there)}: say by names= "
-                "which one it is"
+                f"the dense model has no parameter {dense_name!r}, the counterpart of {name}; it has {', '.join(there)}: "
+                "give the right one with names="
             )
         counterpart = there[dense_name]
         gradient = torch.zeros_like(counterpart) if counterpart.grad is None else counterpart.grad
@@ -157,16 +169,14 @@ def _pairs(model: nn.Module, dense: nn.Module, registry: ProcessGroupRegistry, n
         unknown = [] if names is None or callable(names) else sorted({*names} - {*dict(model.named_parameters())})
         known = {name for of_rank in model_names for name in of_rank}
         if unknown := [name for name in unknown if name not in known]:
-            raise ValueError(f"names= speaks of {', '.join(unknown)}, which no rank's model has; leave it out")
+            raise ValueError(f"names= contains {', '.join(unknown)}, which no rank's model has; remove it")
         return [pair(name, param) for name, param in model.named_parameters()]
 
     model_names = gather_objects([name for name, _ in model.named_parameters()], registry)
     found = on_all_ranks(pairs, registry)
     covered = {name for of_rank in gather_objects({name for name, _ in found}, registry) for name in of_rank}
     if missing := [name for name in there if name not in covered]:
-        raise ValueError(
-            f"no rank has a counterpart of the dense model's {', '.join(missing)}: say by names= which it is"
-        )
+        raise ValueError(f"no rank has a counterpart of the dense model's {', '.join(missing)}; give it with names=")
     return [each for _, each in found]
 
 
@@ -212,7 +222,7 @@ def _differences(
         expected = region.of(dense).to(found.device, torch.float64)
         error = (found - expected).abs()
         limit = allowed.of(each.param.dtype, float(dense.abs().max()) if dense.numel() else 0.0)
-        if not bool((error <= limit).all()):  # NaN is none of them
+        if not bool((error <= limit).all()):  # also true for NaN
             yield _Problem(kind, each.name, rank, _wrong(found, expected, region, limit), float(error.max()))
 
 
@@ -233,12 +243,12 @@ def _wrong(found: Tensor, expected: Tensor, region: Region, limit: float) -> str
     return text
 
 
-def _told(problems: Sequence[_Problem], number: int, step: str) -> str:
+def _summarize(problems: Sequence[_Problem], number: int, step: str) -> str:
     by_tensor: dict[str, list[_Problem]] = {}
     for problem in problems:
         by_tensor.setdefault(problem.what, []).append(problem)
     lines = []
-    # Gradients first: where one is wrong, so are the norm and the parameters.
+    # Gradients come first: a wrong gradient also makes the norm and the parameters wrong.
     for what, of_ranks in sorted(by_tensor.items(), key=lambda item: _ORDER.index(item[1][0].kind))[:MOST_LINES]:
         worst = max(of_ranks, key=lambda problem: problem.error)
         ranks = sorted({problem.rank for problem in of_ranks if problem.rank is not None})
@@ -247,12 +257,12 @@ def _told(problems: Sequence[_Problem], number: int, step: str) -> str:
         lines.append(f"{what}{where}: {most}{worst.text}")
     if number > MOST_LINES:
         lines.append(f"and {number - MOST_LINES} more")
-    return "\n".join([f"{number} of the parallel model's differ from the dense one's{step}", *lines])
+    return "\n".join([f"values of the parallel model that differ from the dense model{step}: {number}", *lines])
 
 
 @contextmanager
 def _gradients_kept(model: nn.Module) -> Iterator[None]:
-    """Within it gradients are copies."""
+    """Replace the model's gradients by clones inside the context, and restore the originals afterwards."""
     before = [(param, param.grad) for param in model.parameters()]
     for param, grad in before:
         param.grad = None if grad is None else grad.clone()

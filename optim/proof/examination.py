@@ -1,4 +1,4 @@
-"""One proof, step by step: what gradients promise, whether the loss keeps it, and if not, what is wrong and where."""
+"""The steps of one proof: predict derivatives from the gradients, compare them with the loss, explain the differences."""
 
 from __future__ import annotations
 
@@ -13,49 +13,57 @@ from ...parallel.interop.local_parameters import has_dtensors
 from ...parallel.layout.spec import P
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.text import some
-from .differences import Differences, Digits, Promise, wrong_ones
-from .explain import Explainer, FaultPlace, cause_of, first_wrong
-from .findings import Cause, Finding, Proof, spec_of_way
-from .forward_order import ForwardOrder, Recorded, Site
-from .measured import KnownParameter, Measured, Way, declared_way
-from .objective import M, Objective, in_float64, unequal_along
+from .differences import Differences, Digits, Promise, find_wrong
+from .explain import Explainer, Fault, cause_of, locate_fault
+from .findings import Cause, Finding, Proof, spec_of_contract
+from .forward_order import ForwardOrder, ForwardRecord, HookPoint
+from .measured import GradientContract, KnownParameter, Measured, declared_contract
+from .objective import M, Objective, in_float64, unequal_loss_axes
 
-# What a finding says: the mistake that is the likeliest, and what to write --------------------------------------------
+# Texts of the findings ------------------------------------------------------------------------------------------------
 
 
-def words(cause: Cause, axes: Sequence[str], factor: float, spec: P | None, where: str | None) -> str:
-    """Args: spec: What it is instead. where: What localises a wrong backward."""
+def describe_cause(cause: Cause, axes: Sequence[str], factor: float, spec: P | None, where: str | None) -> str:
+    """Return the text of a finding: the most likely mistake, and the correction.
+
+    Args:
+        cause: The kind of mistake.
+        axes: The mesh axes along which it happens.
+        factor: Factor by which the gradient is too large.
+        spec: The right spec; None if it is not known.
+        where: Description of the wrong backward; None if it was not located.
+    """
     over = " x ".join(map(repr, axes)) or "some axis"
     either = " or ".join(map(repr, axes)) or "no axis of this size"
-    becomes = "" if spec is None else f"; it is {spec}"
+    becomes = "" if spec is None else f"; the right spec is {spec}"
     text = {
-        "split, not declared": f"each rank of {over} has a piece of its own{becomes}",
-        "declared split, but a copy": f"but the ranks of {over} have the same values and move together{becomes}",
+        "split, not declared": f"each rank of {over} has a different shard{becomes}",
+        "declared split, but a copy": f"the ranks of {over} hold replicas with equal values{becomes}",
         "a sum is missing": (
-            f"each rank of {over} has only a term of its gradient: an all-reduce over {over} is missing in backward "
-            f"(`copy_to` where a copy enters split work), or nobody has declared P(partial=...){becomes}"
+            f"each rank of {over} has only a partial gradient: add the missing all-reduce over {over} to backward "
+            f"(`copy_to` where a replica enters sharded computation), or declare P(partial=...){becomes}"
         ),
         "counted several times": (
-            f"the gradient is {factor:.4f} times too large: summed twice, or over {either}, along which it is complete"
-            f"{becomes}"
+            f"the gradient is {factor:.4f} times too large: it is summed twice, or summed over {either} although it "
+            f"is complete there{becomes}"
         ),
         "divided too often": (
-            f"the gradient is {1 / factor if factor else 0:.4f} times too small: averaged over {either}, where it is to be "
-            "summed"
+            f"the gradient is {1 / factor if factor else 0:.4f} times too small: it is averaged over {either} and must "
+            "be summed"
         ),
         "added on every rank": (
-            f"the loss has it once for each rank of {over}, as a bias that every rank adds before the sum over {over}: add "
-            "it after the sum, or on one rank; or its gradient is averaged where it is to be summed"
+            f"the loss contains it once per rank of {over}, like a bias that every rank adds before the sum over "
+            f"{over}: add it after the sum, or on one rank only. Or its gradient is averaged and must be summed"
         ),
-        "held by others": f"other ranks hold it than its spec says{becomes}",
-        "no gradient comes": "the loss depends on it, and no gradient comes: it is detached on the way",
-        "copies differ": f"its values differ along {over}, where they are declared copies: start from the same weights, "
-        "or declare it split where each rank has its own, as experts are",
+        "held by others": f"the ranks that hold it are not the ranks of its spec{becomes}",
+        "no gradient comes": "it has no gradient although the loss depends on it: it is detached in forward",
+        "copies differ": f"its replicas differ along {over}: start all ranks from the same weights, or declare it "
+        "sharded if each rank has its own values, like experts",
         "backward is wrong": "no layout makes its gradient the derivative of the loss"
-        + (f": ranks of {over} that should have the same gradient have others" if axes else ""),
+        + (f": the ranks of {over} must have equal gradients, and theirs differ" if axes else ""),
         "forward differs": (
-            f"ranks of {over} compute different things that should be one and the same: a sum or a gather over {over} is "
-            "missing in forward or made over another axis, copies of a parameter differ, or ranks have other batches"
+            f"the ranks of {over} must compute the same values, and theirs differ: a sum or a gather over {over} is "
+            "missing in forward or uses another axis, replicas of a parameter differ, or the ranks have different batches"
         ),
     }[cause]
     return text if where is None or cause == "copies differ" else f"{text} (see {where})"
@@ -63,49 +71,60 @@ def words(cause: Cause, axes: Sequence[str], factor: float, spec: P | None, wher
 
 # Examination ----------------------------------------------------------------------------------------------------------
 
-# Wrong parameters that are looked at one by one; the others are wrong too, and mostly for the same reason.
+# Number of wrong parameters that are explained. The others are mostly wrong for the same reason.
 EXPLAINED = 8
 
 
 @dataclass
 class Examined:
-    """Args: ways: Of the parameters that are right, or of which the loss tells nothing. known: All that were looked at."""
+    """Result of `examine`.
+
+    Args:
+        proof: The findings.
+        contracts: Contract of each parameter that is right or undecided, by label.
+        known: The parameters that were examined.
+    """
 
     proof: Proof
-    ways: dict[str, Way]
+    contracts: dict[str, GradientContract]
     known: list[KnownParameter]
 
 
-def examined(
+def examine(
     model: M,
     loss_fn: Callable[[M], Tensor | None],
     registry: ProcessGroupRegistry,
     most: int | None,
     dtype: torch.dtype | None,
     seed: int,
-    ways_of: Callable[[Measured], dict[str, Way]] | None = None,
+    contracts_of: Callable[[Measured], dict[str, GradientContract]] | None = None,
 ) -> Examined:
-    """The proof, the same on all ranks; the model is afterwards what it was.
+    """Prove the gradients of a model; the result is the same on all ranks, and the model is unchanged afterwards.
 
     Args:
         model, loss_fn, registry, dtype, seed: As in `prove`.
         most: ``max_parameters`` of `prove`.
-        ways_of: Asked once, on every rank, for what each parameter is, by label; what is declared is then not looked at,
-            and another layout that fits better is no mistake. None: what is declared.
-    Raises, collectives, host reads: as `prove`.
+        contracts_of: Called once per rank, for the contract of each parameter by label. The declared specs are then
+            ignored, and a contract that fits better is no finding. None: use the declared specs.
+
+    Raises:
+        TypeError: ``dtype`` is neither None nor float64. Other errors as in `prove`.
+
+    Collectives: as in `prove`.
+    Host synchronization: yes.
     """
     if dtype not in (None, torch.float64):
-        raise TypeError(f"dtype={dtype}: prove in float64, or with None in what the parameters have")
+        raise TypeError(f"dtype={dtype}: give torch.float64, or None for the dtypes of the parameters")
     with in_float64(model) if dtype is not None else nullcontext():
         objective = Objective(model, loss_fn, registry)
         try:
-            return _Examination(model, objective, registry, most, seed, ways_of).made()
+            return _Examination(model, objective, registry, most, seed, contracts_of).run()
         finally:
             objective.close()
 
 
 class _Examination:
-    """One proof, step by step; everything in it is the same on all ranks but the tensors."""
+    """The state of one proof; all of it except the tensors is the same on all ranks."""
 
     def __init__(
         self,
@@ -114,13 +133,13 @@ class _Examination:
         registry: ProcessGroupRegistry,
         most: int | None,
         seed: int,
-        ways_of: Callable[[Measured], dict[str, Way]] | None,
+        contracts_of: Callable[[Measured], dict[str, GradientContract]] | None,
     ) -> None:
         self.model, self.objective, self.registry, self.seed = model, objective, registry, seed
         self.topology = registry.topology
         self.digits = Digits.of(_lowest_dtype(model))
-        self.recorded = Recorded(model)
-        with self.recorded.recorded():
+        self.recorded = ForwardRecord(model)
+        with self.recorded.recording():
             self.base = objective.differentiate()
         self.measured = Measured.of_model(model, registry)
         self.differences = Differences(objective, self.measured, self.base, self.digits)
@@ -129,31 +148,31 @@ class _Examination:
         step = -(-len(everything) // most) if most else 1
         self.known = everything[::step]
         self.left_out = [known for known in everything if known not in self.known]
-        given = {} if ways_of is None else ways_of(self.measured)
-        self.inferring = ways_of is not None
-        self.ways = given or self._declared(model)
+        given = {} if contracts_of is None else contracts_of(self.measured)
+        self.inferring = contracts_of is not None
+        self.contracts = given or self._declared(model)
 
-    def _declared(self, model: nn.Module) -> dict[str, Way]:
+    def _declared(self, model: nn.Module) -> dict[str, GradientContract]:
         meshed = has_dtensors(list(model.parameters()))
         undeclared = [known.label for known in self.known if known.first.spec is None and self.topology.world_size > 1]
         if undeclared and not meshed:
             raise ValueError(
-                f"no spec for {some(undeclared)}: say how each is laid out with declare(model, "
-                "{'name or pattern': P(...)}), or ask infer(model, loss_fn, registry) for the rules"
+                f"no spec is declared for {some(undeclared)}: call declare(model, {{'name or pattern': P(...)}}), with "
+                "the rules that infer(model, loss_fn, registry) prints if you don't know them"
             )
         return {
-            known.label: declared_way(known.first.spec or P(), known.first.averaged, self.topology)
+            known.label: declared_contract(known.first.spec or P(), known.first.averaged, self.topology)
             for known in self.known
         }
 
-    def made(self) -> Examined:
-        """The proof."""
-        unequal = unequal_along(self.base, self.topology, self.digits.relative / 100 * self.differences.loss)
+    def run(self) -> Examined:
+        """Run the proof and return its result."""
+        unequal = unequal_loss_axes(self.base, self.topology, self.digits.relative / 100 * self.differences.loss)
         if unequal:
             return self._other_forward(self._forward_order(), unequal[0], None)
         suspects, untold = self._suspects()
         findings: list[Finding] = []
-        place: FaultPlace | None = None
+        place: Fault | None = None
         if suspects:
             order = self._forward_order()
             in_order = [known for known in order.sorted() if known.label in suspects]
@@ -170,63 +189,70 @@ class _Examination:
         where = None if place is None else str(place)
         proof = Proof(proved, tuple(left), tuple(findings), where, self.objective.calls)
         told = (*proved, *(known.label for known in untold))
-        return Examined(proof, {label: self.ways[label] for label in told}, self.known)
+        return Examined(proof, {label: self.contracts[label] for label in told}, self.known)
 
     def _forward_order(self) -> ForwardOrder:
-        """Asked for where something is wrong, on which ranks agree. Collectives: an object all-gather."""
+        """Gather the order in which all ranks' modules ran. Called only after a mistake was found, on all ranks.
+
+        Collectives: an object all-gather.
+        """
         return ForwardOrder(self.recorded, self.known, self.registry)
 
     def _suspects(self) -> tuple[dict[str, Cause | None], list[KnownParameter]]:
-        """By label, what is wrong, and the cause where that is known already; those of which nothing can be told."""
+        """Return the wrong parameters and the undecided ones.
+
+        The wrong ones are returned by label, with the cause if it is already certain.
+        """
         suspects: dict[str, Cause | None] = {}
         promises = []
         for known, promise in self._promises():
             if self._held_by_others(known):
                 suspects[known.label] = "held by others"
-            elif promise is None or self._contradicted(known, self.ways[known.label]):
+            elif promise is None or self._contradicted(known, self.contracts[known.label]):
                 suspects[known.label] = None
             else:
                 promises.append(promise)
         self.differences.measure_noise(promises)
-        wrong, untold = wrong_ones(self.differences, promises)
+        wrong, untold = find_wrong(self.differences, promises)
         suspects.update((known.label, None) for known in wrong)
         return suspects, untold
 
     # What the gradients promise ---------------------------------------------------------------------------------------
 
     def _promises(self) -> list[tuple[KnownParameter, Promise | None]]:
-        """Of each parameter; None where ranks promise different things that should promise the same."""
+        """Return each parameter with its predicted derivative; None if ranks that must agree predict different values."""
         directions = [
-            (known, self.measured.direction(known, self.ways[known.label], self.seed)) for known in self.known
+            (known, self.measured.direction(known, self.contracts[known.label], self.seed)) for known in self.known
         ]
         found: list[tuple[KnownParameter, Promise | None]] = []
         for (known, direction), products in zip(directions, self.measured.products(directions), strict=True):
-            value, spread = self.ways[known.label].derivative(products, self.topology)
+            value, spread = self.contracts[known.label].derivative(products, self.topology)
             size = max(known.effect, *map(abs, products.values()))
             alike = spread <= 10 * self.digits.relative * size or self.differences.never_tells(size)
             found.append((known, Promise(known, direction, value, known.effect) if alike else None))
         return found
 
     def _held_by_others(self, known: KnownParameter) -> bool:
-        """Whether other ranks hold it than its spec says."""
+        """Return True if the ranks that hold the parameter are not the ranks of its spec."""
         spec = None if self.inferring else known.first.spec
         if spec is None or self.topology.pipe_axes:
             return False
         places = map(self.topology.coordinate, range(self.topology.world_size))
         return {rank for rank, at in enumerate(places) if spec.holds(at, self.topology)} != set(known.seen)
 
-    def _copies_differ(self, known: KnownParameter, way: Way) -> bool:
-        return any(not along.apart and not known.equal_along(axis, self.topology) for axis, along in way.by_axis)
+    def _copies_differ(self, known: KnownParameter, contract: GradientContract) -> bool:
+        return any(not along.apart and not known.equal_along(axis, self.topology) for axis, along in contract.by_axis)
 
-    def _contradicted(self, known: KnownParameter, way: Way) -> bool:
-        """Whether copies differ, or pieces are equal, though not constant."""
-        return self._copies_differ(known, way) or self._pieces_alike(known, way)
+    def _contradicted(self, known: KnownParameter, contract: GradientContract) -> bool:
+        """Return True if replicas of the parameter differ, or if its shards are equal without being constant."""
+        return self._copies_differ(known, contract) or self._pieces_alike(known, contract)
 
-    def _pieces_alike(self, known: KnownParameter, way: Way) -> bool:
+    def _pieces_alike(self, known: KnownParameter, contract: GradientContract) -> bool:
         if any(seen.constant for seen in known.seen.values()):
             return False
         return any(
-            known.equal_along(axis, self.topology) and known.shared_along(axis, self.topology) for axis in way.apart
+            known.equal_along(axis, self.topology) and known.shared_along(axis, self.topology)
+            for axis in contract.apart
         )
 
     # What is wrong ----------------------------------------------------------------------------------------------------
@@ -244,22 +270,22 @@ class _Examination:
         return found
 
     def _explained(self, known: KnownParameter, cause: Cause | None) -> Finding | None:
-        """None: it is right after all, or another layout than was guessed."""
+        """Return the finding of one parameter; None if it is right after all, or right with another inferred contract."""
         if not any(seen.gradient for seen in known.seen.values()):
             return self._finding(known, "no gradient comes", (), 1.0, None)
-        declared = self.ways[known.label]
+        declared = self.contracts[known.label]
         doubtful = self.inferring or self._contradicted(known, declared)
         explanation = self.explainer.explain(known, None if doubtful else declared)
-        if self.inferring and explanation.way is not None and explanation.factor == 1.0:
-            self.ways[known.label] = explanation.way
+        if self.inferring and explanation.contract is not None and explanation.factor == 1.0:
+            self.contracts[known.label] = explanation.contract
             return None
         spec = None
-        if explanation.way is not None and explanation.factor == 1.0:
-            spec, _ = spec_of_way(known, explanation.way, self.topology, {})
+        if explanation.contract is not None and explanation.factor == 1.0:
+            spec, _ = spec_of_contract(known, explanation.contract, self.topology, {})
         if cause is not None:
             return self._finding(known, cause, (), 1.0, spec)
-        if explanation.way == declared and explanation.factor == 1.0 and not doubtful:
-            return None  # moved alone, and along other directions, it is right
+        if explanation.contract == declared and explanation.factor == 1.0 and not doubtful:
+            return None  # right when moved alone along other directions
         cause, axes = cause_of(known, declared, explanation, self.topology)
         factor = explanation.factor
         if cause == "counted several times" and factor == 1.0:
@@ -280,15 +306,13 @@ class _Examination:
             cause,
             axes,
             factor if factor != 1.0 else None,
-            words(cause, axes, factor, spec, None),
+            describe_cause(cause, axes, factor, spec, None),
         )
 
     # Where it is wrong ------------------------------------------------------------------------------------------------
 
-    def _place(
-        self, order: ForwardOrder, wrong: Sequence[KnownParameter], findings: Sequence[Finding]
-    ) -> FaultPlace | None:
-        """Of a backward that is wrong for what comes before it, the last such."""
+    def _place(self, order: ForwardOrder, wrong: Sequence[KnownParameter], findings: Sequence[Finding]) -> Fault | None:
+        """Locate the last wrong backward, in forward order, that also makes the gradients of earlier modules wrong."""
         flowing = {"backward is wrong", "a sum is missing", "counted several times", "divided too often"}
         labels = {finding.name for finding in findings if finding.cause in flowing}
         last = next((known for known in reversed(wrong) if known.label in labels), None)
@@ -296,33 +320,39 @@ class _Examination:
         if last is None or not (several or any(finding.cause == "backward is wrong" for finding in findings)):
             return None
         sites, split = order.until_right(last, wrong), self._split()
-        place = first_wrong(self.model, self.differences, sites, split)
-        if place is None and split.get(last.module):  # what comes out of its module is right
-            into, out = Site(last.module, "input"), Site(last.module, "output")
-            return FaultPlace(into, out, "a sum is missing", split[last.module], likely=True)
+        place = locate_fault(self.model, self.differences, sites, split)
+        if place is None and split.get(last.module):  # the gradient at the module's output is right
+            into, out = HookPoint(last.module, "input"), HookPoint(last.module, "output")
+            return Fault(into, out, "a sum is missing", split[last.module], likely=True)
         return place
 
     def _split(self) -> dict[str, tuple[str, ...]]:
-        """By module, the axes that split its parameters."""
+        """Return the axes that shard each module's parameters."""
         found: dict[str, tuple[str, ...]] = {}
         for known in self.known:
-            apart = tuple(axis for axis in self.ways[known.label].apart if axis in self.topology.model_axes)
+            apart = tuple(axis for axis in self.contracts[known.label].apart if axis in self.topology.model_axes)
             found[known.module] = found.get(known.module) or apart
         return found
 
-    def _placed(self, finding: Finding, place: FaultPlace) -> Finding:
-        """With the cause that was found where backward goes wrong, if its own is none."""
+    def _placed(self, finding: Finding, place: Fault) -> Finding:
+        """Return the finding with the located cause, unless it has a more specific cause of its own."""
         if finding.cause != "backward is wrong":
             return finding
-        text = words("backward is wrong", finding.axes, 1.0, None, place.inside)
+        text = describe_cause("backward is wrong", finding.axes, 1.0, None, place.inside)
         return replace(finding, cause=place.cause, axes=place.axes or finding.axes, text=text)
 
-    def _other_forward(self, order: ForwardOrder, axis: str, until: Site | None) -> Examined:
-        """Nothing can be proved where ranks compute other things than they should: they begin to, and end at ``until``."""
+    def _other_forward(self, order: ForwardOrder, axis: str, until: HookPoint | None) -> Examined:
+        """Return the result for ranks whose forwards differ along ``axis``, which makes a proof impossible.
+
+        Args:
+            order: The order of the modules.
+            axis: The axis along which they differ.
+            until: The first point known to differ; None: the loss.
+        """
         last, modules = order.before_unequal(axis, until)
-        since = "in nothing" if last is None else f"at {last} for the last time"
-        where = f"They agree {since}; what comes then: {', '.join(modules) or 'no module with parameters'}."
-        text = words("forward differs", (axis,), 1.0, None, None)
+        since = "They agree at no recorded tensor" if last is None else f"They agree last at {last}"
+        where = f"{since}; modules after that: {', '.join(modules) or 'none with parameters'}."
+        text = describe_cause("forward differs", (axis,), 1.0, None, None)
         finding = Finding(
             "the forward", modules[-1] if modules else "", None, None, "forward differs", (axis,), None, text
         )

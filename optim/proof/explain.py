@@ -1,4 +1,4 @@
-"""What a parameter is whose gradient, as declared, is not the loss's derivative: another layout, a factor, or nothing."""
+"""Explanation of a wrong gradient: another layout, a factor, or a wrong backward and its place in the model."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from ...parallel.interop.local_parameters import has_dtensors
 from ...parallel.mesh.topology import Topology
 from .differences import Difference, Differences
 from .findings import Cause, candidates, split_beside
-from .forward_order import Site
-from .measured import COPY, TERM, KnownParameter, Measured, ParameterView, Way, larger_axes
+from .forward_order import HookPoint
+from .measured import COPY, TERM, GradientContract, KnownParameter, Measured, ParameterView, larger_axes
 from .objective import Losses
 
 _SEEDS = (1, 2)
 
 
 class Probe:
-    """A parameter moved along one direction: its products by rank; the derivative, in as many steps as are asked for."""
+    """Measurements along one direction of a parameter: each rank's product <gradient, direction>, and differences of
+    the loss.
+    """
 
-    def __init__(self, differences: Differences, known: KnownParameter, way: Way, seed: int) -> None:
-        direction = differences.measured.direction(known, way, seed)
+    def __init__(self, differences: Differences, known: KnownParameter, contract: GradientContract, seed: int) -> None:
+        direction = differences.measured.direction(known, contract, seed)
         (self.products,) = differences.measured.products([(known, direction)])
         self._differences, self._known = differences, known
         self._steps = differences.along([(known, direction)], self.size)
@@ -34,12 +36,15 @@ class Probe:
 
     @property
     def size(self) -> float:
-        """About how large a derivative is to be expected."""
+        """Return the expected size of a derivative."""
         return max(self._known.effect, *map(abs, self.products.values()))
 
     def derivative(self) -> Difference | None:
-        """The first that a larger step shows as well. If there is none, of the smallest step, which meets the fewest kinks,
-        as far as rounding leaves digits."""
+        """Return the first difference that a larger step confirms.
+
+        If no two steps agree, return the difference of the smallest step that rounding permits: it contains the fewest
+        kinks.
+        """
         told: list[Difference] = []
         for one in self.differences():
             exact = one.rounding <= 1e-5 * self.size
@@ -50,7 +55,7 @@ class Probe:
         return max(exact_ones or told, key=lambda one: one.rounding, default=None)
 
     def differences(self) -> Iterator[Difference]:
-        """Those that tell something; each is made once."""
+        """Yield the differences that are not lost in rounding. Each one is computed once."""
         index = 0
         while True:
             if index == len(self._found):
@@ -66,76 +71,83 @@ class Probe:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a parameter is.
+    """The contract that explains a parameter's gradient.
 
     Args:
-        way: None: no layout makes its gradient right.
-        factor: How many times too large it is in that way; 1 where it is right.
+        contract: None: no layout makes the gradient right.
+        factor: Factor by which the gradient is too large under that contract; 1 if it is right.
         even: The axes along which the ranks' products are equal.
-        split: The axes that certainly split another parameter of its module.
+        split: The axes that certainly shard another parameter of the same module.
     """
 
-    way: Way | None
+    contract: GradientContract | None
     factor: float
     even: tuple[str, ...]
     split: tuple[str, ...]
 
 
 class Explainer:
-    """Finds ways; the same on all ranks."""
+    """Finds the contract of a parameter; the result is the same on all ranks."""
 
     def __init__(self, differences: Differences) -> None:
         self.differences, self.topology = differences, differences.topology
 
-    def explain(self, known: KnownParameter, declared: Way | None) -> Explanation:
-        """Collectives: the model's, in 2 to 12 forwards for each set of axes along which its ranks may be moved apart."""
+    def explain(self, known: KnownParameter, declared: GradientContract | None) -> Explanation:
+        """Find the contract under which the gradient is the derivative of the loss, or a multiple of it.
+
+        Collectives: 2 to 12 forwards per set of axes with distinct shards.
+        """
         split = split_beside(known, self.differences.measured.known, self.topology)
         probes: dict[tuple[str, ...], list[Probe]] = {}
 
-        def probes_of(way: Way) -> list[Probe]:
-            if way.apart not in probes:
-                probes[way.apart] = [Probe(self.differences, known, way, seed) for seed in _SEEDS]
-            return probes[way.apart]
+        def probes_of(contract: GradientContract) -> list[Probe]:
+            if contract.apart not in probes:
+                probes[contract.apart] = [Probe(self.differences, known, contract, seed) for seed in _SEEDS]
+            return probes[contract.apart]
 
-        ways = list(candidates(known, self.topology, split, declared))
-        for way in ways:
-            if all(self._fits(way, probe) for probe in probes_of(way)):
-                return Explanation(way, 1.0, self._even(probes_of(way)[0]), split)
-        even = self._even(probes_of(ways[0])[0])
-        for way in ways:
-            factor = self._factor(way, probes_of(way))
+        contracts = list(candidates(known, self.topology, split, declared))
+        for contract in contracts:
+            if all(self._fits(contract, probe) for probe in probes_of(contract)):
+                return Explanation(contract, 1.0, self._even(probes_of(contract)[0]), split)
+        even = self._even(probes_of(contracts[0])[0])
+        for contract in contracts:
+            factor = self._factor(contract, probes_of(contract))
             if factor is not None:
-                return Explanation(way, factor, even, split)
+                return Explanation(contract, factor, even, split)
         return Explanation(None, 1.0, even, split)
 
     def copied_along(self, known: KnownParameter) -> tuple[str, ...]:
-        """The model axes along which values differ and yet the gradient is one: it is taken for a copy, and is none.
+        """Return the model axes along which the values differ although the gradients are equal.
+
+        The gradient treats such a tensor as replicated, and it is not.
 
         Collectives: object all-gathers.
         """
         differ = [axis for axis in self.topology.model_axes if not known.equal_along(axis, self.topology)]
-        way = next(candidates(known, self.topology, (), None))
+        contract = next(candidates(known, self.topology, (), None))
         found = []
         for axis in differ:
-            alike = Way(tuple((other, COPY if other == axis else along) for other, along in way.by_axis))
+            alike = GradientContract(
+                tuple((other, COPY if other == axis else along) for other, along in contract.by_axis)
+            )
             probe = Probe(self.differences, known, alike, _SEEDS[0])
             if axis in self._even(probe):
                 found.append(axis)
         return tuple(found)
 
-    def _fits(self, way: Way, probe: Probe) -> bool:
-        value, spread = way.derivative(probe.products, self.topology)
+    def _fits(self, contract: GradientContract, probe: Probe) -> bool:
+        value, spread = contract.derivative(probe.products, self.topology)
         if spread > self.differences.digits.relative * 10 * probe.size:
             return False
         size = max(abs(value), probe.size)
         found = (difference for difference in probe.differences() if not difference.unequal)
         return self.differences.judge(found, value, size) == "kept"
 
-    def _factor(self, way: Way, probes: Iterable[Probe]) -> float | None:
-        """How many times too large the gradient is, where that is one number along all directions."""
+    def _factor(self, contract: GradientContract, probes: Iterable[Probe]) -> float | None:
+        """Return the factor by which the gradient is too large, if it is the same along all directions."""
         found: list[float] = []
         for probe in probes:
-            value, spread = way.derivative(probe.products, self.topology)
+            value, spread = contract.derivative(probe.products, self.topology)
             difference = probe.derivative()
             if difference is None or not difference.value or spread > 1e-6 * probe.size:
                 return None
@@ -145,7 +157,7 @@ class Explainer:
         return sum(found) / len(found) if alike and abs(first) > 1e-9 else None
 
     def _even(self, probe: Probe) -> tuple[str, ...]:
-        """The axes along which products are equal."""
+        """Return the axes along which the products are equal."""
         found = []
         for axis in larger_axes(self.topology):
             groups = ([probe.products[r] for r in ranks if r in probe.products] for ranks in self.topology.groups(axis))
@@ -155,7 +167,7 @@ class Explainer:
 
 
 def axes_of_factor(factor: float, topology: Topology) -> tuple[str, ...]:
-    """The axes whose size (or several axes', together) the factor is."""
+    """Return the axes whose size is ``factor``; if there is none, the adjacent axes whose sizes multiply to ``factor``."""
     axes = larger_axes(topology)
     single = tuple(axis for axis in axes if abs(topology.size(axis) - factor) < 1e-3 * factor)
     if single:
@@ -168,25 +180,25 @@ def axes_of_factor(factor: float, topology: Topology) -> tuple[str, ...]:
 
 
 def cause_of(
-    known: KnownParameter, declared: Way, found: Explanation, topology: Topology
+    known: KnownParameter, declared: GradientContract, found: Explanation, topology: Topology
 ) -> tuple[Cause, tuple[str, ...]]:
-    """The kind of mistake, and the axes along which it is."""
+    """Return the kind of mistake, and the axes along which it happens."""
     differ = tuple(
         axis for axis, along in declared.by_axis if not along.apart and not known.equal_along(axis, topology)
     )
-    if differ and (found.way is None or {*differ} & {*topology.data_axes}):
+    if differ and (found.contract is None or {*differ} & {*topology.data_axes}):
         return "copies differ", differ
-    if found.way is None:
+    if found.contract is None:
         uneven = tuple(axis for axis, along in declared.by_axis if along == COPY and axis not in found.even)
         return "backward is wrong", uneven
     if found.factor != 1.0:
         too_large = found.factor > 1
         axes = axes_of_factor(found.factor if too_large else 1 / found.factor, topology)
         return ("counted several times" if too_large else "divided too often"), axes
-    changed = [axis for axis, was in declared.by_axis if was != found.way.along(axis)]
+    changed = [axis for axis, was in declared.by_axis if was != found.contract.along(axis)]
     assert changed
     axis = changed[0]
-    was, now = declared.along(axis), found.way.along(axis)
+    was, now = declared.along(axis), found.contract.along(axis)
     if was.apart != now.apart:
         return ("split, not declared" if now.apart else "declared split, but a copy"), (axis,)
     if was == TERM or now.products != "sum":
@@ -199,16 +211,16 @@ def cause_of(
     return ("added on every rank" if bias else "divided too often"), (axis,)
 
 
-# Where in a backward the mistake is: activations are moved as parameters are, from the loss backwards -----------------
+# Location of a wrong backward: activations are tested like parameters, from the loss backwards ------------------------
 
-# At the input and the output of each module stands an activation, whose gradient must be the derivative of the loss as
-# that of a parameter must. A module whose output's gradient is right, and whose input's is not, has a wrong backward.
+# The gradient of an activation must be the derivative of the loss, like the gradient of a parameter. If the gradient at
+# a module's output is right and the gradient at its input is wrong, the module's backward is wrong.
 
-_MOST = 24  # sites that are looked at
+_MOST = 24  # largest number of activations that are tested
 
 
 class _Added:
-    """Zeros that are added to an activation, and what it was."""
+    """Zeros that a hook adds to an activation, and a copy of the activation's value."""
 
     def __init__(self) -> None:
         self.zeros: Tensor | None = None
@@ -230,7 +242,7 @@ class _Added:
 
 
 @contextmanager
-def _added(model: nn.Module, sites: Iterable[Site]) -> Iterator[dict[Site, _Added]]:
+def _added(model: nn.Module, sites: Iterable[HookPoint]) -> Iterator[dict[HookPoint, _Added]]:
     modules = dict(model.named_modules())
     added = {site: _Added() for site in sites if site.module in modules}
     handles: list[Any] = []
@@ -248,54 +260,56 @@ def _added(model: nn.Module, sites: Iterable[Site]) -> Iterator[dict[Site, _Adde
 
 
 @dataclass(frozen=True)
-class FaultPlace:
-    """Between two sites the backward is wrong.
+class Fault:
+    """A wrong backward between two hook points.
 
     Args:
-        wrong: The last site whose gradient is wrong.
-        right: The first one after it whose gradient is right; None: the loss.
-        cause: What is wrong with it; along which axes.
-        likely: No more than that explains it best.
+        wrong: The last hook point with a wrong gradient.
+        right: The first hook point after it with a right gradient; None: the loss.
+        cause: The kind of mistake.
+        axes: The axes along which it happens.
+        likely: The cause is the best explanation, but is not certain. Default: False.
     """
 
-    wrong: Site
-    right: Site | None
+    wrong: HookPoint
+    right: HookPoint | None
     cause: Cause
     axes: tuple[str, ...]
     likely: bool = False
 
     @property
     def inside(self) -> str:
-        """What has the wrong backward."""
+        """Return a description of the operation whose backward is wrong."""
         if self.right is not None and self.right.module == self.wrong.module:
             return f"the backward of {self.wrong.module}"
         after = "the loss" if self.right is None else str(self.right)
-        return f"the backward of what lies between {self.wrong} and {after}"
+        return f"the backward between {self.wrong} and {after}"
 
     def __str__(self) -> str:
         over = " or ".join(map(repr, self.axes)) or "some axis"
         said = {
-            "a sum is missing": f": the gradient of {self.wrong} has to be summed over {over}",
+            "a sum is missing": f": the gradient of {self.wrong} must be summed over {over}",
             "counted several times": f": the gradient of {self.wrong} is summed once too often, over {over}",
-            "divided too often": f": the gradient of {self.wrong} is averaged over {over}, where it has to be summed",
+            "divided too often": f": the gradient of {self.wrong} is averaged over {over} and must be summed",
         }.get(self.cause, "")
         if self.likely:
             said = f", where most likely a sum over {over} is missing"
         return f"The mistake is in {self.inside}{said}."
 
 
-def first_wrong(
+def locate_fault(
     model: nn.Module,
     differences: Differences,
-    events: Sequence[Site],
+    events: Sequence[HookPoint],
     split: Mapping[str, tuple[str, ...]],
-) -> FaultPlace | None:
-    """From the last of ``events`` backwards, the first site whose gradient is wrong. The same on all ranks.
+) -> Fault | None:
+    """Find the last hook point whose gradient is wrong. The result is the same on all ranks.
 
     Args:
-        differences: Of the model's parameters.
-        events: In forward order, the same on all ranks; ranks that lack a module have nothing there.
-        split: By module, the axes that split its parameters.
+        model: The model.
+        differences: Differences of the loss with respect to the model's parameters.
+        events: The hook points in forward order, the same on all ranks. A rank skips the modules that it lacks.
+        split: For each module, the axes that shard its parameters.
     """
     events = events[-_MOST:]
     objective, registry = differences.objective, differences.measured.registry
@@ -309,7 +323,7 @@ def first_wrong(
                 one.zeros = tensors[str(site)]
         measured = Measured(tensors, gradients, seen, registry)
         explainer = Explainer(Differences(objective, measured, base, differences.digits, differences.noise))
-        right: Site | None = None
+        right: HookPoint | None = None
         for site in reversed(events):
             known = next((known for known in measured.known if known.name == str(site)), None)
             if known is None or not any(one.gradient for one in known.seen.values()):
@@ -317,14 +331,17 @@ def first_wrong(
             found = explainer.explain(known, None)
             problem = _problem(known, found, explainer)
             if problem is not None:
-                return _likeliest(FaultPlace(site, right, *problem), split)
+                return _likeliest(Fault(site, right, *problem), split)
             right = site
     return None
 
 
-def _likeliest(place: FaultPlace, split: Mapping[str, tuple[str, ...]]) -> FaultPlace:
-    """Of a module whose own parameters are right, but not what it gives to those before it, what explains that best: it
-    lacks what other ranks have to add. What is added twice would be a factor."""
+def _likeliest(place: Fault, split: Mapping[str, tuple[str, ...]]) -> Fault:
+    """Return the fault with "a sum is missing" as its likely cause, if a sharded module's own backward is wrong.
+
+    If a sum were made twice, the gradient would be wrong by a factor. So the most likely reason is a missing sum over
+    the ranks with the other shards.
+    """
     inside = place.right is not None and place.right.module == place.wrong.module
     if place.cause == "backward is wrong" and inside and split.get(place.wrong.module):
         return replace(place, cause="a sum is missing", axes=split[place.wrong.module], likely=True)
@@ -334,9 +351,9 @@ def _likeliest(place: FaultPlace, split: Mapping[str, tuple[str, ...]]) -> Fault
 def _problem(
     known: KnownParameter, found: Explanation, explainer: Explainer
 ) -> tuple[Cause, tuple[str, ...], bool] | None:
-    """The cause, along which axes, and whether that is no more than likely. None: the gradient is right."""
+    """Return the cause, its axes, and whether the cause is uncertain; None if the gradient is right."""
     topology = explainer.topology
-    if found.way is None:
+    if found.contract is None:
         uneven = (axis for axis in larger_axes(topology) if axis in topology.model_axes and axis not in found.even)
         copied = tuple(axis for axis in uneven if known.equal_along(axis, topology))
         if copied:
@@ -348,6 +365,8 @@ def _problem(
         cause: Cause = "counted several times" if found.factor > 1 else "divided too often"
         return cause, axes_of_factor(times, topology), False
     terms = tuple(
-        axis for axis, along in found.way.by_axis if axis in topology.model_axes and not along.apart and along != COPY
+        axis
+        for axis, along in found.contract.by_axis
+        if axis in topology.model_axes and not along.apart and along != COPY
     )
     return ("a sum is missing", terms, False) if terms else None

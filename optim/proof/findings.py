@@ -1,4 +1,7 @@
-"""What was found of each parameter, and of a model: values that all ranks share, as text, as a table, as JSON."""
+"""Results of a proof: the findings by parameter, the proof itself, and the layouts that a parameter may have.
+
+All values are the same on every rank.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,17 @@ from typing import Any, Literal
 
 from ...parallel.layout.spec import P
 from ...parallel.mesh.topology import Topology
-from .measured import AVERAGED, AVERAGED_PIECE, COPY, PIECE, TERM, Along, KnownParameter, Way, larger_axes
+from .measured import (
+    AVERAGED,
+    AVERAGED_PIECE,
+    COPY,
+    PIECE,
+    TERM,
+    AxisContract,
+    GradientContract,
+    KnownParameter,
+    larger_axes,
+)
 
 Cause = Literal[
     "split, not declared",
@@ -29,17 +42,18 @@ Cause = Literal[
 
 @dataclass(frozen=True)
 class Finding:
-    """One parameter whose gradient, as it is declared, is not the derivative of the loss.
+    """A parameter whose gradient, completed as its layout declares, is not the derivative of the loss.
 
     Args:
-        name: Of the parameter; with the stage, where stages have others of that name.
-        module: That has it.
-        declared: None where nothing is.
-        inferred: What it is instead; None where no layout makes its gradient right.
+        name: Name of the parameter, followed by its pipeline stage if several stages use the name for different
+            parameters.
+        module: Name of the module that holds the parameter.
+        declared: The declared spec; None if the parameter has none.
+        inferred: The spec that would make the gradient right; None if no layout does.
         cause: The kind of mistake.
-        axes: Along which axes.
-        factor: How many times too large the gradient is, where it is only that.
-        text: The likely mistake, in words.
+        axes: The mesh axes along which it happens.
+        factor: Factor by which the gradient is too large; None if the gradient is not a multiple of the right one.
+        text: Description of the most likely mistake.
     """
 
     name: str
@@ -52,20 +66,20 @@ class Finding:
     text: str
 
     def __str__(self) -> str:
-        declared = "" if self.declared is None else f"declared {self.declared}, "
+        declared = "" if self.declared is None else f"declared {self.declared}, but "
         return f"{self.name}: {declared}{self.text}"
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What `prove` found, the same on all ranks.
+    """Result of `prove`, the same on all ranks.
 
     Args:
-        proved: The parameters whose gradients are the derivative of the loss, as declared.
-        untold: Those of which nothing can be said: the loss hardly depends on them, or they were left out.
-        findings: All others, in forward order.
-        where: Which module's backward is wrong, where that could be told.
-        forwards: How often the model was run.
+        proved: Names of the parameters whose gradients are the derivative of the loss.
+        untold: Names of the parameters that were not decided: the loss hardly depends on them, or they were left out.
+        findings: One finding per wrong parameter, in forward order.
+        where: Description of the module whose backward is wrong; None if it was not located.
+        forwards: Number of forwards of the model.
     """
 
     proved: tuple[str, ...]
@@ -76,16 +90,16 @@ class Proof:
 
     @property
     def right(self) -> bool:
-        """Whether nothing wrong was found."""
+        """Return True if there are no findings."""
         return not self.findings
 
     def check(self) -> None:
-        """Raises AssertionError with all that was found, where something is wrong."""
+        """Raise AssertionError with the text of all findings if there are any."""
         if self.findings:
             raise AssertionError(str(self))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, specs as text."""
+        """Return the fields as plain values, with specs as text."""
         values = asdict(self)
         for finding, one in zip(values["findings"], self.findings, strict=True):
             finding.update(
@@ -96,7 +110,7 @@ class Proof:
 
     def __str__(self) -> str:
         told = f"{len(self.proved)} parameters are right, in {self.forwards} forwards"
-        untold = f"; nothing can be said of {', '.join(self.untold)}" if self.untold else ""
+        untold = f"; not decided: {', '.join(self.untold)}" if self.untold else ""
         if self.right:
             return told + untold
         wrong = [str(finding) for finding in self.findings]
@@ -105,20 +119,28 @@ class Proof:
         return "\n".join([f"{count}:", *wrong, *where, f"The other {told}{untold}"])
 
 
-# The spec that says what was found of a parameter, ready for `declare` ------------------------------------------------
+# Conversion of a gradient contract to a spec for `declare` ------------------------------------------------------------
 
 Shape = tuple[int, ...]
 Beside = Mapping[str, tuple[Shape, bool]]
 
 
-def spec_of_way(known: KnownParameter, way: Way, topology: Topology, beside: Beside) -> tuple[P, bool]:
-    """The spec, and whether it is told which dims are cut; the norm and the step are right in either case.
+def spec_of_contract(
+    known: KnownParameter, contract: GradientContract, topology: Topology, beside: Beside
+) -> tuple[P, bool]:
+    """Return the spec for a contract, and whether its sharded dims are certain.
+
+    The gradient norm and the step are right in either case; only a checkpoint for other layouts depends on the dims.
 
     Args:
-        beside: Of the other parameters of its module the local shape, and whether they are cut over the same axes.
+        known: The parameter.
+        contract: How the ranks' gradients make up the derivative.
+        topology: The mesh.
+        beside: For each other parameter of the same module, by name: its local shape, and whether it is sharded over
+            the same axes.
     """
     partial, owned, tied = [], dict[str, int | str](), dict[str, tuple[int, ...]]()
-    for axis, along in way.by_axis:
+    for axis, along in contract.by_axis:
         held = known.coordinates(axis, topology)
         if along.apart:
             continue
@@ -129,21 +151,23 @@ def spec_of_way(known: KnownParameter, way: Way, topology: Topology, beside: Bes
             tied[axis] = held
         elif along.products == "sum" and axis not in topology.data_axes:
             partial.append(axis)
-    owned |= dict(_diagonals(known, way, topology))
-    entries, told = _entries(known, cutting_axes(known, way, topology), topology, beside)
+    owned |= dict(_diagonals(known, contract, topology))
+    entries, told = _entries(known, cutting_axes(known, contract, topology), topology, beside)
     return P(*entries, partial=tuple(partial), owned=owned, tied=tied), told
 
 
-def cutting_axes(known: KnownParameter, way: Way, topology: Topology) -> list[str]:
-    """The axes that cut a dim: those along which ranks are moved apart, but for stages, and one of those of a diagonal."""
-    diagonals = dict(_diagonals(known, way, topology))
-    return [axis for axis in way.apart if axis not in topology.pipe_axes and axis not in diagonals]
+def cutting_axes(known: KnownParameter, contract: GradientContract, topology: Topology) -> list[str]:
+    """Return the axes that shard a dim: all axes with distinct shards, except pipeline axes and one axis of each
+    diagonal.
+    """
+    diagonals = dict(_diagonals(known, contract, topology))
+    return [axis for axis in contract.apart if axis not in topology.pipe_axes and axis not in diagonals]
 
 
-def _diagonals(known: KnownParameter, way: Way, topology: Topology) -> Iterator[tuple[str, str]]:
-    """(axis, the axis whose coordinate is the owner's) where holders lie on a diagonal."""
+def _diagonals(known: KnownParameter, contract: GradientContract, topology: Topology) -> Iterator[tuple[str, str]]:
+    """Yield (axis, axis of the owner's coordinate) for ranks that hold the parameter on a diagonal of two axes only."""
     done: set[str] = set()
-    cutting = [axis for axis in way.apart if axis not in topology.pipe_axes]
+    cutting = [axis for axis in contract.apart if axis not in topology.pipe_axes]
     for other in cutting:
         for axis in cutting:
             pairs = {(topology.coordinate_of(rank, axis), topology.coordinate_of(rank, other)) for rank in known.seen}
@@ -155,7 +179,7 @@ def _diagonals(known: KnownParameter, way: Way, topology: Topology) -> Iterator[
 def _entries(
     known: KnownParameter, cutting: Sequence[str], topology: Topology, beside: Beside
 ) -> tuple[list[tuple[str, ...]], bool]:
-    """Of each dim the axes that cut it, and whether that is told."""
+    """Return the sharding axes of each dim, and whether they are certain."""
     shape = known.first.shape
     dims = len(shape)
     if not cutting:
@@ -163,7 +187,7 @@ def _entries(
     fitting = list(cuts_that_fit(known, cutting, topology))
     told = len(fitting) == 1
     if not told and known.full is None and dims == 2 and len(cutting) == 1:
-        # As in nn.Linear, dim 0 makes the output features: a bias of as many elements is cut where it is, or whole.
+        # In nn.Linear, dim 0 is the output features: it is sharded exactly if a bias of as many elements is sharded too.
         biases = [cut for length, cut in beside.values() if length == shape[:1]]
         if biases:
             fitting, told = [(0,) if biases[0] else (1,)], True
@@ -173,7 +197,11 @@ def _entries(
 
 
 def cuts_that_fit(known: KnownParameter, cutting: Sequence[str], topology: Topology) -> Iterator[tuple[int, ...]]:
-    """For each of the axes the dim that it may cut, by the shape of the logical tensor: all dims where that is unknown."""
+    """Yield the possible choices of one sharded dim per axis.
+
+    A choice fits if it turns the full shape into the largest local shape. Every choice fits if the full shape is not
+    known.
+    """
     for dims in product(range(len(known.first.shape)), repeat=len(cutting)):
         parts = [
             prod(topology.size(axis) for axis, at in zip(cutting, dims, strict=True) if at == dim)
@@ -187,40 +215,46 @@ def cuts_that_fit(known: KnownParameter, cutting: Sequence[str], topology: Topol
 
 # Candidates -----------------------------------------------------------------------------------------------------------
 
-# What a parameter may be along its axes, by who holds it and whether their values are equal, the likeliest first.
+# The contracts that a parameter may have, given which ranks hold it and whether their values are equal.
 
 
-def candidates(known: KnownParameter, topology: Topology, split: Sequence[str], first: Way | None) -> Iterator[Way]:
-    """Every way that the values leave open.
+def candidates(
+    known: KnownParameter, topology: Topology, split: Sequence[str], first: GradientContract | None
+) -> Iterator[GradientContract]:
+    """Yield every contract that the values allow, the most likely one first.
 
     Args:
-        split: The axes that certainly split another parameter of the same module; where values are constant, and don't
-            tell a piece from a term of a sum, it is then the piece that is likelier.
-        first: Tried first: what is declared.
+        known: The parameter.
+        topology: The mesh.
+        split: The axes that certainly shard another parameter of the same module. They decide for constant values,
+            which can belong to shards or to replicas with partial gradients.
+        first: Yielded before all others: the declared contract. None: there is none.
     """
     if first is not None:
         yield first
     axes = larger_axes(topology)
     choices = [_along(known, axis, topology, axis in split) for axis in axes]
-    # What is odd along a data axis, whose gradients the optimizer averages, is likelier so along another of its size.
+    # The optimizer averages gradients over data axes, so a deviation is more likely along another axis of the same size.
     odd = [axis in topology.data_axes for axis in axes]
     for chosen in sorted(product(*map(range, map(len, choices))), key=lambda chosen: _count(chosen, odd)):
-        way = Way(tuple((axis, choice[at]) for axis, choice, at in zip(axes, choices, chosen, strict=True)))
-        cutting = cutting_axes(known, way, topology)
-        if way != first and (known.full is None or any(True for _ in cuts_that_fit(known, cutting, topology))):
-            yield way
+        contract = GradientContract(
+            tuple((axis, choice[at]) for axis, choice, at in zip(axes, choices, chosen, strict=True))
+        )
+        cutting = cutting_axes(known, contract, topology)
+        if contract != first and (known.full is None or any(True for _ in cuts_that_fit(known, cutting, topology))):
+            yield contract
 
 
 def _count(chosen: Sequence[int], odd: Sequence[bool]) -> int:
     return sum(1 for at, counts in zip(chosen, odd, strict=True) if at and counts)
 
 
-def _along(known: KnownParameter, axis: str, topology: Topology, split: bool) -> tuple[Along, ...]:
+def _along(known: KnownParameter, axis: str, topology: Topology, split: bool) -> tuple[AxisContract, ...]:
     if len(known.coordinates(axis, topology)) == 1:
-        return (AVERAGED_PIECE, TERM) if axis in topology.data_axes else (TERM,)  # one holder, whose product counts
+        return (AVERAGED_PIECE, TERM) if axis in topology.data_axes else (TERM,)  # a single rank holds the parameter
     if not known.shared_along(axis, topology) or not known.equal_along(axis, topology):
         return (AVERAGED_PIECE, PIECE) if axis in topology.data_axes else (PIECE,)
-    alike: tuple[Along, ...] = (AVERAGED, COPY, TERM) if axis in topology.data_axes else (COPY, TERM)
+    alike: tuple[AxisContract, ...] = (AVERAGED, COPY, TERM) if axis in topology.data_axes else (COPY, TERM)
     if not known.constant:
         return alike
     pieces = (AVERAGED_PIECE, PIECE) if axis in topology.data_axes else (PIECE,)
@@ -228,7 +262,9 @@ def _along(known: KnownParameter, axis: str, topology: Topology, split: bool) ->
 
 
 def split_beside(known: KnownParameter, everything: Sequence[KnownParameter], topology: Topology) -> tuple[str, ...]:
-    """The axes along which another parameter of its module has pieces: held by all, with values that differ."""
+    """Return the axes along which another parameter of the same module is sharded: several ranks hold it with unequal
+    values.
+    """
     beside = [
         other
         for other in everything

@@ -1,4 +1,4 @@
-"""The order in which modules run, and where in it ranks begin to differ."""
+"""The order in which modules run, and the first tensor in that order that differs between ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ...parallel.mesh.registry import ProcessGroupRegistry
 from .measured import KnownParameter, bits_of
 
 
-class Site(NamedTuple):
-    """The first tensor that goes into a module, or comes out of it."""
+class HookPoint(NamedTuple):
+    """The first tensor that a module receives (side "input") or returns (side "output")."""
 
     module: str
     side: str
@@ -24,75 +24,80 @@ class Site(NamedTuple):
         return f"the {self.side} of {self.module}"
 
 
-class Recorded:
-    """What happens in one forward on this rank: sites in order, and a hash of what was there."""
+class ForwardRecord:
+    """The hook points of one forward on this rank, in order, each with a hash of its tensor."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.hashes: dict[Site, tuple[tuple[int, ...], int] | None] = {}
+        self.hashes: dict[HookPoint, tuple[tuple[int, ...], int] | None] = {}
         self._model = model
 
     @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """While the model runs."""
+    def recording(self) -> Iterator[None]:
+        """Record the hook points of a forward that runs inside the context."""
         handles: list[Any] = []
         for name, module in self._model.named_modules():
             if name:
-                handles.append(module.register_forward_pre_hook(self._before(Site(name, "input"))))
-                handles.append(module.register_forward_hook(self._after(Site(name, "output"))))
+                handles.append(module.register_forward_pre_hook(self._before(HookPoint(name, "input"))))
+                handles.append(module.register_forward_hook(self._after(HookPoint(name, "output"))))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _before(self, site: Site) -> Any:
+    def _before(self, site: HookPoint) -> Any:
         return lambda _, inputs: self._record(site, inputs)
 
-    def _after(self, site: Site) -> Any:
+    def _after(self, site: HookPoint) -> Any:
         return lambda _, inputs, output: self._record(site, output)
 
-    def _record(self, site: Site, values: Any) -> None:
+    def _record(self, site: HookPoint, values: Any) -> None:
         value = first_tensor(values)
         hashed = None
         if value is not None and not value.is_complex():
             value = local_tensor(value)
             hashed = tuple(value.shape), bits_of(value)
-        self.hashes[site] = hashed  # of the last call
+        self.hashes[site] = hashed  # a repeated call overwrites the hash
 
 
 def first_tensor(values: Any) -> Tensor | None:
-    """Of what a module was given, or returned."""
+    """Return the first tensor of a module's arguments or results; None if there is none."""
     while isinstance(values, tuple | list) and values:
         values = values[0]
     return values if isinstance(values, Tensor) else None
 
 
 class ForwardOrder:
-    """Of all ranks. Collectives: an object all-gather over the world."""
+    """The forward records of all ranks.
 
-    def __init__(self, mine: Recorded, known: Iterable[KnownParameter], registry: ProcessGroupRegistry) -> None:
+    Collectives: an object all-gather over the world.
+    """
+
+    def __init__(self, mine: ForwardRecord, known: Iterable[KnownParameter], registry: ProcessGroupRegistry) -> None:
         self._hashes = gather_objects(mine.hashes, registry)
         self._topology = registry.topology
         self._known = list(known)
         self._at = {known.label: self._position(known) for known in self._known}
 
     def _position(self, known: KnownParameter) -> int:
-        """Of the input of its module; of the one that has it, where that is not called itself; -1: of none."""
+        """Return the index of the module's input, or of the closest enclosing module that is called; -1 if there is
+        none.
+        """
         order = list(self._hashes[min(known.seen)])
         module = known.module
         while module:
-            if Site(module, "input") in order:
-                return order.index(Site(module, "input"))
+            if HookPoint(module, "input") in order:
+                return order.index(HookPoint(module, "input"))
             module = module.rpartition(".")[0]
         return -1
 
     def sorted(self) -> list[KnownParameter]:
-        """Parameters by when their module is entered, stage by stage."""
+        """Return the parameters in the order in which their modules are entered, stage by stage."""
         by_stage = bool(self._topology.pipe_axes)
         return sorted(self._known, key=lambda known: (min(known.seen) if by_stage else 0, self._at[known.label]))
 
-    def until_right(self, last: KnownParameter, wrong: Sequence[KnownParameter]) -> list[Site]:
-        """The sites up to the end of the first module after that of ``last`` whose parameters are right."""
+    def until_right(self, last: KnownParameter, wrong: Sequence[KnownParameter]) -> list[HookPoint]:
+        """Return the hook points up to the end of the first module after ``last`` whose parameters are right."""
         rank, labels = min(last.seen), {known.label for known in wrong}
         order = list(self._hashes[rank])
         later = [
@@ -105,13 +110,15 @@ class ForwardOrder:
         module = order[min(later)].module
         return order[: max(index for index, site in enumerate(order) if site.module == module) + 1]
 
-    def before_unequal(self, axis: str, until: Site | None) -> tuple[Site | None, list[str]]:
-        """Where ranks along ``axis`` begin to differ.
+    def before_unequal(self, axis: str, until: HookPoint | None) -> tuple[HookPoint | None, list[str]]:
+        """Find the last tensor that is equal on all ranks along ``axis``.
 
         Args:
-            until: Where it was found that they do, and should not; None: in their losses.
+            axis: The axis along which the ranks differ.
+            until: A later hook point that differs and must not; None: the loss.
         Returns:
-            The last site before at which they had the same, and the modules with parameters that ran from there.
+            The last hook point with equal tensors (None if there is none), and the modules with parameters that ran
+                after it.
         """
         groups = list(self._topology.groups(axis))
         order = list(self._hashes[groups[0][0]])
@@ -123,5 +130,5 @@ class ForwardOrder:
         inside = (site.module for site in order[last + 1 : end + 1] if site.side == "output" and site.module in owners)
         return (order[last] if last >= 0 else None), list(inside)
 
-    def _equal(self, site: Site, ranks: Sequence[int]) -> bool:
+    def _equal(self, site: HookPoint, ranks: Sequence[int]) -> bool:
         return len({self._hashes[rank].get(site) for rank in ranks}) == 1

@@ -1,4 +1,4 @@
-"""The parameters of a model after one backward, as every rank sees them and as one knows them of all ranks."""
+"""The parameters of a model after one backward: the values on each rank, and their description on all ranks."""
 
 from __future__ import annotations
 
@@ -20,56 +20,64 @@ from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
 from ..norm.hashing import TensorHash
 
-# How the gradients that ranks have after a backward make up the derivative of the loss, axis by axis ------------------
+# Gradient contracts: how the ranks' gradients make up the derivative of the loss, axis by axis ------------------------
 
-# Every rank moves its part of a parameter along a direction v and takes the product <g, v> with its own gradient. What
-# the loss changes by is then a sum of these products, and which one it is says what the parameter is along an axis:
+# Every rank moves its shard of a parameter along a direction v and computes the product <g, v> with its own gradient.
+# The derivative of the loss is a combination of these products, which depends on the layout along each axis:
 #
-#     along the axis                moved    products              declared
-#     a piece                       apart    are summed            P(axis)
-#     a copy, complete gradient     alike    are the same          P()
-#     a copy, a term of a sum       alike    are summed            P(partial=axis); tied=, between the ranks that hold it
-#     one holder                    -        the holder's counts   P(owned={axis: 0})
-#     a copy on a data axis         alike    are averaged          P()
-#     a piece on a data axis        apart    are averaged          P(axis): experts
-#     torch has averaged already    alike    are the same          a DTensor that is replicated over the axis
-#                                   apart    are summed            a DTensor that is sharded over it
+#     layout along the axis         directions  products             declared as
+#     sharded                       distinct    are summed           P(axis)
+#     replicated, full gradient     equal       are equal            P()
+#     replicated, partial gradient  equal       are summed           P(partial=axis), or tied= for some ranks of the axis
+#     on one rank only              -           only one exists      P(owned={axis: 0})
+#     replicated, data axis         equal       are averaged         P()
+#     sharded, data axis            distinct    are averaged         P(axis), as for experts
+#     DTensor, replicated           equal       are equal            its placements; torch has reduced the gradient
+#     DTensor, sharded              distinct    are summed           its placements; torch has reduced the gradient
 
 Sum = Literal["sum", "same", "mean"]
 
 
 @dataclass(frozen=True)
-class Along:
-    """Of one axis: whether ranks are moved apart, and what becomes of their products."""
+class AxisContract:
+    """Contract along one axis.
+
+    Args:
+        apart: True: the ranks move along distinct directions.
+        products: How the ranks' products are combined.
+    """
 
     apart: bool
     products: Sum
 
 
-COPY, TERM, PIECE = Along(False, "same"), Along(False, "sum"), Along(True, "sum")
-AVERAGED, AVERAGED_PIECE = Along(False, "mean"), Along(True, "mean")
+COPY, TERM, PIECE = AxisContract(False, "same"), AxisContract(False, "sum"), AxisContract(True, "sum")
+AVERAGED, AVERAGED_PIECE = AxisContract(False, "mean"), AxisContract(True, "mean")
 
 
 @dataclass(frozen=True)
-class Way:
-    """What a parameter is along each axis that is larger than 1."""
+class GradientContract:
+    """Contract of a parameter along each axis larger than 1."""
 
-    by_axis: tuple[tuple[str, Along], ...]
+    by_axis: tuple[tuple[str, AxisContract], ...]
 
     @property
     def apart(self) -> tuple[str, ...]:
-        """The axes along which ranks are moved apart."""
+        """Return the axes along which ranks move along distinct directions."""
         return tuple(axis for axis, along in self.by_axis if along.apart)
 
-    def along(self, axis: str) -> Along:
-        """What it is along one axis."""
+    def along(self, axis: str) -> AxisContract:
+        """Return the contract along one axis."""
         return dict(self.by_axis)[axis]
 
     def derivative(self, products: Mapping[int, float], topology: Topology) -> tuple[float, float]:
-        """What the products by rank make up together, and by how much ranks differ that should have the same.
+        """Combine the products of all ranks.
 
         Args:
-            products: Of all ranks that hold the parameter.
+            products: <gradient, direction> of each rank that holds the parameter.
+            topology: The mesh.
+        Returns:
+            The derivative, and the largest difference between ranks that must have the same one.
         """
         same = [axis for axis, along in self.by_axis if along.products == "same"]
         divisor = prod(topology.size(axis) for axis, along in self.by_axis if along.products == "mean")
@@ -82,31 +90,33 @@ class Way:
 
 
 def larger_axes(topology: Topology) -> tuple[str, ...]:
-    """Along which something can differ."""
+    """Return the axes that are larger than 1."""
     return tuple(axis for axis in topology.axes if topology.size(axis) > 1)
 
 
-def declared_way(spec: P, averaged: Iterable[str], topology: Topology) -> Way:
-    """What a spec, in the axes of ``topology``, says.
+def declared_contract(spec: P, averaged: Iterable[str], topology: Topology) -> GradientContract:
+    """Return the contract of a spec.
 
     Args:
-        averaged: The axes over which torch averages or sums a DTensor's gradient, which is complete when backward ends.
+        spec: The spec, in the axes of ``topology``.
+        averaged: The axes over which torch reduces a DTensor's gradient in backward.
+        topology: The mesh.
     """
     averaged = set(averaged)
 
-    def along(axis: str) -> Along:
+    def along(axis: str) -> AxisContract:
         apart = axis in spec.sharded_axes
         if axis in averaged:
             return PIECE if apart else TERM if axis in spec.partial else COPY
         if axis in topology.data_axes:
             return AVERAGED_PIECE if apart else AVERAGED
         if axis in topology.pipe_axes and axis not in spec.named_axes:
-            return PIECE  # each stage has parameters of its own
+            return PIECE  # each stage has different parameters
         if apart:
             return PIECE
         return TERM if axis in spec.named_axes else COPY
 
-    return Way(tuple((axis, along(axis)) for axis in larger_axes(topology)))
+    return GradientContract(tuple((axis, along(axis)) for axis in larger_axes(topology)))
 
 
 # Measured -------------------------------------------------------------------------------------------------------------
@@ -118,30 +128,36 @@ def _bit_sums(device: torch.device) -> TensorHash:
 
 
 def bits_of(tensor: Tensor) -> int:
-    """A number that stands for the bits of a tensor. Host reads: one."""
-    with torch._C.DisableTorchFunction():  # of `in_float64`, which would look at each of many small operations
+    """Return a hash of the bits of a tensor.
+
+    Host synchronization: one.
+    """
+    with torch._C.DisableTorchFunction():  # avoids the overhead of `in_float64` on many small operations
         return int(_bit_sums(tensor.device)([tensor]))
 
 
 @dataclass(frozen=True)
 class ParameterView:
-    """One parameter on one rank."""
+    """Description of one parameter on one rank."""
 
     shape: tuple[int, ...]
-    spec: P | None  # declared, in the axes of the topology
-    silent: tuple[str, ...]  # the axes of which nobody has said anything
-    averaged: tuple[str, ...]  # the axes over which torch has reduced the gradient
-    value: int
-    constant: bool
+    spec: P | None  # declared spec, in the axes of the topology
+    silent: tuple[str, ...]  # axes without any declaration
+    averaged: tuple[str, ...]  # axes over which torch has reduced the gradient
+    value: int  # hash of the bits
+    constant: bool  # all elements are equal
     size: float  # root mean square of the elements
-    gradient: float | None  # its norm
+    gradient: float | None  # norm of the gradient
     full_shape: tuple[int, ...] | None
 
     @classmethod
     def of(
         cls, value: Tensor, gradient: Tensor | None, annotation: Annotation | None, topology: Topology
     ) -> ParameterView:
-        """Host reads: four."""
+        """Describe a local tensor.
+
+        Host synchronization: four.
+        """
         value = value.detach()
         return cls(
             tuple(value.shape),
@@ -158,12 +174,13 @@ class ParameterView:
 
 @dataclass
 class KnownParameter:
-    """One parameter, as all ranks know it; the same on all of them.
+    """Description of one parameter on all ranks, the same on each of them.
 
     Args:
-        stage: Coordinates along pipeline axes, where stages have other parameters of that name.
-        seen: By rank, of those that hold it.
-        full: The shape of the logical tensor, where somebody has told it.
+        name: Name of the parameter.
+        stage: Coordinates along the pipeline axes, if several stages use the name for different parameters.
+        seen: Description by rank, for each rank that holds the parameter.
+        full: Shape of the full tensor; None if it is not known.
     """
 
     name: str
@@ -173,56 +190,60 @@ class KnownParameter:
 
     @property
     def label(self) -> str:
-        """The name, and the stage where that isn't clear."""
+        """Return the name, with the stage if the name is ambiguous."""
         return self.name + "".join(f" ({axis}={index})" for axis, index in self.stage)
 
     @property
     def module(self) -> str:
-        """The name of the module that has it; empty where the model itself does."""
+        """Return the name of the module that holds the parameter; empty for the model itself."""
         return self.name.rpartition(".")[0]
 
     @property
     def first(self) -> ParameterView:
-        """On the first rank that holds it."""
+        """Return the description on the first rank that holds the parameter."""
         return self.seen[min(self.seen)]
 
     @property
     def scale(self) -> float:
-        """How far elements are moved: as large as they are on average."""
+        """Return the average size of the elements, which is also the scale of the directions."""
         return max(seen.size for seen in self.seen.values()) or 1.0
 
     @property
     def effect(self) -> float:
-        """How much the loss changes along a direction, on average: the products of a gradient with random elements have the
-        size of its norm."""
+        """Return the average absolute derivative along a direction.
+
+        The product of a gradient with random elements has about the size of the gradient's norm.
+        """
         return max(seen.gradient or 0.0 for seen in self.seen.values()) * self.scale
 
     @property
     def constant(self) -> bool:
-        """Whether all elements are equal, on all ranks."""
+        """Return True if all elements are equal, on all ranks."""
         return all(seen.constant for seen in self.seen.values()) and len({s.value for s in self.seen.values()}) == 1
 
     def equal_along(self, axis: str, topology: Topology) -> bool:
-        """Whether all ranks along the axis that hold it have the same values."""
+        """Return True if the ranks along the axis that hold the parameter have equal values."""
         groups = ([self.seen[rank] for rank in ranks if rank in self.seen] for ranks in topology.groups(axis))
         return all(len({(one.shape, one.value) for one in group}) <= 1 for group in groups)
 
     def shared_along(self, axis: str, topology: Topology) -> bool:
-        """Whether several ranks of one group along the axis hold it."""
+        """Return True if some group along the axis has several ranks that hold the parameter."""
         return any(len([rank for rank in ranks if rank in self.seen]) > 1 for ranks in topology.groups(axis))
 
     def coordinates(self, axis: str, topology: Topology) -> tuple[int, ...]:
-        """Of the ranks that hold it."""
+        """Return the coordinates along the axis of the ranks that hold the parameter."""
         return tuple(sorted({topology.coordinate_of(rank, axis) for rank in self.seen}))
 
 
 class Measured:
-    """What a backward left on this rank, and what is known of all.
+    """This rank's parameters and gradients after a backward, with the descriptions of all ranks' parameters.
 
     Args:
-        tensors: What is moved, by name: local tensors.
-        gradients: Of each, this rank's.
-        seen: Of each.
+        tensors: Local tensors by name; `move` changes them.
+        gradients: This rank's gradients by name.
+        seen: Descriptions by name.
+        registry: The process groups.
+
     Collectives: an object all-gather over the world.
     """
 
@@ -239,7 +260,11 @@ class Measured:
 
     @classmethod
     def of_model(cls, model: nn.Module, registry: ProcessGroupRegistry) -> Measured:
-        """Its trained parameters. Raises ValueError, TypeError: on every rank, as `local_gradients`."""
+        """Measure the trainable parameters of a model.
+
+        Raises:
+            ValueError, TypeError: On every rank, as `local_gradients`.
+        """
         topology = registry.topology
         named = {name: param for name, param in model.named_parameters() if param.requires_grad}
 
@@ -255,11 +280,15 @@ class Measured:
         tensors = dict(zip(named, (param.detach() for param in local.params), strict=True))
         return cls(tensors, dict(zip(named, local.gradients, strict=True)), seen, registry)
 
-    def direction(self, known: KnownParameter, way: Way, seed: int) -> Tensor | None:
-        """Of this rank's part, elements of mean square ``known.scale``; equal on ranks that are not moved apart."""
+    def direction(self, known: KnownParameter, contract: GradientContract, seed: int) -> Tensor | None:
+        """Return this rank's part of a random direction; None if the rank does not hold the parameter.
+
+        Its elements have mean square ``known.scale`` squared. It is equal on ranks along the axes without distinct
+        shards.
+        """
         if self.rank not in known.seen:
             return None
-        where = [(axis, self.topology.coordinate_of(self.rank, axis)) for axis in way.apart]
+        where = [(axis, self.topology.coordinate_of(self.rank, axis)) for axis in contract.apart]
         number = zlib.crc32(repr((seed, known.label, where)).encode())
         generator = torch.Generator().manual_seed(number)
         param = self._tensors[known.name]
@@ -267,7 +296,11 @@ class Measured:
         return drawn.to(param)
 
     def products(self, directions: Sequence[tuple[KnownParameter, Tensor | None]]) -> list[dict[int, float]]:
-        """<gradient, direction> of each, by rank. Collectives: an object all-gather. Host reads: one a parameter."""
+        """Return <gradient, direction> of each pair, by rank.
+
+        Collectives: an object all-gather.
+        Host synchronization: one per parameter.
+        """
         mine: list[float | None] = []
         for known, direction in directions:
             gradient = None if direction is None else self._gradients[known.name]
@@ -282,11 +315,7 @@ class Measured:
 
     @torch.no_grad()
     def move(self, directions: Sequence[tuple[KnownParameter, Tensor | None]], step: float) -> dict[str, Tensor]:
-        """Move parameters by ``step`` times their directions.
-
-        Returns:
-            What they were, for `put_back`.
-        """
+        """Move the parameters by ``step`` times their directions, and return their old values for `put_back`."""
         before = {}
         for known, direction in directions:
             if direction is not None:
@@ -297,13 +326,16 @@ class Measured:
 
     @torch.no_grad()
     def put_back(self, before: Mapping[str, Tensor]) -> None:
-        """Undo a `move`, to the bit."""
+        """Undo a `move`; the parameters are bitwise identical to before."""
         for name, value in before.items():
             self._tensors[name].copy_(value)
 
 
 def _known(by_rank: Sequence[Mapping[str, ParameterView]], topology: Topology) -> list[KnownParameter]:
-    """In the order of the first rank that has each; those of a name on stages that are not tied are several."""
+    """Merge the descriptions of all ranks, in the order of the first rank that holds each parameter.
+
+    Equal names on several pipeline stages are different parameters unless the spec ties them.
+    """
     found: dict[tuple[str, tuple[tuple[str, int], ...]], KnownParameter] = {}
     stages: dict[str, set[tuple[int, ...]]] = {}
     for rank, names in enumerate(by_rank):

@@ -1,8 +1,7 @@
-"""The loss of a parallel model as a function of its parameters: computed again and again, each time under the same
-circumstances.
+"""The loss of a parallel model as a repeatable function of its parameters.
 
-What stands for the loss is the mean over data ranks of what each returns. Along model axes it must be one number: there
-every rank computes the same loss, from pieces of the same model.
+The objective is the mean, over the data-parallel ranks, of the losses that they return. Along a model-parallel axis all
+ranks must compute the same loss, each from its shards of the model.
 """
 
 from __future__ import annotations
@@ -29,15 +28,17 @@ _LOGGER = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=nn.Module)
 Losses = Sequence[float | None]
-"""Of each rank; None where it has none, as on all but the last stage of a pipeline."""
+"""Loss per rank; None on a rank without a loss, such as a pipeline stage that is not the last."""
 
 
 class Objective:
-    """``loss_fn(model)``, with the same random numbers and buffers at every call.
+    """``loss_fn(model)``, computed with the same random numbers and buffers in every call.
 
     Args:
-        loss_fn: Returns this rank's loss, 0-dim; None where there is none. Where it has called backward itself, as the
-            schedule of a pipeline does, it returns the loss detached, or None.
+        model: The model.
+        loss_fn: Returns this rank's loss, a 0-dim tensor, or None on a rank without a loss. If it runs backward itself,
+            like a pipeline schedule, it returns a detached loss or None.
+        registry: The process groups.
     """
 
     def __init__(self, model: M, loss_fn: Callable[[M], Tensor | None], registry: ProcessGroupRegistry) -> None:
@@ -56,7 +57,10 @@ class Objective:
         self.calls = 0
 
     def differentiate(self) -> Losses:
-        """One forward and backward; the gradients stay in ``.grad``. Collectives: the model's, and an object all-gather."""
+        """Run one forward and backward, and return the losses. The gradients remain in ``.grad``.
+
+        Collectives: the model's, and an object all-gather.
+        """
         with self._same_circumstances():
             loss, said = on_all_ranks_with(self._computed, self.registry)
             if loss is not None and loss.requires_grad:
@@ -65,16 +69,21 @@ class Objective:
         return [number for number, _ in said]
 
     def __call__(self) -> Losses:
-        """One forward. Collectives: the model's, and an object all-gather over the world."""
+        """Run one forward and return the losses.
+
+        Collectives: the model's, and an object all-gather over the world.
+        """
         with self._same_circumstances(), torch.set_grad_enabled(not self._backward_is_ours):
             _, said = on_all_ranks_with(self._computed, self.registry)
         for module in self._fully_sharded:
-            module.reshard()  # without a backward, it would go on with the parameters that it has gathered
+            module.reshard()  # without a backward, the next forward would use the gathered parameters of this one
         return [number for number, _ in said]
 
     def _computed(self) -> tuple[Tensor | None, tuple[float | None, bool]]:
-        """The loss; its value, and whether backward has still to be called. An error is told at once: other ranks may be
-        waiting for this one in the model."""
+        """Return the loss, its value, and whether backward must still be called.
+
+        An error is logged at once, because other ranks may be waiting for this rank in a collective of the model.
+        """
         try:
             loss = self._loss()
             return loss, (_number(loss), loss is not None and loss.requires_grad)
@@ -83,7 +92,7 @@ class Objective:
             raise
 
     def close(self) -> None:
-        """Everything as it was before."""
+        """Restore the gradients and the random states from before."""
         for param, gradient in zip(self._params, self._gradients, strict=True):
             param.grad = gradient
         set_random_state(self._random)
@@ -91,7 +100,7 @@ class Objective:
     @contextmanager
     def _same_circumstances(self) -> Iterator[None]:
         for param in self._params:
-            param.grad = None  # a new one, should loss_fn call backward itself: the first one's are kept
+            param.grad = None  # if loss_fn runs backward itself, it must not add to the gradients of `differentiate`
         set_random_state(self._random)
         self.calls += 1
         try:
@@ -103,11 +112,11 @@ class Objective:
                     buffer.copy_(before)
 
 
-def whole_loss(losses: Losses, topology: Topology) -> float:
-    """The mean over data ranks of their losses.
+def mean_loss(losses: Losses, topology: Topology) -> float:
+    """Return the mean of the losses over the data-parallel ranks.
 
     Raises:
-        ValueError: There is no loss for some data rank, or one is not finite.
+        ValueError: Some data-parallel rank has no loss, or a loss is not finite.
     """
     by_samples: dict[tuple[int, ...], list[float]] = {}
     for rank, loss in enumerate(losses):
@@ -115,18 +124,18 @@ def whole_loss(losses: Losses, topology: Topology) -> float:
         if loss is not None:
             found.append(loss)
             if not isfinite(loss):
-                raise ValueError(f"the loss of rank {rank} is {loss}: give a model and a batch whose loss is finite")
+                raise ValueError(f"the loss of rank {rank} is {loss}; give a model and a batch with a finite loss")
     for samples, found in by_samples.items():
         if not found:
             at = ", ".join(f"{axis}={index}" for axis, index in zip(topology.data_axes, samples, strict=True))
             raise ValueError(
-                f"no rank {f'at {at} ' if at else ''}returned a loss: loss_fn must return it where it is computed"
+                f"no rank {f'at {at} ' if at else ''}returned a loss; loss_fn must return it on the rank that computes it"
             )
     return fmean(fmean(found) for found in by_samples.values())
 
 
-def unequal_along(losses: Losses, topology: Topology, within: float) -> tuple[str, ...]:
-    """The axes, data axes apart, along which the losses of two ranks differ by more than ``within``."""
+def unequal_loss_axes(losses: Losses, topology: Topology, within: float) -> tuple[str, ...]:
+    """Return the axes, except data-parallel ones, along which two ranks' losses differ by more than ``within``."""
     found = []
     for axis in topology.axes:
         if axis not in topology.data_axes and topology.size(axis) > 1:
@@ -141,15 +150,13 @@ def _number(loss: Tensor | None) -> float | None:
     if loss is None:
         return None
     if loss.numel() != 1:
-        raise ValueError(
-            f"loss_fn returned a tensor of shape {tuple(loss.shape)}; return the loss, which is one number"
-        )
+        raise ValueError(f"loss_fn returned a tensor of shape {tuple(loss.shape)}; return the loss as a single number")
     return float(local_tensor(loss.detach()).double())
 
 
 # Float64 --------------------------------------------------------------------------------------------------------------
 
-# A model computed in float64 for a while, whatever dtype it has and asks for: differences of losses need the digits.
+# Differences of losses need the accuracy of float64, whatever the dtype of the model.
 
 _LOWER = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = ("float", "half", "bfloat16")
@@ -157,11 +164,13 @@ _CASTS = ("float", "half", "bfloat16")
 
 @contextmanager
 def in_float64(model: nn.Module) -> Iterator[None]:
-    """Within it, parameters and buffers of ``model`` are float64, in place, and so is everything that torch's functions
-    make of them; casts to a lower dtype are left out. Afterwards it has its own tensors again, and their gradients.
+    """Compute the model in float64 inside the context, and restore its tensors and gradients afterwards.
+
+    Parameters and buffers are converted in place, torch functions return float64, and casts to a lower dtype are
+    ignored.
 
     Raises:
-        TypeError: A parameter is a DTensor that is not float64.
+        TypeError: A parameter is a DTensor of another dtype than float64.
     """
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.dtype in _LOWER]
     if not tensors:
@@ -169,17 +178,17 @@ def in_float64(model: nn.Module) -> Iterator[None]:
         return
     if has_dtensors(tensors):
         raise TypeError(
-            "DTensors can't be computed in another dtype for a while: build the model in float64 "
-            "(torch.set_default_dtype), or prove it as it is, with dtype=None"
+            "parameters that are DTensors can't be converted to float64 for the proof; build the model in float64 "
+            "(torch.set_default_dtype), or pass dtype=None to prove it in its own dtype"
         )
-    before = [_Before(tensor) for tensor in tensors]
+    before = [_SavedTensor(tensor) for tensor in tensors]
     default = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float64)
         for tensor in tensors:
             tensor.grad = None
             tensor.data = tensor.data.double()
-            if tensor.grad_dtype != torch.float64:  # as main grads have
+            if tensor.grad_dtype != torch.float64:  # main gradients have a fixed dtype
                 tensor.grad_dtype = None
         with _AllInFloat64():
             yield
@@ -189,8 +198,8 @@ def in_float64(model: nn.Module) -> Iterator[None]:
             one.put_back()
 
 
-class _Before:
-    """A tensor as it is now."""
+class _SavedTensor:
+    """The data, gradient and gradient dtype of a tensor, to be restored later."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._data, self._gradient, self._grad_dtype = tensor, tensor.data, tensor.grad, tensor.grad_dtype
@@ -208,18 +217,20 @@ class _AllInFloat64(TorchFunctionMode):
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name == "__get__":  # an attribute, which most calls are
+        if name == "__get__":  # most calls only read an attribute
             return func(*args, **(kwargs or {}))
         if name in _CASTS:
             return args[0].double()
-        if not name.endswith("_"):  # what is changed in place stays what it is
+        if not name.endswith("_"):  # an in-place function keeps the dtype of its tensor
             args = tuple(map(_raised_within, args))
             kwargs = {key: _raised_within(value) for key, value in (kwargs or {}).items()}
         return func(*args, **(kwargs or {}))
 
 
 def _raised_within(value: object) -> object:
-    """Of what holds others, each. A tree of one leaf costs more than most functions that it is made for."""
+    """Convert the tensors and dtypes in ``value``. Single leaves skip `tree_map`, which is slower than most torch
+    functions.
+    """
     if value is None or isinstance(value, (int, float, str)):
         return value
     return (

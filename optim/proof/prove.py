@@ -1,4 +1,4 @@
-"""`prove`: that every gradient of a parallel model, completed as its layout says, is the derivative of the loss."""
+"""`prove` and `infer`: checks of the declared layouts against the loss, and layouts found without a declaration."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ...parallel.layout.spec import P
 from ...parallel.mesh.registry import ProcessGroupRegistry
 from ...parallel.mesh.topology import Topology
-from .examination import examined
-from .findings import Proof, Shape, candidates, spec_of_way, split_beside
-from .measured import KnownParameter, Measured, Way, declared_way
+from .examination import examine
+from .findings import Proof, Shape, candidates, spec_of_contract, split_beside
+from .measured import GradientContract, KnownParameter, Measured, declared_contract
 from .objective import M
 
 
@@ -27,53 +27,58 @@ def prove(
     dtype: torch.dtype | None = torch.float64,
     seed: int = 0,
 ) -> Proof:
-    """Check the gradient of every parameter against the loss itself, which needs no other model to compare with.
+    """Check that the gradient of every parameter is the derivative of the loss. No second model is needed.
 
         proof = prove(model, lambda model: model(batch), registry)
         print(proof)
 
-    Every parameter is moved along a random direction, copies of it together and pieces each along its own; the central
-    difference of the loss is compared with what the gradients promise, put together as the specs say. Where they promise
-    something else, it is found out under which layout they would be right, and in which module backward goes wrong. What it
-    can't see is a model that computes, and differentiates rightly, another function than the one it is meant to be.
+    Every parameter is moved along a random direction, equal for replicas and distinct for shards. The central
+    difference of the loss is compared with the derivative that the gradients predict under the declared specs. Where
+    they differ, `prove` looks for the layout that would make the gradient right, and for the module whose backward is
+    wrong. `prove` cannot detect a model that computes, and differentiates correctly, another function than the intended
+    one.
 
-    Call it on every rank, in a test, at the start of training or between two steps; not between a backward that reduces
-    (``overlap=True``) and its step, which would refuse the gradients. Dropout sees the same random numbers at every
-    forward; gradients, buffers, parameters and random states are afterwards what they were.
+    Call it on every rank, in a test, at the start of training or between two steps. Don't call it between a backward
+    with ``overlap=True`` and its step: the step would reject the gradients. Dropout gets the same random
+    numbers in every forward. Gradients, buffers, parameters and random states are unchanged afterwards.
 
     Args:
-        model: With declared parameters (`declare`); what a layer or a DTensor's placements say needs no more.
-        loss_fn: Given the model, returns this rank's loss, a mean over its samples; None where there is none. Ranks along
-            model axes return the same loss; the mean over data ranks is what is differentiated. Where it has called
-            backward itself, as a pipeline's schedule does, it returns the loss detached, or None.
-        max_parameters: Prove only so many, evenly over the model.
-        dtype: What to compute in: parameters and buffers are cast for the time, and casts to lower dtypes in the model are
-            left out. None: in the parameters' own, float32 telling errors of half a percent.
-        seed: Of the directions.
+        model: A model whose parameters are declared with `declare`. Parallel layers and DTensors declare themselves.
+        loss_fn: Called with the model; returns this rank's loss, the mean over its samples, or None on a rank without a
+            loss. Ranks along model-parallel axes return the same loss. The mean over the data-parallel ranks is
+            differentiated. If the function runs backward itself, like a pipeline schedule, it returns the detached loss
+            or None.
+        registry: The process groups.
+        max_parameters: Number of parameters to check, spread evenly over the model. None: all.
+        dtype: torch.float64: convert parameters and buffers during the proof, and ignore casts to lower dtypes in the
+            model. None: use the parameters' own dtypes; in float32 only errors above half a percent are detected.
+        seed: Seed of the directions. Default: 0.
 
     Raises:
-        ValueError: On every rank: a parameter is not declared; a loss is not finite, or missing.
-        RuntimeError: ``loss_fn`` raised on another rank, whose own error is logged there at once. (Ranks that wait for it
-            in the model's collectives learn of it when these time out.)
-        TypeError: Half precision and ``dtype=None``; DTensors that would have to be cast.
-    Collectives: the model's, in one backward and about two forwards for 64 parameters that are right, and object
-        all-gathers over the world. Host reads: yes.
+        ValueError: On every rank: a parameter is not declared, or a loss is missing or not finite.
+        RuntimeError: ``loss_fn`` raised on another rank, which logs its own error at once. Ranks that wait for it in a
+            collective of the model get the error when the collective times out.
+        TypeError: A parameter has half precision and ``dtype`` is None, or a DTensor would have to be converted.
+
+    Collectives: the model's, in one backward and about two forwards per 64 right parameters, and object all-gathers
+        over the world.
+    Host synchronization: yes.
     """
-    return examined(model, loss_fn, registry, max_parameters, dtype, seed).proof
+    return examine(model, loss_fn, registry, max_parameters, dtype, seed).proof
 
 
-# `infer`: the layout of every parameter, from values, gradients and the loss alone ------------------------------------
+# `infer`: layouts from values, gradients and the loss -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Inferred:
-    """What `infer` found; the rules are those of this rank's parameters, the rest is the same on all ranks.
+    """Result of `infer`. The rules describe this rank's parameters; the other fields are the same on all ranks.
 
     Args:
-        rules: For `declare`, by full name.
-        dims_unknown: The parameters of which shapes don't tell which dims are cut, or in which order: norm, clipping and
-            step are right in any case, a checkpoint for other layouts needs the dims.
-        proof: That the loss agrees. What no layout makes right is among its findings, and has no rule.
+        rules: Specs for `declare`, by full parameter name.
+        dims_unknown: Names of the parameters whose sharded dims, or their order, are not certain. Norm, clipping and
+            step are right in any case; only a checkpoint for another layout needs the dims.
+        proof: The proof of these rules. A parameter that no layout makes right is a finding and has no rule.
     """
 
     rules: dict[str, P]
@@ -83,9 +88,11 @@ class Inferred:
     def __str__(self) -> str:
         lines = [f"    {pattern!r}: {spec}," for pattern, spec in shortened(self.rules).items()]
         unknown = "".join(
-            f"\n# {name}: the dims are a guess; infer(..., shapes=) knows them" for name in self.dims_unknown
+            f"\n# {name}: the sharded dims are a guess; pass shapes= to infer" for name in self.dims_unknown
         )
-        unknown += "".join(f"\n# {name}: by its values; the loss hardly depends on it" for name in self.proof.untold)
+        unknown += "".join(
+            f"\n# {name}: inferred from values only; the loss hardly depends on it" for name in self.proof.untold
+        )
         wrong = "" if self.proof.right else "\n" + "\n".join(f"# {line}" for line in str(self.proof).splitlines())
         return "\n".join(["declare(model, {", *lines, "})"]) + unknown + wrong
 
@@ -99,7 +106,7 @@ def infer(
     dtype: torch.dtype | None = torch.float64,
     seed: int = 0,
 ) -> Inferred:
-    """Find out how every parameter is laid out; nothing needs to be declared, and what is declared is not looked at.
+    """Find the layout of every parameter. Nothing needs to be declared, and existing declarations are ignored.
 
         print(infer(model, lambda model: model(batch), registry))
 
@@ -107,38 +114,42 @@ def infer(
             'layers.*.up.weight': P('tensor'),
             ...
 
-    Where ranks have equal values there are copies, where they have others there are pieces; which of the gradients are
-    complete and which are terms of a sum, the loss tells, as in `prove`. A vector of one constant on all ranks (ones of a
-    norm, zeros of a bias) may be a piece or a term: it is taken for a piece where another parameter of its module is one.
-    Parameters of one name on several stages of a pipeline are taken for different ones, unless they are declared tied.
-    Initialise at random where that is not enough, or give shapes.
+    Ranks with equal values hold replicas, ranks with different values hold shards. The loss decides which gradients are
+    complete and which are partial, as in `prove`. A vector with one constant value on all ranks, like the ones of a
+    norm or the zeros of a bias, may be either: it counts as sharded if another parameter of its module is sharded.
+    Parameters with the same name on several pipeline stages count as different unless they are declared tied. If the
+    result is uncertain, initialise the parameters at random, or pass ``shapes``.
 
     Args:
-        model, loss_fn, dtype, seed: As in `prove`.
-        shapes: Of the logical tensors, by name, or a model of one process that has them (on the meta device will do): then
-            it is told which dims are cut.
+        model, loss_fn, registry, dtype, seed: As in `prove`.
+        shapes: Shapes of the full tensors by name, or a single-process model with these shapes (on the meta device, for
+            example). They decide which dims are sharded. None: the dims are guessed where several are possible.
+
     Raises:
-        ValueError: On every rank: what ranks hold of a parameter is no part of its shape in ``shapes``. Or as `prove`.
-    Collectives, host reads: As `prove`; a parameter whose layout isn't what values suggest costs forwards more.
+        ValueError: On every rank: the shape of a shard does not fit the full shape in ``shapes``. Other errors as in
+            `prove`.
+
+    Collectives: as in `prove`; a parameter whose layout differs from the guess costs more forwards.
+    Host synchronization: yes.
     """
     logical = _shapes(shapes)
 
-    def guess(measured: Measured) -> dict[str, Way]:
+    def guess(measured: Measured) -> dict[str, GradientContract]:
         for known in measured.known:
             known.full = logical.get(known.name)
         return {known.label: _first(known, measured.known, measured.topology) for known in measured.known}
 
-    found = examined(model, loss_fn, registry, None, dtype, seed, guess)
+    found = examine(model, loss_fn, registry, None, dtype, seed, guess)
     by_label = {known.label: known for known in found.known}
     rules, unknown = dict[str, P](), list[str]()
-    for label, way in found.ways.items():
+    for label, contract in found.contracts.items():
         known = by_label[label]
         beside = {
-            other.name: (other.first.shape, found.ways[other.label].apart == way.apart)
+            other.name: (other.first.shape, found.contracts[other.label].apart == contract.apart)
             for other in found.known
-            if other is not known and other.module == known.module and other.label in found.ways
+            if other is not known and other.module == known.module and other.label in found.contracts
         }
-        spec, told = spec_of_way(known, way, registry.topology, beside)
+        spec, told = spec_of_contract(known, contract, registry.topology, beside)
         if not told:
             unknown.append(label)
         if registry.global_rank in known.seen:
@@ -152,23 +163,23 @@ def _shapes(shapes: nn.Module | Mapping[str, Sequence[int]] | None) -> dict[str,
     return {name: tuple(shape) for name, shape in (shapes or {}).items()}
 
 
-def _first(known: KnownParameter, everything: Sequence[KnownParameter], topology: Topology) -> Way:
-    """The likeliest way; a DTensor's placements are taken as they are."""
-    way = next(candidates(known, topology, split_beside(known, everything, topology), None), None)
-    if way is None:
+def _first(known: KnownParameter, everything: Sequence[KnownParameter], topology: Topology) -> GradientContract:
+    """Return the most likely contract; the placements of a DTensor are used unchanged."""
+    contract = next(candidates(known, topology, split_beside(known, everything, topology), None), None)
+    if contract is None:
         held = " or ".join(sorted({str(seen.shape) for seen in known.seen.values()}))
         raise ValueError(
-            f"{known.label}: ranks hold {held}, which is no part of {known.full}, its shape in `shapes`; give the "
-            "logical tensors as this model has them (transposed ones are others), or leave it out"
+            f"{known.label}: shards of shape {held} don't fit the full shape {known.full} in shapes=; give the full shape "
+            "in this model's dim order (not transposed), or remove it from shapes="
         )
-    said = declared_way(known.first.spec or P(), known.first.averaged, topology)
-    return Way(
-        tuple((axis, said.along(axis) if axis in known.first.averaged else along) for axis, along in way.by_axis)
+    said = declared_contract(known.first.spec or P(), known.first.averaged, topology)
+    return GradientContract(
+        tuple((axis, said.along(axis) if axis in known.first.averaged else along) for axis, along in contract.by_axis)
     )
 
 
 def shortened(rules: Mapping[str, P]) -> dict[str, P]:
-    """With ``*`` for the numbers of layers, where all of them have the same spec."""
+    """Replace the layer numbers in names by ``*`` where all layers have the same spec."""
     by_pattern: dict[str, set[P]] = {}
     for name, spec in rules.items():
         by_pattern.setdefault(_pattern(name), set()).add(spec)

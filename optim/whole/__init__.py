@@ -1,4 +1,6 @@
-"""Optimizers whose update of a tensor needs all of it, on tensors that ranks have pieces of; and what to write one with."""
+"""Optimizers whose update needs the full tensor, for parameters that are sharded over ranks, and the base classes for
+them.
+"""
 
 from .any_optimizer import AnyOptimizer, whole
 from .at_home import HomeOptimizer

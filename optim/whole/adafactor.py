@@ -1,10 +1,11 @@
-"""Adafactor: Adam without momentum whose second moments are means of rows and columns (Shazeer, Stern, arXiv:1804.04235).
+"""Adafactor: Adam without momentum, with second moments factored into rows and columns (Shazeer, Stern,
+arXiv:1804.04235).
 
-    R <- R + t^c (rows of g^2 - R)      C <- C + t^c (columns of g^2 - C)        means, of the logical matrix; c < 0
+    R <- R + t^c (rows of g^2 - R)      C <- C + t^c (columns of g^2 - C)        means over the full matrix; c < 0
     u <- g / sqrt(R C / mean(R))
     w <- w - lr wd w - max(eps2, RMS(w)) min(lr, 1 / sqrt(t)) u / max(1, RMS(u) / d)
 
-Of a tensor of fewer than two dims the second moment is kept whole.
+The second moment of a tensor with fewer than two dims is not factored.
 """
 
 from __future__ import annotations
@@ -20,46 +21,45 @@ from ...parallel.layout.regions import Shape
 from .optimizer import Slot, Update, WholeOptimizer, moments
 from .tensors import Request, WholeTensors
 
-# Second moments of matrices, kept as the means of their rows and of their columns -------------------------------------
+# Factored second moments: the means of a matrix's rows and of its columns ---------------------------------------------
 
-# A tensor of two dims or more is a stack of matrices, its last two dims; one of fewer is not factored. Rows and columns
-# are those of the logical tensor, whoever has parts of them.
+# A tensor with two or more dims is a stack of matrices over its last two dims; other tensors are not factored. The rows
+# and columns are the full tensor's, independent of the sharding.
 
 
 def is_factored(shape: Shape) -> bool:
-    """Whether a logical tensor has rows and columns."""
+    """Return True if a full tensor of ``shape`` has rows and columns."""
     return len(shape) >= 2
 
 
 def row_and_column_sums(position: int, value: Tensor, shape: Shape) -> Iterator[Request]:
-    """To ask for: [..., rows, 1] and [..., 1, columns]."""
+    """Yield requests for the sums over each row and each column: [..., rows, 1] and [..., 1, columns]."""
     yield position, value, (len(shape) - 1,)
     yield position, value, (len(shape) - 2,)
 
 
 def row_and_column_zeros(slot: Slot, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Of those shapes, in the parameter's dtype."""
+    """Return zeros [..., rows, 1] and [..., 1, columns] in the parameter's dtype."""
     new_zeros = slot.param.new_zeros
     return new_zeros((*shape[:-1], 1)), new_zeros((*shape[:-2], 1, shape[-1]))
 
 
 def total(position: int, value: Tensor, shape: Shape) -> Request:
-    """To ask for: the sum of all elements."""
+    """Return a request for the sum of all elements."""
     return position, value, tuple(range(len(shape)))
 
 
 def rms(sum_of_squares: Tensor, shape: Shape) -> Tensor:
-    """0-dim."""
     return (sum_of_squares.sum() / max(prod(shape), 1)).sqrt()
 
 
 def toward(old: Tensor, new: Tensor, rate: float | Tensor) -> Tensor:
-    """``old``, moved to ``new`` by a rate, in its dtype."""
+    """Return ``old`` moved toward ``new`` by the fraction ``rate``, in the dtype of ``old``."""
     return old + (new.to(old.dtype) - old) * rate
 
 
 def outer(tensors: WholeTensors, slot: Slot, rows: Tensor, columns: Tensor) -> Tensor:
-    """rows x columns, of the piece's shape."""
+    """Return this rank's shard of the outer product of rows and columns."""
     left, right = tensors.of_whole(slot.position, rows), tensors.of_whole(slot.position, columns)
     return (left * right).reshape(slot.param.shape)
 
@@ -70,21 +70,25 @@ Moments = Mapping[str, Tensor]
 
 
 class Adafactor(WholeOptimizer):
-    """Adafactor, with the numbers of `torch.optim.Adafactor`.
+    """Adafactor, with the defaults of `torch.optim.Adafactor`.
 
     Args:
-        params: As any torch optimizer takes them.
-        lr: The longest relative step; a number, or a 0-dim tensor.
-        beta2_decay: c.
-        eps: eps1, the least that a second moment's root is (None: of the parameter's dtype), and eps2, the least RMS that a
-            parameter counts as.
-        d: The largest RMS of an update.
-        weight_decay: Of the parameter, times ``lr``.
+        params: Parameters or param groups.
+        lr: Largest relative step: a number or a 0-dim tensor.
+        beta2_decay: c, the exponent of the second moments' decay.
+        eps: eps1, the least root of a second moment (None: the machine epsilon of the parameter's dtype), and eps2, the
+            least RMS of a parameter.
+        d: Largest RMS of an update.
+        weight_decay: Decoupled weight decay, multiplied by ``lr``.
+
+    State: for matrices ``row_var`` [..., rows, 1] and ``col_var`` [..., 1, columns] of the full tensor, on every rank
+    that holds part of it; for other tensors ``variance`` of the shard.
+
     Raises:
         ValueError: An option is out of range.
-    State: of matrices ``row_var`` [..., rows, 1] and ``col_var`` [..., 1, columns] of the logical tensor, on every rank
-    that has some of it; of others ``variance``, of the piece.
-    Collectives: for each set of ranks that share split tensors two all-reduces. Host reads: none.
+
+    Collectives: two all-reduces per set of ranks that shares sharded tensors.
+    Host synchronization: none.
     """
 
     whole_states: ClassVar[frozenset[str]] = frozenset({"row_var", "col_var"})
@@ -134,7 +138,7 @@ class Adafactor(WholeOptimizer):
         return self.tensors.tensors[slot.position].shape
 
     def _squares(self, slots: Sequence[Slot]) -> Iterator[Request]:
-        """Of a parameter in all; of a matrix's gradient by rows and columns."""
+        """Yield requests for the sum of squares of each parameter, and of the rows and columns of each matrix gradient."""
         for slot in slots:
             shape = self._shape(slot)
             yield total(slot.position, slot.param.double().square(), shape)
@@ -152,7 +156,7 @@ class Adafactor(WholeOptimizer):
         }
 
     def _update(self, slot: Slot, moments: Moments) -> Tensor:
-        """u."""
+        """Return u."""
         eps = slot.group["eps"][0]
         if eps is None:
             eps = torch.finfo(slot.param.dtype).eps
@@ -164,39 +168,44 @@ class Adafactor(WholeOptimizer):
         return slot.grad * v.clamp(min=eps * eps).rsqrt()
 
 
-# Came -----------------------------------------------------------------------------------------------------------------
+# CAME -----------------------------------------------------------------------------------------------------------------
 
-# CAME: Adafactor with momentum, and slower where the momentum and the update differ (Luo et al., arXiv:2307.02047).
+# Adafactor with momentum, with smaller steps where momentum and update differ (Luo et al., arXiv:2307.02047).
 #
-#     R <- b2 R + (1 - b2) rows of (g^2 + eps1)      C: of columns                 means, of the logical matrix
+#     R <- b2 R + (1 - b2) rows of (g^2 + eps1)      C: of columns                 means over the full matrix
 #     u <- g / sqrt(R C / mean(R))
 #     k <- max(1, RMS(u) / d)
 #     m <- b1 m + (1 - b1) u / k
 #     S <- b3 S + (1 - b3) rows of ((u / k - m)^2 + eps2)      T: of columns
 #     w <- w - lr wd w - lr m / sqrt(S T / mean(S))
 #
-# Of a tensor of fewer than two dims the second moment is kept whole, and w <- w - lr wd w - lr m.
+# The second moment of a tensor with fewer than two dims is not factored, and w <- w - lr wd w - lr m.
 #
-# u / k - m = b1 (u / k - m') with the m' of before. What it is for any k follows from the sums of e^2, e u and u^2, where
-# e = u - m': with a = 1 - 1 / k, (u / k - m')^2 = e^2 - 2 a e u + a^2 u^2. So they travel together with RMS(u).
+# With the old momentum m', u / k - m = b1 (u / k - m'). Let e = u - m' and a = 1 - 1 / k; then
+# (u / k - m')^2 = e^2 - 2 a e u + a^2 u^2. So the sums of e^2, e u and u^2 give the result for any k, and are reduced in
+# the same all-reduce as RMS(u).
 
 
 class CAME(WholeOptimizer):
-    """CAME, with the numbers of its authors' ``came_pytorch``.
+    """CAME, with the defaults of its authors' package ``came_pytorch``.
 
     Args:
-        params: As any torch optimizer takes them.
-        lr: A number, or a 0-dim tensor.
+        params: Parameters or param groups.
+        lr: A number or a 0-dim tensor.
         eps: eps1 and eps2.
-        clip_threshold: d.
+        clip_threshold: d, the largest RMS of an update.
         betas: b1, b2, b3.
-        weight_decay: Of the parameter, times ``lr``.
+        weight_decay: Decoupled weight decay, multiplied by ``lr``.
+
+    State: ``exp_avg`` of the shard. For matrices also ``exp_avg_sq_row``, ``exp_avg_res_row`` [..., rows, 1] and
+    ``exp_avg_sq_col``, ``exp_avg_res_col`` [..., 1, columns] of the full tensor, on every rank that holds part of it;
+    for other tensors ``exp_avg_sq`` of the shard.
+
     Raises:
         ValueError: An option is out of range.
-    State: ``exp_avg``, of the piece; of matrices ``exp_avg_sq_row``, ``exp_avg_res_row`` [..., rows, 1] and
-    ``exp_avg_sq_col``, ``exp_avg_res_col`` [..., 1, columns] of the logical tensor, on every rank that has some of it; of
-    others ``exp_avg_sq``, of the piece.
-    Collectives: for each set of ranks that share split tensors two all-reduces. Host reads: none.
+
+    Collectives: two all-reduces per set of ranks that shares sharded tensors.
+    Host synchronization: none.
     """
 
     whole_states: ClassVar[frozenset[str]] = frozenset(
@@ -246,18 +255,18 @@ class CAME(WholeOptimizer):
             beta1, state = group["betas"][0], dict(moments[slot.position])
             uu = [next(measured) for _ in range(2 if is_factored(shape) else 1)]
             k = (rms(uu[0], shape) / group["clip_threshold"]).clamp(min=1)
-            towards = state["exp_avg"] = toward(slot.state["exp_avg"], u / k, 1 - beta1)
+            descent = state["exp_avg"] = toward(slot.state["exp_avg"], u / k, 1 - beta1)
             if is_factored(shape):
                 state |= self._instability(slot, 1 - 1 / k, uu, measured)
-                towards = towards * self._inverse_root(slot, state, "res")
-            param = slot.param * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * towards
+                descent = descent * self._inverse_root(slot, state, "res")
+            param = slot.param * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * descent
             yield Update(slot, param, state)
 
     def _shape(self, slot: Slot) -> tuple[int, ...]:
         return self.tensors.tensors[slot.position].shape
 
     def _squares(self, slots: Sequence[Slot]) -> Iterator[Request]:
-        """Of gradients of matrices."""
+        """Yield requests for the sums of squares of the rows and columns of each matrix gradient."""
         for slot in slots:
             if is_factored(shape := self._shape(slot)):
                 yield from row_and_column_sums(slot.position, slot.grad.double().square(), shape)
@@ -270,7 +279,7 @@ class CAME(WholeOptimizer):
         return {key: toward(slot.state[key], mean, rate) for key, mean in means.items()}
 
     def _update(self, slot: Slot, moments: Moments) -> Tensor:
-        """u."""
+        """Return u."""
         if "exp_avg_sq" in moments:
             return slot.grad * moments["exp_avg_sq"].rsqrt()
         return slot.grad * self._inverse_root(slot, moments, "sq")
@@ -280,7 +289,7 @@ class CAME(WholeOptimizer):
         return outer(self.tensors, slot, (rows / rows.mean(-2, keepdim=True)).rsqrt(), columns.rsqrt())
 
     def _residuals(self, slots: Sequence[Slot], moments: Mapping[int, Moments]) -> Iterator[Request]:
-        """Of u^2; for matrices, by rows and columns, of e^2 and e u too."""
+        """Yield requests for the sum of u^2; for matrices, the sums of u^2, e^2 and e u by rows and columns."""
         for slot in slots:
             shape, u = self._shape(slot), self._update(slot, moments[slot.position]).double()
             if not is_factored(shape):
@@ -291,7 +300,7 @@ class CAME(WholeOptimizer):
                 yield from row_and_column_sums(slot.position, product, shape)
 
     def _instability(self, slot: Slot, a: Tensor, uu: Sequence[Tensor], sums: Iterator[Tensor]) -> Moments:
-        """S and T."""
+        """Return S and T."""
         shape, (beta1, _, beta3) = self._shape(slot), slot.group["betas"]
         ee, eu = (next(sums), next(sums)), (next(sums), next(sums))
         found = {}

@@ -1,4 +1,4 @@
-"""Any torch optimizer, on whole tensors: each parameter and its gradient travel to one rank, which steps it."""
+"""Adapter that lets any torch optimizer step full tensors: each parameter is sent to one owner rank, which steps it."""
 
 from __future__ import annotations
 
@@ -24,24 +24,27 @@ from .layout import LogicalTensor
 from .optimizer import Slot, Update
 from .tensors import WholeTensors
 
-# The state of any optimizer for a tensor, dictionaries and lists within each other, as tensors alone ------------------
+# Flattening of a nested optimizer state into tensors ------------------------------------------------------------------
 
-# What is no tensor, and how all hangs together, is text in one of them. So it travels, is saved and restored like the
-# rest.
+# The nesting and all values that are no tensors are JSON text in one of the tensors. So they are sent, saved and restored
+# like the other tensors.
 
 PLAN = "plan"
 _KINDS: dict[type, str] = {list: "list", tuple: "tuple"}
 
 
 def flattened(nested: Any) -> dict[str, Any]:
-    """By path; under `PLAN` the text, as bytes. What is neither plain nor a container of such is there as it is."""
+    """Return the tensors of ``nested`` by path, and the JSON text as bytes under `PLAN`.
+
+    A value that is neither plain nor a container is returned unchanged.
+    """
     found: dict[str, Any] = {}
     plan = _planned(nested, "", found)
     return {PLAN: torch.frombuffer(bytearray(json.dumps(plan).encode()), dtype=torch.uint8), **found}
 
 
 def is_plain(value: Any) -> bool:
-    """Whether text says it exactly."""
+    """Return True if JSON represents ``value`` exactly."""
     return value is None or type(value) in (bool, int, float, str)
 
 
@@ -65,10 +68,11 @@ def _beneath(path: str, key: Any) -> str:
 
 
 def nested(found: Mapping[str, Any], device: torch.device) -> Any:
-    """What `flattened` was given.
+    """Return the argument of `flattened`.
 
     Args:
-        device: Of what was not on the CPU.
+        found: The result of `flattened`.
+        device: Device of the tensors that were not on the CPU.
     """
     plan = json.loads(bytes(found[PLAN].cpu().tolist()).decode())
     return _followed(plan, found, device)
@@ -94,35 +98,40 @@ _OF_WRAPPER = ("params", "param_names")
 
 
 def whole(optimizer: torch.optim.Optimizer) -> AnyOptimizer:
-    """The optimizer, to be given to `ParallelOptimizer` where parameters are split: it steps whole ones.
+    """Wrap a torch optimizer so that `ParallelOptimizer` steps full tensors with it.
 
         optimizer = ParallelOptimizer(whole(torch.optim.Adafactor(model.parameters())), registry)
 
-    Each parameter has a home among the ranks that have some of it. Parameter and gradient travel there, a copy of the
-    optimizer steps them as in a model of that one parameter, and the new weights travel back: the dense model's, whatever
-    the optimizer does within a tensor. Its state is at the home alone, and is saved as the logical parameter's.
+    Each parameter has an owner rank among the ranks that hold part of it. Parameter and gradient are sent there, a copy
+    of the optimizer steps them like a model of that one parameter, and the new weights are sent back. So the weights
+    equal the dense model's, whatever the optimizer computes within a tensor. The state exists on the owner rank only,
+    and a checkpoint saves it for the full parameter.
 
-    It is for optimizers that step each tensor by itself. One that estimates something from all of them together is refused
-    where it is known; one that draws random numbers draws others than in one process.
+    The optimizer must step each tensor separately. Optimizers known to estimate something from all tensors together are
+    rejected. An optimizer that draws random numbers draws others than in a single process.
 
     Args:
-        optimizer: A torch optimizer that has not stepped yet. Its param groups become those of what is returned: set rates
+        optimizer: A torch optimizer that has not stepped yet. The result has its param groups; set learning rates
             there.
+
     Raises:
-        TypeError: It is none, steps by a closure, or is whole already.
-        ValueError: It has a state; it steps all parameters together, or by another optimizer within it; it has modes.
-    Collectives: two all-to-alls a round (see `Homes.map`): weights and gradients, 64 MiB a home, and the weights back.
-    Host reads: one a step, whether it is skipped, besides the optimizer's own.
-    Memory: three rounds of whole parameters and gradients at most; of states, those of the tensors whose home this rank is.
+        TypeError: The argument is no torch optimizer, needs a closure, or already steps full tensors.
+        ValueError: The optimizer has a state, steps all parameters together or with an optimizer inside it, or has
+            train and eval modes.
+
+    Collectives: two all-to-alls per round (see `Homes.map`): weights and gradients of 64 MiB per owner rank, and the
+        weights back.
+    Host synchronization: one per step, to decide whether it is skipped, in addition to the optimizer's own.
+    Memory: at most three rounds of full parameters and gradients, and the states of the tensors that this rank owns.
     """
     return AnyOptimizer(optimizer)
 
 
 class AnyOptimizer(HomeOptimizer):
-    """See `whole`."""
+    """Result of `whole`, which see."""
 
     lists = 2
-    not_captured = "reads on the host whether to skip, and what it wraps may read more"
+    not_captured = "reads the skip flag on the host, and the wrapped optimizer may synchronize too"
     kept = ("kind", "attributes")
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -139,16 +148,16 @@ class AnyOptimizer(HomeOptimizer):
     def bound(self, tensors: WholeTensors) -> None:
         super().bound(tensors)
         self._copies: dict[int, torch.optim.Optimizer] = {}
-        self._live: dict[int, tuple[Tensor, int, Any]] = {}  # by position: the text, its version, what it says
+        self._live: dict[int, tuple[Tensor, int, Any]] = {}  # by position: the text, its version, the parsed state
 
-    def said_of(self, name: str | None, shape: Shape, group: Mapping[str, Any], spec: P | None) -> Any:
+    def metadata_for(self, name: str | None, shape: Shape, group: Mapping[str, Any], spec: P | None) -> Any:
         return self.kind.__qualname__
 
     def boxes(self, tensor: LogicalTensor) -> Sequence[Box]:
-        return [Box((0,) * len(tensor.shape), tensor.shape)] if tensor.said and prod(tensor.shape) else []
+        return [Box((0,) * len(tensor.shape), tensor.shape)] if tensor.metadata and prod(tensor.shape) else []
 
     def cost(self, shape: Shape) -> float:
-        """As if it were a product of the matrix with itself."""
+        """Return the cost of a product of the matrix with itself."""
         return float(prod(shape) * min(shape[-2:])) if len(shape) > 1 else float(prod(shape))
 
     # The step -------------------------------------------------------------------------------------------------------
@@ -167,7 +176,7 @@ class AnyOptimizer(HomeOptimizer):
             yield Update(slot, found.get(slot.position, slot.param), {})
 
     def _stepped(self, lists: list[Tensor], slot: Slot) -> Tensor:
-        """The new weights; the state is written."""
+        """Return the new weights, and update the state."""
         param, grad = lists
         one = nn.Parameter(param.to(slot.param.device, copy=True))
         one.grad = grad.to(slot.param.device)
@@ -198,7 +207,7 @@ class AnyOptimizer(HomeOptimizer):
         return one.detach().to(param.device)
 
     def _state(self, slot: Slot) -> Any:
-        """As the last step has left it, or a checkpoint."""
+        """Return the nested state from the last step or from a checkpoint."""
         written: Tensor | None = slot.state.get(_HOME + PLAN)
         if written is None:
             return {"own": {}, "others": {}, "group": {}, "self": {}}
@@ -209,14 +218,14 @@ class AnyOptimizer(HomeOptimizer):
         return nested(found, slot.param.device)
 
     def _counted(self, key: str, value: Any) -> bool:
-        """Whether the optimizer has changed an attribute of its own."""
+        """Return True if the optimizer has changed a public attribute."""
         return not key.startswith("_") and (key not in self.attributes or bool(self.attributes[key] != value))
 
     def _copied(self) -> torch.optim.Optimizer:
-        """Of the optimizer, for one tensor."""
+        """Return a copy of the optimizer for one tensor."""
         copy: torch.optim.Optimizer = object.__new__(self.kind)
         for name, value in self.attributes.items():
-            with suppress(TypeError, RuntimeError):  # what can't be copied is shared
+            with suppress(TypeError, RuntimeError):  # a value that has no copy is shared
                 value = deepcopy(value)
             vars(copy)[name] = value
         copy.defaults = dict(self.defaults)
@@ -228,14 +237,14 @@ class AnyOptimizer(HomeOptimizer):
 
 
 def _changed(key: str, value: Any, given: Mapping[str, Any]) -> bool:
-    """Whether the optimizer has put something else there than it was given."""
+    """Return True if the optimizer has changed a value of the param group."""
     if key not in given:
         return True
     return value is not given[key] and (isinstance(value, Tensor) or bool(value != given[key]))
 
 
 def _without_names(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A param group, to be made anew."""
+    """Return a param group that a constructor accepts, with the names next to the parameters."""
     params: list[Any] = list(group["params"])
     if "param_names" in group:
         params = list(zip(group["param_names"], params, strict=True))
@@ -247,18 +256,20 @@ def _check(optimizer: object) -> None:
         raise TypeError(f"whole({type(optimizer).__name__}): give a plain torch optimizer")
     name = type(optimizer).__name__
     if asks_other_ranks(optimizer):
-        raise TypeError(f"whole({name}): it steps whole tensors already; give it to ParallelOptimizer as it is")
+        raise TypeError(
+            f"whole({name}): {name} already steps full tensors; pass it to ParallelOptimizer without whole()"
+        )
     check_steps_without_closure(optimizer)
     check_each_alone(optimizer, "whole() steps each tensor by itself")
     if optimizer.state:
         raise ValueError(
-            f"whole({name}): it has stepped already; wrap it before its first step, and load its state from a checkpoint "
-            "of the wrapped one"
+            f"whole({name}): the optimizer already has a state; wrap it before its first step, and load its state from a "
+            "checkpoint of the wrapped optimizer"
         )
     if within := [key for key, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)]:
-        raise ValueError(f"whole({name}): it steps by the optimizer in its {', '.join(within)}: wrap that one")
+        raise ValueError(f"whole({name}): it delegates to the optimizer in its {', '.join(within)}; wrap that one")
     if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
         raise ValueError(
-            f"whole({name}): it changes the weights between training and evaluation, which copies of it can't; those that "
-            "are schedule-free are elementwise, and need no wrapper"
+            f"whole({name}): it switches the weights with train() and eval(), which whole() doesn't support; schedule-free "
+            "optimizers are elementwise: pass them to ParallelOptimizer without whole()"
         )

@@ -1,8 +1,8 @@
-"""Optimizers that keep a state of each matrix whole, at the matrix's home, and nowhere else.
+"""Base class of optimizers that keep one full matrix state on the matrix's owner rank only.
 
-In the optimizer's state it stands under the first piece of the tensor that the home has, as "<name>.<number of the matrix>"
-and, where there are several of a kind, ".<which>". It belongs to the logical tensor: a checkpoint has it once, and whatever
-the layout that it is loaded in, the matrix's home there gets it.
+The state is stored under the first shard of the tensor that the owner rank holds. Its key is "<name>.<number of the
+matrix>", followed by ".<index>" if there are several of one name. It belongs to the full tensor: a checkpoint contains
+it once, and after loading in any layout the matrix's owner rank there receives it.
 """
 
 from __future__ import annotations
@@ -26,40 +26,43 @@ from .tensors import WholeTensors
 
 # Preconditioners ------------------------------------------------------------------------------------------------------
 
-# Matrices on the sides of a matrix: statistics of its rows and of its columns, their bases and roots (Shampoo, SOAP).
+# Statistics of the rows and of the columns of a matrix, with their eigenbases and roots (Shampoo, SOAP).
 
 Sides = Sequence[Tensor | None]
-"""For each dim of a tensor a matrix of its size; None where it has no preconditioner."""
+"""Per dim of a tensor, a square matrix of the dim's size; None for a dim without preconditioner."""
 
 FACTORISATION = 40.0
-"""What a QR of a matrix [n, n] and the product before it cost, in n^3 of a matrix product's."""
+"""Cost of a QR decomposition of a matrix [n, n] and the product before it, in operations of a matrix product per n^3."""
 
 
 def sides_of(shape: Shape) -> Shape:
-    """The dims that may have preconditioners: of a stack's matrix, its last two."""
+    """Return the sizes of the dims that may have preconditioners: the last two for a stack of matrices, else all."""
     return tuple(shape[1:]) if len(shape) == 3 else tuple(shape)
 
 
 def gram(g: Tensor, dim: int) -> Tensor:
-    """[side, side]: the products of its slices along a dim."""
+    """Return the Gram matrix [side, side] of the slices along ``dim``."""
     rows = g.movedim(dim, 0).flatten(1)
     return rows @ rows.mT
 
 
 def into(x: Tensor, bases: Sides) -> Tensor:
-    """In the coordinates of the bases: Q_L^T X Q_R."""
+    """Return ``x`` in the coordinates of the bases: Q_L^T X Q_R."""
     for q in bases:
         x = x.movedim(0, -1) if q is None else torch.tensordot(x, q, ([0], [0]))
     return x
 
 
 def out_of(x: Tensor, bases: Sides) -> Tensor:
-    """Back from there: Q_L X Q_R^T."""
+    """Return the inverse of `into`: Q_L X Q_R^T."""
     return into(x, [None if q is None else q.mT for q in bases])
 
 
 def eigenvectors(symmetric: Tensor) -> Tensor:
-    """In columns, that of the largest eigenvalue first. What is not finite, in a step that is skipped, has any."""
+    """Return the eigenvectors as columns, largest eigenvalue first.
+
+    A non-finite matrix, which occurs only in a skipped step, gives arbitrary ones.
+    """
     finite = torch.isfinite(symmetric).all()
     eye = torch.eye(symmetric.size(0), dtype=symmetric.dtype, device=symmetric.device)
     found: Tensor = torch.linalg.eigh(torch.where(finite, symmetric, eye)).eigenvectors
@@ -67,14 +70,17 @@ def eigenvectors(symmetric: Tensor) -> Tensor:
 
 
 def renewed(symmetric: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """A basis after one step of power iteration, and in which order it has the old one's columns."""
+    """Return the basis after one step of power iteration, and the order of the old basis's columns in it."""
     product = symmetric @ basis
     order = torch.argsort((basis * product).sum(0), descending=True)
     return torch.linalg.qr(product[:, order])[0], order
 
 
 def inverse_root(symmetric: Tensor, order: int, epsilon: float) -> Tensor:
-    """(S + epsilon)^(-1 / order), of a matrix without negative eigenvalues but by rounding. What is not finite has any."""
+    """Return (S + epsilon)^(-1 / order) of a symmetric matrix whose eigenvalues are >= 0 except for rounding.
+
+    A non-finite matrix gives an arbitrary root.
+    """
     finite = torch.isfinite(symmetric).all()
     eye = torch.eye(symmetric.size(0), dtype=symmetric.dtype, device=symmetric.device)
     values, vectors = torch.linalg.eigh(torch.where(finite, symmetric, eye))
@@ -82,20 +88,21 @@ def inverse_root(symmetric: Tensor, order: int, epsilon: float) -> Tensor:
     return root
 
 
-# At home --------------------------------------------------------------------------------------------------------------
+# Owner ranks ----------------------------------------------------------------------------------------------------------
 
 _AT_HOME = re.compile(r"(\w+)\.(\d+)(?:\.|$)")
 
 
 class HomeOptimizer(WholeOptimizer):
-    """Gives matrices homes, which they keep as long as their states are there.
+    """Assigns an owner rank to every matrix, and keeps it as long as the owner rank has the matrix's state.
 
     Attributes:
-        lists: How many tensors of each matrix travel.
-        blocks: The blocks of fused weights, each a matrix of its own, by globs over names.
-        homes: Where the matrices are computed.
-        taken: How many steps there have been.
-    Collectives: at binding, besides the base's, an object all-gather.
+        lists: Number of tensors per matrix that are sent to the owner rank, such as 1 for the gradient alone.
+        blocks: The blocks of fused weights, each a separate matrix, by glob over parameter names.
+        homes: The owner ranks and the exchanges with them.
+        taken: The number of steps taken.
+
+    Collectives: when the optimizer is bound, an object all-gather in addition to the base class's.
     """
 
     lists = 1
@@ -103,20 +110,24 @@ class HomeOptimizer(WholeOptimizer):
     not_captured = "counts steps on the host, and does more in some than in others"
     _with_others = False
 
-    def said_of(self, name: str | None, shape: Shape, group: Mapping[str, Any], spec: P | None) -> Any:
-        """The matrices of a tensor of two dims or more."""
+    def metadata_for(self, name: str | None, shape: Shape, group: Mapping[str, Any], spec: P | None) -> Any:
+        """Return the matrices of a tensor; none if it has fewer than two dims."""
         return tuple(matrices_of(name, shape, self.blocks, spec)) if len(shape) > 1 else ()
 
     def boxes(self, tensor: LogicalTensor) -> Sequence[Box]:
-        """The matrices of a tensor; none where it has none."""
-        return tensor.said or ()
+        """Return the matrices of a tensor; empty if it has none."""
+        return tensor.metadata or ()
 
     def cost(self, shape: Shape) -> float:
-        """Of a step of a matrix, about, relative to others: homes are chosen by it."""
+        """Return the approximate relative cost of a step of one matrix; the choice of owner ranks balances it."""
         raise NotImplementedError
 
     def bound(self, tensors: WholeTensors) -> None:
-        """Raises ValueError, on every rank, where it has stepped before without other ranks."""
+        """Choose the owner ranks.
+
+        Raises:
+            ValueError: On every rank: the optimizer has stepped in a single process before.
+        """
         super().bound(tensors)
         self.homes = Homes(tensors, self.boxes, self.cost, self.lists, settled=self._agreed(self._settled(tensors)))
         self.taken = StepsTaken()
@@ -125,7 +136,7 @@ class HomeOptimizer(WholeOptimizer):
             self._own.setdefault(tensors.positions(matrix.tensor)[0], []).append(matrix)
 
     def _agreed(self, own: set[tuple[str, int]]) -> dict[tuple[str, int], int]:
-        """By tensor and number the ranks that have states."""
+        """Return the rank that has the state of each matrix, by tensor name and number."""
         registry = self.tensors.registry
         if registry is None:
             return dict.fromkeys(own, 0)
@@ -133,13 +144,13 @@ class HomeOptimizer(WholeOptimizer):
         self._with_others = True
         if alone := [rank for rank, (_, stepped_alone) in enumerate(ranks) if stepped_alone]:
             raise ValueError(
-                f"{type(self).__name__} has stepped alone on rank {alone[0]}, and has states of whole matrices there: give "
-                "it to ParallelOptimizer before its first step, or go on from a checkpoint of it (load_checkpoint)"
+                f"{type(self).__name__} has stepped without ParallelOptimizer on rank {alone[0]}, and has states; pass it "
+                "to ParallelOptimizer before its first step, or continue from a checkpoint (load_checkpoint)"
             )
         return {which: rank for rank, (found, _) in enumerate(ranks) for which in found}
 
     def _settled(self, tensors: WholeTensors) -> set[tuple[str, int]]:
-        """The matrices whose states are here already: another param group has come."""
+        """Return the matrices whose states are on this rank already, when it is bound again for another param group."""
         return {
             (tensor.name, number)
             for tensor, param in zip(tensors.tensors, params_of(self.param_groups), strict=True)
@@ -148,7 +159,7 @@ class HomeOptimizer(WholeOptimizer):
         }
 
     def own(self, slot: Slot) -> list[Matrix]:
-        """The matrices whose state stands at a position: none but at the first one that a home has of a tensor."""
+        """Return the matrices whose state is stored at a position, the first position of a tensor on its owner rank."""
         return self._own.get(slot.position, [])
 
     # State ----------------------------------------------------------------------------------------------------------
@@ -157,14 +168,14 @@ class HomeOptimizer(WholeOptimizer):
         return _number(key) is not None
 
     def keeps(self, param: Tensor, key: str) -> bool:
-        assert self.tensors, "which binds it, if nobody has"
+        assert self.tensors, "the property binds the optimizer"
         position = next(index for index, other in enumerate(params_of(self.param_groups)) if other is param)
         return _number(key) in {matrix.number for matrix in self._own.get(position, [])}
 
     # The step -------------------------------------------------------------------------------------------------------
 
     def at_home(self, slots: Sequence[Slot]) -> Callable[[Matrix], Slot]:
-        """Where the state of a matrix of `homes` stands."""
+        """Return a function from a matrix to the slot that stores its state."""
         by_position = {slot.position: slot for slot in slots}
         return lambda matrix: by_position[self.tensors.positions(matrix.tensor)[0]]
 
@@ -175,19 +186,22 @@ def _number(key: str) -> int | None:
 
 
 class StepsTaken:
-    """How many steps have been taken, by position: known to the host without a wait for what the device does now.
+    """Number of steps by position, known on the host without waiting for the current step.
 
-    At the end of each step the counts set out for the host; at the next step they have arrived. What somebody else has
-    written to them meanwhile, a checkpoint, is read anew.
+    At the end of a step the device counts are copied to the host asynchronously; the copies are complete by the next
+    step. If a count was changed in between, for example by a checkpoint, it is read again.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[Tensor, int]] = {}  # by position: the count on the device, its version
+        self._seen: dict[int, tuple[Tensor, int]] = {}  # by position: the device count and its version
         self._copies: dict[int, Tensor] = {}
         self._arrived: dict[torch.device, torch.cuda.Event] = {}
 
     def of(self, slot: Slot) -> int:
-        """Before this step. Host reads: in the first step, and after loading."""
+        """Return the number of steps before this one.
+
+        Host synchronization: one in the first step and one after loading; otherwise the wait for the previous step.
+        """
         count, seen = slot.state["step"], self._seen.get(slot.position)
         if not count.is_cuda or seen is None or seen[0] is not count or seen[1] != count._version:
             return _number_in(count.detach().cpu())
@@ -195,7 +209,7 @@ class StepsTaken:
         return _number_in(self._copies[slot.position])
 
     def note(self, slots: Sequence[Slot]) -> None:
-        """After the step's last update was written."""
+        """Start copying the step counts to the host. Call it after the step's last update."""
         for slot in slots:
             count: Tensor = slot.state["step"]
             if count.is_cuda:
@@ -208,17 +222,22 @@ class StepsTaken:
 
 
 def _number_in(count: Tensor) -> int:
-    """Of a 0-dim tensor on the CPU."""
     number: Any = count.tolist()
     return int(number)
 
 
 def moments_at_home(slot: Slot, matrix: Matrix) -> dict[str, Tensor]:
-    """Adam's two of a matrix, before its first step: of the parameter's dtype, and of the preconditioned sides' shape."""
+    """Return Adam's two moments of a matrix before its first step, zeros in the parameter's dtype."""
     zeros = slot.param.new_zeros(sides_of(matrix.shape))
     return {named("exp_avg", matrix): zeros, named("exp_avg_sq", matrix): zeros.clone()}
 
 
 def named(name: str, matrix: Matrix, which: Any = None) -> str:
-    """The key of a matrix's state."""
+    """Return the state key of a matrix.
+
+    Args:
+        name: Name of the state.
+        matrix: The matrix.
+        which: Index, if the matrix has several states of that name. None: it has one.
+    """
     return f"{name}.{matrix.number}" if which is None else f"{name}.{matrix.number}.{which}"

@@ -1,4 +1,4 @@
-"""One exchange there and back: pieces of some matrices to their homes, and the results to all that have some of them."""
+"""Exchange of matrices between ranks: shards are sent to owner ranks, which send the results back to all holders."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ...parallel.layout.regions import Box, Shape
 from .layout import LogicalTensor
 from .tensors import WholeTensors, narrowed
 
-# Flat memory for what travels between ranks, kept from one step to the next -------------------------------------------
+# Flat communication buffers, kept from one step to the next -----------------------------------------------------------
 
 
 class Buffers:
-    """One flat tensor for each use, as long as the longest that was asked for, until the next asks for the same use.
+    """A flat buffer per use, which grows to the longest request and is valid until the next request for the same use.
 
-    Only on a CPU, where fresh memory costs a page fault for each 4 KiB that is written, more than what is written there. A
-    GPU's allocator keeps memory itself, and lends it to whoever needs it between two steps.
+    Buffers are kept on a CPU only. There, every new page of 4 KiB costs a page fault, which is slower than writing it.
+    On a GPU, the caching allocator keeps memory itself and can lend it to other code between two steps.
     """
 
     def __init__(self) -> None:
         self._kept: dict[object, Tensor] = {}
 
     def flat(self, use: object, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """[numel], with anything in it."""
+        """Return an uninitialised tensor [numel]."""
         if device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=device)
         numbytes = numel * dtype.itemsize
@@ -40,7 +40,7 @@ class Buffers:
 
     @property
     def numbytes(self) -> int:
-        """What is kept."""
+        """Return the number of bytes kept."""
         return sum(kept.numel() for kept in self._kept.values())
 
 
@@ -49,15 +49,16 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A part of a logical tensor that is computed by itself: all of it, an expert, a block of a fused weight, a head.
+    """A part of a full tensor that is computed separately: the full tensor, an expert, a block of a fused weight, or a
+    head.
 
     Args:
-        tensor: The logical tensor.
-        number: Which of the tensor's it is.
-        box: Where in the tensor.
-        home: The rank that computes it.
-        sources: By rank the elements that it sends there.
-        holders: By rank the elements that come back to it.
+        tensor: The full tensor.
+        number: Index among the tensor's matrices.
+        box: The matrix's elements in the tensor.
+        home: The owner rank, which computes it.
+        sources: Per rank, the boxes that it sends to the owner rank.
+        holders: Per rank, the boxes of the result that it receives.
     """
 
     tensor: LogicalTensor = field(repr=False)
@@ -73,17 +74,17 @@ class Matrix:
 
 
 Compute = Callable[[Matrix, list[Tensor]], Tensor]
-"""From a matrix and its elements in each list, whole, the result of its shape and dtype."""
+"""Function from a matrix and its full tensor in each list to a result of the same shape and dtype."""
 
 
-class TravellingPlace(NamedTuple):
-    """Where elements of this rank's pieces are on their way to a home or back.
+class TransferSlice(NamedTuple):
+    """Elements of this rank's shards in the flat buffer that is sent or received.
 
     Args:
-        matrix: By its number in the round.
-        which: Of the lists.
-        box: In the logical tensor; within one rectangle of one piece.
-        begin: In what is sent or has arrived, flat; None: the home is here.
+        matrix: Index of the matrix in the round.
+        which: Index of the list.
+        box: The elements in the full tensor; they lie in a single rectangle of one shard.
+        begin: First element in the flat buffer; None if this rank is the owner rank.
     """
 
     matrix: int
@@ -93,20 +94,20 @@ class TravellingPlace(NamedTuple):
 
 
 class Round:
-    """Matrices of tensors that one set of ranks shares, of one dtype, which travel together.
+    """Matrices that are exchanged together: their tensors are held by the same ranks and have the same dtype.
 
     Args:
-        tensors: The logical tensors.
-        ranks: The set.
-        matrices: The same on all of them.
-        lists: How many tensors of each matrix travel to its home.
-        dtype: Of what travels.
-        turn: Rounds of equal ``turn`` are never on their way at once, and take the same memory.
-        buffers: The memory.
+        tensors: The full tensors.
+        ranks: The ranks that hold them.
+        matrices: The matrices, the same on all these ranks.
+        lists: Number of tensors per matrix that are sent to the owner rank.
+        dtype: Dtype of the sent elements.
+        buffer_index: Rounds with the same index are never in flight together and share their buffers.
+        buffers: The buffers.
 
     Attributes:
-        own: The matrices whose home this rank is.
-        positions: Those of this rank that have some of the matrices.
+        own: The matrices that this rank owns.
+        positions: This rank's positions that hold parts of the matrices.
     """
 
     def __init__(
@@ -116,15 +117,15 @@ class Round:
         matrices: Sequence[Matrix],
         lists: int,
         dtype: torch.dtype,
-        turn: int,
+        buffer_index: int,
         buffers: Buffers,
     ) -> None:
         self._tensors, self.ranks, self._lists = tensors, ranks, lists
         self._me, self._matrices, self._dtype = tensors.rank, matrices, dtype
-        self._turn, self._buffers = turn, buffers
+        self._buffer_index, self._buffers = buffer_index, buffers
         self._own = [index for index, matrix in enumerate(matrices) if matrix.home == self._me]
         self.own = [matrices[index] for index in self._own]
-        # Elements from one rank to another, there and back.
+        # Number of elements between two ranks, to the owner rank and back.
         self._there = self._counts(lambda m: m.sources, lists)
         self._back = self._counts(lambda m: m.holders, 1)
         self._sent = self._places(lambda m: m.sources, lists)
@@ -132,7 +133,7 @@ class Round:
         self.positions = sorted({at for matrix in matrices for at in tensors.positions(matrix.tensor)})
 
     def _counts(self, boxes: Callable[[Matrix], Mapping[int, Sequence[Box]]], lists: int) -> dict[tuple[int, int], int]:
-        """By (other rank, home), without what stays where it is."""
+        """Return the number of elements by (other rank, owner rank), without those that stay on the owner rank."""
         found: dict[tuple[int, int], int] = {}
         for matrix in self._matrices:
             for rank, those in boxes(matrix).items():
@@ -143,9 +144,9 @@ class Round:
 
     def _places(
         self, boxes: Callable[[Matrix], Mapping[int, Sequence[Box]]], lists: int
-    ) -> dict[int, list[TravellingPlace]]:
-        """By position those of this rank's elements; what is for one home lies by matrix, list and box."""
-        found: dict[int, list[TravellingPlace]] = {}
+    ) -> dict[int, list[TransferSlice]]:
+        """Return this rank's slices by position. The elements for one owner rank are ordered by matrix, list and box."""
+        found: dict[int, list[TransferSlice]] = {}
         at = 0
         for home in self.ranks:
             for number, matrix in enumerate(self._matrices):
@@ -153,18 +154,22 @@ class Round:
                     continue
                 for index in range(lists):
                     for box in boxes(matrix).get(self._me, ()):
-                        place = TravellingPlace(number, index, box, None if home == self._me else at)
+                        place = TransferSlice(number, index, box, None if home == self._me else at)
                         for position in self._tensors.positions_of(matrix.tensor, box):  # one
                             found.setdefault(position, []).append(place)
                         at += 0 if home == self._me else prod(box.sizes)
         return found
 
-    # There ----------------------------------------------------------------------------------------------------------
+    # To the owner rank ----------------------------------------------------------------------------------------------
 
     def send(
         self, values: Sequence[Mapping[int, Tensor]], device: torch.device
     ) -> Callable[[], dict[int, list[Tensor]]]:
-        """Start to bring this rank's elements to their homes; what finishes it returns the whole matrices of `own`."""
+        """Start sending this rank's elements to the owner ranks.
+
+        Returns:
+            A function that finishes the exchange and returns the full matrices of `own`, by index.
+        """
         wholes = self._wholes(device)
         flat, out, into = self._flat("sent", self._there, True, device)
         for position, places in self._sent.items():
@@ -192,16 +197,16 @@ class Round:
         return finish
 
     def _wholes(self, device: torch.device) -> dict[int, list[Tensor]]:
-        """For each of `own`, by number, its lists."""
+        """Return uninitialised full tensors of each matrix in `own`, by index."""
         numels = [prod(matrix.shape) for matrix in self.own]
-        flat = self._buffers.flat(("whole", self._turn), self._lists * sum(numels), self._dtype, device)
+        flat = self._buffers.flat(("whole", self._buffer_index), self._lists * sum(numels), self._dtype, device)
         parts = iter(flat.split([numel for numel in numels for _ in range(self._lists)]))
         return {
             number: [next(parts).view(matrix.shape) for _ in range(self._lists)]
             for number, matrix in zip(self._own, self.own, strict=True)
         }
 
-    # Back -----------------------------------------------------------------------------------------------------------
+    # Back to the holders --------------------------------------------------------------------------------------------
 
     def send_back(
         self,
@@ -210,14 +215,18 @@ class Round:
         results: dict[int, Tensor],
         device: torch.device,
     ) -> Callable[[], Iterator[int]]:
-        """Compute, and start to bring the results to all that have pieces; what finishes it puts them into ``results``, of
-        the tensors' dtype, one position after another."""
+        """Compute the matrices of `own`, and start sending the results to all ranks that hold parts of them.
+
+        Returns:
+            A function that finishes the exchange: it writes the shards into ``results`` in the tensors' dtype, and
+                yields their positions one by one.
+        """
         flat, out, into = self._flat("sent back", self._back, False, device)
         begins = self._begins()
         stays: dict[int, Tensor] = {}
         for number in self._own:
             matrix = self._matrices[number]
-            # Parts of what is transposed would take long to copy.
+            # copying parts of a transposed tensor would be slow
             stays[number] = made = compute(matrix, wholes.pop(number)).contiguous()
             for rank in self.ranks:
                 for box in matrix.holders.get(rank, ()) if rank != self._me else ():
@@ -228,7 +237,7 @@ class Round:
 
         def finish() -> Iterator[int]:
             elements = arrived()
-            for position in self.positions:  # those too that have no element
+            for position in self.positions:  # also positions without any element
                 places = self._returned.get(position, [])
                 if position not in results:
                     shape, dtype = self._tensors.piece_shape(position), self._tensors.tensors[position].dtype
@@ -246,7 +255,7 @@ class Round:
         return finish
 
     def _begins(self) -> dict[tuple[int, int, Box], int]:
-        """By matrix, rank and box where the result's elements for that rank begin in what is sent."""
+        """Return the first element in the send buffer by matrix, rank and box."""
         found, at = {}, 0
         for rank in self.ranks:
             for number in self._own if rank != self._me else ():
@@ -255,20 +264,20 @@ class Round:
                     at += prod(box.sizes)
         return found
 
-    # Both -----------------------------------------------------------------------------------------------------------
+    # Both directions ------------------------------------------------------------------------------------------------
 
-    def _parts(self, position: int, value: Tensor, places: Sequence[TravellingPlace]) -> dict[Box, Tensor]:
-        """The elements of boxes in a piece; views of it."""
+    def _parts(self, position: int, value: Tensor, places: Sequence[TransferSlice]) -> dict[Box, Tensor]:
+        """Return views of the elements of each slice's box in ``value``."""
         return dict(self._tensors.views(position, value, {place.box for place in places}))
 
     def _flat(
         self, use: str, counts: Mapping[tuple[int, int], int], towards_home: bool, device: torch.device
     ) -> tuple[Tensor, list[int], list[int]]:
-        """Memory for what this rank sends; to each rank how many elements, and from each."""
+        """Return the send buffer, and the numbers of elements sent to and received from each rank."""
         me = self._me
         out = [counts.get((me, rank) if towards_home else (rank, me), 0) for rank in self.ranks]
         into = [counts.get((rank, me) if towards_home else (me, rank), 0) for rank in self.ranks]
-        return self._buffers.flat((use, self._turn), sum(out), self._dtype, device), out, into
+        return self._buffers.flat((use, self._buffer_index), sum(out), self._dtype, device), out, into
 
     def _exchange(
         self,
@@ -279,13 +288,13 @@ class Round:
         into: list[int],
         device: torch.device,
     ) -> Callable[[], Tensor]:
-        """Start an all-to-all; what finishes it returns what has come, by rank one after another."""
+        """Start an all-to-all. The returned function finishes it and returns the received elements, ordered by rank."""
         if not counts:
             return lambda: flat
         registry = self._tensors.registry
         assert registry is not None
         flat = flat.to(registry.device)
-        arrived = self._buffers.flat((use, self._turn), sum(into), self._dtype, registry.device)
+        arrived = self._buffers.flat((use, self._buffer_index), sum(into), self._dtype, registry.device)
         group = self._tensors.group(self.ranks)
         work: Any = dist.all_to_all_single(arrived, flat, into, out, group=group, async_op=True)
 
@@ -301,7 +310,9 @@ class Round:
 def in_flight(
     rounds: Sequence[Round], values: Sequence[Mapping[int, Tensor]], compute: Compute, device: torch.device
 ) -> Iterator[tuple[int, Tensor]]:
-    """One round computes while the next one travels there and the one before back: results, as they are there."""
+    """Run the rounds, and yield results as they arrive. One round computes while the next one and the previous one are
+    sent.
+    """
     last = {position: index for index, one in enumerate(rounds) for position in one.positions}
     results: dict[int, Tensor] = {}
     returning: list[Callable[[], Iterator[int]]] = []
@@ -324,32 +335,33 @@ def in_flight(
         yield from there(len(rounds) - 1)
 
 
-# Homes ----------------------------------------------------------------------------------------------------------------
+# Owner ranks ----------------------------------------------------------------------------------------------------------
 
-# Matrices computed whole at one rank each: pieces travel to their home, and the results back to all that have pieces.
+# Each matrix is computed by one owner rank: the shards are sent there, and the results back to all ranks that hold parts.
 #
-# A home is one of the ranks that have some of the matrix, chosen so that all have about the same to compute. Which
-# elements travel where is settled once, by arithmetic that is the same on all ranks; a step packs, exchanges and unpacks.
-# Matrices go in rounds, so that one round computes while the next one travels.
+# The owner rank holds a part of the matrix itself; the choice balances the cost between ranks. All ranks compute the same
+# communication plan once, without communication. A step only packs, exchanges and unpacks. Matrices are grouped into
+# rounds, so that one round computes while the next one is sent.
 
 ROUND_BYTES = 64 * 2**20
 
 
 class Homes:
-    """Where each matrix is computed, and the exchanges around it.
+    """The owner rank of each matrix, and the exchanges with it.
 
     Args:
-        tensors: The logical tensors.
-        boxes: For a logical tensor the parts of it that are computed each by itself; none where none is. They tile it.
-        cost: About how long a matrix of a shape takes, in any unit.
-        lists: How many tensors of each matrix travel to its home.
-        dtype: Of what travels, there and back; None: the tensor's.
-        round_bytes: Of whole matrices at one home in one round, at most, where one matrix is not larger.
-        settled: By tensor and number the homes of those that have one already, with a state there.
+        tensors: The full tensors.
+        boxes: Returns the parts of a full tensor that are computed separately. They tile it, or there are none.
+        cost: Returns the approximate time for a matrix of a shape, in any unit.
+        lists: Number of tensors per matrix that are sent to the owner rank. Default: 1.
+        dtype: Dtype of the elements that are sent in both directions. None: the tensor's dtype.
+        round_bytes: Largest size of the full matrices on one owner rank in one round; a single matrix may be larger.
+        settled: Owner ranks, by tensor name and number, of matrices whose states are already there. None: no matrices.
 
     Attributes:
-        own: The matrices whose home this rank is.
-        buffers: What is kept of what travels, on a CPU.
+        own: The matrices that this rank owns.
+        buffers: The communication buffers, which are kept on a CPU only.
+
     Collectives: none.
     """
 
@@ -366,7 +378,8 @@ class Homes:
         self.tensors, self._dtype = tensors, dtype
         load: dict[int, float] = {}
         by_ranks: dict[tuple[int, ...], list[Matrix]] = {}
-        spoken: dict[tuple[str, int], dict[int, list[Box]]] = {}  # of a tensor, where a rank speaks for all that it has
+        # by tensor and owner rank; the owner rank contributes all elements that it holds
+        canonical_boxes: dict[tuple[str, int], dict[int, list[Box]]] = {}
         parts = [
             (tensor, number, box) for tensor in tensors.everything.values() for number, box in enumerate(boxes(tensor))
         ]
@@ -376,9 +389,13 @@ class Homes:
             if home not in holders:
                 home = min(holders, key=lambda rank: (load.get(rank, 0.0), rank))
             load[home] = load.get(home, 0.0) + cost(box.sizes)
-            if (tensor.name, home) not in spoken:
-                spoken[tensor.name, home] = tensor.sources(home)
-            sources = {rank: own for rank, said in spoken[tensor.name, home].items() if (own := _common(said, box))}
+            if (tensor.name, home) not in canonical_boxes:
+                canonical_boxes[tensor.name, home] = tensor.sources(home)
+            sources = {
+                rank: own
+                for rank, boxes_of in canonical_boxes[tensor.name, home].items()
+                if (own := _common(boxes_of, box))
+            }
             by_ranks.setdefault(tensor.ranks, []).append(Matrix(tensor, number, box, home, sources, holders))
         self.load = load
         shares = [
@@ -397,20 +414,23 @@ class Homes:
     def map(
         self, values: Sequence[Mapping[int, Tensor]], compute: Compute, device: torch.device | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """``compute`` of each matrix at its home; positions with the results' pieces, one after another as they are there.
+        """Compute every matrix on its owner rank, and yield this rank's shards of the results by position, as they
+        arrive.
 
-        Take all of them: what is taken starts what the other ranks wait for.
+        Consume all results: each one starts communication that other ranks wait for.
 
         Args:
-            values: For each list by position a contiguous tensor of the piece's shape. A position is asked for when it sets
-                out, in each round that has some of its matrices: see `OnDemand`.
-            compute: Called at home alone, for each of `own`.
-            device: Where matrices are computed; None: that of the first value.
+            values: Per list, a contiguous tensor of the shard's shape by position. A tensor is read when its elements
+                are sent, once per round that contains one of its matrices (see `LazyTensors`).
+            compute: Called on the owner rank only, for each matrix in `own`.
+            device: Device of the computation. None: the device of the first value.
         Returns:
-            Pieces of the tensor's dtype: the same bits on all ranks that have copies.
-        Collectives: for each round two all-to-alls of the ranks that share its tensors (one where every home has all that
-        it needs, none where nobody else has any). Host reads: none. Memory: three rounds of whole matrices at most; on a
-        CPU what has travelled in two of them is kept for the next step.
+            An iterator of positions and shards in the tensor's dtype; replicas are bitwise identical.
+
+        Collectives: per round, two all-to-alls of the ranks that hold its tensors; one if every owner rank already
+            holds its full matrices; none if no other rank holds any.
+        Host synchronization: none.
+        Memory: at most three rounds of full matrices; on a CPU the buffers of two rounds are kept for the next step.
         """
         if device is None:
             device = next((value.device for value in values[0].values()), torch.device("cpu"))
@@ -419,7 +439,7 @@ class Homes:
         return in_flight(self._rounds, values, compute, device)
 
     def _alone(self, values: Sequence[Mapping[int, Tensor]], compute: Compute) -> Iterator[tuple[int, Tensor]]:
-        """On one rank, where some parameters may not be stepped."""
+        """Compute all matrices in a single process, where some parameters may have no gradient."""
         by_position: dict[int, list[Matrix]] = {}
         for matrix in self.own:
             (position,) = self.tensors.positions(matrix.tensor)
@@ -442,9 +462,9 @@ def _common(held: Sequence[Box], box: Box) -> list[Box]:
 
 
 def _rounds(matrices: Sequence[Matrix], lists: int, round_bytes: int) -> list[list[Matrix]]:
-    """In each round every home has about as much."""
+    """Divide the matrices into rounds with about equal sizes per owner rank."""
     rounds: list[list[Matrix]] = []
-    filled: dict[int, tuple[int, int]] = {}  # by home: its round, the bytes there
+    filled: dict[int, tuple[int, int]] = {}  # by owner rank: its last round, and the bytes in it
     for matrix in matrices:
         numbytes = prod(matrix.shape) * matrix.tensor.dtype.itemsize * lists
         index, held = filled.get(matrix.home, (0, 0))

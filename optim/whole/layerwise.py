@@ -1,8 +1,10 @@
-"""LAMB: Adam whose step for a tensor is as long as a share of the tensor itself (You et al., arXiv:1904.00962).
+"""Optimizers that scale the step of each tensor by norms of the full tensor: LAMB, LARS and StableAdamW.
 
-m <- b1 m + (1 - b1) g        v <- b2 v + (1 - b2) g^2
-r <- (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + wd w
-w <- w - lr |w| / |r| r                                  norms of the logical tensor
+LAMB (You et al., arXiv:1904.00962):
+
+    m <- b1 m + (1 - b1) g        v <- b2 v + (1 - b2) g^2
+    r <- (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + wd w
+    w <- w - lr |w| / |r| r                                  norms of the full tensor
 """
 
 from __future__ import annotations
@@ -14,25 +16,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .optimizer import OnDemand, Slot, Update, WholeOptimizer, moments
+from .optimizer import LazyTensors, Slot, Update, WholeOptimizer, moments
 
 
 class LAMB(WholeOptimizer):
-    """LAMB, with the options of NVIDIA's and timm's; gradients are clipped by `ParallelOptimizer`, if at all.
+    """LAMB, with the options of NVIDIA's and timm's implementations.
 
-    A param group without weight decay (biases, gains of norms) is not adapted: its trust ratio is 1, unless
-    ``always_adapt``. So is that of a tensor whose norm, or whose update's, is 0.
+    It does not clip gradients; `ParallelOptimizer` can. A param group without weight decay (biases, gains of norms) has
+    the trust ratio 1 unless ``always_adapt`` is True. The trust ratio is also 1 if the norm of the tensor or of its
+    update is 0.
 
     Args:
-        params: As any torch optimizer takes them.
-        lr: A number, or a 0-dim tensor.
-        betas, eps: As Adam's.
-        weight_decay: Part of the update, before its norm is taken.
-        bias_correction: Divide m and v by 1 - b1^t and 1 - b2^t.
-        always_adapt: Adapt param groups without weight decay too.
+        params: Parameters or param groups.
+        lr: A number or a 0-dim tensor.
+        betas, eps: As in Adam.
+        weight_decay: Part of the update, added before its norm is taken.
+        bias_correction: True: divide m and v by 1 - b1^t and 1 - b2^t.
+        always_adapt: True: adapt param groups without weight decay too. Default: False.
+
     Raises:
         ValueError: An option is out of range.
-    Collectives: one all-reduce over the world, where some tensor is split. Host reads: none.
+
+    Collectives: one all-reduce over the world if any tensor is sharded.
+    Host synchronization: none.
     """
 
     def __init__(
@@ -66,7 +72,7 @@ class LAMB(WholeOptimizer):
     def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
         adapted = [slot for slot in slots if slot.group["weight_decay"] != 0 or slot.group["always_adapt"]]
         params = {slot.position: slot.param for slot in adapted}
-        w_norms, r_norms = self.tensors.norms_of(params, OnDemand(adapted, lambda slot: _direction(slot)[2]))
+        w_norms, r_norms = self.tensors.norms_of(params, LazyTensors(adapted, lambda slot: _direction(slot)[2]))
         for slot in slots:
             m, v, r = _direction(slot)
             rate = slot.group["lr"]
@@ -77,7 +83,7 @@ class LAMB(WholeOptimizer):
 
 
 def _direction(slot: Slot) -> tuple[Tensor, Tensor, Tensor]:
-    """m, v and r."""
+    """Return m, v and r."""
     group, t = slot.group, slot.step
     beta1, beta2 = group["betas"]
     m = slot.state["exp_avg"].lerp(slot.grad, 1 - beta1)
@@ -86,29 +92,32 @@ def _direction(slot: Slot) -> tuple[Tensor, Tensor, Tensor]:
     return m, v, m_hat / (v_hat.sqrt() + group["eps"]) + group["weight_decay"] * slot.param
 
 
-# LARS: SGD with a rate for each tensor, by its norm and its gradient's (You et al., arXiv:1708.03888) -----------------
+# LARS: SGD with a learning rate per tensor, from the norms of tensor and gradient (You et al., arXiv:1708.03888) ------
 
-# u <- eta |w| / (|g| + wd |w| + eps) (g + wd w)           norms of the logical tensor
+# u <- eta |w| / (|g| + wd |w| + eps) (g + wd w)           norms of the full tensor
 # b <- mu b + u
 # w <- w - lr b                                            (nesterov: u + mu b)
 
 
 class LARS(WholeOptimizer):
-    """LARS, with the options of timm's.
+    """LARS, with the options of timm's implementation.
 
-    A param group without weight decay (biases, gains of norms) is not adapted: plain SGD, unless ``always_adapt``. So is a
-    tensor whose norm, or whose gradient's, is 0.
+    A param group without weight decay (biases, gains of norms) uses plain SGD unless ``always_adapt`` is True. A tensor
+    whose norm or gradient norm is 0 uses plain SGD too.
 
     Args:
-        params: As any torch optimizer takes them.
-        lr: A number, or a 0-dim tensor. Outside of the momentum, as in `torch.optim.SGD`.
-        momentum, weight_decay, nesterov: As `torch.optim.SGD`.
+        params: Parameters or param groups.
+        lr: A number or a 0-dim tensor, applied after the momentum as in `torch.optim.SGD`.
+        momentum, weight_decay, nesterov: As in `torch.optim.SGD`.
         trust_coeff: eta.
         eps: Added to the denominator.
-        always_adapt: Adapt param groups without weight decay too.
+        always_adapt: True: adapt param groups without weight decay too. Default: False.
+
     Raises:
         ValueError: An option is out of range.
-    Collectives: one all-reduce over the world, where some tensor is split. Host reads: none.
+
+    Collectives: one all-reduce over the world if any tensor is sharded.
+    Host synchronization: none.
     """
 
     def __init__(
@@ -126,10 +135,10 @@ class LARS(WholeOptimizer):
         if not lr >= 0 or not momentum >= 0 or not weight_decay >= 0 or not trust_coeff > 0 or not eps >= 0:
             raise ValueError(
                 f"lr={lr}, momentum={momentum}, weight_decay={weight_decay}, eps={eps}, trust_coeff={trust_coeff}: give "
-                ">= 0 all, and trust_coeff > 0"
+                "trust_coeff > 0, and all others >= 0"
             )
         if nesterov and momentum == 0:
-            raise ValueError(f"nesterov=True looks ahead along the momentum, but momentum={momentum}: give > 0")
+            raise ValueError(f"nesterov=True with momentum={momentum}: give momentum > 0, or nesterov=False")
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -160,27 +169,29 @@ class LARS(WholeOptimizer):
             yield Update(slot, param, {"momentum_buffer": b})
 
 
-# Stable adamw ---------------------------------------------------------------------------------------------------------
+# StableAdamW: AdamW with smaller steps for a tensor whose gradient is unexpectedly large (arXiv:2304.13013) -----------
 
-# StableAdamW: AdamW whose step for a tensor is shorter where its gradient is unexpectedly long (arXiv:2304.13013).
 #
 #     m <- b1' m + (1 - b1') g        v <- b2' v + (1 - b2') g^2        b' = b (1 - b^(t-1)) / (1 - b^t)
-#     k <- max(1, RMS(g / sqrt(max(v, eps^2))))                         of the logical tensor
+#     k <- max(1, RMS(g / sqrt(max(v, eps^2))))                         of the full tensor
 #     w <- w - lr / k (wd w + m / (sqrt(v) + eps))
 #
 # Wortsman et al., "Stable and low-precision training for large-scale vision-language models" (2023).
 
 
 class StableAdamW(WholeOptimizer):
-    """AdamW with Adafactor's clipping of updates, with the options of optimi's and pytorch_optimizer's.
+    """AdamW with Adafactor's clipping of updates, with the options of optimi's and pytorch_optimizer's implementations.
 
     Args:
-        params: As any torch optimizer takes them.
-        lr: A number, or a 0-dim tensor.
-        betas, eps, weight_decay: As AdamW's.
+        params: Parameters or param groups.
+        lr: A number or a 0-dim tensor.
+        betas, eps, weight_decay: As in AdamW.
+
     Raises:
         ValueError: An option is out of range.
-    Collectives: one all-reduce over the world, where some tensor is split. Host reads: none.
+
+    Collectives: one all-reduce over the world if any tensor is sharded.
+    Host synchronization: none.
     """
 
     def __init__(
@@ -201,20 +212,20 @@ class StableAdamW(WholeOptimizer):
         return moments(slot)
 
     def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
-        (norms,) = self.tensors.norms_of(OnDemand(slots, _normalized))
+        (norms,) = self.tensors.norms_of(LazyTensors(slots, _normalized))
         for slot in slots:
             group, v = slot.group, _second_moment(slot)
             m = slot.state["exp_avg"].lerp(slot.grad, _rate(slot, 0).to(slot.grad.dtype))
             k = (norms[slot.position] / sqrt(max(prod(self._shape(slot)), 1))).clamp(min=1)
-            towards = group["weight_decay"] * slot.param + m / (v.sqrt() + group["eps"])
-            yield Update(slot, slot.param - group["lr"] / k * towards, {"exp_avg": m, "exp_avg_sq": v})
+            descent = group["weight_decay"] * slot.param + m / (v.sqrt() + group["eps"])
+            yield Update(slot, slot.param - group["lr"] / k * descent, {"exp_avg": m, "exp_avg_sq": v})
 
     def _shape(self, slot: Slot) -> tuple[int, ...]:
         return self.tensors.tensors[slot.position].shape
 
 
 def _rate(slot: Slot, which: int) -> Tensor:
-    """1 - b'."""
+    """Return 1 - b'."""
     beta: float = slot.group["betas"][which]
     return (1 - beta) / (1 - beta**slot.step)
 

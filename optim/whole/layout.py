@@ -1,4 +1,6 @@
-"""Who has what of each logical tensor, and which of its copies speaks for it. Pure arithmetic; the same on all ranks."""
+"""Which rank holds which elements of a full tensor, and which rank contributes replicated elements. The same on all
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,42 +18,42 @@ from ...parallel.layout.spec import P
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """One logical tensor, as all ranks hold it together.
+    """A full tensor, and the ranks that hold it.
 
     Args:
         name: Unique in the model.
-        shape: Of the whole.
-        dtype: Of what is stepped.
-        said: What the optimizer said of it, alike on all ranks that hold it.
-        held: The rectangles that each rank has of it.
+        shape: Shape of the full tensor.
+        dtype: Dtype of the stepped shards.
+        metadata: The optimizer's metadata, equal on all ranks that hold the tensor (see `WholeOptimizer.metadata_for`).
+        held: The rectangles that each rank holds.
     """
 
     name: str
     shape: Shape
     dtype: Any
-    said: Any
+    metadata: Any
     held: Mapping[int, tuple[Box, ...]] = field(repr=False)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Those that have some of it."""
+        """Return the ranks that hold some elements, in ascending order."""
         return tuple(sorted(self.held))
 
     def is_whole_on(self, rank: int) -> bool:
-        """Whether a rank has all of its elements."""
+        """Return True if ``rank`` holds all elements."""
         return sum(prod(box.sizes) for box in self.held.get(rank, ())) == prod(self.shape)
 
     @cached_property
     def is_split(self) -> bool:
-        """Whether some rank that has some of it lacks the rest."""
+        """Return True if some rank holds only part of the elements."""
         return not all(map(self.is_whole_on, self.ranks))
 
     def sources(self, first: int | None = None) -> dict[int, list[Box]]:
-        """By rank what it speaks for: each element of the tensor is in one box of one rank.
+        """Return the boxes that each rank contributes, so that every element comes from exactly one rank.
 
         Args:
-            first: A rank that speaks for all that it has. Those after it come next, so that of copies not the same one
-                speaks to all.
+            first: A rank that contributes all elements it holds. The ranks after it follow in order, which spreads the
+                work among replicas. None: start at the lowest rank.
         """
         at = 0 if first is None else self.ranks.index(first)
         order = self.ranks[at:] + self.ranks[:at]
@@ -67,7 +69,7 @@ def _without_copies(held: Iterator[tuple[int, Sequence[Box]]] | Any) -> Iterator
 
 
 def without(box: Box, others: Sequence[Box]) -> list[Box]:
-    """What of a box is in none of ``others``, as boxes that don't overlap."""
+    """Return the parts of ``box`` outside of ``others``, as boxes that don't overlap."""
     rest = [box]
     for other in others:
         rest = [part for one in rest for part in _minus(one, other)]
@@ -91,19 +93,23 @@ def _minus(box: Box, other: Box) -> Iterator[Box]:
 
 
 def logical_tensors(ranks: Sequence[Sequence[tuple[str, Any, Any, Region]]]) -> dict[str, LogicalTensor]:
-    """By name, from what each rank has: name, dtype, what is said of it, region.
+    """Merge the records of all ranks into full tensors, by name.
+
+    Args:
+        ranks: Per rank, the name, dtype, metadata and region of each stepped tensor.
 
     Raises:
-        ValueError: Ranks say different things of one tensor, nobody has some of its elements, or one rank has some twice.
+        ValueError: Ranks disagree about a tensor, some of its elements are on no rank, or one rank has an element
+            twice.
     """
     found: dict[str, LogicalTensor] = {}
     for rank, own in enumerate(ranks):
-        for name, dtype, said, region in own:
-            known = found.setdefault(name, LogicalTensor(name, region.full_shape, dtype, said, {}))
-            if (known.shape, known.dtype, known.said) != (region.full_shape, dtype, said):
+        for name, dtype, metadata, region in own:
+            known = found.setdefault(name, LogicalTensor(name, region.full_shape, dtype, metadata, {}))
+            if (known.shape, known.dtype, known.metadata) != (region.full_shape, dtype, metadata):
                 raise ValueError(
-                    f"{name} is {known.shape}, {known.dtype}, {known.said} on rank {known.ranks[0]}, but "
-                    f"{region.full_shape}, {dtype}, {said} on rank {rank}: say the same of it on all"
+                    f"{name} is {known.shape}, {known.dtype}, {known.metadata} on rank {known.ranks[0]}, but "
+                    f"{region.full_shape}, {dtype}, {metadata} on rank {rank}; declare it equally on all ranks"
                 )
             held: Any = known.held
             held[rank] = (*held.get(rank, ()), *region.boxes())
@@ -111,33 +117,34 @@ def logical_tensors(ranks: Sequence[Sequence[tuple[str, Any, Any, Region]]]) -> 
         for rank, boxes in tensor.held.items():
             if any(one.overlaps(other) for one, other in combinations(boxes, 2)):
                 raise ValueError(
-                    f"rank {rank} has elements of {tensor.name} {tuple(tensor.shape)} twice: two parameters there are said "
-                    "to be this tensor. What is tied on one rank is one parameter (head.weight = embedding.weight), which "
-                    "the optimizer steps once; two that differ need two names (annotate, declare, or an optimizer "
-                    "that is made of model.named_parameters())"
+                    f"two parameters on rank {rank} have the name {tensor.name} {tuple(tensor.shape)}; to tie them, make "
+                    "them one parameter (head.weight = embedding.weight); if they are different, give them different names "
+                    "(with annotate, declare, or an optimizer created from model.named_parameters())"
                 )
-        spoken = sum(prod(box.sizes) for boxes in tensor.sources().values() for box in boxes)
-        if spoken != prod(tensor.shape):
+        count = sum(prod(box.sizes) for boxes in tensor.sources().values() for box in boxes)
+        if count != prod(tensor.shape):
             raise ValueError(
-                f"of the {prod(tensor.shape)} elements of {tensor.name} {tuple(tensor.shape)} the optimizers of all ranks "
-                f"together have {spoken}: give every rank's piece of it to the optimizer"
+                f"the optimizers of all ranks have {count} of the {prod(tensor.shape)} elements of {tensor.name} "
+                f"{tuple(tensor.shape)}; give the shards of all ranks to the optimizers"
             )
     return found
 
 
-# Which parts of a parameter are matrices of their own: experts of a stack, blocks of a fused weight, heads ------------
+# Parts of a parameter that are separate matrices: experts of a stack, blocks of a fused weight, heads -----------------
 
 Blocks = Mapping[str, int | Sequence[int]]
-"""By glob over names: how many equal blocks a fused weight has along its rows (dim -2), or their sizes."""
+"""Per glob over parameter names, the number of equal blocks along the rows (dim -2) of a fused weight, or their sizes."""
 
 
 def matrices_of(name: str | None, shape: Shape, blocks: Blocks, spec: P | None) -> list[Box]:
-    """The matrices of a tensor, one after another: as ``blocks`` says for its name, else as its layout cuts it.
+    """Return the matrices of a tensor in order, divided by ``blocks`` if its name matches, else by the blocks of its
+    layout.
 
-    2 dims are a matrix; 3 a stack of them; 4 and more one of rows of all the other dims.
+    A tensor with 2 dims is a matrix, a tensor with 3 dims a stack of matrices. With 4 or more dims, the first dim is
+    the rows and all other dims together are the columns.
 
     Raises:
-        ValueError: The blocks don't add up to its rows.
+        ValueError: The block sizes don't add up to the number of rows.
     """
     if len(shape) > 3:
         return [Box((0,) * len(shape), shape)]
@@ -153,16 +160,17 @@ def matrices_of(name: str | None, shape: Shape, blocks: Blocks, spec: P | None) 
 
 
 def _blocks(name: str | None, shape: Shape, blocks: Blocks, spec: P | None) -> tuple[int, tuple[int, ...]]:
-    """The dim that is made of blocks, -2 or -1, and their sizes."""
+    """Return the dim that consists of blocks, -2 or -1, and the block sizes."""
     rows = shape[-2]
-    said = next((given for pattern, given in blocks.items() if name is not None and fnmatchcase(name, pattern)), None)
-    if said is not None:
-        sizes = (rows // said,) * said if isinstance(said, int) else tuple(said)
+    matching = (given for pattern, given in blocks.items() if name is not None and fnmatchcase(name, pattern))
+    given_blocks = next(matching, None)
+    if given_blocks is not None:
+        sizes = (rows // given_blocks,) * given_blocks if isinstance(given_blocks, int) else tuple(given_blocks)
         if sum(sizes) != rows or min(sizes) < 1:
-            raise ValueError(f"{name} has {rows} rows, which blocks={said!r} do not add up to")
+            raise ValueError(f"blocks={given_blocks!r} for {name}: give sizes that add up to its {rows} rows")
         return -2, sizes
     spec = spec or P()
-    for dim in (-2, -1):  # layers in two dimensions keep [in, out]
+    for dim in (-2, -1):  # 2-D layers keep [in, out]
         for parts in map(spec.block_sizes, spec.dim_axes(len(shape) + dim)):
             if parts != (1,):
                 return dim, tuple(shape[dim] * part // sum(parts) for part in parts)

@@ -1,11 +1,11 @@
-"""Muon: momentum, made orthogonal. The matrices' update; everything else by AdamW, in the same object.
+"""Muon, an optimizer that orthogonalises the momentum of matrices and steps all other parameters with AdamW.
 
     m <- mu m + (1 - mu) g                                   momentum
     u <- (1 - mu) g + mu m   (nesterov; else m)
-    o <- newton_schulz(u)                                    at the matrix's home
+    o <- newton_schulz(u)                                    on the matrix's owner rank
     w <- w - lr (wd w + scale(shape) o)
 
-Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); the scale that matches AdamW's:
+Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024). The scale that matches AdamW:
 Liu et al., "Muon is Scalable for LLM Training" (arXiv:2502.16982).
 """
 
@@ -23,61 +23,69 @@ from ...parallel.layout.regions import Box, Shape
 from ...parallel.layout.spec import P
 from .exchange import Homes, Matrix
 from .layout import Blocks, LogicalTensor, matrices_of
-from .optimizer import ADAMW, OnDemand, Slot, Update, WholeOptimizer, adamw_update, moments
+from .optimizer import ADAMW, LazyTensors, Slot, Update, WholeOptimizer, adamw_update, moments
 from .tensors import WholeTensors, narrowed
 
-# The orthogonal matrix nearest to another, by five steps of a polynomial: all singular values go to about 1 -----------
+# Newton-Schulz iteration: five steps of a polynomial that moves all singular values to about 1 ------------------------
 
-#     X <- a X + (b A + c A A) X,  A = X X^T          on the matrix: each step reads and writes all of X, [short, long]
-#     X <- Q X,  Q = P_3 P_2 P_1                      on its Gram matrix: three steps of [short, short] alone,
+#     X <- a X + (b A + c A A) X,  A = X X^T          matrix form: each step reads and writes all of X, [short, long]
+#     X <- Q X,  Q = P_3 P_2 P_1                      Gram form: three steps with [short, short] matrices,
 #        P_k = a I + b A_k + c A_k A_k                then one product with X
 #        A_1 = X X^T,  A_k+1 = P_k A_k P_k
 #
-# Both are one polynomial of X, equal but for rounding. The second one takes fewer operations where X is long. After three
-# steps A is made of X anew: rounding makes small eigenvalues of it negative, and those grow by a^2 a step, 12-fold, away
-# from those of X X^T. Five steps on end are up to thousands of times their result off in bfloat16; three and two as
-# little as the first form, within a factor of 3 on random numbers and less than it where singular values fall.
+# Both forms are the same polynomial of X and differ by rounding only. The Gram form needs fewer operations if X is long.
+# It recomputes A from X after three steps, because rounding makes small eigenvalues of A negative, and these grow by the
+# factor a^2 = 12 per step. Without that, five steps in bfloat16 are wrong by up to thousands of times the result. With
+# it, the error is at most 3 times the matrix form's on random matrices, and less where singular values decay.
 #
-# Keller Jordan et al. (2024); the second form, and that it must begin anew: "Gram Newton-Schulz" (Dao AI Lab, 2026).
+# Keller Jordan et al. (2024). The Gram form and its restart: "Gram Newton-Schulz" (Dao AI Lab, 2026).
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Keller Jordan's: the steepest slope at 0, and a spread of singular values between 0.7 and 1.2 at the end."""
+"""Keller Jordan's coefficients: the steepest slope at 0, and final singular values between 0.7 and 1.2."""
 
 RUN = 3
-"""Steps on a Gram matrix until it is made anew."""
+"""Number of steps until the Gram matrix is recomputed."""
 
 WORTH, SMALLEST = 0.9, 128
-"""On the Gram matrix where that takes at most so much of the other form's operations (of five steps: a matrix that is 1.9
-times as long as it is short, or longer), and the short side is so long: below, it is calls that cost, of which there are
-more."""
+"""Conditions of the Gram form: its operations relative to the matrix form, at most; and the short side, at least.
+
+With five steps, the first condition holds for a matrix at least 1.9 times as long as it is short. For shorter sides the
+overhead of calls dominates, and the Gram form has more calls.
+"""
 
 
 def newton_schulz(
     matrix: Tensor, coefficients: tuple[float, float, float] = COEFFICIENTS, steps: int = 5, eps: float = 0.0
 ) -> Tensor:
-    """As above, from X = matrix / |matrix|, on its short side; in which form, its shape says alone.
+    """Return the orthogonal factor of ``matrix``, approximately.
+
+    The shape decides between the matrix form and the Gram form, see `uses_gram`.
 
     Args:
-        matrix: [rows, columns], of the dtype to compute in.
-        eps: The least norm that the matrix is divided by. 0: there is none; zeros stay zeros.
+        matrix: [rows, columns], in the dtype of the computation.
+        coefficients: a, b and c of the polynomial. Default: Keller Jordan's.
+        steps: Number of steps. Default: 5.
+        eps: Least norm by which the matrix is divided. Default 0: no limit; a matrix of zeros remains zeros.
     """
     tall = matrix.size(-2) > matrix.size(-1)
     x = matrix.mT if tall else matrix
     x = x / x.norm().clamp(min=eps) if eps else normalize(x)
-    x = (on_gram if goes_on_gram(tuple(x.shape), steps) else on_matrix)(x, coefficients, steps)
+    x = (on_gram if uses_gram(tuple(x.shape), steps) else on_matrix)(x, coefficients, steps)
     return x.mT if tall else x
 
 
 def normalize(matrix: Tensor) -> Tensor:
-    """Return ``matrix`` divided by its Frobenius norm, whatever its scale; zeros where it is zero. Host reads: none.
+    """Return ``matrix`` divided by its Frobenius norm; zeros if the norm is 0.
 
-    It is multiplied by a power of two first, so that no square underflows or overflows. That is exact: where plain
-    division is right, the bits are the same.
+    The matrix is multiplied by a power of two first, so that no square underflows or overflows. This is exact: where a
+    plain division is accurate, the result is bitwise identical to it.
+
+    Host synchronization: none.
     """
     if not matrix.numel():
         return matrix.clone()
     largest = matrix.abs().amax().to(torch.promote_types(matrix.dtype, torch.float32))
-    limit = frexp(torch.finfo(matrix.dtype).max)[1] - 1  # of the largest power of two that the dtype has
+    limit = frexp(torch.finfo(matrix.dtype).max)[1] - 1  # exponent of the dtype's largest power of two
     exponent = torch.frexp(largest).exponent.clamp(-limit, limit)
     x = matrix * torch.ldexp(torch.ones_like(largest), -exponent).to(matrix.dtype)
     norm = x.norm()
@@ -85,9 +93,15 @@ def normalize(matrix: Tensor) -> Tensor:
 
 
 def on_matrix(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
-    """Of X, [short, long], with singular values up to 1, whose memory is written to."""
+    """Run the matrix form.
+
+    Args:
+        x: [short, long], with singular values up to 1; its memory is overwritten.
+        coefficients: a, b and c.
+        steps: Number of steps.
+    """
     a, b, c = coefficients
-    # Memory is taken once: fresh one in each step would cost as much again.
+    # allocated once, because an allocation per step would double the time
     after, gram, polynomial = x.new_empty(x.shape), x.new_empty(2 * x.shape[:1]), x.new_empty(2 * x.shape[:1])
     for _ in range(steps):
         torch.mm(x, x.mT, out=gram)
@@ -97,7 +111,7 @@ def on_matrix(x: Tensor, coefficients: tuple[float, float, float], steps: int) -
 
 
 def on_gram(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
-    """As `on_matrix`."""
+    """Run the Gram form. Arguments as in `on_matrix`."""
     a, b, c = coefficients
     after = x.new_empty(x.shape)
     gram, p, q, spare = (x.new_empty(2 * x.shape[:1]) for _ in range(4))
@@ -115,14 +129,14 @@ def on_gram(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> 
     return x
 
 
-def goes_on_gram(shape: Shape, steps: int = 5) -> bool:
-    """Which form a matrix takes."""
+def uses_gram(shape: Shape, steps: int = 5) -> bool:
+    """Return True if a matrix of ``shape`` is computed in the Gram form."""
     return min(shape) >= SMALLEST and _flops_on_gram(shape, steps) <= WORTH * _flops_on_matrix(shape, steps)
 
 
 def flops(shape: Shape) -> float:
-    """Of five steps, about: what a matrix costs relative to others."""
-    return _flops_on_gram(shape, 5) if goes_on_gram(shape) else _flops_on_matrix(shape, 5)
+    """Return the approximate number of operations of five steps."""
+    return _flops_on_gram(shape, 5) if uses_gram(shape) else _flops_on_matrix(shape, 5)
 
 
 def _flops_on_matrix(shape: Shape, steps: int) -> float:
@@ -131,7 +145,11 @@ def _flops_on_matrix(shape: Shape, steps: int) -> float:
 
 
 def _flops_on_gram(shape: Shape, steps: int) -> float:
-    """Of each run the first product and the last; of each step A A; of each but a run's first one 3 products more."""
+    """Return the number of operations of the Gram form.
+
+    Each run has two products with X. Each step has one product A A, and each step that is not the first of its run has
+    three more.
+    """
     short, long = sorted(shape)
     runs = -(-steps // RUN)
     return runs * 4.0 * short * short * long + (2.0 * steps + 6.0 * (steps - runs)) * short**3
@@ -144,11 +162,12 @@ NO_MATRICES = ("*embed*", "*wte*", "*wpe*", "*head.weight", "*classifier*")
 
 
 def scale_of(rule: Scale | None, shape: Shape) -> float:
-    """What the orthogonal update of a matrix is multiplied by, besides the learning rate.
+    """Return the factor on the orthogonal update of a matrix, in addition to the learning rate.
 
     Args:
-        rule: ``"original"`` (None): Keller Jordan's sqrt(max(1, rows / columns)). ``"match_rms_adamw"``: Moonshot's
+        rule: ``"original"`` or None: Keller Jordan's sqrt(max(1, rows / columns)). ``"match_rms_adamw"``: Moonshot's
             0.2 sqrt(max(rows, columns)). ``"spectral_unclamped"``: sqrt(rows / columns).
+        shape: (rows, columns).
     """
     rows, columns = shape
     if rule == "match_rms_adamw":
@@ -157,34 +176,37 @@ def scale_of(rule: Scale | None, shape: Shape) -> float:
 
 
 class Muon(WholeOptimizer):
-    """Muon for matrices, AdamW for the rest.
+    """Muon for matrices, AdamW for all other parameters.
 
-    Which is which: a parameter of two dims or more is a matrix (three: a stack of them, such as experts; four and more: a
-    convolution's, of rows of all the other dims), unless its name matches ``no_matrices``: embeddings and heads. A param
-    group may say it itself, with ``"algorithm": "muon"`` or ``"adamw"``.
+    A parameter with two or more dims is a matrix unless its name matches ``no_matrices`` (embeddings and heads). Three
+    dims are a stack of matrices, such as experts. With four or more dims, such as a convolution's, the first dim is the
+    rows and all other dims are the columns. A param group can override this rule with ``"algorithm": "muon"`` or
+    ``"adamw"``.
 
     Args:
-        params: Parameters, ``model.named_parameters()`` (which the rule needs), or groups of them.
-        lr, weight_decay, momentum, nesterov, ns_coefficients, ns_steps, adjust_lr_fn: As `torch.optim.Muon`.
-        eps: The least norm that a matrix is divided by before it is made orthogonal. 0: there is none, and the update does
-            not depend on the scale of the gradient. `torch.optim.Muon` has 1e-7: gradients below it give smaller updates.
-        adamw: AdamW's own options: lr (default: ``lr``), betas, eps, weight_decay.
-        no_matrices: Globs over names.
-        blocks: By glob, the blocks of a fused weight along its rows, each a matrix of its own: their number (``3`` for
-            q, k and v; the number of heads for Muon per head) or sizes. Where none matches and a layout has
-            `meshstep.parallel.blocks` along the rows, or along the columns, those.
-        ns_dtype: Of the iteration; None: the parameter's. torch's is bfloat16. In float16 elements below 6e-8 are 0. A
-            matrix that is about twice as long as it is short, or longer, goes on its Gram matrix: other last bits than
-            torch's (see `newton_schulz`).
-    A layer that keeps its weight transposed, [in, out], as those in two dimensions do, has the scale of that shape:
-    ``"match_rms_adamw"`` is the same for both.
+        params: Parameters, ``model.named_parameters()`` (needed for ``no_matrices``), or param groups.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, ns_steps, adjust_lr_fn: As in `torch.optim.Muon`.
+        eps: Least norm by which a matrix is divided before it is orthogonalised. Default 0: no limit, and the update
+            does not depend on the scale of the gradient. `torch.optim.Muon` uses 1e-7; smaller gradients give smaller
+            updates there.
+        adamw: AdamW's options lr (default: ``lr``), betas, eps and weight_decay. None: their defaults.
+        no_matrices: Globs over names of parameters that AdamW steps. Default: `NO_MATRICES`.
+        blocks: Blocks of a fused weight along its rows, each a separate matrix, by glob over names: the number of equal
+            blocks (``3`` for q, k and v; the number of heads for Muon per head) or the list of sizes. A weight that no
+            glob matches uses the `meshstep.parallel.blocks` of its layout, along rows or columns. None: layouts only.
+        ns_dtype: Dtype of the iteration. Default: bfloat16, as in torch. None: the parameter's dtype. In float16,
+            elements below 6e-8 become 0. A matrix at least about twice as long as it is short uses the Gram form, whose
+            last bits differ from torch's (see `newton_schulz`).
+
+    A layer that keeps its weight transposed, [in, out], such as the 2-D layers, gets the scale of that shape. The scale
+    ``"match_rms_adamw"`` is equal for both.
 
     Raises:
         ValueError: An option is out of range.
-    Collectives: for each round of matrices, at most two all-to-alls among the ranks that have pieces of them.
-    Memory: three rounds of whole matrices at most (`meshstep.optim.whole.exchange.ROUND_BYTES` each, half of it where
-    float32 weights travel in bfloat16); on a CPU two of them, and what this rank sends and gets in them, are kept for the
-    next step.
+
+    Collectives: at most two all-to-alls per round of matrices, among the ranks that hold shards of them.
+    Memory: up to three rounds of full matrices, each of `meshstep.optim.whole.exchange.ROUND_BYTES` (half if float32
+        weights are sent in bfloat16). On a CPU, the buffers of two rounds are kept for the next step.
     """
 
     kept = ("no_matrices", "blocks", "ns_dtype", "_adamw")
@@ -217,7 +239,9 @@ class Muon(WholeOptimizer):
                 f"adjust_lr_fn={adjust_lr_fn!r}: give 'original', 'match_rms_adamw' or 'spectral_unclamped'"
             )
         if unknown := {*(adamw or {})} - {*ADAMW, "lr"}:
-            raise ValueError(f"adamw={adamw!r}: there is no {', '.join(sorted(unknown))}; give lr, {', '.join(ADAMW)}")
+            raise ValueError(
+                f"adamw={adamw!r} contains {', '.join(sorted(unknown))}; the options are lr, {', '.join(ADAMW)}"
+            )
         self.no_matrices, self.blocks, self.ns_dtype = tuple(no_matrices), dict(blocks or {}), ns_dtype
         self._adamw: dict[str, Any] = {"lr": lr, **ADAMW, **(adamw or {})}
         defaults = {
@@ -233,42 +257,48 @@ class Muon(WholeOptimizer):
         super().__init__([group for given in groups_of(params) for group in self._sorted(given)], defaults)
 
     def _sorted(self, group: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """A group of matrices and one of others, where it does not say which it is."""
+        """Divide a group without "algorithm" into a group of matrices and a group of other parameters."""
         if "algorithm" in group:
             yield dict(group)
             return
         for algorithm in ("muon", "adamw"):
             own = [item for item in group["params"] if self.algorithm_of(*_named(item)) == algorithm]
-            # Empty too: ranks then have the same groups. torch wants names in all of them or in none.
+            # Empty groups are kept, so that all ranks have the same groups. torch needs names in all groups or in none.
             named = any(_named(item)[0] for item in group["params"])
             names: dict[str, Any] = {"param_names": []} if named and not own else {}
             yield {**group, **names, "params": own, "algorithm": algorithm}
 
     def algorithm_of(self, name: str | None, param: Tensor) -> str:
-        """``"muon"`` or ``"adamw"``, by the rule."""
+        """Return ``"muon"`` or ``"adamw"``, by the rule of the class."""
         no_matrix = name is not None and any(fnmatchcase(name, pattern) for pattern in self.no_matrices)
         return "adamw" if param.dim() < 2 or no_matrix else "muon"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. Raises ValueError where it has matrices and others, and does not say which algorithm they are for."""
+        """Add a param group.
+
+        Raises:
+            ValueError: The group contains matrices and other parameters, and has no "algorithm".
+        """
         group = groups_of([param_group])[0]
         own, *rest = sorted(self._sorted(group), key=lambda part: -len(part["params"]))
         if any(part["params"] for part in rest):
-            raise ValueError("the param group has matrices and others: give them in two, or say its 'algorithm'")
+            raise ValueError(
+                "the param group contains matrices and other parameters; give two groups, or set the group's 'algorithm'"
+            )
         super().add_param_group({**self._adamw, **own} if own["algorithm"] == "adamw" else own)
 
-    # What is a matrix -----------------------------------------------------------------------------------------------
+    # Choice of matrices ---------------------------------------------------------------------------------------------
 
-    def said_of(self, name: str | None, shape: Shape, group: Mapping[str, Any], spec: P | None) -> Any:
+    def metadata_for(self, name: str | None, shape: Shape, group: Mapping[str, Any], spec: P | None) -> Any:
         if group["algorithm"] != "muon":
             return ()
         if len(shape) < 2:
-            raise ValueError(f"{name} of shape {shape} is no matrix: give it in a group with 'algorithm': 'adamw'")
+            raise ValueError(f"{name} of shape {shape} is no matrix; put it in a param group with 'algorithm': 'adamw'")
         return tuple(matrices_of(name, shape, self.blocks, spec))
 
     def bound(self, tensors: WholeTensors) -> None:
         super().bound(tensors)
-        # Rounded before they travel, elements are what they would be if they were rounded at home.
+        # rounding before the exchange gives the same elements as rounding on the owner rank, with less traffic
         self._homes = Homes(tensors, _boxes, lambda shape: flops(as_matrix(shape)), dtype=self.ns_dtype)
         self._scales: dict[int, float | Tensor] = {}
 
@@ -290,9 +320,9 @@ class Muon(WholeOptimizer):
             whole = lists[0].reshape(as_matrix(matrix.shape))
             return newton_schulz(whole, group["ns_coefficients"], group["ns_steps"], group["eps"]).reshape(matrix.shape)
 
-        towards = OnDemand(list(matrices.values()), _towards)
+        directions = LazyTensors(list(matrices.values()), _direction)
         device = next((slot.param.device for slot in matrices.values()), None)
-        for position, o in self._homes.map([towards], orthogonal, device):
+        for position, o in self._homes.map([directions], orthogonal, device):
             slot = matrices[position]
             lr, decay, scale = slot.group["lr"], slot.group["weight_decay"], self._scale(slot)
             if isinstance(scale, Tensor):
@@ -304,10 +334,10 @@ class Muon(WholeOptimizer):
                 yield adamw_update(slot)
 
     def _scale(self, slot: Slot) -> float | Tensor:
-        """What the orthogonal matrices of a position are multiplied by; of its shape where they differ."""
+        """Return the factor on the update of a position: a number, or a tensor if its matrices have different factors."""
         if slot.position not in self._scales:
             tensor, rule = self.tensors.tensors[slot.position], slot.group["adjust_lr_fn"]
-            by_box = [(box, scale_of(rule, as_matrix(box.sizes))) for box in tensor.said]
+            by_box = [(box, scale_of(rule, as_matrix(box.sizes))) for box in tensor.metadata]
             if len({scale for _, scale in by_box}) == 1:
                 self._scales[slot.position] = by_box[0][1]
             else:
@@ -318,18 +348,18 @@ class Muon(WholeOptimizer):
         return self._scales[slot.position]
 
 
-def _towards(slot: Slot) -> Tensor:
-    """u, of the new momentum."""
+def _direction(slot: Slot) -> Tensor:
+    """Return u, from the new momentum."""
     m: Tensor = slot.state["momentum_buffer"]
     return slot.grad.lerp(m, slot.group["momentum"]) if slot.group["nesterov"] else m
 
 
 def _boxes(tensor: LogicalTensor) -> Sequence[Box]:
-    return tensor.said or ()
+    return tensor.metadata or ()
 
 
 def as_matrix(shape: Shape) -> Shape:
-    """The two dims of a matrix: of a stack's, its last ones; of a convolution's, its rows and all the rest."""
+    """Return (rows, columns): the last two dims of a stack, or the first dim and the product of all others."""
     if len(shape) == 3:
         return shape[1:]
     rest = 1
@@ -339,7 +369,7 @@ def as_matrix(shape: Shape) -> Shape:
 
 
 def groups_of(params: Any) -> list[dict[str, Any]]:
-    """Param groups, of what an optimizer may be given."""
+    """Return ``params`` as a list of param groups."""
     items: list[Any] = [params] if isinstance(params, Tensor) else list(params)
     if not items or not isinstance(items[0], dict):
         return [{"params": items}]

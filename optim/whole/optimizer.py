@@ -1,8 +1,8 @@
-"""The base of optimizers that need whole tensors: a torch optimizer whose update asks other ranks for what it lacks.
+"""Base class of optimizers whose update needs full tensors.
 
-An optimizer says how a step makes new values from old ones (`WholeOptimizer.updates`), in terms of `WholeTensors`, and is
-the same on one rank and on many: alone, each parameter is whole. `meshstep.optim.ParallelOptimizer` binds it to what it
-steps.
+A subclass defines a step in `WholeOptimizer.updates`, in terms of `WholeTensors`. The same code runs in a single
+process, where each parameter is a full tensor, and on many ranks, where `meshstep.optim.ParallelOptimizer` binds the
+optimizer to shards.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from .tensors import WholeTensors
 
 @dataclass
 class Slot:
-    """A position of the param groups in one step.
+    """A position of the param groups during a step.
 
     Args:
-        position: In the param groups, counted through.
-        param, grad: Of the piece's shape; contiguous. The gradient is unscaled.
-        state: The optimizer's of this piece. Not to be written to: `Update` says what it becomes.
+        position: Index over all param groups.
+        param: The stepped tensor, contiguous.
+        grad: Its unscaled gradient, of the same shape, contiguous.
+        state: The optimizer state of the tensor. Read only; return new values in an `Update`.
         group: The param group.
-        step: How many steps there will have been after this one, 0-dim float64, on the device.
+        step: Number of steps including this one, 0-dim float64, on the device.
     """
 
     position: int
@@ -47,7 +48,7 @@ class Slot:
 
 
 class Update(NamedTuple):
-    """What a step makes of a position: the parameter's new values, and those of the state's tensors that change."""
+    """Result of a step at one position: the new parameter, and the state tensors that change."""
 
     slot: Slot
     param: Tensor
@@ -55,17 +56,18 @@ class Update(NamedTuple):
 
 
 class WholeOptimizer(torch.optim.Optimizer):
-    """A torch optimizer that sees logical tensors.
+    """A torch optimizer that computes with full tensors.
 
-    Used alone, each parameter is whole. Under `ParallelOptimizer` it gets pieces, and a parameter that has no gradient on
-    this rank counts as one of zeros: other ranks may have one. An overflow is decided on the device; nothing changes then.
+    In a single process each parameter is a full tensor. Under `ParallelOptimizer` the optimizer receives shards. A
+    parameter without a gradient on this rank then counts as one with a gradient of zeros, because other ranks may have
+    one. An overflow is detected on the device, and the step then changes nothing.
 
     Attributes:
-        tensors: What it may ask of the logical tensors.
-        whole_states: The names of the states that belong to logical tensors, not to pieces: the same on all ranks that have
-            them.
-        kept: The names of a subclass's own attributes, which a copy has too.
-        not_captured: Why its step can't be in a CUDA graph, after its name; None: it can.
+        tensors: Operations on the full tensors.
+        whole_states: Names of the states that belong to full tensors; they are equal on all ranks that have them.
+        kept: Names of the subclass's attributes that a copy of the optimizer keeps.
+        not_captured: Reason why a CUDA graph can't capture the step, as the end of a sentence after the optimizer's
+            name; None: it can.
     """
 
     asks_other_ranks = True
@@ -81,40 +83,49 @@ class WholeOptimizer(torch.optim.Optimizer):
 
     # For subclasses -------------------------------------------------------------------------------------------------
 
-    def said_of(self, name: str | None, shape: tuple[int, ...], group: Mapping[str, Any], spec: P | None) -> Any:
-        """What all ranks that have some of a parameter must say alike of it, and what its logical tensor has as ``said``.
+    def metadata_for(self, name: str | None, shape: tuple[int, ...], group: Mapping[str, Any], spec: P | None) -> Any:
+        """Return a value that must be equal on all ranks that hold the parameter; it becomes `LogicalTensor.metadata`.
 
         Args:
-            name: None where the optimizer was given none.
-            shape: Of the logical tensor.
+            name: Name of the parameter; None if the optimizer received no names.
+            shape: Shape of the full tensor.
+            group: The param group.
+            spec: The parameter's layout; None in a single process.
         """
         return None
 
     @abstractmethod
     def initial(self, slot: Slot) -> dict[str, Any]:
-        """The state of a position before its first step. Collectives: none."""
+        """Return the state of a position before its first step.
+
+        Collectives: none.
+        """
 
     @abstractmethod
     def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
-        """One step: the formula. Collectives: the same on all ranks, whatever this one has; host reads: none."""
+        """Compute one step and yield its updates.
+
+        Collectives: must be the same on all ranks, whatever tensors this rank holds.
+        Host synchronization: none.
+        """
 
     def is_whole_state(self, key: str) -> bool:
-        """Whether the state of that name belongs to a logical tensor."""
+        """Return True if the state named ``key`` belongs to a full tensor."""
         return key in self.whole_states
 
     def keeps(self, param: Tensor, key: str) -> bool:
-        """Whether this rank has such a state, of the logical tensor of which ``param`` is a piece."""
+        """Return True if this rank has the state ``key`` of the full tensor of which ``param`` is a shard."""
         return self.is_whole_state(key)
 
     # Binding --------------------------------------------------------------------------------------------------------
 
     @property
     def tensors(self) -> WholeTensors:
-        """Of what it steps."""
+        """Return the operations on the full tensors. An unbound optimizer is bound to a single process first."""
         if self._tensors is None:
             pairs = [(group, *pair) for group in self.param_groups for pair in named_params_of([group])]
-            said = [self.said_of(name, tuple(param.shape), group, None) for group, name, param in pairs]
-            self.bound(WholeTensors.alone([param for _, _, param in pairs], said))
+            metadata = [self.metadata_for(name, tuple(param.shape), group, None) for group, name, param in pairs]
+            self.bound(WholeTensors.alone([param for _, _, param in pairs], metadata))
         assert self._tensors is not None
         return self._tensors
 
@@ -123,36 +134,42 @@ class WholeOptimizer(torch.optim.Optimizer):
         """Bind full-tensor optimizers to the tensors that they step.
 
         Args:
-            parts: At least one.
+            parts: At least one optimizer.
             table: The stepped tensors of all optimizers.
+            registry: The process groups.
+
         Raises:
             ValueError: On every rank, as `bind`.
+
         Collectives: object all-gathers.
         """
         plan = table.model_plan if table.model_plan.parameter_names else with_names(table.model_plan, registry)
         times, bound = Counter(entry.name for entry in plan.entries), dict[int, tuple[str, SteppedTensor]]()
         for row in table:
             local = row.model_entry.name
-            # Two layers with one name, or one tensor that is tied on this rank: `bind` raises for the repeated name.
+            # A repeated name belongs to two layers or to a tensor tied on this rank; `bind` raises in the second case.
             name = plan.parameter_names[plan.parameter_slots[row.index]] if times[local] == 1 else local
             bound[id(row.tensor)] = name, row
         for part in parts:
             part.bind([bound[id(tensor)] for tensor in params_of(part.param_groups)], registry)
 
     def bind(self, rows: Sequence[tuple[str, SteppedTensor]], registry: ProcessGroupRegistry) -> None:
-        """Step these tensors from now on, together with other ranks.
+        """Bind the optimizer to tensors, which it then steps together with other ranks.
 
         Args:
-            rows: By position in the param groups: the unique name of the full tensor, and the stepped tensor.
+            rows: By position in the param groups, the unique name of the full tensor and the stepped tensor.
+            registry: The process groups.
+
         Raises:
-            ValueError: On every rank, see `WholeTensors.of`.
+            ValueError: On every rank, as `WholeTensors.of`.
+
         Collectives: an object all-gather.
         """
         groups = [group for group in self.param_groups for _ in group["params"]]
 
         def say() -> list[Any]:
             return [
-                self.said_of(row.name, row.region.full_shape, group, row.model_entry.spec)
+                self.metadata_for(row.name, row.region.full_shape, group, row.model_entry.spec)
                 if row.region and row.trained
                 else None
                 for (_, row), group in zip(rows, groups, strict=True)
@@ -163,11 +180,14 @@ class WholeOptimizer(torch.optim.Optimizer):
         self.bound(tensors)
 
     def bound(self, tensors: WholeTensors) -> None:
-        """``tensors`` are what it steps; to be extended by what is settled once."""
+        """Set the full tensors that are stepped. Subclasses extend it by work that is needed once per binding."""
         self._tensors = tensors
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which casts states to the parameters' dtypes; those of logical tensors stay in theirs."""
+        """Load a state dict like torch, but leave the states of full tensors in their own dtypes.
+
+        torch casts all states to the parameters' dtypes.
+        """
         super().load_state_dict(state_dict)
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         for index, param in zip(saved, params_of(self.param_groups), strict=True):
@@ -181,11 +201,11 @@ class WholeOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         kept = state.get("_kept")
         super().__setstate__({key: value for key, value in state.items() if key != "_kept"})
-        if kept is not None:  # a copy; else a state is being loaded
+        if kept is not None:  # set for a copy or a pickle, not for load_state_dict
             vars(self).update(kept, _tensors=None, _frozen=set())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's."""
+        """Add a param group; the optimizer must be bound again afterwards."""
         super().add_param_group(param_group)
         self._tensors, self._frozen = None, set()
 
@@ -193,7 +213,14 @@ class WholeOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One step; where ``found_inf`` is set and 1, nothing changes. Collectives: of `updates`. Host reads: none."""
+        """Take one step; if ``found_inf`` is 1, nothing changes.
+
+        Args:
+            closure: Recomputes the loss, as in torch. None: not called.
+
+        Collectives: those of `updates`.
+        Host synchronization: none.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -206,7 +233,10 @@ class WholeOptimizer(torch.optim.Optimizer):
         return loss
 
     def write(self, target: Tensor, value: Tensor) -> None:
-        """Copy, within a step; nothing, where that is skipped: ``found_inf`` is 1. Host reads: none."""
+        """Copy ``value`` to ``target``, unless the step is skipped because ``found_inf`` is 1.
+
+        Host synchronization: none.
+        """
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         if value is target:
             return
@@ -216,16 +246,23 @@ class WholeOptimizer(torch.optim.Optimizer):
             torch.where(found_inf.to(target.device) > 0, target, value.to(target.dtype), out=target)
 
     def descend(self, target: Tensor, direction: Tensor, rate: float | Tensor, decay: float = 0.0) -> None:
-        """target <- target - rate (direction + decay target), within a step, in place and in one pass; nothing, where that
-        is skipped. What is stepped so is an `Update`'s own value. Host reads: none.
+        """Update ``target <- target - rate (direction + decay target)`` in place and in one pass, unless the step is
+        skipped.
+
+        Call it within a step. An `Update` may then return ``target`` itself as the new value.
 
         Args:
-            rate: A number or 0-dim.
+            target: The tensor to change.
+            direction: Tensor of the same shape.
+            rate: A number or a 0-dim tensor.
+            decay: Weight decay. Default: 0.
+
+        Host synchronization: none.
         """
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         if not target.is_cpu or not target.is_contiguous() or is_half(target):
-            # Fresh memory is what costs on a CPU. torch's fused kernels there walk through tensors as they lie, and lose
-            # updates of half-precision ones (2.12, 2.13).
+            # The fused kernel saves the allocation of memory, which is slow on a CPU only. On a CPU it ignores strides, and
+            # loses updates of half-precision tensors (torch 2.12, 2.13).
             whole = target.float() if is_half(target) else target
             self.write(target, whole - rate * (direction.to(whole.dtype) + decay * whole))
             return
@@ -249,8 +286,8 @@ class WholeOptimizer(torch.optim.Optimizer):
         pairs = [(group, param) for group in self.param_groups for param in group["params"]]
         if len(pairs) != len(self.tensors.tensors):
             raise RuntimeError(
-                f"{type(self).__name__} is to step {len(pairs)} of its {len(self.tensors.tensors)} tensors: step all of "
-                "them at once, for other ranks wait for what it asks them"
+                f"{type(self).__name__} has {len(self.tensors.tensors)} tensors, and this step has only {len(pairs)}; step "
+                "all of them at once, because other ranks wait in collectives of the missing ones"
             )
         for position, (group, param) in enumerate(pairs):
             if position in self._frozen or (alone and param.grad is None):
@@ -267,7 +304,7 @@ class WholeOptimizer(torch.optim.Optimizer):
         return slots
 
 
-# AdamW, for what has no whole to ask for: elementwise (arXiv:1711.05101) ----------------------------------------------
+# AdamW for parameters that need no full tensor (arXiv:1711.05101) -----------------------------------------------------
 
 # m <- b1 m + (1 - b1) g        v <- b2 v + (1 - b2) g^2
 # w <- w - lr (wd w + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps))
@@ -276,13 +313,17 @@ ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
 def moments(slot: Slot) -> dict[str, Any]:
-    """Adam's two of a position, before its first step: of the piece's shape and dtype."""
+    """Return Adam's two moments of a position before its first step, zeros of the shard's shape and dtype."""
     zeros = torch.zeros_like(slot.param, memory_format=torch.contiguous_format)
     return {"exp_avg": zeros, "exp_avg_sq": zeros.clone()}
 
 
 def adamw_update(slot: Slot) -> Update:
-    """One step. Collectives, host reads: none."""
+    """Return one step of AdamW.
+
+    Collectives: none.
+    Host synchronization: none.
+    """
     group, t = slot.group, slot.step
     beta1, beta2 = group["betas"]
     m = slot.state["exp_avg"].lerp(slot.grad, 1 - beta1)
@@ -292,15 +333,15 @@ def adamw_update(slot: Slot) -> Update:
     return Update(slot, param, {"exp_avg": m, "exp_avg_sq": v})
 
 
-# Tensors by position that are made when they are asked for ------------------------------------------------------------
+# Lazily computed tensors ----------------------------------------------------------------------------------------------
 
 
-class OnDemand(Mapping[int, Tensor]):
-    """By position of some slots what is made of each: to be measured one after another, without memory for all at once.
+class LazyTensors(Mapping[int, Tensor]):
+    """Tensors by position that are computed on each access, so that they are never all in memory together.
 
     Args:
         slots: The positions.
-        make: Called whenever the tensor is asked for, which is not kept.
+        make: Computes the tensor of a slot; called on every access, and its result is not kept.
     """
 
     def __init__(self, slots: Sequence[Slot], make: Callable[[Slot], Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Shampoo: a gradient between inverse roots of its preconditioners, which live at each matrix's home.
+"""Shampoo: gradients multiplied by inverse roots of preconditioners, which are kept on each matrix's owner rank.
 
     L <- b2 L + (1 - b2) G G^T                R <- b2 R + (1 - b2) G^T G        (b2 = 1: L + G G^T, R + G^T G)
     m <- b1 m + (1 - b1) G                    m^ = m / (1 - b1^t)
@@ -6,10 +6,10 @@
     A = m^ / (sqrt(v^) + graft_eps)           grafting: Adam's step, or m^ ("sgd")
     w <- w - lr (wd w + P |A| / |P|)
 
-A tensor of k dims has k preconditioners, and the roots are -1 / (2k). Vectors take the grafted step A.
+A tensor with k dims has k preconditioners, and the exponents are -1 / (2k). Vectors use the grafted step A.
 
-Gupta et al., "Shampoo: Preconditioned Stochastic Tensor Optimization" (arXiv:1802.09568); the roots' epsilon, averages and
-grafting: Anil et al. (arXiv:2002.09018) and Shi et al. (arXiv:2309.06497).
+Gupta et al., "Shampoo: Preconditioned Stochastic Tensor Optimization" (arXiv:1802.09568). The epsilon of the roots,
+averages and grafting: Anil et al. (arXiv:2002.09018) and Shi et al. (arXiv:2309.06497).
 """
 
 from __future__ import annotations
@@ -30,27 +30,31 @@ Grafting = Literal["adam", "sgd"]
 
 
 class Shampoo(HomeOptimizer):
-    """Shampoo for matrices, the method it grafts for vectors.
+    """Shampoo for matrices, the grafted method for vectors.
 
-    A parameter of two dims is a matrix, one of three a stack of them (experts). States of a matrix, its preconditioners and
-    their roots, and the moments, are at its home alone.
+    A parameter with two dims is a matrix, with three dims a stack of matrices (experts). The states of a matrix
+    (preconditioners, their roots and the moments) are on its owner rank only.
 
     Args:
-        params: Parameters, ``model.named_parameters()``, or groups of them.
+        params: Parameters, ``model.named_parameters()``, or param groups.
         lr: A number or a 0-dim tensor.
-        betas: b1, b2; b2 = 1 sums up, as the paper does.
-        epsilon: Added to the preconditioners' eigenvalues.
-        weight_decay: Decoupled.
-        max_preconditioner_dim: Dims that are longer have no preconditioner.
-        precondition_frequency: Steps between new roots; the first step makes some.
-        grafting: Whose norm the update has.
-        grafting_beta2, grafting_epsilon: Of Adam's step.
-        blocks: As `Muon`'s: the blocks of a fused weight, each a matrix of its own.
-        factor_dtype: Of preconditioners and roots: float32 or float64.
+        betas: b1, b2; b2 = 1 sums the products, as in the paper.
+        epsilon: Added to the eigenvalues of the preconditioners.
+        weight_decay: Decoupled weight decay.
+        max_preconditioner_dim: Longer dims have no preconditioner.
+        precondition_frequency: Number of steps between new roots. The first step always computes roots.
+        grafting: The method that determines the norm of the update: "adam" or "sgd".
+        grafting_beta2, grafting_epsilon: Options of the grafted Adam step.
+        blocks: As in `Muon`: blocks of a fused weight, each a separate matrix. None: the blocks of layouts only.
+        factor_dtype: Dtype of preconditioners and roots: float32 or float64.
+
     Raises:
         ValueError: An option is out of range.
-    Collectives, host reads: as `SOAP`; on CUDA also one where a root is made, whether its eigenvalues were found.
-    Memory: at home, of a matrix [m, n], 2 (m^2 + n^2) numbers of ``factor_dtype`` and 2 m n; elsewhere none.
+
+    Collectives: as in `SOAP`.
+    Host synchronization: as in `SOAP`; on CUDA also one per new root, to check that the eigenvalue solver converged.
+    Memory: for a matrix [m, n], 2 (m^2 + n^2) elements of ``factor_dtype`` and 2 m n elements on the owner rank, none
+        on others.
     """
 
     kept = ("blocks", "factor_dtype")
@@ -96,10 +100,10 @@ class Shampoo(HomeOptimizer):
         }
         super().__init__(params, defaults)
 
-    # What is a matrix -----------------------------------------------------------------------------------------------
+    # Cost -----------------------------------------------------------------------------------------------------------
 
     def cost(self, shape: Shape) -> float:
-        """Two products with each preconditioner in every step, and now and then its root."""
+        """Return the cost of two products with each preconditioner per step, and of its root every few steps."""
         often: int = self.defaults["precondition_frequency"]
         most: int = self.defaults["max_preconditioner_dim"]
         numel, sides = torch.Size(shape).numel(), [side for side in sides_of(shape) if side <= most]
@@ -108,7 +112,7 @@ class Shampoo(HomeOptimizer):
     # The step -------------------------------------------------------------------------------------------------------
 
     def initial(self, slot: Slot) -> dict[str, Any]:
-        if not self.tensors.tensors[slot.position].said:
+        if not self.tensors.tensors[slot.position].metadata:
             return moments(slot)
         state: dict[str, Any] = {}
         for matrix in self.own(slot):
@@ -121,13 +125,13 @@ class Shampoo(HomeOptimizer):
 
     def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
         taken = {slot.position: self.taken.of(slot) for slot in slots}
-        said, slot_of = self.tensors.tensors, self.at_home(slots)
+        logical, slot_of = self.tensors.tensors, self.at_home(slots)
 
         def preconditioned(matrix: Matrix, lists: list[Tensor]) -> Tensor:
             slot = slot_of(matrix)
             return self._preconditioned(matrix, lists[0], slot, taken[slot.position])
 
-        gradients = {slot.position: slot.grad for slot in slots if said[slot.position].said}
+        gradients = {slot.position: slot.grad for slot in slots if logical[slot.position].metadata}
         found = dict(self.homes.map([gradients], preconditioned))
         for slot in slots:
             new: dict[str, Tensor] = {}
@@ -141,7 +145,7 @@ class Shampoo(HomeOptimizer):
         self.taken.note(slots)
 
     def _preconditioned(self, matrix: Matrix, gradient: Tensor, slot: Slot, taken: int) -> Tensor:
-        """P |A| / |P|; the matrix's state is written."""
+        """Return P |A| / |P|, and update the matrix's state."""
         group, t = slot.group, taken + 1
         g = gradient.view(sides_of(matrix.shape)).to(slot.param.device, self.factor_dtype)
         beta1, beta2 = group["betas"]
@@ -167,7 +171,7 @@ class Shampoo(HomeOptimizer):
 
 
 def grafted(m: Tensor, v: Tensor, g: Tensor, group: Mapping[str, Any], t: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The new moments, and A."""
+    """Return the new moments, and A."""
     beta1, beta2 = group["betas"][0], group["grafting_beta2"]
     m, v = m.lerp(g, 1 - beta1), v.lerp(g.square(), 1 - beta2)
     m_hat = m / (1 - beta1**t)

@@ -1,16 +1,17 @@
-"""SOAP: Adam in the eigenbasis of Shampoo's preconditioners, which live at each matrix's home.
+"""SOAP: Adam in the eigenbasis of Shampoo's preconditioners, which are kept on each matrix's owner rank.
 
     L <- b3 L + (1 - b3) G G^T                R <- b3 R + (1 - b3) G^T G
-    Q_L, Q_R = eigenvectors of L, R           at first; then every ``precondition_frequency`` steps qr(L Q_L), qr(R Q_R)
-    G' = Q_L^T G Q_R                          before L, R and Q are renewed by this gradient
+    Q_L, Q_R = eigenvectors of L, R           in the first step; qr(L Q_L), qr(R Q_R) every ``precondition_frequency`` steps
+    G' = Q_L^T G Q_R                          before L, R and Q are updated with this gradient
     m <- b1 m + (1 - b1) G                    v <- b2 v + (1 - b2) G'^2
     U = Q_L (Q_L^T m Q_R / (sqrt(v) + eps)) Q_R^T
     w <- (w - lr sqrt(1 - b2^k) / (1 - b1^k) U) (1 - lr wd)
 
-k counts the updates: the first step only makes the first bases. A tensor of four dims or more has a preconditioner for each
-of its dims. A vector has none: it is stepped as Adam would, from the second step on.
+k counts the updates: the first step only computes the first bases. A tensor with four or more dims has a preconditioner
+per dim. A vector has none: it is stepped like Adam, from the second step on.
 
-Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (arXiv:2409.11321), and the numbers of its authors' code.
+Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (arXiv:2409.11321), with the defaults of the authors'
+code.
 """
 
 from __future__ import annotations
@@ -44,26 +45,33 @@ from .optimizer import Slot, Update, moments
 class SOAP(HomeOptimizer):
     """SOAP for matrices, its Adam for vectors.
 
-    A parameter of two dims is a matrix, one of three a stack of them (experts). States of a matrix, L, R, both bases and
-    two moments, are at its home alone.
+    A parameter with two dims is a matrix, with three dims a stack of matrices (experts). The states of a matrix (L, R,
+    both bases and two moments) are on its owner rank only.
 
-    The first bases come from one gradient. Where it has fewer independent columns than rows, the rest of a basis is
-    arbitrary, here as in the authors' code: the last bits of that gradient decide, and sums in another order go elsewhere.
+    The first bases come from a single gradient. If that has fewer independent columns than rows, the rest of a basis is
+    arbitrary, as in the authors' code. It depends on the last bits of the gradient, so sums in another order give other
+    bases.
 
     Args:
-        params: Parameters, ``model.named_parameters()``, or groups of them.
+        params: Parameters, ``model.named_parameters()``, or param groups.
         lr: A number or a 0-dim tensor.
         betas: b1, b2.
-        shampoo_beta: b3; negative: b2.
-        precondition_frequency: Steps between new bases.
-        max_precond_dim: Dims that are longer have no preconditioner.
-        blocks: As `Muon`'s: the blocks of a fused weight, each a matrix of its own.
-        factor_dtype: Of L, R and the bases, in which is multiplied and factorised: float32 or float64.
+        shampoo_beta: b3. Default -1: any negative value means b2.
+        eps: Added to the denominator.
+        weight_decay: Decoupled weight decay.
+        precondition_frequency: Number of steps between new bases.
+        max_precond_dim: Longer dims have no preconditioner.
+        blocks: As in `Muon`: blocks of a fused weight, each a separate matrix. None: the blocks of layouts only.
+        factor_dtype: Dtype of L, R and the bases, and of their products and factorisations: float32 or float64.
+
     Raises:
         ValueError: An option is out of range.
-    Collectives: as `Muon`. Host reads: none but in the first step and the first after loading; the host waits for the end
-    of the step before, never for the present one.
-    Memory: at home, of a matrix [m, n], 2 (m^2 + n^2) numbers of ``factor_dtype`` and 2 m n; elsewhere none.
+
+    Collectives: as in `Muon`.
+    Host synchronization: one in the first step and one in the first step after loading. Otherwise the host waits for
+        the end of the previous step only.
+    Memory: for a matrix [m, n], 2 (m^2 + n^2) elements of ``factor_dtype`` and 2 m n elements on the owner rank, none
+        on others.
     """
 
     kept = ("blocks", "factor_dtype")
@@ -104,10 +112,10 @@ class SOAP(HomeOptimizer):
         }
         super().__init__(params, defaults)
 
-    # What is a matrix -----------------------------------------------------------------------------------------------
+    # Cost -----------------------------------------------------------------------------------------------------------
 
     def cost(self, shape: Shape) -> float:
-        """Four products with each basis in every step, and now and then a factorisation."""
+        """Return the cost of four products with each basis per step, and of a factorisation every few steps."""
         often: int = self.defaults["precondition_frequency"]
         most: int = self.defaults["max_precond_dim"]
         numel, sides = torch.Size(shape).numel(), [side for side in sides_of(shape) if side <= most]
@@ -116,7 +124,7 @@ class SOAP(HomeOptimizer):
     # The step -------------------------------------------------------------------------------------------------------
 
     def initial(self, slot: Slot) -> dict[str, Any]:
-        if not self.tensors.tensors[slot.position].said:
+        if not self.tensors.tensors[slot.position].metadata:
             return moments(slot)
         state: dict[str, Any] = {}
         for matrix in self.own(slot):
@@ -129,14 +137,14 @@ class SOAP(HomeOptimizer):
 
     def updates(self, slots: Sequence[Slot]) -> Iterator[Update]:
         taken = {slot.position: self.taken.of(slot) for slot in slots}
-        said = self.tensors.tensors
+        logical = self.tensors.tensors
         slot_of = self.at_home(slots)
 
         def turned(matrix: Matrix, lists: list[Tensor]) -> Tensor:
             slot = slot_of(matrix)
             return self._turned(matrix, lists[0], slot, taken[slot.position])
 
-        gradients = {slot.position: slot.grad for slot in slots if said[slot.position].said}
+        gradients = {slot.position: slot.grad for slot in slots if logical[slot.position].metadata}
         found = dict(self.homes.map([gradients], turned))
         for slot in slots:
             beta1, beta2 = slot.group["betas"]
@@ -155,7 +163,7 @@ class SOAP(HomeOptimizer):
         self.taken.note(slots)
 
     def _turned(self, matrix: Matrix, gradient: Tensor, slot: Slot, k: int) -> Tensor:
-        """U; the matrix's state is written."""
+        """Return U, and update the matrix's state."""
         group, g = slot.group, gradient.view(sides_of(matrix.shape)).to(slot.param.device, self.factor_dtype)
         dims = range(g.dim())
         (beta1, beta2), beta3 = group["betas"], group["shampoo_beta"]

@@ -1,7 +1,7 @@
-"""What an optimizer may ask of tensors that ranks have pieces of: norms, sums over dims, its part of a whole.
+"""Operations on full tensors of which each rank holds shards: norms, sums over dims, and the shard of a full tensor.
 
-Elements of which there are copies count once: the first rank that has them speaks for them, and what comes of it is the
-same bits on every rank. A tensor that every rank which has some of it has whole needs no collective.
+Replicated elements count once: one rank contributes them, so the result is bitwise identical on every rank. A tensor
+that is complete on every rank that holds it needs no collective.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from ...parallel.mesh.registry import ProcessGroupRegistry
 from .layout import LogicalTensor, logical_tensors
 
 Request = tuple[int, Tensor, tuple[int, ...]]
-"""A position, a tensor of its piece's shape, the dims of the logical tensor to sum over."""
+"""A position, a tensor of its shard's shape, and the dims of the full tensor to sum over."""
 
 
 class WholeTensors:
-    """The logical tensors of which an optimizer steps pieces, by position in its param groups.
+    """The full tensors of which an optimizer steps shards, by position in its param groups.
 
     Args:
-        positions: The logical tensor's name, and which part of it the piece is.
-        everything: See below.
-        registry: None: alone.
-        shapes: Of the pieces. None: that of the shard, or flat where it is a part of one.
+        positions: Per position, the name of the full tensor and the region of it that this rank steps.
+        everything: The full tensors of all ranks by name, in the same order on all ranks.
+        registry: The process groups; None: a single process.
+        shapes: Shapes of the stepped tensors. None: the shape of the shard, or one dim if only a part of the shard is
+            stepped.
 
     Attributes:
-        tensors: For each position the logical tensor.
-        everything: Those of all ranks, by name, in an order that is the same on all.
-        rank: This one.
+        tensors: The full tensor of each position.
+        everything: As the argument.
+        rank: The global rank of this process.
     """
 
     def __init__(
@@ -49,24 +50,31 @@ class WholeTensors:
         self.rank = 0 if registry is None else registry.global_rank
         self.tensors = [everything[name] for name, _ in positions]
         self._regions = [region for _, region in positions]
-        # A run may be flat even where it is all of the shard.
+        # A stepped tensor may be flat although it contains the full shard.
         self._shapes = [tuple(shape) for shape in shapes or map(_shape_of, self._regions)]
         self._positions: dict[str, list[int]] = {}
         for position, tensor in enumerate(self.tensors):
             self._positions.setdefault(tensor.name, []).append(position)
         split = [name for name, tensor in everything.items() if tensor.is_split]
-        self._slots = {name: index for index, name in enumerate(split)}  # in what is packed of all ranks' norms
-        self._spoken = [self._boxes(tensor) for tensor in self.tensors]
+        self._slots = {name: index for index, name in enumerate(split)}  # index in the packed norms of all ranks
+        self._canonical_boxes = [self._boxes(tensor) for tensor in self.tensors]
         self._cuts: dict[tuple[int, Shape, tuple[Box, ...]], list[tuple[Box, torch.Size, tuple[int, ...], int]]] = {}
 
     @classmethod
-    def alone(cls, params: Sequence[Tensor], said: Sequence[Any] | None = None) -> WholeTensors:
-        """Each parameter is whole, as on one rank. Collectives: none."""
+    def alone(cls, params: Sequence[Tensor], metadata: Sequence[Any] | None = None) -> WholeTensors:
+        """Return the full tensors of a single process, which holds every parameter completely.
+
+        Args:
+            params: The parameters.
+            metadata: See `WholeOptimizer.metadata_for`; None: no metadata.
+
+        Collectives: none.
+        """
         positions = [
             (str(index), Region(tuple(p.shape), tuple(((0, size),) for size in p.shape), 0, p.numel()))
             for index, p in enumerate(params)
         ]
-        given = zip(positions, params, said or [None] * len(params), strict=True)
+        given = zip(positions, params, metadata or [None] * len(params), strict=True)
         own = [(name, param.dtype, says, region) for (name, region), param, says in given]
         return cls(positions, logical_tensors([own]), None)
 
@@ -77,14 +85,19 @@ class WholeTensors:
         registry: ProcessGroupRegistry,
         say: Callable[[], Sequence[Any]] | None = None,
     ) -> WholeTensors:
-        """Of all ranks together.
+        """Agree with all ranks on the full tensors.
 
         Args:
-            named: For each position the logical tensor's name, unique in the model; the piece; which part it is of it.
-            say: Gives for each position what all ranks that have some of the tensor must say alike; may raise.
+            named: Per position: the full tensor's name, unique in the model; the stepped tensor; its region of the full
+                tensor, None if the region is unknown.
+            registry: The process groups.
+            say: Returns the metadata of each position, which must be equal on all ranks that hold the tensor; may
+                raise. None: no metadata.
+
         Raises:
-            ValueError: On every rank: pieces of unequal sizes, of which nothing tells how they were cut; ranks say
-                different things.
+            ValueError: On every rank: a region is unknown because the shards have unequal sizes, or the ranks' metadata
+                differ.
+
         Collectives: an object all-gather.
         """
 
@@ -93,27 +106,27 @@ class WholeTensors:
             for (name, piece, region), says in zip(named, say() if say else [None] * len(named), strict=True):
                 if region is None:
                     raise ValueError(
-                        f"{name} has pieces of unequal sizes, of which nothing says how they were cut, so that it can't be "
-                        "put together: make its dims divide, or cut it as torch.chunk does"
+                        f"{name} has shards of unequal sizes in an unknown order, so its full tensor can't be formed; make "
+                        "the dim divisible by the number of ranks, or split it as torch.chunk does"
                     )
                 found.append((name, piece.dtype, says, region))
             return None, found
 
         _, ranks = on_all_ranks_with(own, registry)
-        everything = logical_tensors(ranks)  # of what all know: an error is one on all
+        everything = logical_tensors(ranks)  # all ranks have the same input, so all of them raise or none
         positions = [(name, region) for name, _, _, region in ranks[registry.global_rank]]
         return cls(positions, everything, registry, [tuple(piece.shape) for _, piece, _ in named])
 
     def _boxes(self, tensor: LogicalTensor) -> list[Box] | None:
-        """What this rank speaks for; None: nobody needs to be asked."""
+        """Return the boxes that this rank contributes to sums; None if the tensor needs no collective."""
         return tensor.sources().get(self.rank, []) if tensor.is_split else None
 
     def positions(self, tensor: LogicalTensor) -> list[int]:
-        """Where this rank has pieces of it."""
+        """Return the positions at which this rank holds a shard of ``tensor``."""
         return self._positions.get(tensor.name, [])
 
     def positions_of(self, tensor: LogicalTensor, box: Box) -> list[int]:
-        """Those of `positions` that have a box, which lies in one rectangle of one piece."""
+        """Return those positions whose shard contains ``box``, which lies in a single rectangle of one shard."""
         return [
             position
             for position in self.positions(tensor)
@@ -121,19 +134,26 @@ class WholeTensors:
         ]
 
     def piece_shape(self, position: int) -> Shape:
-        """Of what this rank has: a shard's, or flat."""
+        """Return the shape of the stepped tensor: the shard's shape, or one dim."""
         return self._shapes[position]
 
     # Parts ----------------------------------------------------------------------------------------------------------
 
     def rectangles(self, position: int, piece: Tensor) -> dict[Shape, Tensor]:
-        """A contiguous tensor of the piece's shape as rectangles of the logical tensor, by their offsets; views."""
+        """Split a contiguous tensor of the stepped tensor's shape into rectangles of the full tensor, by offsets;
+        views.
+        """
         return self._regions[position].parts(piece)
 
     def of_whole(self, position: int, whole: Tensor) -> Tensor:
-        """The piece's part of a tensor that broadcasts to the logical one's shape, in the piece's shape.
+        """Return this rank's shard of a tensor that broadcasts to the full shape.
 
-        Host reads, collectives: none.
+        Args:
+            position: The position of the shard.
+            whole: The full tensor, or a tensor that broadcasts to its shape.
+
+        Collectives: none.
+        Host synchronization: none.
         """
         region, full = self._regions[position], whole.expand(self.tensors[position].shape)
         shape = self.piece_shape(position)
@@ -145,13 +165,13 @@ class WholeTensors:
         return piece
 
     def views(self, position: int, piece: Tensor, boxes: Iterable[Box]) -> Iterator[tuple[Box, Tensor]]:
-        """The elements of boxes of the logical tensor that lie in the piece; views of it."""
+        """Yield views of the elements of ``piece`` that lie in the boxes of the full tensor, each with its box."""
         boxes = tuple(boxes)
         if not piece.is_contiguous():
             yield from self._cut(position, piece, boxes)
             return
         key = position, piece.shape, boxes
-        if key not in self._cuts:  # where they lie is the same at every step
+        if key not in self._cuts:  # the offsets are the same in every step
             template = torch.empty(piece.shape, device="meta")
             self._cuts[key] = [
                 (box, part.shape, part.stride(), int(part.storage_offset()))
@@ -173,14 +193,16 @@ class WholeTensors:
     # Sums -----------------------------------------------------------------------------------------------------------
 
     def norms_of(self, *values: Mapping[int, Tensor]) -> list[dict[int, Tensor]]:
-        """The L2 norms of logical tensors, several lists of them at once.
+        """Measure the L2 norms of full tensors, for several lists of them at once.
 
         Args:
-            values: Each has a tensor of the piece's shape by position; the same positions on all ranks that share a tensor.
+            values: Per list, a tensor of the shard's shape by position; the same positions on all ranks that hold a
+                tensor.
         Returns:
-            For each list the norms, 0-dim float64, by position.
-        Collectives: one all-reduce over the world, wherever some tensor of the model is split. Host reads: none, but to
-        bring what is measured on a GPU to pieces on the CPU.
+            Per list, the norms by position, 0-dim float64.
+
+        Collectives: one all-reduce over the world if any tensor of the model is sharded.
+        Host synchronization: none, except to copy a sum from a GPU to parameters on the CPU.
         """
         slots = self._slots
         packed = self._zeros(len(values) * len(slots), values)
@@ -199,23 +221,25 @@ class WholeTensors:
         return [{at: power.sqrt().to(device) for at, (power, device) in of_list.items()} for of_list in found]
 
     def _power(self, position: int, value: Tensor) -> Tensor:
-        """The sum of squares of what this rank speaks for."""
-        spoken = self._spoken[position]
-        if spoken is None:
+        """Return the sum of squares of the elements that this rank contributes."""
+        canonical_boxes = self._canonical_boxes[position]
+        if canonical_boxes is None:
             return _power(value)
-        parts = [part for _, part in self.views(position, value, spoken)]
+        parts = [part for _, part in self.views(position, value, canonical_boxes)]
         powers = [_power(part) for part in parts]
         return torch.stack(powers).sum() if powers else torch.zeros((), dtype=torch.float64, device=value.device)
 
     def sums(self, requests: Iterable[Request]) -> list[Tensor]:
-        """Sums of logical tensors over some of their dims, all at once.
+        """Sum full tensors over some of their dims, all at once.
 
         Args:
-            requests: Position, a tensor of the piece's shape, dims. In one order on all ranks that have some of a tensor.
-                Taken one after another, so that those of a generator are not in memory together.
+            requests: Position, tensor of the shard's shape, and dims; in the same order on all ranks that hold a
+                tensor. They are consumed one by one, so the tensors of a generator are not in memory together.
         Returns:
-            For each request the whole result, float64, of the logical shape with those dims of size 1.
-        Collectives: for each set of ranks that share split tensors one all-reduce. Host reads: as `norms_of`.
+            Per request the full result, float64, with size 1 in the summed dims.
+
+        Collectives: one all-reduce per set of ranks that shares sharded tensors.
+        Host synchronization: as in `norms_of`.
         """
         results, positions = list[Tensor](), list[int]()
         for position, value, dims in requests:
@@ -223,10 +247,10 @@ class WholeTensors:
             positions.append(position)
         by_ranks: dict[tuple[int, ...], list[int]] = {}
         for index, position in enumerate(positions):
-            if self._spoken[position] is not None:
+            if self._canonical_boxes[position] is not None:
                 by_ranks.setdefault(self.tensors[position].ranks, []).append(index)
         for ranks in sorted(by_ranks):
-            # By name: tied tensors may come in another order elsewhere.
+            # sorted by name, because other ranks may have tied tensors in another order
             those = sorted(by_ranks[ranks], key=lambda index: self.tensors[positions[index]].name)
             device = results[those[0]].device
             packed = torch.cat([results[index].reshape(-1).to(device) for index in those])
@@ -236,12 +260,12 @@ class WholeTensors:
         return results
 
     def _local_sum(self, position: int, value: Tensor, dims: tuple[int, ...]) -> Tensor:
-        shape, spoken = self.tensors[position].shape, self._spoken[position]
+        shape, canonical_boxes = self.tensors[position].shape, self._canonical_boxes[position]
         whole = [1 if dim in dims else size for dim, size in enumerate(shape)]
-        if spoken is None:
+        if canonical_boxes is None:
             return value.reshape(shape).double().sum(dims, keepdim=True) if dims else value.reshape(shape).double()
         result = torch.zeros(whole, dtype=torch.float64, device=value.device)
-        for box, part in self.views(position, value, spoken):
+        for box, part in self.views(position, value, canonical_boxes):
             summed = part.double().sum(dims, keepdim=True) if dims else part.double()
             at = Box(tuple(0 if dim in dims else offset for dim, offset in enumerate(box.offsets)), tuple(summed.shape))
             narrowed(result, at).add_(summed)
@@ -260,15 +284,14 @@ class WholeTensors:
         return torch.zeros(count, dtype=torch.float64, device=device)
 
     def _sum(self, packed: Tensor, ranks: tuple[int, ...]) -> None:
-        """Over these ranks, in place."""
         assert self.registry is not None
-        travelling = packed.to(self.registry.device)
-        dist.all_reduce(travelling, group=self.group(ranks))
-        if travelling is not packed:
-            packed.copy_(travelling)
+        transferred = packed.to(self.registry.device)
+        dist.all_reduce(transferred, group=self.group(ranks))
+        if transferred is not packed:
+            packed.copy_(transferred)
 
     def group(self, ranks: tuple[int, ...]) -> Any:
-        """The process group of these ranks."""
+        """Return the process group of ``ranks``."""
         assert self.registry is not None
         return self.registry.group_of(ranks)
 
@@ -283,7 +306,7 @@ def _power(tensor: Tensor) -> Tensor:
 
 
 def narrowed(tensor: Tensor, box: Box, offsets: Shape | None = None) -> Tensor:
-    """The elements of a box in a tensor that begins at ``offsets`` (None: at 0)."""
+    """Return the elements of ``box`` in a tensor that begins at ``offsets`` of the full tensor (None: at 0); a view."""
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         tensor = tensor.narrow(dim, offset - (offsets[dim] if offsets else 0), size)
     return tensor

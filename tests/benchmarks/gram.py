@@ -115,7 +115,7 @@ class AtHomes:
 
     def step(self) -> None:
         self.inner.found_inf = torch.zeros(())  # type: ignore[attr-defined]
-        with mock.patch.object(of_matrix, "goes_on_gram", return_value=self.gram):
+        with mock.patch.object(of_matrix, "uses_gram", return_value=self.gram):
             self.inner.step()
 
 

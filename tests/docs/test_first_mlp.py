@@ -41,7 +41,9 @@ def test_its_norm_is_exact_and_its_mistake_is_found() -> None:
     text = PAGE.read_text()
     assert "off by at most 1e-5" in text
     assert "proved: up.weight, up.bias, down.weight, down.bias" in text
-    assert "up.bias: declared P(), each rank of 'tensor' has a piece of its own; it is P('tensor')" in text
+    assert (
+        "up.bias: declared P(), but each rank of 'tensor' has a different shard; the right spec is P('tensor')" in text
+    )
 
 
 def write() -> None:

@@ -97,7 +97,7 @@ REFUSED: dict[str, tuple[Callable[[], Run], str]] = {
     "rounding": (lambda: run_of(precision=Bf16(stochastic_rounding=True)), "stochastic rounding draws by the number"),
     "RMSprop": (lambda: run_of(inner=torch.optim.RMSprop), "RMSprop reads whether to skip on the host: give it fused"),
     "SOAP": (lambda: run_of(inner=SOAP), "SOAP counts steps on the host"),
-    "whole": (lambda: run_of(inner=wrapped), "AnyOptimizer reads on the host whether to skip"),
+    "whole": (lambda: run_of(inner=wrapped), "AnyOptimizer reads the skip flag on the host"),
     "a rate": (with_a_rate_that_is_a_number, r"the lr of param group 0 is 0.25.*lr=torch.tensor\(0.25, device='cpu'\)"),
     "half a window": (
         half_a_window,

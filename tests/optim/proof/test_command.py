@@ -111,7 +111,7 @@ def test_a_wrong_one_by_the_name_of_its_module(folder: Path) -> None:
     assert (done.returncode, without_names(done.stderr)) == (1, "")
     lines = done.stdout.splitlines()
     assert lines[-2].startswith(
-        "up.bias: declared P(), each rank of 'tensor' has a piece of its own; it is P('tensor')"
+        "up.bias: declared P(), but each rank of 'tensor' has a different shard; the right spec is P('tensor')"
     )
     assert lines[-1].startswith("The other 3 parameters are right")
     (row,) = [line for line in lines if "split, not declared" in line]
@@ -150,9 +150,9 @@ def test_rules_for_declare(audited: Audited) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("script.py", *GRID), "'script.py' is not SCRIPT:BUILD: name a file or module and its function"),
+        (("script.py", *GRID), "'script.py' is not SCRIPT:BUILD; give a file or module and a function"),
         (("none.py:build", *GRID), "there is no file none.py"),
-        (("none:build", *GRID), "there is no module none; a file's name ends in .py"),
+        (("none:build", *GRID), "there is no module none; the name of a file must end in .py"),
         (
             ("broken.py:build", *GRID),
             "broken.py can't be imported: ModuleNotFoundError: No module named 'no_such_thing'",
@@ -175,7 +175,8 @@ def test_another_number_of_processes_is_launched(folder: Path) -> None:
     done = launched_audit(2, folder, "script.py:build", *GRID)
     assert done.returncode != 0
     told = (
-        "--topology data=2,tensor=2 has 4 ranks, and 2 processes were launched: launch 4, or start without a launcher"
+        "--topology data=2,tensor=2 has 4 ranks, but the launcher started 2 processes; "
+        "launch 4, or start without a launcher"
     )
     assert done.stderr.count(told) == 1
 

@@ -126,7 +126,7 @@ def test_a_missing_sum_in_backward_names_what_it_made_wrong_on_all_ranks_alike(w
     first, *others = world.run(4, why, Topology(data=2, tensor=2), "no sum in backward")
     assert others == [first] * 3
     lines = first.splitlines()
-    assert lines[0] == "3 of the parallel model's differ from the dense one's"
+    assert lines[0] == "values of the parallel model that differ from the dense model: 3"
     assert lines[1].startswith("the gradient of scale, ranks 0-3: rank ")
     assert lines[2].startswith("the gradient of shift, ranks 0-3: rank ")
     assert lines[3].startswith("the norm of the gradients: ")
@@ -233,7 +233,7 @@ def test_a_wrong_clip_shows_in_the_parameters_of_the_step_that_it_changes(world:
 
 def test_an_element_that_is_off_on_one_rank_is_found(world: World) -> None:
     text = world.run(2, wrong_steps, 0.5, 0.5, 0.25)[0]
-    assert text.splitlines()[0] == "1 of the parallel model's differ from the dense one's after step 1"
+    assert text.splitlines()[0] == "values of the parallel model that differ from the dense model after step 1: 1"
     assert text.splitlines()[1].startswith("parameter up_bias, rank 1: off by 0.25 at [0] of elements 4+4, ")
 
 
@@ -314,9 +314,9 @@ def refused(names: Any, error: type[Exception]) -> str:
 @pytest.mark.parametrize(
     ("names", "told"),
     [
-        ({}, "scale is 'scale' in the dense model, whose parameters are norm.weight, norm.bias,"),
+        ({}, "the dense model has no parameter 'scale', the counterpart of scale; it has norm.weight, norm.bias,"),
         ({**NAMES, "shift": "norm.weight"}, "no rank has a counterpart of the dense model's norm.bias"),
-        ({**NAMES, "shfit": "norm.bias"}, "names= speaks of shfit, which no rank's model has"),
+        ({**NAMES, "shfit": "norm.bias"}, "names= contains shfit, which no rank's model has"),
     ],
     ids=["unknown", "missing", "misspelt"],
 )
@@ -339,7 +339,7 @@ def test_a_piece_of_another_shape_than_its_spec_says_is_told(world: World) -> No
 @pytest.mark.parametrize(
     ("parallel", "dense", "told"),
     [
-        (lambda: (Dense(), 1.0), Dense, "let both return the same"),
+        (lambda: (Dense(), 1.0), Dense, "both must return the same form"),
         (lambda: None, Dense, "a step returned NoneType"),
         (Dense, lambda: (1, 2, 3), "a step returned tuple"),
     ],

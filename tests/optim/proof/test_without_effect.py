@@ -41,7 +41,7 @@ def untold() -> tuple[tuple[str, ...], str, tuple[str, ...], bool]:
         declare(model, {"shift": P()})  # sums that are rounding differ on copies
         copied = prove(model, lambda model: model(x), registry)
         found = infer(model, lambda model: model(x), registry)
-        assert "# shift: by its values; the loss hardly depends on it" in str(found)
+        assert "# shift: inferred from values only; the loss hardly depends on it" in str(found)
         return proof.untold, str(copied), copied.untold, "shift" in found.rules and found.proof.right
 
 

@@ -122,7 +122,7 @@ def other_kinds() -> str:
         weight = nn.Parameter(torch.randn(4, 4))
         annotate(weight, P("tensor"), "weight")
         make = [TrustRatio, SignDescent][registry.global_rank]
-        with pytest.raises(ValueError, match="say the same of it on all") as caught:
+        with pytest.raises(ValueError, match="declare it equally on all ranks") as caught:
             ParallelOptimizer(whole(make([weight])), registry)
         return str(caught.value)
 
@@ -153,9 +153,9 @@ def test_what_it_can_not_do_is_refused() -> None:
     refused: list[tuple[Any, type[Exception], str]] = [
         (under_the_name("prodigyopt", "Prodigy")([weight]), ValueError, "from all parameters together"),
         (torch.optim.LBFGS([weight]), TypeError, "closure"),
-        (stepped, ValueError, "has stepped already"),
-        (whole(SignDescent([weight])), TypeError, "whole tensors already"),
-        (Modes([weight]), ValueError, "training and evaluation"),
+        (stepped, ValueError, "already has a state"),
+        (whole(SignDescent([weight])), TypeError, "already steps full tensors"),
+        (Modes([weight]), ValueError, r"train\(\) and eval\(\)"),
         (Around([weight]), ValueError, "the optimizer in its base"),
         (nn.Linear(2, 2), TypeError, "plain torch optimizer"),
     ]

@@ -406,7 +406,7 @@ def test_states_of_pieces_taken_for_whole_ones_are_refused_on_every_rank(world: 
     for kind in MAKES:
         one, other = world.run(2, stepped_alone, kind)
         assert one == other
-        assert "has stepped alone on rank 1" in one
+        assert "has stepped without ParallelOptimizer on rank 1" in one
 
 
 # Options ------------------------------------------------------------------------------------------------------------------
@@ -422,7 +422,7 @@ def test_the_largest_cost_of_a_home_is_near_the_mean(kind: Any) -> None:
         name: Region(shape, tuple(((0, size),) for size in shape), 0, shape[0] * shape[1])
         for name, shape in named.items()
     }
-    said = {name: optimizer.said_of(name, shape, {}, None) for name, shape in named.items()}
+    said = {name: optimizer.metadata_for(name, shape, {}, None) for name, shape in named.items()}
     everything = logical_tensors(
         [[(name, torch.float32, said[name], region[name]) for name in named] for _ in range(4)]
     )

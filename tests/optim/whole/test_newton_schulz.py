@@ -12,7 +12,7 @@ import whole_references
 from cases import slice_of
 from meshstep.optim import Muon, ParallelOptimizer, Sharded
 from meshstep.optim.whole import muon as module
-from meshstep.optim.whole.muon import COEFFICIENTS, flops, goes_on_gram, newton_schulz, normalize, on_gram, on_matrix
+from meshstep.optim.whole.muon import COEFFICIENTS, flops, newton_schulz, normalize, on_gram, on_matrix, uses_gram
 from meshstep.parallel import P, ProcessGroupRegistry, Topology, annotate, shard
 from probes import collectives
 from spectra import SPECTRA
@@ -113,10 +113,10 @@ def test_costs_are_the_operations_of_the_form_that_is_taken(shape: tuple[int, in
 
 def test_long_matrices_go_on_their_gram_matrix_and_take_two_thirds_of_the_operations() -> None:
     shapes = ((128, 240), (128, 256), (256, 128), (127, 1024))
-    assert [goes_on_gram(shape) for shape in shapes] == [False, True, True, False]
+    assert [uses_gram(shape) for shape in shapes] == [False, True, True, False]
     on_it = 5 * (4 * 128**2 * 512 + 2 * 128**3)
     assert flops(LONG) / on_it == pytest.approx(2 / 3)
-    assert not goes_on_gram(LONG, steps=1), "nothing to save"
+    assert not uses_gram(LONG, steps=1), "nothing to save"
 
 
 # Muon -------------------------------------------------------------------------------------------------------------------
